@@ -29,7 +29,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251
 
 # What is slow here may be quick elsewhere: no example fails for the time that it, or its making, took.
-settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 _PASSED = pytest.StashKey[bool]()
@@ -37,9 +39,18 @@ _LONG = ("slow", "chaos", "soak")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rounds", type=int, default=3, help="how many rounds of faults the chaos tests run")
-    parser.addoption("--soak-seconds", type=float, default=60.0, help="how long each soak test runs")
-    parser.addoption("--soak-jobs", type=int, default=0, help="how many jobs the soak of the service submits instead")
+    parser.addoption(
+        "--rounds", type=int, default=3, help="how many rounds of faults the chaos tests run"
+    )
+    parser.addoption(
+        "--soak-seconds", type=float, default=60.0, help="how long each soak test runs"
+    )
+    parser.addoption(
+        "--soak-jobs",
+        type=int,
+        default=0,
+        help="how many jobs the soak of the service submits instead",
+    )
 
 
 def _length(item: pytest.Item) -> tuple[float, bool]:
@@ -50,7 +61,9 @@ def _length(item: pytest.Item) -> tuple[float, bool]:
 
 @pytest.hookimpl(trylast=True)  # the order is random until here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_length, reverse=True)  # a run in several processes would else wait for a long one that began last
+    items.sort(
+        key=_length, reverse=True
+    )  # a run in several processes would else wait for a long one that began last
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -74,9 +87,13 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     The process's last output was captured, so its stacks come from the file of `last_words`.
     """
     if error is not None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # then it lives on, and only its pipe broke
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # then it lives on, and only its pipe broke
             status = node.gateway._io.popen.wait(timeout=5)
-            node.config.get_terminal_writer().line(f"\n[{node.gateway.id}] ended with status {status}", red=True)
+            node.config.get_terminal_writer().line(
+                f"\n[{node.gateway.id}] ended with status {status}", red=True
+            )
         words = last_words(node.workerinput)
         if words.exists():
             node.config.get_terminal_writer().line(words.read_text())
@@ -84,7 +101,9 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "call":
         item.stash[_PASSED] = report.passed
@@ -122,7 +141,9 @@ def allowed_keys() -> list[str]:
 
 
 @pytest.fixture
-def redis_url(valkey: ValkeyServer, allowed_keys: list[str], request: pytest.FixtureRequest) -> Iterator[str]:
+def redis_url(
+    valkey: ValkeyServer, allowed_keys: list[str], request: pytest.FixtureRequest
+) -> Iterator[str]:
     """Yield an empty database on the shared server. Keys left must have a TTL or be allowed."""
     with valkey.client() as client:
         client.flushall()

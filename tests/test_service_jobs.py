@@ -23,7 +23,13 @@ from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.service import Service
 
 CAPACITY = Capacity(
-    free_sequences=4, free_blocks=100, waiting=0, running=0, block_size=16, max_model_len=4096, free_urgent=0
+    free_sequences=4,
+    free_blocks=100,
+    waiting=0,
+    running=0,
+    block_size=16,
+    max_model_len=4096,
+    free_urgent=0,
 )
 
 
@@ -94,7 +100,12 @@ class Bench:
     """A service whose other parts the test controls."""
 
     def __init__(self) -> None:
-        self.host, self.orders, self.record, self.log = ScriptedHost(), Orders(), Record(), FakeLog()
+        self.host, self.orders, self.record, self.log = (
+            ScriptedHost(),
+            Orders(),
+            Record(),
+            FakeLog(),
+        )
         parts: dict[str, Any] = {"stream": self.orders, "finalizer": self.record}
         self.service = Service(
             **parts,
@@ -154,7 +165,9 @@ async def test_suspects_that_are_lost_hold_nobody_back(bench: Bench) -> None:
     assert bench.host.submitted == ["a/1", "c/1"]
 
 
-async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(bench: Bench) -> None:
+async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(
+    bench: Bench,
+) -> None:
     await bench.service.take([delivery(name, alone=True) for name in "ab"])
     bench.service.drop(["b"])
     await bench.host.step(event("x", "a", end=FinishReason.LENGTH))
@@ -167,7 +180,9 @@ async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(b
 async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Bench) -> None:
     await bench.service.take([delivery("job")])
     bench.orders.is_down = True
-    await bench.host.step(event("", end=FinishReason.ERROR, error="boom", error_code="engine_error"))
+    await bench.host.step(
+        event("", end=FinishReason.ERROR, error="boom", error_code="engine_error")
+    )
     bench.service.drop(["job"])
     await bench.service.take([delivery("job", token=2)])
     bench.orders.is_down = False
@@ -176,7 +191,9 @@ async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Benc
     assert bench.service.num_held == 1
 
 
-async def test_what_cannot_be_taken_in_is_not_kept_in_hand(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_taken_in_is_not_kept_in_hand(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The consumer gives it back to the queue; an end that was already handed on stays."""
 
     async def broken(_outcomes: list[Any]) -> list[Any]:

@@ -41,7 +41,9 @@ async def test_a_stage_is_cancelled_behind_the_body() -> None:
     assert was_cancelled
 
 
-async def test_a_server_that_is_away_is_spoken_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_is_away_is_spoken_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     chosen = settings("redis://127.0.0.1:1/0", database_url(tmp_path))
     worker = Worker(chosen, thread_host(chosen.engine_config()))
     serving = asyncio.create_task(worker.serve())

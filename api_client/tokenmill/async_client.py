@@ -95,7 +95,9 @@ class AsyncClient(ClientBase):
         starting_after = programs.check_starting_after(starting_after)
         return self._tell(programs.follow(self._view, str(job), starting_after, timeout))
 
-    async def result(self, job: str, timeout: float | None = None, *, check: bool = False) -> JobResult:
+    async def result(
+        self, job: str, timeout: float | None = None, *, check: bool = False
+    ) -> JobResult:
         """Wait until a job has ended and return its result; see Client.result."""
         result = await self._run(programs.wait(self._view, str(job), timeout))
         if check and result.status is not JobStatus.SUCCEEDED:
@@ -111,7 +113,9 @@ class AsyncClient(ClientBase):
 
     # ── the queue ──
 
-    async def list(self, status: JobStatus | str | None = None, limit: int = 100) -> Sequence[JobInfo]:
+    async def list(
+        self, status: JobStatus | str | None = None, limit: int = 100
+    ) -> Sequence[JobInfo]:
         """List the jobs that have not ended, and dead jobs; see Client.list."""
         wanted = JobStatus(status) if status is not None else None
         return await self._run(queue_programs.jobs(self._view, wanted, limit))
@@ -165,7 +169,10 @@ class AsyncClient(ClientBase):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -216,7 +223,11 @@ class _Performer:
     """Executes the effects of one program, and owns the subscription that it opens."""
 
     def __init__(
-        self, client: AsyncClient, connection: redis.asyncio.Redis, hub: ChannelHub, turns: asyncio.Semaphore
+        self,
+        client: AsyncClient,
+        connection: redis.asyncio.Redis,
+        hub: ChannelHub,
+        turns: asyncio.Semaphore,
     ) -> None:
         self.value: Any = None  # what the program returned
         self._client = client
@@ -244,7 +255,9 @@ class _Performer:
             with heeding_cancellation():
                 self.answer = await self._perform(effect)
         except Exception as error:
-            check_open(self._client)  # if another task closed the client, redis-py raises arbitrary errors
+            check_open(
+                self._client
+            )  # if another task closed the client, redis-py raises arbitrary errors
             if not isinstance(error, SERVER_TROUBLE):
                 raise
             self._trouble = translate(error)
@@ -258,7 +271,9 @@ class _Performer:
         match effect:
             case RunScript(script, arguments):
                 async with self._turns:
-                    return await scripts.call_async(self._redis, script, *self._client.script_head, *arguments)
+                    return await scripts.call_async(
+                        self._redis, script, *self._client.script_head, *arguments
+                    )
             case Commands(commands, tolerant):
                 async with self._turns:
                     return await self._commands(commands, tolerant)
@@ -269,12 +284,18 @@ class _Performer:
             case Receive(timeout):
                 return await self.receiver()(timeout)
             case LookUp(job_id):
-                return await asyncio.to_thread(self._client.look_up, job_id) if self._client.has_database else None
+                return (
+                    await asyncio.to_thread(self._client.look_up, job_id)
+                    if self._client.has_database
+                    else None
+                )
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
         raise TypeError(f"no such effect: {effect!r}")
 
-    async def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool) -> Sequence[Any]:
+    async def _commands(
+        self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool
+    ) -> Sequence[Any]:
         if not commands:
             return []
         if len(commands) == 1 and not tolerant:
@@ -291,5 +312,7 @@ class _Performer:
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()
-        if self._client.is_closed:  # closed meanwhile: connections returned to the pool since are open
+        if (
+            self._client.is_closed
+        ):  # closed meanwhile: connections returned to the pool since are open
             await self._redis.aclose()

@@ -67,7 +67,9 @@ class ClientOptions:
 class ClientBase:
     """The common part of both clients. No connection is opened before the first call."""
 
-    def __init__(self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions) -> None:
+    def __init__(
+        self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions
+    ) -> None:
         self.keys = Keys(checked_queue(queue), prefix)
         self._options = options
         self._view = QueueView(
@@ -152,7 +154,9 @@ class ClientBase:
 def checked_queue(name: str) -> str:
     """Return the name of a queue. Raises ConfigurationError if it is not a valid name."""
     if not name or any(letter in name for letter in "{} \t\r\n"):
-        raise ConfigurationError(f"a queue's name must not be empty, nor contain braces or white space: {name!r}")
+        raise ConfigurationError(
+            f"a queue's name must not be empty, nor contain braces or white space: {name!r}"
+        )
     return name
 
 

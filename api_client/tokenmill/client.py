@@ -103,7 +103,9 @@ class Client(ClientBase):
         with producing(self.queue, self._requests(jobs)) as requests:
             return self._noted(self._run(programs.submit(self._view, requests)))
 
-    def stream(self, job: str, *, starting_after: str | int = 0, timeout: float | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
+    ) -> Iterator[Chunk]:
         """Yield every chunk of a job once and in order, up to its last chunk.
 
         The job may have started or ended long ago. A broken connection is opened again.
@@ -221,7 +223,10 @@ class Client(ClientBase):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -260,13 +265,17 @@ class Client(ClientBase):
                     continue
                 try:
                     if isinstance(effect, Follow):
-                        while (values := effect.told_by(answer := performer.receive(effect.timeout))) is not None:
+                        while (
+                            values := effect.told_by(answer := performer.receive(effect.timeout))
+                        ) is not None:
                             yield from values
                             effect.taken()
                     else:
                         answer = performer.perform(effect)
                 except Exception as error:
-                    check_open(self)  # if another thread closed the client, redis-py raises arbitrary errors
+                    check_open(
+                        self
+                    )  # if another thread closed the client, redis-py raises arbitrary errors
                     if not isinstance(error, SERVER_TROUBLE):
                         raise
                     trouble = translate(error)
@@ -306,7 +315,9 @@ class _Performer:
         assert self._subscription is not None, "a program listens before it receives"
         return self._subscription.receive(timeout)
 
-    def _commands(self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool) -> Sequence[Any]:
+    def _commands(
+        self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool
+    ) -> Sequence[Any]:
         if not commands:
             return []
         if len(commands) == 1 and not tolerant:
@@ -323,5 +334,7 @@ class _Performer:
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None
-        if self._client.is_closed:  # closed meanwhile: connections returned to the pool since are open
+        if (
+            self._client.is_closed
+        ):  # closed meanwhile: connections returned to the pool since are open
             self._redis.close()

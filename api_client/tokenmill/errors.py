@@ -56,14 +56,18 @@ class QueueFull(QueueRefusal):
 
 class RateLimited(QueueRefusal):
     def __init__(self, tenant: str, retry_after: float) -> None:
-        super().__init__(f"tenant {tenant!r} submits faster than it may: retry after {retry_after:.2f} s")
+        super().__init__(
+            f"tenant {tenant!r} submits faster than it may: retry after {retry_after:.2f} s"
+        )
         self.tenant = tenant
         self.retry_after = retry_after
 
 
 class IdempotencyConflict(TokenmillError):
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"the idempotency key or job id stands for job {job_id}, whose content is different")
+        super().__init__(
+            f"the idempotency key or job id stands for job {job_id}, whose content is different"
+        )
         self.job_id = job_id
 
 

@@ -27,7 +27,9 @@ from tokenmill_schemas.webhook import WebhookEvent
 TOLERANCE_S: Final = 300
 _PREFIX: Final = "whsec_"
 _LEAST_KEY_BYTES: Final = 16
-_MOST_DIGITS: Final = 15  # longest time accepted: more digits may exceed a float or Python's limit for integers
+_MOST_DIGITS: Final = (
+    15  # longest time accepted: more digits may exceed a float or Python's limit for integers
+)
 _decoder = msgspec.json.Decoder(WebhookEvent)
 
 
@@ -38,7 +40,12 @@ class BadSignature(TokenmillError, ValueError):
 
 
 def verify(
-    body: bytes, headers: Mapping[str, str], secret: str, *, tolerance_s: float = TOLERANCE_S, now: float | None = None
+    body: bytes,
+    headers: Mapping[str, str],
+    secret: str,
+    *,
+    tolerance_s: float = TOLERANCE_S,
+    now: float | None = None,
 ) -> WebhookEvent:
     """Return the event of a signed message. Raises BadSignature.
 
@@ -49,18 +56,28 @@ def verify(
         tolerance_s: largest accepted difference between the time of sending and now, in seconds.
     """
     given = {name.lower(): value for name, value in headers.items()}
-    missing = [name for name in ("webhook-id", "webhook-timestamp", "webhook-signature") if not given.get(name)]
+    missing = [
+        name
+        for name in ("webhook-id", "webhook-timestamp", "webhook-signature")
+        if not given.get(name)
+    ]
     if missing:
         raise BadSignature(f"the message has no {', '.join(missing)}")
-    message_id, sent, signatures = (given[f"webhook-{name}"] for name in ("id", "timestamp", "signature"))
+    message_id, sent, signatures = (
+        given[f"webhook-{name}"] for name in ("id", "timestamp", "signature")
+    )
     if not (sent.isascii() and sent.isdigit() and len(sent) <= _MOST_DIGITS):
         raise BadSignature(f"the message's time is {sent[:32]!r}, not seconds since 1970")
     age_s = (time.time() if now is None else now) - int(sent)
     if abs(age_s) > tolerance_s:
-        raise BadSignature(f"the message was sent {age_s:.0f} s ago; {tolerance_s:g} s are tolerated")
+        raise BadSignature(
+            f"the message was sent {age_s:.0f} s ago; {tolerance_s:g} s are tolerated"
+        )
     expected = [item.encode() for item in sign(message_id, int(sent), body, secret).split()]
     # Compare all pairs without stopping at a match, so that the duration reveals nothing.
-    matches = [hmac.compare_digest(one.encode(), other) for one in signatures.split() for other in expected]
+    matches = [
+        hmac.compare_digest(one.encode(), other) for one in signatures.split() for other in expected
+    ]
     if not any(matches):
         raise BadSignature("no signature of the message fits the secret")
     try:
@@ -85,7 +102,9 @@ def tenant_secret(secret: str, tenant: str) -> str:
     if not tenant:
         _keys(secret)
         return secret
-    derived = (hmac.digest(key, b"tenant:" + tenant.encode(), hashlib.sha256) for key in _keys(secret))
+    derived = (
+        hmac.digest(key, b"tenant:" + tenant.encode(), hashlib.sha256) for key in _keys(secret)
+    )
     return " ".join(_PREFIX + base64.b64encode(key).decode() for key in derived)
 
 

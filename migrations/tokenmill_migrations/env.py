@@ -23,7 +23,9 @@ def _run(connection: object) -> None:
 
 
 if context.is_offline_mode():
-    raise SystemExit("offline mode is not supported: the revisions look at the database they change")
+    raise SystemExit(
+        "offline mode is not supported: the revisions look at the database they change"
+    )
 _connection = context.config.attributes.get("connection")
 if _connection is not None:
     _run(_connection)

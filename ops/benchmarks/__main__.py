@@ -89,9 +89,13 @@ def _count(text: str) -> int:
 
 def _run(module: ModuleType, name: str, argv: list[str]) -> int:
     parser = _Parser(prog=f"ops/bench {name}", description=COMMANDS[name])
-    parser.add_argument("--json", metavar="FILE", help="write the figures here; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures here; - is standard output"
+    )
     if name in pictures.COMMANDS:
-        parser.add_argument("--plot", metavar="FILE", type=Path, help="draw them here (.png, .svg or .pdf)")
+        parser.add_argument(
+            "--plot", metavar="FILE", type=Path, help="draw them here (.png, .svg or .pdf)"
+        )
     module.add_arguments(parser)
     options = parser.parse_args(argv)
     head = {"command": name, "arguments": argv, "machine": machine(), "at": time.time()}
@@ -139,10 +143,19 @@ def machine() -> dict[str, object]:
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if "model name" in line
+        ]
         model = names[0] if names else model
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": model, "cores": cores, "python": platform.python_version(), "system": platform.platform()}
+    return {
+        "cpu": model,
+        "cores": cores,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
 
 
 def _interrupt(*_: object) -> NoReturn:

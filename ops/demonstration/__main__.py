@@ -29,8 +29,16 @@ PLAIN_NOTICE_INTERVAL_S = 5.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="ops/demo", description="The whole service on this machine, once.")
-    parser.add_argument("what", nargs="?", choices=("chats", "bulk"), default="chats", help="bulk: a file of requests")
+    parser = argparse.ArgumentParser(
+        prog="ops/demo", description="The whole service on this machine, once."
+    )
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("chats", "bulk"),
+        default="chats",
+        help="bulk: a file of requests",
+    )
     parser.add_argument("--lines", type=int, default=500, help="of the file")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--queue", default="demo")
@@ -56,12 +64,18 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("ops/demo: interrupted; everything it started is stopped", markup=False)
         return 130
-    console.print(f"done in {time.monotonic() - started:.0f} s; nothing is left running", highlight=False)
+    console.print(
+        f"done in {time.monotonic() - started:.0f} s; nothing is left running", highlight=False
+    )
     return 0
 
 
-async def show(stack: DemoStack, questions: Sequence[Question], max_tokens: int | None, console: Console) -> None:
-    async with AsyncClient(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
+async def show(
+    stack: DemoStack, questions: Sequence[Question], max_tokens: int | None, console: Console
+) -> None:
+    async with AsyncClient(
+        stack.redis_url, queue=stack.queue, database=stack.database_url
+    ) as client:
         jobs = [
             await client.submit(
                 messages=[{"role": "user", "content": question.text}],
@@ -74,7 +88,9 @@ async def show(stack: DemoStack, questions: Sequence[Question], max_tokens: int 
             for question in questions
         ]
         with choose_view(questions, console) as view:
-            await asyncio.gather(*(_follow(client, job, index, view) for index, job in enumerate(jobs)))
+            await asyncio.gather(
+                *(_follow(client, job, index, view) for index, job in enumerate(jobs))
+            )
         results = [await client.result(job, timeout=30) for job in jobs]
     console.print(results_table(questions, results))
     console.print(usage_table(stack.database_url))
@@ -91,7 +107,9 @@ async def _follow(client: AsyncClient, job: str, index: int, view: View) -> None
 
 
 def results_table(questions: Sequence[Question], results: Sequence[JobResult]) -> Table:
-    table = Table(title="results (Redis, for an hour; SQL, for good)", title_justify="left", expand=True)
+    table = Table(
+        title="results (Redis, for an hour; SQL, for good)", title_justify="left", expand=True
+    )
     table.add_column("question", ratio=1, no_wrap=True, overflow="ellipsis")
     for name, width in (("state", 9), ("end", 6)):
         table.add_column(name, min_width=width, no_wrap=True)
@@ -112,11 +130,24 @@ def results_table(questions: Sequence[Question], results: Sequence[JobResult]) -
 
 def usage_table(database_url: str) -> Table:
     table = Table(title="usage, read from SQL", title_justify="left")
-    for name in ("tenant", "jobs", "prompt tokens", "cached tokens", "completion tokens", "mean first token ms"):
+    for name in (
+        "tenant",
+        "jobs",
+        "prompt tokens",
+        "cached tokens",
+        "completion tokens",
+        "mean first token ms",
+    ):
         table.add_column(name, justify="left" if name == "tenant" else "right")
     results = SqlResults(database_url)
     for row in results.usage(by=("tenant",)):
-        numbers = (row.jobs, row.prompt_tokens, row.cached_tokens, row.completion_tokens, round(row.mean_ttft_ms))
+        numbers = (
+            row.jobs,
+            row.prompt_tokens,
+            row.cached_tokens,
+            row.completion_tokens,
+            round(row.mean_ttft_ms),
+        )
         table.add_row(row.group[0], *(str(number) for number in numbers))
     results.close()
     return table

@@ -51,7 +51,12 @@ def requests(count: int, model: str) -> Iterator[dict[str, object]]:
             content = {"messages": [{"role": "user", "content": text}]}
         if number % 100 == 50:
             content |= {"tools": [{"type": "function", "function": {"name": "look"}}]}
-        yield {"custom_id": f"demo-{number}", "method": "POST", "url": url, "body": {**body, **content}}
+        yield {
+            "custom_id": f"demo-{number}",
+            "method": "POST",
+            "url": url,
+            "body": {**body, **content},
+        }
 
 
 def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
@@ -69,7 +74,10 @@ def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
     run = [*command, "run", source.name, "-o", output.name]
     survived = _killed_on_the_way(run, folder, os.environ | where, count // 5)
     console.show_cursor()
-    console.print(f"\nkilled (SIGKILL) with {survived} answers in out.jsonl; the same command again:", style="bold")
+    console.print(
+        f"\nkilled (SIGKILL) with {survived} answers in out.jsonl; the same command again:",
+        style="bold",
+    )
     if subprocess.run(run, cwd=folder, env=os.environ | where, check=False).returncode:
         raise DemoError("`tokenmill bulk run` did not complete the batch")
     errors = folder / "out.errors.jsonl"
@@ -81,10 +89,14 @@ def show(stack: DemoStack, model: str, count: int, console: Console) -> None:
     names = [line["custom_id"] for line in answers + failures]
     if sorted(names) != sorted(f"demo-{number}" for number in range(count)):
         raise DemoError(f"{len(names)} lines were answered, of {count}")
-    console.print(f"{count} lines in, answers: {len(answers)}, errors: {len(failures)}; each line once")
+    console.print(
+        f"{count} lines in, answers: {len(answers)}, errors: {len(failures)}; each line once"
+    )
 
 
-def _killed_on_the_way(command: list[str], folder: Path, environment: dict[str, str], after: int) -> int:
+def _killed_on_the_way(
+    command: list[str], folder: Path, environment: dict[str, str], after: int
+) -> int:
     """Kill the command when its output has `after` answers, and return how many it has then.
 
     A command that finishes before that is not killed.

@@ -47,11 +47,16 @@ class DemoStack:
         return f"sqlite:///{self.directory / 'results.db'}"
 
     def __enter__(self) -> Self:
-        self.directory = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-demo-")))
+        self.directory = Path(
+            self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-demo-"))
+        )
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -64,7 +69,11 @@ class DemoStack:
         valkey = EmbeddedValkey(at_death=signal.SIGKILL)
         self._undo.callback(valkey.stop)
         self.redis_url = valkey.start().url
-        self._run("db", ["db", "upgrade"], lambda seconds, _: notice(f"creating the database ({seconds:.0f} s)"))
+        self._run(
+            "db",
+            ["db", "upgrade"],
+            lambda seconds, _: notice(f"creating the database ({seconds:.0f} s)"),
+        )
         worker = self._spawn("worker", ["worker"])
         self._undo.callback(worker.end, signal.SIGTERM, DRAIN_TIMEOUT_S)
 
@@ -72,7 +81,9 @@ class DemoStack:
 
             def is_ready(seconds: float, log: str) -> bool:
                 notice(f"the worker loads its model ({seconds:.0f} s) {_last_words(log)}")
-                return any(status.model for status in client.workers())  # a worker reports its model once it is loaded
+                return any(
+                    status.model for status in client.workers()
+                )  # a worker reports its model once it is loaded
 
             self._wait("worker", worker, is_ready)
 
@@ -94,14 +105,19 @@ class DemoStack:
         """
         started = time.monotonic()
         while True:
-            ended = not child.is_alive  # checked before the log is read, so that the log is complete
+            ended = (
+                not child.is_alive
+            )  # checked before the log is read, so that the log is complete
             seconds = time.monotonic() - started
             log = (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
             if is_done(seconds, log):
                 return
             if ended or seconds > START_TIMEOUT_S:
                 what = "ended" if ended else "did not get ready"
-                raise DemoError(f"the {name} process {what}; its last lines:\n" + "\n".join(log.splitlines()[-15:]))
+                raise DemoError(
+                    f"the {name} process {what}; its last lines:\n"
+                    + "\n".join(log.splitlines()[-15:])
+                )
             time.sleep(0.1)
 
     def _spawn(self, name: str, arguments: list[str]) -> Tether:
@@ -114,7 +130,13 @@ class DemoStack:
         }
         command = [sys.executable, "-m", "tokenmill.cli", *arguments]
         with (self.directory / f"{name}.log").open("ab") as log:
-            return Tether(command, at_death=signal.SIGKILL, cwd=self.directory, env=os.environ | settings, output=log)
+            return Tether(
+                command,
+                at_death=signal.SIGKILL,
+                cwd=self.directory,
+                env=os.environ | settings,
+                output=log,
+            )
 
 
 def _last_words(log: str) -> str:

@@ -38,7 +38,10 @@ class Answer:
 class View(Protocol):
     def __enter__(self) -> Self: ...
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None: ...
     def token(self, index: int, text: str, num_tokens: int) -> None: ...
     def ended(self, index: int, state: str) -> None: ...
@@ -58,7 +61,10 @@ class Panels:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._live.stop()
 
@@ -75,7 +81,9 @@ class Panels:
         per_row = max(1, min(3, options.max_width // MIN_PANEL_WIDTH))
         width = options.max_width // per_row
         num_rows = -(-len(self._answers) // per_row)
-        height = (console.height - 2) // num_rows  # less the status line and the cursor's line below it
+        height = (
+            console.height - 2
+        ) // num_rows  # less the status line and the cursor's line below it
         num_lines = max(MIN_TEXT_LINES, min(MAX_TEXT_LINES, height - 2))
         panels = [self._panel(answer, width, num_lines) for answer in self._answers]
         yield Group(Columns(panels, width=width, padding=0), self._status(console))
@@ -119,7 +127,10 @@ class Lines:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         pass
 
@@ -144,7 +155,9 @@ class Lines:
 
     def _print(self, number: int, text: str) -> None:
         seconds = time.monotonic() - self._started
-        self._console.print(f"[{seconds:5.1f} s] job {number} {text}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"[{seconds:5.1f} s] job {number} {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def choose_view(questions: Sequence[Question], console: Console) -> View:

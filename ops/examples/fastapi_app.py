@@ -49,10 +49,16 @@ log = logging.getLogger("uvicorn.error")
 PAGE = Path(__file__).parent / "static"
 TITLE_CHARS = 200
 MONTH_S = 30 * 24 * 3600
-SILENCE_S, RETRY_S = 3.0, 1.0  # seconds without a chunk after which the queue is checked; seconds between retries
+SILENCE_S, RETRY_S = (
+    3.0,
+    1.0,
+)  # seconds without a chunk after which the queue is checked; seconds between retries
 AWAY = "The service is away."
 # Scripts and styles load only from this server, so a model's output cannot add any.
-SECURITY_HEADERS = {"Content-Security-Policy": "default-src 'self'", "X-Content-Type-Options": "nosniff"}
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'",
+    "X-Content-Type-Options": "nosniff",
+}
 STATUS_CODES: dict[type[TokenmillError], int] = {
     InvalidRequest: 422, IdempotencyConflict: 409, JobNotFound: 404, RateLimited: 429, QueueFull: 503,
 }  # fmt: skip
@@ -80,7 +86,9 @@ def backend(request: Request) -> Backend:
 def current_user(visitor: Annotated[str | None, Cookie()] = None) -> str:
     """Return the tenant of the visitor's jobs: a hash of the cookie, which itself stays secret."""
     if visitor is None:
-        raise HTTPException(401, "open the page first: it gives you the cookie that says who you are")
+        raise HTTPException(
+            401, "open the page first: it gives you the cookie that says who you are"
+        )
     return "web-" + hashlib.sha256(visitor.encode()).hexdigest()[:16]
 
 
@@ -113,7 +121,10 @@ Position = Annotated[str, Depends(seen_position)]
 def add_job_routes(app: FastAPI) -> None:
     @app.post("/api/jobs", status_code=201)
     async def submit(
-        wanted: Prompt, parts: Parts, user: User, idempotency_key: Annotated[str | None, Header()] = None
+        wanted: Prompt,
+        parts: Parts,
+        user: User,
+        idempotency_key: Annotated[str | None, Header()] = None,
     ) -> dict[str, Any]:
         """Submit a job.
 
@@ -142,7 +153,9 @@ def add_job_routes(app: FastAPI) -> None:
         return {"outcome": await parts.jobs.cancel(job)}
 
     @app.get("/api/jobs/{job_id}/events", response_class=EventSourceResponse)
-    async def events(job: OwnJob, parts: Parts, position: Position) -> AsyncIterator[ServerSentEvent]:
+    async def events(
+        job: OwnJob, parts: Parts, position: Position
+    ) -> AsyncIterator[ServerSentEvent]:
         """Stream the answer as events, and resume by itself when the queue is reachable again.
 
         A browser that lost the connection reconnects with its last event id.
@@ -158,7 +171,9 @@ def add_job_routes(app: FastAPI) -> None:
             except ResultTimeout:  # nothing new yet: the queue is reachable, or the next try fails
                 yield ServerSentEvent(event="notice", data="")
             except (QueueUnavailable, ConfigurationError):
-                yield ServerSentEvent(event="notice", data=f"{AWAY} Your answer goes on as soon as it is back.")
+                yield ServerSentEvent(
+                    event="notice", data=f"{AWAY} Your answer goes on as soon as it is back."
+                )
                 await asyncio.sleep(RETRY_S)
 
 
@@ -177,7 +192,9 @@ def add_record_routes(app: FastAPI) -> None:
     """Add handlers that FastAPI runs in threads, so that a slow database blocks no other request."""
 
     @app.get("/api/history")
-    def history(parts: Parts, user: User, offset: int = 0, limit: Annotated[int, Field(ge=1, le=100)] = 20) -> Any:
+    def history(
+        parts: Parts, user: User, offset: int = 0, limit: Annotated[int, Field(ge=1, le=100)] = 20
+    ) -> Any:
         return to_builtins(parts.results.jobs(tenant=user, limit=limit, offset=offset))
 
     @app.get("/api/usage")
@@ -191,7 +208,9 @@ def add_page(app: FastAPI) -> None:
     def page(visitor: Annotated[str | None, Cookie()] = None) -> FileResponse:
         response = FileResponse(PAGE / "index.html", headers=SECURITY_HEADERS)
         if visitor is None:
-            response.set_cookie("visitor", secrets.token_urlsafe(24), max_age=MONTH_S, httponly=True, samesite="lax")
+            response.set_cookie(
+                "visitor", secrets.token_urlsafe(24), max_age=MONTH_S, httponly=True, samesite="lax"
+            )
         return response
 
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
@@ -203,7 +222,9 @@ async def explain(_: Request, error: Exception) -> JSONResponse:
         log.error("the queue or the database cannot be used: %s", error)
         return JSONResponse({"detail": f"{AWAY} Try again in a moment."}, 503)
     code = next((code for kind, code in STATUS_CODES.items() if isinstance(error, kind)), 500)
-    wait = {"Retry-After": str(int(error.retry_after) + 1)} if isinstance(error, RateLimited) else {}
+    wait = (
+        {"Retry-After": str(int(error.retry_after) + 1)} if isinstance(error, RateLimited) else {}
+    )
     return JSONResponse({"detail": str(error)}, code, wait)
 
 

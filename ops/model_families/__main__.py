@@ -18,18 +18,34 @@ GUIDE = Path(__file__).parents[1] / "guides" / "models.md"
 def main(arguments: list[str] | None = None) -> int:
     """Return 1 if a family crashes or gives other tokens than `generate`, else 0."""
     parser = argparse.ArgumentParser(prog="ops/families", description=__doc__)
-    parser.add_argument("families", nargs="*", help="model types, e.g. llama gemma2; none: all of them")
-    parser.add_argument("--jobs", type=int, default=1, help="families tried at the same time (default 1)")
-    parser.add_argument("--time-limit", type=float, default=trial.TIME_LIMIT_S, help="seconds for each (default 120)")
-    parser.add_argument("--write", action="store_true", help="write the table of ops/guides/models.md")
+    parser.add_argument(
+        "families", nargs="*", help="model types, e.g. llama gemma2; none: all of them"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="families tried at the same time (default 1)"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=trial.TIME_LIMIT_S,
+        help="seconds for each (default 120)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table of ops/guides/models.md"
+    )
     parser.add_argument("--no-fuse", action="store_true", help="run on Transformers' own modules")
     options = parser.parse_args(arguments)
     if options.write and options.families:
         parser.error("--write needs a run of all families")
     results = []
-    for result in run_all(options.families or small.families(), options.jobs, options.time_limit, not options.no_fuse):
+    for result in run_all(
+        options.families or small.families(), options.jobs, options.time_limit, not options.no_fuse
+    ):
         results.append(result)
-        print(f"{result.verdict:9}  {result.name}{': ' if result.reason else ''}{result.reason}", flush=True)
+        print(
+            f"{result.verdict:9}  {result.name}{': ' if result.reason else ''}{result.reason}",
+            flush=True,
+        )
     counts = Counter(result.verdict for result in results)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     if options.write:

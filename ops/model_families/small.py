@@ -47,10 +47,15 @@ _SIZES = {name: number for number, names in _NUMBERS for name in names.split()} 
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # keys come from a latent vector, one for each head
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4
+}  # keys come from a latent vector, one for each head
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _BY_TURNS = ["linear_attention", "full_attention"] * 2
-_SHARED: dict[str, Any] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_SHARED: dict[str, Any] = {
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _NOTE: dict[str, Any] = {
     "per_layer_config": {},
     "head_dim": 24,
@@ -67,7 +72,9 @@ _NO_LAYER_INPUTS: dict[str, Any] = {
     }
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _SECTIONS)},
+    "cohere_compass_text": {
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _SECTIONS)
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
@@ -161,10 +168,18 @@ def configuration(family: str, setting: str = "") -> Any:
 
 def _fields(kind: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return constructor arguments: small sizes of the fields, sub-configurations, `changes`."""
-    taken = set(inspect.signature(kind.__init__).parameters) | set(getattr(kind, "__dataclass_fields__", {}))
-    taken |= {name for name in dir(kind) if not name.startswith("_")} | set(getattr(kind, "attribute_map", {}))
+    taken = set(inspect.signature(kind.__init__).parameters) | set(
+        getattr(kind, "__dataclass_fields__", {})
+    )
+    taken |= {name for name in dir(kind) if not name.startswith("_")} | set(
+        getattr(kind, "attribute_map", {})
+    )
     defaults = {name: getattr(kind, name, 0) for name in taken}
-    fields = {name: size for name, size in _SIZES.items() if name in taken and _is_number(defaults.get(name))}
+    fields = {
+        name: size
+        for name, size in _SIZES.items()
+        if name in taken and _is_number(defaults.get(name))
+    }
     fields |= {name: value for name, value in changes.items() if name in taken}
     for name, part in (getattr(kind, "sub_configs", None) or {}).items():
         if getattr(part, "model_type", ""):

@@ -19,10 +19,18 @@ def rendered(results: Iterable[Trial]) -> str:
         if result.verdict == "equal":
             equal.append(result.name)
         else:
-            others.setdefault(f"{result.verdict}: {_general(result.reason)}", []).append(result.name)
+            others.setdefault(f"{result.verdict}: {_general(result.reason)}", []).append(
+                result.name
+            )
     rows = [f"| same tokens as `generate` | {_joined(equal)} |"] if equal else []
     rows += [f"| {reason} | {_joined(names)} |" for reason, names in sorted(others.items())]
-    return "\n".join(["| | families (and a setting that differs from the family's default) |", "|---|---|", *rows])
+    return "\n".join(
+        [
+            "| | families (and a setting that differs from the family's default) |",
+            "|---|---|",
+            *rows,
+        ]
+    )
 
 
 def replaced(guide: str, text: str) -> str:

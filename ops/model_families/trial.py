@@ -62,7 +62,9 @@ def run(family: str, setting: str = "", time_limit_s: float = TIME_LIMIT_S, **en
     """
     context = multiprocessing.get_context("fork")  # libraries are imported already
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(theirs, lambda: _try(family, setting, engine)), daemon=True)
+    process = context.Process(
+        target=_report, args=(theirs, lambda: _try(family, setting, engine)), daemon=True
+    )
     process.start()
     theirs.close()
     verdict: Verdict = "crashed"
@@ -126,7 +128,9 @@ def _generate(model: Any) -> list[_Wanted]:
         )  # fmt: skip
         best = torch.stack(output.logits, dim=1)[0].topk(2).values
         answer = output.sequences[0, length:].tolist()
-        found.append(_Wanted(tuple(prompt), tuple(answer), tuple((best[:, 0] - best[:, 1]).tolist())))
+        found.append(
+            _Wanted(tuple(prompt), tuple(answer), tuple((best[:, 0] - best[:, 1]).tolist()))
+        )
     return found
 
 

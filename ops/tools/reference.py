@@ -103,7 +103,9 @@ def _setting_type(field: FieldInfo) -> str:
 
 def struct_table(struct: type[msgspec.Struct]) -> str:
     lines = ["| field | type | if left out | |", "|---|---|---|---|"]
-    meanings = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(struct), re.MULTILINE))
+    meanings = dict(
+        re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(struct), re.MULTILINE)
+    )
     info = shapes.type_info(struct)
     assert isinstance(info, shapes.StructType)
     if info.tag_field is not None:
@@ -153,8 +155,15 @@ def keys_table() -> str:
 
 
 def limits_table() -> str:
-    limits = {name: value for name, value in vars(validation).items() if name.startswith("MAX_") and name.isupper()}
-    rows = (f"| {name.removeprefix('MAX_').lower().replace('_', ' ')} | {value:,} |" for name, value in limits.items())
+    limits = {
+        name: value
+        for name, value in vars(validation).items()
+        if name.startswith("MAX_") and name.isupper()
+    }
+    rows = (
+        f"| {name.removeprefix('MAX_').lower().replace('_', ' ')} | {value:,} |"
+        for name, value in limits.items()
+    )
     return "\n".join(("| at most | |", "|---|---|", *rows))
 
 
@@ -166,7 +175,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "keys": keys_table,
     "limits": limits_table,
     **{struct.__name__: lambda struct=struct: struct_table(struct) for struct in STRUCTS},  # type: ignore[misc]
-    **{f"bytes of {name}": lambda name=name: reference_bytes.block(name) for name in reference_bytes.EXAMPLES},  # type: ignore[misc]
+    **{
+        f"bytes of {name}": lambda name=name: reference_bytes.block(name)
+        for name in reference_bytes.EXAMPLES
+    },  # type: ignore[misc]
 }
 
 
@@ -193,7 +205,10 @@ def _cell(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     protocol = GUIDES / "protocol.md"
-    return {GUIDES / "settings.md": settings_page(), protocol: filled(protocol.read_text(encoding="utf-8"))}
+    return {
+        GUIDES / "settings.md": settings_page(),
+        protocol: filled(protocol.read_text(encoding="utf-8")),
+    }
 
 
 def main(arguments: list[str]) -> int:

@@ -60,7 +60,14 @@ def block(name: str) -> str:
     lines = [packed[start : start + 24].hex(" ") for start in range(0, len(packed), 24)]
     told = json.dumps(_as_sent(EXAMPLES[name]), ensure_ascii=False)
     extra = f"\nIts fingerprint is `{fingerprint(REQUEST)}`, its cost {estimated_tokens(REQUEST)}."
-    return "```\n" + "\n".join(lines) + "\n```\n```json\n" + told + "\n```" + (extra if name == "JobRequest" else "")
+    return (
+        "```\n"
+        + "\n".join(lines)
+        + "\n```\n```json\n"
+        + told
+        + "\n```"
+        + (extra if name == "JobRequest" else "")
+    )
 
 
 def _as_sent(value: Any) -> Any:

@@ -85,7 +85,9 @@ def decode_chunk(data: bytes) -> Chunk:
     chunk = _decode(_chunk_decoder, data, "chunk")
     if chunk.place is None:
         return chunk
-    return msgspec.structs.replace(chunk, index=chunk.place, place=None, n=max(2, chunk.n, chunk.choice + 1))
+    return msgspec.structs.replace(
+        chunk, index=chunk.place, place=None, n=max(2, chunk.n, chunk.choice + 1)
+    )
 
 
 def decode_control(data: bytes) -> ControlMessage:

@@ -15,7 +15,14 @@ COMPLETIONS_URL: Final = "/v1/completions"
 URLS: Final = (CHAT_URL, COMPLETIONS_URL)
 
 BatchStatus = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
 ]
 
 
@@ -111,7 +118,9 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"] = "stop"
 
 
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
+class ChatCompletion(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"
+):
     id: str
     created: int
     model: str
@@ -134,7 +143,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length"] = "stop"
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
+class Completion(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"
+):
     id: str
     created: int
     model: str

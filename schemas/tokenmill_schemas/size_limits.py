@@ -82,7 +82,9 @@ def _response_format(packed: bytes) -> bytes:
     fields = _take_apart(packed)
     size = len(bytes(fields.get("json_schema", b"")))
     if size > MAX_FORMAT_CHARS:
-        raise ValueError(f"response_format.json_schema may have {MAX_FORMAT_CHARS} bytes, not {size}")
+        raise ValueError(
+            f"response_format.json_schema may have {MAX_FORMAT_CHARS} bytes, not {size}"
+        )
     return _put_together(fields)
 
 

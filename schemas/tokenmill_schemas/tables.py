@@ -55,7 +55,14 @@ def _number(name: str) -> Column[int]:
     return Column(name, BigInteger, nullable=False)
 
 
-_COUNTED: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "total_ms")
+_COUNTED: Final = (
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "queue_ms",
+    "ttft_ms",
+    "total_ms",
+)
 _SUMMED: Final = ("jobs", *_COUNTED, "preemptions")
 
 
@@ -82,7 +89,9 @@ jobs: Final = Table(
     Column("params", _json()),
     Column("metadata", _json()),
     Column("batch_id", String(255)),
-    Column("result", LargeBinary),  # the encoded JobResult, all choices; NULL after a purge of payloads
+    Column(
+        "result", LargeBinary
+    ),  # the encoded JobResult, all choices; NULL after a purge of payloads
     # a page of a list is one range of one of these: they end in the two columns that the lists are ordered by
     Index(None, "queue", "finished_ms", "id"),
     Index(None, "tenant", "finished_ms", "id"),
@@ -92,7 +101,13 @@ jobs: Final = Table(
     Index(None, "finished_ms", "id"),
 )
 _HAS_PAYLOAD: Final = text("result IS NOT NULL")  # a purge empties the index as it goes
-Index("ix_jobs_payload", jobs.c.finished_ms, jobs.c.id, postgresql_where=_HAS_PAYLOAD, sqlite_where=_HAS_PAYLOAD)
+Index(
+    "ix_jobs_payload",
+    jobs.c.finished_ms,
+    jobs.c.id,
+    postgresql_where=_HAS_PAYLOAD,
+    sqlite_where=_HAS_PAYLOAD,
+)
 
 usage: Final = Table(
     "usage",
@@ -125,7 +140,9 @@ usage_days: Final = Table(
     metadata,
     Column("day", String(10), primary_key=True),
     _number("rolled_ms"),  # when its sums were last made
-    Column("sealed", Boolean, nullable=False),  # its usage rows are being removed: never sum it again
+    Column(
+        "sealed", Boolean, nullable=False
+    ),  # its usage rows are being removed: never sum it again
 )
 
 webhooks: Final = Table(
@@ -170,7 +187,9 @@ batches: Final = Table(
     Column("finished_ms", BigInteger),
     Column("expires_ms", BigInteger),
     Column("completion_window", String(16)),
-    Column("submitted", Integer, nullable=False, server_default=text("0")),  # lines submitted, counted from the first
+    Column(
+        "submitted", Integer, nullable=False, server_default=text("0")
+    ),  # lines submitted, counted from the first
     Column("finalizing_ms", BigInteger),
     Column("cancelling_ms", BigInteger),
     Column("usage", _json()),  # tokens, once it is over

@@ -24,7 +24,9 @@ from tokenmill_schemas.size_limits import (
 )
 from tokenmill_schemas.webhook import redacted_url
 
-MAX_NAME_CHARS: Final = 255  # the width of the SQL columns: job id, model, tenant, idempotency key, batch id
+MAX_NAME_CHARS: Final = (
+    255  # the width of the SQL columns: job id, model, tenant, idempotency key, batch id
+)
 MAX_STOP_CHARS: Final = 1_024
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 100
@@ -41,7 +43,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 
-def problems(request: JobRequest, now_ms: int | None = None, *, is_decoded: bool = False) -> list[str]:
+def problems(
+    request: JobRequest, now_ms: int | None = None, *, is_decoded: bool = False
+) -> list[str]:
     """Return one sentence for each problem of a request, with the field and the value given; empty
     if there is none.
 
@@ -84,7 +88,16 @@ def _broken_text(request: JobRequest) -> Iterator[str]:
 
 def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
     """Yield each text of the request, after the name of its field."""
-    for field in ("job_id", "model", "prompt", "tenant", "idempotency_key", "webhook", "traceparent", "batch_id"):
+    for field in (
+        "job_id",
+        "model",
+        "prompt",
+        "tenant",
+        "idempotency_key",
+        "webhook",
+        "traceparent",
+        "batch_id",
+    ):
         text = getattr(request, field)
         if text is not None:
             yield field, text
@@ -98,7 +111,9 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
         yield "metadata", value
     wanted = request.params.response_format
     if wanted is not None:
-        yield from (("response_format", text) for text in (wanted.regex, wanted.grammar) if text is not None)
+        yield from (
+            ("response_format", text) for text in (wanted.regex, wanted.grammar) if text is not None
+        )
         yield from (("response_format.json_schema", text) for text in _strings(wanted.json_schema))
 
 
@@ -120,7 +135,10 @@ def _strings(value: object, depth: int = 0) -> Iterator[str]:
 def _name_problems(request: JobRequest) -> Iterator[str]:
     if not request.job_id:
         yield "job_id must not be empty"
-    names = {field: getattr(request, field) for field in ("job_id", "model", "tenant", "idempotency_key", "batch_id")}
+    names = {
+        field: getattr(request, field)
+        for field in ("job_id", "model", "tenant", "idempotency_key", "batch_id")
+    }
     for field, name in (names | {"lora": request.params.lora}).items():
         text = name or ""
         if len(text) > MAX_NAME_CHARS:
@@ -138,7 +156,9 @@ def _name_problems(request: JobRequest) -> Iterator[str]:
 
 
 def _prompt_problems(request: JobRequest) -> Iterator[str]:
-    given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(request, name) is not None]
+    given = [
+        name for name in ("prompt", "messages", "prompt_ids") if getattr(request, name) is not None
+    ]
     if len(given) != 1:
         yield f"exactly one of prompt, messages and prompt_ids must be given, not {' and '.join(given) or 'none'}"
         return
@@ -172,7 +192,10 @@ def _time_problems(request: JobRequest, now_ms: int | None) -> Iterator[str]:
 def _retry_problems(retry: RetryPolicy) -> Iterator[str]:
     if not 1 <= retry.max_attempts <= 100:
         yield f"retry.max_attempts must be from 1 to 100, not {retry.max_attempts}"
-    for field, value in (("backoff_ms", retry.backoff_ms), ("max_backoff_ms", retry.max_backoff_ms)):
+    for field, value in (
+        ("backoff_ms", retry.backoff_ms),
+        ("max_backoff_ms", retry.max_backoff_ms),
+    ):
         if not 0 <= value <= WEEK_MS:
             yield f"retry.{field} must be from 0 to {WEEK_MS}, not {value}"
 
@@ -197,10 +220,21 @@ def params_problems(params: SamplingParams) -> list[str]:
     """Return the problems of sampling parameters that do not depend on the model. NaN is rejected,
     since no comparison with it is true.
     """
-    found = [f"{field} {rule}, not {getattr(params, field)}" for field, ok, rule in _ranges(params) if not ok]
+    found = [
+        f"{field} {rule}, not {getattr(params, field)}"
+        for field, ok, rule in _ranges(params)
+        if not ok
+    ]
     if params.max_tokens is not None and params.min_tokens > params.max_tokens >= 1:
-        found.append(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})")
-    return [*found, *_stop_problems(params), *_bias_problems(params), *_format_problems(params.response_format)]
+        found.append(
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})"
+        )
+    return [
+        *found,
+        *_stop_problems(params),
+        *_bias_problems(params),
+        *_format_problems(params.response_format),
+    ]
 
 
 def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
@@ -208,7 +242,11 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
     p = params
     logprobs_ok = isinstance(p.logprobs, bool) or 0 <= p.logprobs <= MAX_TOP_LOGPROBS
     return (
-        ("max_tokens", p.max_tokens is None or 1 <= p.max_tokens <= MAX_ID, f"must be from 1 to {MAX_ID}"),
+        (
+            "max_tokens",
+            p.max_tokens is None or 1 <= p.max_tokens <= MAX_ID,
+            f"must be from 1 to {MAX_ID}",
+        ),
         ("min_tokens", 0 <= p.min_tokens <= MAX_ID, f"must be from 0 to {MAX_ID}"),
         ("temperature", 0.0 <= p.temperature <= 100.0, "must be from 0 to 100"),
         ("top_p", 0.0 <= p.top_p <= 1.0, "must be from 0 to 1"),
@@ -216,9 +254,17 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
         ("min_p", 0.0 <= p.min_p <= 1.0, "must be from 0 to 1"),
         ("presence_penalty", -2.0 <= p.presence_penalty <= 2.0, "must be from -2 to 2"),
         ("frequency_penalty", -2.0 <= p.frequency_penalty <= 2.0, "must be from -2 to 2"),
-        ("repetition_penalty", 0.0 < p.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
+        (
+            "repetition_penalty",
+            0.0 < p.repetition_penalty <= 100.0,
+            "must be above 0 and at most 100",
+        ),
         ("logprobs", logprobs_ok, f"must be true, false or a count from 0 to {MAX_TOP_LOGPROBS}"),
-        ("top_logprobs", 0 <= p.top_logprobs <= MAX_TOP_LOGPROBS, f"must be from 0 to {MAX_TOP_LOGPROBS}"),
+        (
+            "top_logprobs",
+            0 <= p.top_logprobs <= MAX_TOP_LOGPROBS,
+            f"must be from 0 to {MAX_TOP_LOGPROBS}",
+        ),
         ("seed", p.seed is None or -(2**63) <= p.seed < 2**64, "must fit in 64 bits"),
         ("n", 1 <= p.n <= MAX_CHOICES, f"must be from 1 to {MAX_CHOICES}"),
     )
@@ -248,7 +294,9 @@ def _bias_problems(params: SamplingParams) -> Iterator[str]:
 def _format_problems(wanted: ResponseFormat | None) -> Iterator[str]:
     if wanted is None:
         return
-    given = [name for name in ("json_schema", "regex", "grammar") if getattr(wanted, name) is not None]
+    given = [
+        name for name in ("json_schema", "regex", "grammar") if getattr(wanted, name) is not None
+    ]
     if len(given) != 1:
         named = " and ".join(given) or "none"
         yield f"response_format needs exactly one of json_schema, regex and grammar, not {named}"
@@ -295,7 +343,11 @@ def _size_problems(request: JobRequest) -> list[str]:
     size = _encoded_size(request)
     if size is None:
         return ["the request holds a number beyond 64 bits"]
-    return [f"the request has {size} bytes; the limit is {MAX_PAYLOAD_BYTES}"] if size > MAX_PAYLOAD_BYTES else []
+    return (
+        [f"the request has {size} bytes; the limit is {MAX_PAYLOAD_BYTES}"]
+        if size > MAX_PAYLOAD_BYTES
+        else []
+    )
 
 
 def _encoded_size(value: object) -> int | None:

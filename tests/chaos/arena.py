@@ -122,7 +122,10 @@ class Arena:
         return [
             worker
             for troop, worker in self._workers
-            if worker.is_alive and not worker.is_leaving and worker.name not in self._frozen and troop.queue in queues
+            if worker.is_alive
+            and not worker.is_leaving
+            and worker.name not in self._frozen
+            and troop.queue in queues
         ]
 
     def _pick(self, *queues: str) -> WorkerProcess | None:
@@ -197,7 +200,9 @@ class Arena:
             worker.ask_to_end()
             await asyncio.sleep(self._chance.uniform(0.0, 0.5))
             number = self._chance.choice([signal.SIGTERM, signal.SIGINT])
-            worker.may_end_with.add(-number)  # it may come when the event loop, and its handlers, are gone already
+            worker.may_end_with.add(
+                -number
+            )  # it may come when the event loop, and its handlers, are gone already
             worker.ask_to_end(number)
             await worker.wait()
             self.survived["workers hurried out"] += 1
@@ -316,7 +321,9 @@ class Arena:
                 worker.kill()
             self.problems += worker.problems()
             worker.end()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, marked_processes(self._mark), timeout=30)
+        _, alive = await asyncio.to_thread(
+            psutil.wait_procs, marked_processes(self._mark), timeout=30
+        )
         self.problems += [f"process {process.pid} is left" for process in alive]
         self.problems += [f"file {path} is left" for path in (self._folder / "tmp").iterdir()]
 

@@ -47,7 +47,12 @@ async def cancel(client: AsyncClient, job: str, after_s: float) -> str:
 
 
 async def listen(
-    client: AsyncClient, job: str, told: Told, *, after_s: float = 0.0, leave_after: Callable[[], int] | None = None
+    client: AsyncClient,
+    job: str,
+    told: Told,
+    *,
+    after_s: float = 0.0,
+    leave_after: Callable[[], int] | None = None,
 ) -> None:
     """Read a job's stream to its end.
 
@@ -117,7 +122,9 @@ class Audience:
         told = Told()
         self.told[job].append(told)
         self._num_in_threads += 1
-        task = asyncio.get_running_loop().run_in_executor(self._threads, listen_in_a_thread, self._threaded, job, told)
+        task = asyncio.get_running_loop().run_in_executor(
+            self._threads, listen_in_a_thread, self._threaded, job, told
+        )
         task.add_done_callback(self._leave_thread)
         self._tasks.add(task)
 
@@ -136,9 +143,16 @@ class Audience:
             await asyncio.gather(*pending, return_exceptions=True)
             for task in done:
                 task.result()
-        late = [(job, told[0]) for job, told in self.told.items() if not told[0].ended and not told[0].num_tokens]
+        late = [
+            (job, told[0])
+            for job, told in self.told.items()
+            if not told[0].ended and not told[0].num_tokens
+        ]
         for first in range(0, len(late), 50):
-            group = [asyncio.create_task(listen(self._client, *item)) for item in late[first : first + 50]]
+            group = [
+                asyncio.create_task(listen(self._client, *item))
+                for item in late[first : first + 50]
+            ]
             _, pending = await asyncio.wait(group, timeout=timeout_s)
             for task in pending:
                 task.cancel()

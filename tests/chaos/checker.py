@@ -61,7 +61,9 @@ class Told:
             self.problems.append("a chunk after the last one")
         had = len(self.choices[chunk.choice])
         if chunk.index != had:
-            self.problems.append(f"a chunk at {chunk.index} of choice {chunk.choice} after {had} tokens")
+            self.problems.append(
+                f"a chunk at {chunk.index} of choice {chunk.choice} after {had} tokens"
+            )
         self.position = chunk.position
         self.choices[chunk.choice] += chunk.token_ids
         self.texts[chunk.choice] += chunk.text
@@ -100,7 +102,9 @@ class Row:
     started_ms: int
 
 
-def violations(database: str, wanted: dict[str, Wanted], told: dict[str, list[Told]]) -> list[Violation]:
+def violations(
+    database: str, wanted: dict[str, Wanted], told: dict[str, list[Told]]
+) -> list[Violation]:
     """Return the broken promises.
 
     `wanted` names every accepted job and no other; `told` has what each of its subscribers
@@ -116,11 +120,15 @@ def violations(database: str, wanted: dict[str, Wanted], told: dict[str, list[To
     engine.dispose()
     found += _once("result", [row[0] for row in jobs], wanted)
     found += _once("usage", [row[0] for row in usage], wanted)
-    rows = {job: Row(state, _answer_of(result), started) for job, state, _, _, started, result in jobs}
+    rows = {
+        job: Row(state, _answer_of(result), started) for job, state, _, _, started, result in jobs
+    }
     for job, _, text, token_ids, _, _ in jobs:
         ids = tuple(json.loads(token_ids) if isinstance(token_ids, str) else token_ids or ())
         if (ids, text or "") != (rows[job].answer or (((), ""),))[0]:
-            found.append(Violation("wrong", f"job {job}: the columns and the encoded result differ"))
+            found.append(
+                Violation("wrong", f"job {job}: the columns and the encoded result differ")
+            )
     for job in wanted.keys() & rows.keys():
         found += _misanswered(job, rows[job], wanted[job])
     for job, prompt_tokens, completion_tokens in usage:
@@ -145,20 +153,27 @@ def _once(name: str, ids: list[str], wanted: dict[str, Wanted]) -> Iterator[Viol
 
 def _answer_of(result: bytes) -> Answer:
     decoded = msgspec.msgpack.decode(bytes(result))
-    return tuple((tuple(c.get("token_ids", ())), c.get("text", "")) for c in decoded.get("choices", ()))
+    return tuple(
+        (tuple(c.get("token_ids", ())), c.get("text", "")) for c in decoded.get("choices", ())
+    )
 
 
 def _misanswered(job: str, row: Row, wanted: Wanted) -> Iterator[Violation]:
     if row.state not in wanted.states:
-        yield Violation("wrong", f"job {job} is {row.state}, not {' or '.join(sorted(wanted.states))}")
+        yield Violation(
+            "wrong", f"job {job} is {row.state}, not {' or '.join(sorted(wanted.states))}"
+        )
     elif row.state == "succeeded" and row.answer != wanted.answer:
         yield Violation("wrong", f"job {job}: the stored answer differs from the undisturbed run's")
     elif not _begins(wanted.answer, row.answer, wanted.stops):
         yield Violation(
-            "wrong", f"job {job} is {row.state} with an answer that the undisturbed run does not begin with"
+            "wrong",
+            f"job {job} is {row.state} with an answer that the undisturbed run does not begin with",
         )
     if row.started_ms and row.started_ms < wanted.not_before_ms:
-        yield Violation("wrong", f"job {job} began {wanted.not_before_ms - row.started_ms} ms before it was due")
+        yield Violation(
+            "wrong", f"job {job} began {wanted.not_before_ms - row.started_ms} ms before it was due"
+        )
 
 
 def _begins(whole: Answer, part: Answer, stops: tuple[str, ...]) -> bool:
@@ -192,7 +207,8 @@ def _misled(who: str, heard: Told, row: Row | None) -> Iterator[Violation]:
         yield Violation("wrong", f"{who} was told that it {heard.status}; it is {row.state}")
     elif row is not None and heard.answer(len(row.answer)) != row.answer:
         sizes = [
-            [(len(ids), len(text)) for ids, text in answer] for answer in (heard.answer(len(row.answer)), row.answer)
+            [(len(ids), len(text)) for ids, text in answer]
+            for answer in (heard.answer(len(row.answer)), row.answer)
         ]
         words = f"{who} was told another answer than the result's: (tokens, characters) {sizes[0]}, not {sizes[1]}"
         yield Violation("loss", words)
@@ -224,13 +240,20 @@ def left_in_redis(client: Any, queue: str, states: dict[str, str]) -> list[Viola
     return found + list(_unsettled(client, base, states))
 
 
-def _miscounted(meta: dict[str, str], ended: collections.Counter[str], num_dead: int) -> Iterator[Violation]:
+def _miscounted(
+    meta: dict[str, str], ended: collections.Counter[str], num_dead: int
+) -> Iterator[Violation]:
     for name in ("running", *(f"queued:{c}" for c in ("interactive", "standard", "bulk"))):
         if int(meta.get(name, 0)):
             yield Violation("wrong", f"the queue still counts {meta[name]} jobs as {name}")
     if int(meta.get("submitted", 0)) != ended.total():
-        yield Violation("duplicate", f"{meta.get('submitted', 0)} submissions were counted, {ended.total()} accepted")
-    for state in {name.removeprefix("finished:") for name in meta if name.startswith("finished:")} | ended.keys():
+        yield Violation(
+            "duplicate",
+            f"{meta.get('submitted', 0)} submissions were counted, {ended.total()} accepted",
+        )
+    for state in {
+        name.removeprefix("finished:") for name in meta if name.startswith("finished:")
+    } | ended.keys():
         count = int(meta.get(f"finished:{state}", 0))
         if count != ended[state]:
             kind: Literal["duplicate", "loss"] = "duplicate" if count > ended[state] else "loss"
@@ -249,7 +272,8 @@ def _unsettled(client: Any, base: str, states: dict[str, str]) -> Iterator[Viola
             for job, (state, settled) in zip(group, pipeline.execute(), strict=True):
                 if not settled or state.decode() != states[job]:
                     yield Violation(
-                        "wrong", f"job {job} is {state} (settled: {settled}) in Redis, {states[job]} in SQL"
+                        "wrong",
+                        f"job {job} is {state} (settled: {settled}) in Redis, {states[job]} in SQL",
                     )
 
 

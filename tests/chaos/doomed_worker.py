@@ -33,7 +33,10 @@ POINTS = (
     "after commit",
 )
 NEEDS_ENGINE_PROCESS = ("suspects", "dead letter")  # for its engine has to die
-NEEDS_DRAIN = ("hand-over", "resign")  # it is asked to end while it owns jobs, which take longer then
+NEEDS_DRAIN = (
+    "hand-over",
+    "resign",
+)  # it is asked to end while it owns jobs, which take longer then
 
 _REASON_OF = {"hand": "hand-over", "crash": "suspects", "retry": "retry"}
 _countdown: dict[str, int] = {}
@@ -98,7 +101,9 @@ def main(name: str, count: int, redis_url: str, database: str) -> int:
         heartbeat_seconds=0.3, queue_limit=1_000, max_num_seqs=4, max_crashes=1 if in_process else 3,
     )  # fmt: skip
     host = None if in_process else thread_host(chosen.engine_config())
-    return asyncio.run(Worker(chosen, host, stream_type=DoomedStream, store_type=DoomedStore).serve())
+    return asyncio.run(
+        Worker(chosen, host, stream_type=DoomedStream, store_type=DoomedStore).serve()
+    )
 
 
 if __name__ == "__main__":

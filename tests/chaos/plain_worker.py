@@ -26,7 +26,9 @@ def main(name: str, redis_url: str, database: str, *changes: str) -> int:
     chosen = settings(redis_url, database, worker_id=name, **values)
     configure_logging(chosen.log_level, chosen.log_format, with_private=chosen.log_prompts)
     in_process = values.get("engine_host") == "process"
-    return asyncio.run(serve(Worker(chosen, None if in_process else thread_host(chosen.engine_config()))))
+    return asyncio.run(
+        serve(Worker(chosen, None if in_process else thread_host(chosen.engine_config())))
+    )
 
 
 async def serve(worker: Worker) -> int:
@@ -46,7 +48,9 @@ async def serve(worker: Worker) -> int:
     ready.cancel()
     try:
         return await serving
-    except EngineDied as error:  # killed before it was ready: the command says so in a sentence, and starts again
+    except (
+        EngineDied
+    ) as error:  # killed before it was ready: the command says so in a sentence, and starts again
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
 

@@ -33,7 +33,11 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
     values.pop("PYTHONDONTWRITEBYTECODE", None)
     (folder / "tmp").mkdir(exist_ok=True)
     # torch makes this folder at its import and keeps it, by default among the temporary files.
-    return values | {MARK: mark, "TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    return values | {
+        MARK: mark,
+        "TMPDIR": str(folder / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
 
 
 class WorkerProcess:
@@ -50,13 +54,23 @@ class WorkerProcess:
         **settings: object,
     ) -> None:
         values = [f"{key}={value}" for key, value in settings.items()]
-        command = [sys.executable, "-m", "tests.chaos.plain_worker", name, redis_url, database, *values]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.chaos.plain_worker",
+            name,
+            redis_url,
+            database,
+            *values,
+        ]
         self.name = name
         self.log = log
         self.may_end_with: set[int] = set()
         self.is_leaving = False
         with log.open("ab") as output:
-            self._tether = Tether(command, at_death=signal.SIGKILL, cwd=ROOT, output=output, env=env)
+            self._tether = Tether(
+                command, at_death=signal.SIGKILL, cwd=ROOT, output=output, env=env
+            )
 
     @property
     def process(self) -> Any:

@@ -49,8 +49,15 @@ def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
 def main(point: str, count: int, redis_url: str, database: str, *changes: str) -> int:
     die_at(point, count)
     values = dict(change.split("=", 1) for change in changes)
-    chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, **values)
-    worker = Worker(chosen, gathering_host(chosen.engine_config()), stream_type=DoomedStream, store_type=DoomedStore)
+    chosen = settings(
+        redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, **values
+    )
+    worker = Worker(
+        chosen,
+        gathering_host(chosen.engine_config()),
+        stream_type=DoomedStream,
+        store_type=DoomedStore,
+    )
     return asyncio.run(worker.serve())
 
 

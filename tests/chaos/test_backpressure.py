@@ -31,12 +31,16 @@ async def test_a_tenant_has_no_more_places_than_its_limit(redis_url: str, tmp_pa
         running_worker(redis_url, database_url(tmp_path), model=SLOW_MODEL, tenant_max_running=2),
         client_of(redis_url) as client,
     ):
-        greedy = await client.submit_many([{"prompt": f"{n}", "tenant": "greedy"} | SHORT for n in range(12)])
+        greedy = await client.submit_many(
+            [{"prompt": f"{n}", "tenant": "greedy"} | SHORT for n in range(12)]
+        )
         modest = [await client.submit(prompt="x", tenant=f"modest-{n}", **SHORT) for n in range(2)]
 
         async def look() -> None:
             while True:
-                running = [job for job in await client.list(JobStatus.RUNNING) if job.job_id in greedy]
+                running = [
+                    job for job in await client.list(JobStatus.RUNNING) if job.job_id in greedy
+                ]
                 seen.append(len(running))
 
         looking = asyncio.create_task(look())
@@ -52,7 +56,11 @@ async def test_a_tenant_has_no_more_places_than_its_limit(redis_url: str, tmp_pa
 
 
 async def test_a_worker_s_settings_refuse_what_is_too_much(redis_url: str, tmp_path: Path) -> None:
-    limits: dict[str, Any] = {"queue_limit": 5, "tenant_jobs_per_minute": 8.0, "max_payload_bytes": 4_000}
+    limits: dict[str, Any] = {
+        "queue_limit": 5,
+        "tenant_jobs_per_minute": 8.0,
+        "max_payload_bytes": 4_000,
+    }
     async with client_of(redis_url) as client:
         async with running_worker(redis_url, database_url(tmp_path), **limits):
             first = await client.submit(prompt="x", **SHORT)
@@ -70,7 +78,9 @@ async def test_a_worker_s_settings_refuse_what_is_too_much(redis_url: str, tmp_p
         assert 0 < caught.value.retry_after <= 60 / 8
         for job in await client.list():
             await client.cancel(job.job_id)
-        async with running_worker(redis_url, database_url(tmp_path)):  # to write the cancelled ones down
+        async with running_worker(
+            redis_url, database_url(tmp_path)
+        ):  # to write the cancelled ones down
             while await client.list():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 

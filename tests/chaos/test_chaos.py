@@ -41,7 +41,9 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.timeout(7200),
     # When the server dies, SQLAlchemy forgets a pool's idle connections without closing them.
-    pytest.mark.filterwarnings("ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"
+    ),
 ]
 
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1 << 32)  # noqa: TID251
@@ -98,7 +100,9 @@ class Crowd:
         self._cancelling = []
 
     async def __aenter__(self):
-        self.client = await AsyncClient(self._url, queue=self.queue, database=self._database).__aenter__()
+        self.client = await AsyncClient(
+            self._url, queue=self.queue, database=self._database
+        ).__aenter__()
         self.threaded = Client(self._url, queue=self.queue, database=self._database)
         self.audience = Audience(self.client, self.threaded, self._chance)
         self.witness = Witness(self._url, self.queue)
@@ -133,7 +137,9 @@ class Crowd:
     async def _cancel(self, job, after_s):
         """Cancel a job. If the answer is "cancelled", the job must end as cancelled."""
         if await cancel(self.client, job, after_s) == "cancelled":
-            self.wanted[job] = dataclasses.replace(self.wanted[job], states=frozenset({"cancelled"}))
+            self.wanted[job] = dataclasses.replace(
+                self.wanted[job], states=frozenset({"cancelled"})
+            )
 
 
 async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
@@ -185,7 +191,9 @@ async def rage(arena, crowds, rounds, chance):
         await asyncio.gather(jobs, real_jobs, *storm)
         if number % 10 == 9:
             count = sum(arena.survived.values())
-            say(f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} jobs accepted")
+            say(
+                f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} jobs accepted"
+            )
 
 
 async def wait_for_rows(arena, number, timeout_s):
@@ -198,7 +206,10 @@ async def wait_for_rows(arena, number, timeout_s):
     try:
         while time.monotonic() < deadline:
             with engine.connect() as connection:
-                if connection.execute(sqlalchemy.text("select count(*) from jobs")).scalar() >= number:
+                if (
+                    connection.execute(sqlalchemy.text("select count(*) from jobs")).scalar()
+                    >= number
+                ):
                     return
             await asyncio.sleep(0.5)
     finally:
@@ -216,7 +227,11 @@ def verdict(arena, crowds):
         found += [Violation("wrong", words) for words in leaked_keys(redis)]
         for crowd in crowds:
             states = states_of(arena.database, crowd.queue)
-            found += crowd.problems + left_in_redis(redis, crowd.queue, states) + crowd.witness.violations(states)
+            found += (
+                crowd.problems
+                + left_in_redis(redis, crowd.queue, states)
+                + crowd.witness.violations(states)
+            )
     return found
 
 

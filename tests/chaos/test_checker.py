@@ -25,18 +25,40 @@ def store(tmp_path):
     url = database_url(tmp_path)
     engine = sqlalchemy.create_engine(url)
 
-    def write(job="j", *, token_ids=(1, 2), text="ab", state="succeeded", billed=(3, 2), with_usage=True):
+    def write(
+        job="j", *, token_ids=(1, 2), text="ab", state="succeeded", billed=(3, 2), with_usage=True
+    ):
         result = {"choices": [{"token_ids": token_ids, "text": text}]}
         common = {"queue": QUEUE, "model": "m", "tenant": "", "state": state, "finished_ms": 9}
-        row = common | {"id": job, "priority": "bulk", "text": text, "token_ids": json.dumps(token_ids), "attempts": 1}
-        row |= {"worker_id": "w", "created_ms": 1, "started_ms": 5, "result": msgspec.msgpack.encode(result)}
-        usage = common | dict.fromkeys(("cached_tokens", "queue_ms", "ttft_ms", "total_ms", "preemptions"), 0)
-        usage |= {"job_id": job, "day": "2020-01-01", "prompt_tokens": billed[0], "completion_tokens": billed[1]}
+        row = common | {
+            "id": job,
+            "priority": "bulk",
+            "text": text,
+            "token_ids": json.dumps(token_ids),
+            "attempts": 1,
+        }
+        row |= {
+            "worker_id": "w",
+            "created_ms": 1,
+            "started_ms": 5,
+            "result": msgspec.msgpack.encode(result),
+        }
+        usage = common | dict.fromkeys(
+            ("cached_tokens", "queue_ms", "ttft_ms", "total_ms", "preemptions"), 0
+        )
+        usage |= {
+            "job_id": job,
+            "day": "2020-01-01",
+            "prompt_tokens": billed[0],
+            "completion_tokens": billed[1],
+        }
         with engine.begin() as connection:
             for table, values in (("jobs", row), ("usage", usage))[: 1 + with_usage]:
                 names = ", ".join(values)
                 places = ", ".join(f":{name}" for name in values)
-                connection.execute(sqlalchemy.text(f"insert into {table} ({names}) values ({places})"), values)
+                connection.execute(
+                    sqlalchemy.text(f"insert into {table} ({names}) values ({places})"), values
+                )
 
     yield url, write
     engine.dispose()
@@ -58,7 +80,10 @@ def test_what_is_right_is_right(store):
 
 def test_lost_rows_are_seen(store):
     url, write = store
-    assert {item.words for item in violations(url, WANTED, {})} == {"job j has no result row", "job j has no usage row"}
+    assert {item.words for item in violations(url, WANTED, {})} == {
+        "job j has no result row",
+        "job j has no usage row",
+    }
     write(with_usage=False)
     assert [item.kind for item in violations(url, WANTED, {})] == ["loss"]
 
@@ -84,7 +109,9 @@ def test_a_job_that_began_too_early_is_seen(store):
     url, write = store
     write()
     wanted = {"j": Wanted(ANSWER, 3, not_before_ms=7)}
-    assert [item.words for item in violations(url, wanted, {})] == ["job j began 2 ms before it was due"]
+    assert [item.words for item in violations(url, wanted, {})] == [
+        "job j began 2 ms before it was due"
+    ]
 
 
 def test_a_broken_off_answer_must_be_the_beginning(store):
@@ -94,13 +121,17 @@ def test_a_broken_off_answer_must_be_the_beginning(store):
     assert any("does not begin with" in item.words for item in violations(url, wanted, {}))
 
 
-@pytest.mark.parametrize(("text", "is_wrong"), [("abx", False), ("abxy", True), ("aby", True), ("ab", False)])
+@pytest.mark.parametrize(
+    ("text", "is_wrong"), [("abx", False), ("abxy", True), ("aby", True), ("ab", False)]
+)
 def test_a_broken_off_answer_may_hold_the_beginning_of_a_stop_string(store, text, is_wrong):
     """The job was cancelled before it was known if the stop string would come."""
     url, write = store
     write(text=text, state="cancelled")
     wanted = {"j": Wanted(ANSWER, 3, frozenset({"cancelled"}), stops=("xy",))}
-    assert any("does not begin with" in item.words for item in violations(url, wanted, {})) is is_wrong
+    assert (
+        any("does not begin with" in item.words for item in violations(url, wanted, {})) is is_wrong
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +163,13 @@ def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
         redis.zadd(f"{base}delayed", {"j": 1})
         redis.hdel(f"{base}job:j", "settled")
         words = " ".join(item.words for item in left_in_redis(redis, QUEUE, {"j": "succeeded"}))
-    for part in ("2 submissions", "2 jobs were settled", "held:w is left", "jobs:bulk still", "delayed is left"):
+    for part in (
+        "2 submissions",
+        "2 jobs were settled",
+        "held:w is left",
+        "jobs:bulk still",
+        "delayed is left",
+    ):
         assert part in words
     assert "settled: None" in words
     assert "as running" in words
@@ -144,7 +181,9 @@ async def test_the_witness_knows_what_was_published_twice(redis_url):
         for _ in range(2):
             witness.hear({"job_id": "j", "index": 4, "token_ids": [7]})
         witness.hear({"job_id": "j", "index": 5, "token_ids": [8], "status": "succeeded"})
-        assert [item.words for item in witness.violations({})] == ["token 4 of choice 0 of job j was published 2 times"]
+        assert [item.words for item in witness.violations({})] == [
+            "token 4 of choice 0 of job j was published 2 times"
+        ]
         witness.hear({"job_id": "j", "index": 6, "status": "succeeded"})
         assert len(witness.violations({"j": "succeeded"})) == 2
     finally:

@@ -22,7 +22,10 @@ SHORT = {"prompt": "short", "max_tokens": 5, "ignore_eos": True}
 
 async def check_through(url, database, trouble):
     """Run a long job while `trouble(told)` happens; it and a later one end as if undisturbed."""
-    async with running_worker(url, database, model=SLOW_MODEL, **LEASE), client_of(url, database) as client:
+    async with (
+        running_worker(url, database, model=SLOW_MODEL, **LEASE),
+        client_of(url, database) as client,
+    ):
         job = await submit(client, "long", **LONG)
         told = Told()
         listening = asyncio.create_task(listen(client, job, told))

@@ -19,7 +19,9 @@ pytestmark = [
     pytest.mark.redis,
     pytest.mark.postgres,
     pytest.mark.chaos,
-    pytest.mark.filterwarnings("ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"
+    ),
 ]
 
 
@@ -33,7 +35,9 @@ def health(port):
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGQUIT])
-async def test_finished_jobs_wait_for_postgres_and_intake_stops(own_postgres, redis_url, with_signal):
+async def test_finished_jobs_wait_for_postgres_and_intake_stops(
+    own_postgres, redis_url, with_signal
+):
     database = own_postgres.create_database()
     migrate.upgrade(database)
     port = free_port()
@@ -46,17 +50,24 @@ async def test_finished_jobs_wait_for_postgres_and_intake_stops(own_postgres, re
     async def is_well():
         return (await asyncio.to_thread(health, port))[0] == 200
 
-    async with running_worker(redis_url, database, **limits) as worker, client_of(redis_url) as client:
+    async with (
+        running_worker(redis_url, database, **limits) as worker,
+        client_of(redis_url) as client,
+    ):
         first = await client.submit(prompt="before", max_tokens=5)
         assert (await client.result(first, timeout=30)).status is JobStatus.SUCCEEDED
         await asyncio.to_thread(own_postgres.halt, with_signal)
-        jobs = [await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True) for i in range(40)]
+        jobs = [
+            await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True) for i in range(40)
+        ]
         await until(is_full)
         await asyncio.sleep(0.5)
         assert not worker.service.credits()
         waiting = [job for job in jobs if (await client.status(job)).status is JobStatus.QUEUED]
         assert len(waiting) >= 20, "intake did not stop"
-        assert not [job for job in jobs if (await client.status(job)).status.is_final], "told before it was recorded"
+        assert not [job for job in jobs if (await client.status(job)).status.is_final], (
+            "told before it was recorded"
+        )
         await asyncio.to_thread(own_postgres.start)
         results = [await client.result(job, timeout=90) for job in jobs]
         await until(is_well)

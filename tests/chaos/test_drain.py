@@ -30,8 +30,12 @@ async def ended(serving: asyncio.Task[int]) -> int:
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
-@pytest.mark.parametrize("moment", ["before it serves", "when its engine is made", "while its engine loads"])
-async def test_told_to_end_while_it_starts(redis_url: str, tmp_path: Path, engine: str, moment: str) -> None:
+@pytest.mark.parametrize(
+    "moment", ["before it serves", "when its engine is made", "while its engine loads"]
+)
+async def test_told_to_end_while_it_starts(
+    redis_url: str, tmp_path: Path, engine: str, moment: str
+) -> None:
     chosen = settings(redis_url, database_url(tmp_path), engine_host=engine, **SHORT)
     made = asyncio.Event()
 
@@ -70,7 +74,9 @@ class SlowLog(JobStream):
 
 
 @pytest.mark.parametrize("gives_back", [True, False])
-async def test_a_job_that_is_handed_over_is_not_cancelled(redis_url: str, tmp_path: Path, gives_back: bool) -> None:
+async def test_a_job_that_is_handed_over_is_not_cancelled(
+    redis_url: str, tmp_path: Path, gives_back: bool
+) -> None:
     """The engine stops its sequence and reports that; this is not the job's end."""
     database = database_url(tmp_path)
 
@@ -81,7 +87,9 @@ async def test_a_job_that_is_handed_over_is_not_cancelled(redis_url: str, tmp_pa
                 raise RedisUnavailable("cut off in the last moment")
             return await super().release(jobs)
 
-    chosen = settings(redis_url, database, model="synthetic?step_ms=3", **(SHORT | {"drain_seconds": 0.0}))
+    chosen = settings(
+        redis_url, database, model="synthetic?step_ms=3", **(SHORT | {"drain_seconds": 0.0})
+    )
     worker = Worker(chosen, thread_host(chosen.engine_config()), stream_type=Leaving)
     async with client_of(redis_url, database) as client:
         job = await client.submit(prompt="long", max_tokens=400, ignore_eos=True, seed=5)
@@ -104,8 +112,13 @@ async def test_told_to_end_while_redis_stands_still(
     redis_url: str, make_proxy: Any, tmp_path: Path, moment: str
 ) -> None:
     """Connections stay open without replies; the job is free when the lease has run out."""
-    proxy, database = make_proxy(int(redis_url.rsplit(":", 1)[1].split("/")[0])), database_url(tmp_path)
-    chosen = settings(proxy.url, database, model="synthetic?step_ms=5", record_drain_seconds=1.0, **SHORT)
+    proxy, database = (
+        make_proxy(int(redis_url.rsplit(":", 1)[1].split("/")[0])),
+        database_url(tmp_path),
+    )
+    chosen = settings(
+        proxy.url, database, model="synthetic?step_ms=5", record_drain_seconds=1.0, **SHORT
+    )
     worker = Worker(chosen, thread_host(chosen.engine_config()))
     async with client_of(redis_url, database) as client:
         job = await client.submit(prompt="long", max_tokens=500, ignore_eos=True)
@@ -133,7 +146,9 @@ async def load(redis_url: str) -> AsyncIterator[list[str]]:
     async def submit() -> None:
         async with client_of(redis_url) as client:
             while True:
-                fields: list[Any] = [{"prompt": f"{n}", "max_tokens": 60, "ignore_eos": True} for n in range(8)]
+                fields: list[Any] = [
+                    {"prompt": f"{n}", "max_tokens": 60, "ignore_eos": True} for n in range(8)
+                ]
                 jobs.extend(await client.submit_many(fields))
                 await asyncio.sleep(0.1)
 
@@ -158,7 +173,9 @@ async def test_drained_again_and_again_under_load_and_cut_off(
             await asyncio.sleep(0.1)
 
     for number in range(8):
-        chosen = settings(proxy.url, database, worker_id=f"w{number}", model="synthetic?step_ms=4", **SHORT)
+        chosen = settings(
+            proxy.url, database, worker_id=f"w{number}", model="synthetic?step_ms=4", **SHORT
+        )
         worker = Worker(chosen, thread_host(chosen.engine_config()))
         serving = asyncio.create_task(worker.serve())
         await asyncio.wait_for(worker.ready.wait(), ENDS_WITHIN_S)
@@ -169,6 +186,9 @@ async def test_drained_again_and_again_under_load_and_cut_off(
         cutting.cancel()
         await asyncio.gather(cutting, return_exceptions=True)
         proxy.heal()
-    async with running_worker(redis_url, database, worker_id="last"), client_of(redis_url, database) as client:
+    async with (
+        running_worker(redis_url, database, worker_id="last"),
+        client_of(redis_url, database) as client,
+    ):
         results = [await client.result(job, timeout=60) for job in list(load)]
     assert {result.status for result in results} == {JobStatus.SUCCEEDED}

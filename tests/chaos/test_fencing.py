@@ -26,7 +26,13 @@ async def heard(told, number):
 async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path):
     database = database_url(tmp_path)
     frozen = WorkerProcess(
-        "frozen", redis_url, database, tmp_path / "log", model="synthetic?step_ms=10", drain_seconds=1.0, **LEASE
+        "frozen",
+        redis_url,
+        database,
+        tmp_path / "log",
+        model="synthetic?step_ms=10",
+        drain_seconds=1.0,
+        **LEASE,
     )
     try:
         async with client_of(redis_url, database) as client:
@@ -35,7 +41,9 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
             await heard(told, 30)
             frozen.send(signal.SIGSTOP)
             known = told.num_tokens
-            async with running_worker(redis_url, database, model="synthetic?step_ms=10", worker_id="survivor", **LEASE):
+            async with running_worker(
+                redis_url, database, model="synthetic?step_ms=10", worker_id="survivor", **LEASE
+            ):
                 await heard(told, known + 30)  # the survivor goes on
                 frozen.send(signal.SIGCONT)
                 result = await client.result(job, timeout=90)
@@ -55,7 +63,9 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
         assert not [key for key in redis.scan_iter() if b":log:" in key or b":held:" in key]
 
 
-async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_engine_still_says(redis_url, tmp_path):
+async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_engine_still_says(
+    redis_url, tmp_path
+):
     """The engine is not frozen: it continues the first delivery while the second is claimed."""
     database = database_url(tmp_path)
     worker = WorkerProcess(

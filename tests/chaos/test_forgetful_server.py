@@ -29,12 +29,24 @@ for _, name in ipairs(redis.call('KEYS', '*')) do
 end
 return held
 """
-MODEL = {"model": "synthetic?step_ms=8", "max_num_seqs": 16, "lease_seconds": 2.0, "heartbeat_seconds": 0.5}
+MODEL = {
+    "model": "synthetic?step_ms=8",
+    "max_num_seqs": 16,
+    "lease_seconds": 2.0,
+    "heartbeat_seconds": 0.5,
+}
 FORGETS = 3  # times in a round
 COMMON = {"temperature": 0.9, "ignore_eos": True}
 KINDS = [
     {"prompt": "three", "n": 3, "max_tokens": 160, "seed": 1, **COMMON},
-    {"prompt": "three to a stop", "n": 3, "max_tokens": 160, "seed": 2, "stop": ("ea", "o t", "nn", " h"), **COMMON},
+    {
+        "prompt": "three to a stop",
+        "n": 3,
+        "max_tokens": 160,
+        "seed": 2,
+        "stop": ("ea", "o t", "nn", " h"),
+        **COMMON,
+    },
     {"prompt": "three of other lengths", "n": 3, "max_tokens": 200, "seed": 3, "temperature": 0.9},
     {"prompt": "two in pieces", "n": 2, "max_tokens": 160, "seed": 4, "stream": False, **COMMON},
     {"prompt": "one", "max_tokens": 200, "seed": 5, **COMMON},
@@ -118,7 +130,9 @@ def attend(client, threaded, job, chance):
     """
     told = [Told(), Told(), Told()]
     tasks = [listen(client, job, told[0])]
-    tasks += [listen(client, job, each, leave_after=lambda: chance.randint(1, 12)) for each in told[1:]]
+    tasks += [
+        listen(client, job, each, leave_after=lambda: chance.randint(1, 12)) for each in told[1:]
+    ]
     if chance.random() < 0.2:
         told.append(Told())
         tasks.append(asyncio.to_thread(listen_in_a_thread, threaded, job, told[-1]))

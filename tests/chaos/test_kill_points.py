@@ -9,7 +9,14 @@ import pytest
 from redis import Redis
 
 from tests.chaos.checker import Told, Wanted, left_in_redis, states_of, violations
-from tests.chaos.doomed_worker import EFFECTS, NEEDS_DRAIN, NEEDS_ENGINE_PROCESS, POINTS, REASONS, effect_of
+from tests.chaos.doomed_worker import (
+    EFFECTS,
+    NEEDS_DRAIN,
+    NEEDS_ENGINE_PROCESS,
+    POINTS,
+    REASONS,
+    effect_of,
+)
 from tests.chaos.workload import CRASH, NOTHING
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from tokenmill.transport.connect import connect_async
@@ -20,14 +27,23 @@ from tokenmill_worker.consume.job_stream import JobStream
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
-JOBS = [{"prompt": f"job {i}", "max_tokens": 25 + 3 * i, "ignore_eos": True, "seed": i} for i in range(4)]
-FAIL = {"prompt": "poison [[fail]]", "max_tokens": 5, "retry": {"max_attempts": 2, "backoff_ms": 50}}
+JOBS = [
+    {"prompt": f"job {i}", "max_tokens": 25 + 3 * i, "ignore_eos": True, "seed": i}
+    for i in range(4)
+]
+FAIL = {
+    "prompt": "poison [[fail]]",
+    "max_tokens": 5,
+    "retry": {"max_attempts": 2, "backoff_ms": 50},
+}
 DEAD, FAILED = (Wanted(NOTHING, 0, frozenset({state})) for state in ("dead", "failed"))
 # (point, at which of its calls)
 MOMENTS = [
     *((point, 1) for point in POINTS),
     *((point, 7) for point in POINTS if point.endswith("append")),
-    *((point, 4) for point in POINTS if point.endswith("heartbeat")),  # by then there are jobs in hand
+    *(
+        (point, 4) for point in POINTS if point.endswith("heartbeat")
+    ),  # by then there are jobs in hand
 ]
 
 
@@ -43,7 +59,9 @@ async def answers(redis_url, folder, undisturbed):
         async with running_worker(redis_url, database), client_of(redis_url, database) as client:
             ids = [await client.submit(**job) for job in JOBS]
             results = [await client.result(job, timeout=60) for job in ids]
-        undisturbed.update({job["prompt"]: result for job, result in zip(JOBS, results, strict=True)})
+        undisturbed.update(
+            {job["prompt"]: result for job, result in zip(JOBS, results, strict=True)}
+        )
         with Redis.from_url(redis_url) as redis:
             redis.flushall()
     return undisturbed
@@ -73,7 +91,9 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
         await run_doomed(point, count, redis_url, database)
         # The doomed worker may die with one suspect alone in its hands: that is one crash which it did not cause.
         limits = {"lease_seconds": 1.0, "max_num_seqs": 4, "max_crashes": 2 if in_process else 3}
-        async with running_worker(redis_url, database, in_process=in_process, worker_id="survivor", **limits):
+        async with running_worker(
+            redis_url, database, in_process=in_process, worker_id="survivor", **limits
+        ):
             for job in expected:
                 await client.result(job, timeout=60)
             await asyncio.wait_for(asyncio.gather(*early), 90)
@@ -88,13 +108,22 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
 async def run_doomed(point, count, redis_url, database):
     """Run a worker until it kills itself. Points that need a drain get a SIGTERM first."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.chaos.doomed_worker", point, str(count), redis_url, database, cwd=ROOT
+        sys.executable,
+        "-m",
+        "tests.chaos.doomed_worker",
+        point,
+        str(count),
+        redis_url,
+        database,
+        cwd=ROOT,
     )
     if point.endswith(NEEDS_DRAIN):
         await wait_for_tokens(redis_url)
         process.send_signal(signal.SIGTERM)
     status = await asyncio.wait_for(process.wait(), 90)
-    assert status == -signal.SIGKILL, f"the worker ended with {status} and never came to the point {point!r}"
+    assert status == -signal.SIGKILL, (
+        f"the worker ended with {status} and never came to the point {point!r}"
+    )
 
 
 async def wait_for_tokens(redis_url):
@@ -124,7 +153,13 @@ async def sweep_doomed(redis_url):
 
 def test_the_enumeration_is_complete():
     """Every script that a worker may run is one of the effects, and every effect has a row in the table."""
-    assert {effect_of(script, ("",) * 3) for script in scripts.ALL if script is not scripts.RELEASE} <= set(EFFECTS)
-    assert {effect_of(scripts.RELEASE, ("", 0, how)) for how in ("hand", "crash", "retry")} == set(REASONS)
-    table = (ROOT / "ops" / "architecture.md").read_text("utf-8").split("## 7.")[1].split("\n## ")[0]
+    assert {
+        effect_of(script, ("",) * 3) for script in scripts.ALL if script is not scripts.RELEASE
+    } <= set(EFFECTS)
+    assert {effect_of(scripts.RELEASE, ("", 0, how)) for how in ("hand", "crash", "retry")} == set(
+        REASONS
+    )
+    table = (
+        (ROOT / "ops" / "architecture.md").read_text("utf-8").split("## 7.")[1].split("\n## ")[0]
+    )
     assert [point for point in POINTS if f"`{point}`" not in table] == []

@@ -23,7 +23,9 @@ async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
     database = database_url(tmp_path)
     common = {"model": "synthetic?step_ms=5", "max_num_seqs": 8}
     async with client_of(redis_url, database) as client:
-        requests = [{"prompt": f"job {i}", "max_tokens": 40, "ignore_eos": True} for i in range(NUM_JOBS)]
+        requests = [
+            {"prompt": f"job {i}", "max_tokens": 40, "ignore_eos": True} for i in range(NUM_JOBS)
+        ]
         async with (
             running_worker(redis_url, database, worker_id="a", **common),
             running_worker(redis_url, database, worker_id="b", **common),
@@ -41,7 +43,12 @@ async def test_a_worker_in_a_hurry_hands_over_and_goes(redis_url, tmp_path, sign
     """The grace period outlasts the test's waits; the answer continues elsewhere without a gap."""
     database = database_url(tmp_path)
     leaving = WorkerProcess(
-        "leaving", redis_url, database, tmp_path / "log", model="synthetic?step_ms=20", drain_seconds=3600.0
+        "leaving",
+        redis_url,
+        database,
+        tmp_path / "log",
+        model="synthetic?step_ms=20",
+        drain_seconds=3600.0,
     )
     try:
         async with client_of(redis_url, database) as client:

@@ -39,7 +39,9 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(6 * 3600),
     # When the server dies, SQLAlchemy forgets a pool's idle connections without closing them.
-    pytest.mark.filterwarnings("ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*psycopg.Connection.*was deleted while still open:ResourceWarning"
+    ),
 ]
 
 SETTINGS: dict[str, Any] = {
@@ -103,7 +105,9 @@ class Memory:
 
     def growths(self) -> dict[str, tuple[int, int]]:
         """Return the medians of the second and of the last quarter of the run."""
-        quarters = {name: len(sizes) // 4 for name, sizes in self.samples.items() if len(sizes) >= 8}
+        quarters = {
+            name: len(sizes) // 4 for name, sizes in self.samples.items() if len(sizes) >= 8
+        }
         return {
             name: (
                 int(statistics.median(self.samples[name][quarter : 2 * quarter])),
@@ -118,13 +122,17 @@ class Memory:
                 yield f"the memory of {name} grew from {early / 2**20:.0f} to {late / 2**20:.0f} MiB"
 
 
-async def submit_all(client: AsyncClient, seconds: float, num_jobs: int, listeners: Listeners) -> int:
+async def submit_all(
+    client: AsyncClient, seconds: float, num_jobs: int, listeners: Listeners
+) -> int:
     """Submit batches until the number or the time is reached; an interrupted batch is repeated under the same ids."""
     until = time.monotonic() + seconds
     for first in itertools.count(0, BATCH):
         if (first >= num_jobs) if num_jobs else (time.monotonic() >= until):
             return first
-        jobs = [{**kind_of(number), "job_id": f"j{number}"} for number in range(first, first + BATCH)]
+        jobs = [
+            {**kind_of(number), "job_id": f"j{number}"} for number in range(first, first + BATCH)
+        ]
         while True:
             try:
                 await client.submit_many(jobs)
@@ -134,7 +142,9 @@ async def submit_all(client: AsyncClient, seconds: float, num_jobs: int, listene
                 await asyncio.sleep(0.05)
             except QueueUnavailable:
                 await asyncio.sleep(0.2)
-        listeners.attend([f"j{number}" for number in range(first, first + BATCH) if number % LISTENED == 0])
+        listeners.attend(
+            [f"j{number}" for number in range(first, first + BATCH) if number % LISTENED == 0]
+        )
     raise AssertionError("unreachable")
 
 
@@ -182,25 +192,37 @@ def compared(database: str, number: int, answers: list[Any], told: dict[str, Tol
     engine = sqlalchemy.create_engine(database)
     with engine.connect().execution_options(yield_per=10_000) as connection:
         seen: Counter[str] = Counter()
-        for job, state, text in connection.execute(sqlalchemy.text("select id, state, text from jobs")):
+        for job, state, text in connection.execute(
+            sqlalchemy.text("select id, state, text from jobs")
+        ):
             kind = int(job[1:]) % NUM_KINDS
             seen["rows"] += 1
             seen["wrong rows"] += (state, text) != ("succeeded", answers[kind].text)
             heard = told.get(job)
             if heard is not None:
-                seen["wrong subscribers"] += bool(heard.problems) or (heard.status, heard.text) != (state, text)
+                seen["wrong subscribers"] += bool(heard.problems) or (heard.status, heard.text) != (
+                    state,
+                    text,
+                )
         count = "select count(*), sum(completion_tokens) from usage"
         usage, tokens = connection.execute(sqlalchemy.text(count)).one()
     engine.dispose()
     due = sum(answers[index % NUM_KINDS].usage.completion_tokens for index in range(number))
     if seen["rows"] != number or usage != number or tokens != due:
-        found.append(f"{number} jobs have {seen['rows']} rows, {usage} rows of usage, {tokens} tokens of {due}")
+        found.append(
+            f"{number} jobs have {seen['rows']} rows, {usage} rows of usage, {tokens} tokens of {due}"
+        )
     found += [f"{seen[name]} {name}" for name in ("wrong rows", "wrong subscribers") if seen[name]]
     return found
 
 
 async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
-    make_valkey: Any, own_postgres: Any, redis_url: str, tmp_path: Path, soak_seconds: float, soak_jobs: int
+    make_valkey: Any,
+    own_postgres: Any,
+    redis_url: str,
+    tmp_path: Path,
+    soak_seconds: float,
+    soak_jobs: int,
 ) -> None:
     (tmp_path / "calm").mkdir()
     calm = database_url(tmp_path / "calm")
@@ -243,16 +265,25 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
         assert await steady.wait() == 0, steady.words[-3000:]
         await asyncio.gather(*tasks, return_exceptions=True)
         await arena.drain_all()
-        found = arena.problems + await asyncio.to_thread(compared, database, number, answers, listeners.told)
+        found = arena.problems + await asyncio.to_thread(
+            compared, database, number, answers, listeners.told
+        )
         with valkey.client() as server:
             states = dict.fromkeys([f"j{index}" for index in range(number)], "succeeded")
-            found += [str(item) for item in left_in_redis(server, TROOP.queue, states) if "counted" in item.words]
+            found += [
+                str(item)
+                for item in left_in_redis(server, TROOP.queue, states)
+                if "counted" in item.words
+            ]
     finally:
         for task in tasks:
             task.cancel()
         steady.end()
         arena.end()
-    grown = {name: f"{early >> 20} → {late >> 20} MiB" for name, (early, late) in memory.growths().items()}
+    grown = {
+        name: f"{early >> 20} → {late >> 20} MiB"
+        for name, (early, late) in memory.growths().items()
+    }
     say(
         f"seed {seed}: {number} jobs, {sum(arena.survived.values())} faults, {len(listeners.told)} subscribers, "
         f"{seconds:.0f} s; memory {grown if seconds >= FLAT_FROM_S else 'not judged, the run is too short'}"
@@ -275,6 +306,8 @@ async def wait_for_rows(database: str, number: int, timeout_s: float) -> None:
 def _num_rows(engine: sqlalchemy.Engine) -> int:
     try:
         with engine.connect() as connection:
-            return int(connection.execute(sqlalchemy.text("select count(*) from jobs")).scalar_one())
+            return int(
+                connection.execute(sqlalchemy.text("select count(*) from jobs")).scalar_one()
+            )
     except sqlalchemy.exc.OperationalError:
         return 0  # the server comes back

@@ -57,7 +57,13 @@ JOBS: list[dict[str, Any]] = [
     {"prompt": f"Fill in: {name}", "response_format": form, "max_tokens": 120, **sampling}
     for (name, form), sampling in itertools.product(FORMATS.items(), SAMPLING)
 ] + [
-    {"prompt": f"Fill in {i}", "response_format": FORMATS["json"], "max_tokens": 120, "temperature": 1.0, "seed": i}
+    {
+        "prompt": f"Fill in {i}",
+        "response_format": FORMATS["json"],
+        "max_tokens": 120,
+        "temperature": 1.0,
+        "seed": i,
+    }
     for i in range(8)
 ]
 
@@ -76,7 +82,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     base = tiny_models.save("llama", folder / "base")
     for file in TOKENIZER.glob("tokenizer*.json"):
         (base / file.name).write_bytes(file.read_bytes())
-    for name in ("config.json", "generation_config.json"):  # the end of an answer is that tokenizer's
+    for name in (
+        "config.json",
+        "generation_config.json",
+    ):  # the end of an answer is that tokenizer's
         values = json.loads((base / name).read_text())
         (base / name).write_text(json.dumps(values | {"eos_token_id": END}))
     adapter = save_adapter(base, folder / "poet", 1)
@@ -106,11 +115,15 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
         jobs = [await client.submit(**asked) for asked in JOBS]
         told: dict[str, list[Told]] = {job: [Told(), Told()] for job in jobs}
         early = [asyncio.create_task(listen(client, job, told[job][0])) for job in jobs]
-        wanted: dict[str, Wanted] = {job: Wanted.of(result) for job, result in zip(jobs, calm, strict=True)}
+        wanted: dict[str, Wanted] = {
+            job: Wanted.of(result) for job, result in zip(jobs, calm, strict=True)
+        }
         lengths = {job: len(wanted[job].answer[0][0]) for job in jobs}
 
         def are_complete() -> bool:
-            return all(told[job][0].ended or told[job][0].num_tokens >= lengths[job] for job in jobs)
+            return all(
+                told[job][0].ended or told[job][0].num_tokens >= lengths[job] for job in jobs
+            )
 
         for number in itertools.count():
             if are_complete():
@@ -131,13 +144,20 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
 
 
 async def undisturbed(redis_url: str, database: str, settings: dict[str, Any]) -> list[Any]:
-    async with running_worker(redis_url, database, **settings), client_of(redis_url, database) as client:
+    async with (
+        running_worker(redis_url, database, **settings),
+        client_of(redis_url, database) as client,
+    ):
         jobs = [await client.submit(**job) for job in JOBS]
         return [await client.result(job, timeout=90) for job in jobs]
 
 
 async def run_doomed(
-    count: int, redis_url: str, database: str, settings: dict[str, Any], are_complete: Callable[[], bool]
+    count: int,
+    redis_url: str,
+    database: str,
+    settings: dict[str, Any],
+    are_complete: Callable[[], bool],
 ) -> None:
     """Run a worker until it has killed itself, or kill it when the jobs leave it nothing to generate."""
     values = [f"{name}={value}" for name, value in settings.items()]

@@ -39,7 +39,9 @@ def no_connection_is_forgotten() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def serving(url: str, folder: Path, queue: str, model: str = SLOW_MODEL) -> AsyncIterator[AsyncClient]:
+async def serving(
+    url: str, folder: Path, queue: str, model: str = SLOW_MODEL
+) -> AsyncIterator[AsyncClient]:
     """Yield a worker and a client of one queue."""
     database = database_url(folder)
     lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
@@ -53,8 +55,15 @@ async def serving(url: str, folder: Path, queue: str, model: str = SLOW_MODEL) -
 def use_every_call(url: str, queue: str) -> None:
     """Use every call of the threaded client while a worker serves."""
     with Client(url, queue=queue) as client:
-        job = client.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k")
-        assert client.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k") == job
+        job = client.submit(
+            prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k"
+        )
+        assert (
+            client.submit(
+                prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k"
+            )
+            == job
+        )
         chunks = list(client.stream(job))
         result = client.result(job, timeout=60)
         assert "".join(chunk.text for chunk in chunks) == result.text
@@ -73,9 +82,13 @@ def use_every_call(url: str, queue: str) -> None:
 
 
 async def use_every_call_async(client: AsyncClient) -> None:
-    jobs = await client.submit_many([{"prompt": f"{n}", "max_tokens": 10, "ignore_eos": True} for n in range(20)])
+    jobs = await client.submit_many(
+        [{"prompt": f"{n}", "max_tokens": 10, "ignore_eos": True} for n in range(20)]
+    )
     told = [Told() for _ in jobs]
-    await asyncio.gather(*(listen(client, job, heard) for job, heard in zip(jobs, told, strict=True)))
+    await asyncio.gather(
+        *(listen(client, job, heard) for job, heard in zip(jobs, told, strict=True))
+    )
     for job, heard in zip(jobs, told, strict=True):
         result = await client.result(job, timeout=60)
         assert (result.text, result.token_ids) == (heard.text, tuple(heard.token_ids))
@@ -122,7 +135,9 @@ def two_queues_apart(cluster: ValkeyCluster) -> tuple[str, str]:
     return names[0], next(name for name in names if cluster.node_of(Keys(name).meta) is not first)
 
 
-async def test_messages_of_a_cluster_stay_on_the_queues_node(valkey_cluster: ValkeyCluster, tmp_path: Path) -> None:
+async def test_messages_of_a_cluster_stay_on_the_queues_node(
+    valkey_cluster: ValkeyCluster, tmp_path: Path
+) -> None:
     """Sharded pub/sub: an ordinary PUBLISH would go to every node."""
     queue = "sharded"
     async with serving(valkey_cluster.url, tmp_path, queue) as client:
@@ -143,7 +158,9 @@ async def test_messages_of_a_cluster_stay_on_the_queues_node(valkey_cluster: Val
     assert plain == []
 
 
-async def test_a_cluster_goes_away_altogether_and_comes_back(valkey_cluster: ValkeyCluster, tmp_path: Path) -> None:
+async def test_a_cluster_goes_away_altogether_and_comes_back(
+    valkey_cluster: ValkeyCluster, tmp_path: Path
+) -> None:
     """The outage is longer than the lease. The Redis library has errors of its own for it."""
 
     def outage() -> None:

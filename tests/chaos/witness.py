@@ -52,13 +52,18 @@ class Witness:
         It does so at once, and again when it is recorded.
         """
         found = [
-            Violation("duplicate", f"token {index} of choice {choice} of job {job} was published {count} times")
+            Violation(
+                "duplicate",
+                f"token {index} of choice {choice} of job {job} was published {count} times",
+            )
             for (job, choice, index), count in self._tokens.items()
             if count > 1
         ]
         for job, count in self._ends.items():
             if count > (2 if states.get(job) in ("cancelled", "expired") else 1):
-                found.append(Violation("duplicate", f"the end of job {job} was published {count} times"))
+                found.append(
+                    Violation("duplicate", f"the end of job {job} was published {count} times")
+                )
         return found
 
     async def close(self) -> None:

@@ -21,14 +21,22 @@ NUM_TENANTS = 4
 NOTHING = (((), ""),)
 SOME_STOPS = ("ea", "o t", "zq", "nn", " h", "é")
 CRASH = {"prompt": "poison [[crash]]", "max_tokens": 5}
-FAIL = {"prompt": "poison [[fail]]", "max_tokens": 5, "retry": {"max_attempts": 2, "backoff_ms": 300}}
+FAIL = {
+    "prompt": "poison [[fail]]",
+    "max_tokens": 5,
+    "retry": {"max_attempts": 2, "backoff_ms": 300},
+}
 
 
 def kind_of_job(number: int) -> dict[str, Any]:
     """Return a job: greedy or sampled, streamed or not, one or several choices, chats, stop
     strings.
     """
-    job: dict[str, Any] = {"max_tokens": 12 + 5 * number, "ignore_eos": number % 2 == 0, "seed": number}
+    job: dict[str, Any] = {
+        "max_tokens": 12 + 5 * number,
+        "ignore_eos": number % 2 == 0,
+        "seed": number,
+    }
     job["temperature"] = 0.0 if number % 3 == 0 else 0.9
     if number % 6 == 4:
         job["messages"] = [{"role": "user", "content": f"question {number}"}]
@@ -49,7 +57,10 @@ def kind_of_job(number: int) -> dict[str, Any]:
 
 def kind_of_real_job(number: int) -> dict[str, Any]:
     """Return a job of few tokens, since a step of the real model takes long."""
-    job: dict[str, Any] = {"messages": [{"role": "user", "content": f"Name {number + 2} rivers."}], "max_tokens": 16}
+    job: dict[str, Any] = {
+        "messages": [{"role": "user", "content": f"Name {number + 2} rivers."}],
+        "max_tokens": 16,
+    }
     job |= {"temperature": 0.0} if number % 2 == 0 else {"temperature": 0.8, "seed": number}
     if number == 3:
         job |= {"n": 2, "max_tokens": 10}
@@ -97,11 +108,16 @@ class Workload:
         if number % 13 == 5:
             states = frozenset({"cancelled", "succeeded"})
             return Ask(
-                arguments, Wanted.of(result, states=states, stops=stops), cancel_after_s=self.chance.uniform(0.0, 2.0)
+                arguments,
+                Wanted.of(result, states=states, stops=stops),
+                cancel_after_s=self.chance.uniform(0.0, 2.0),
             )
         if number % 17 == 3:
             arguments["deadline"] = self.chance.uniform(0.3, 4.0)
-            return Ask(arguments, Wanted.of(result, states=frozenset({"expired", "succeeded"}), stops=stops))
+            return Ask(
+                arguments,
+                Wanted.of(result, states=frozenset({"expired", "succeeded"}), stops=stops),
+            )
         if number % 11 == 7:
             delay = timedelta(seconds=self.chance.uniform(0.5, 3.0))
             arguments["not_before"] = delay

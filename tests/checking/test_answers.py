@@ -13,7 +13,11 @@ from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.checking import VIOLATION, AnswerChecker
 
-AGE: dict[str, object] = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+AGE: dict[str, object] = {
+    "type": "object",
+    "properties": {"age": {"type": "integer"}},
+    "required": ["age"],
+}
 
 
 @pytest.fixture
@@ -45,7 +49,9 @@ async def test_what_is_wrong_is_said(
 
 
 async def test_a_check_without_end_is_cut_off_and_the_next_goes_on(checker: AnswerChecker) -> None:
-    defs: dict[str, object] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    defs: dict[str, object] = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)
+    }
     endless: dict[str, object] = {"$defs": {**defs, "d40": {"type": "null"}}, "$ref": "#/$defs/d0"}
     assert "could not be checked" in str(await checker.violation(endless, "1"))
     assert await checker.violation(AGE, '{"age": 3}') is None
@@ -72,7 +78,9 @@ async def test_the_job_ends_with_what_was_found(
 ) -> None:
     wanted: dict[str, Any] = {"response_format": ResponseFormat(json_schema=AGE, strict=strict)}
     async with running(Bench()) as bench:
-        request = JobRequest(job_id="job", prompt="hi", stream=True, params=SamplingParams(**wanted))
+        request = JobRequest(
+            job_id="job", prompt="hi", stream=True, params=SamplingParams(**wanted)
+        )
         await bench.service.take([delivery_of(request)])
         await bench.host.step(event(text))
         await bench.host.step(event("", end=end))

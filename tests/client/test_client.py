@@ -77,7 +77,9 @@ def test_both_clients_have_the_same_calls() -> None:
     assert calls(Client) == calls(AsyncClient)
 
 
-async def test_early_late_and_second_subscribers_see_every_token_once(client: Any, queue: Queue) -> None:
+async def test_early_late_and_second_subscribers_see_every_token_once(
+    client: Any, queue: Queue
+) -> None:
     job = await client.submit(prompt="x", max_tokens=40)
     early = [asyncio.create_task(collect(client, job)) for _ in range(2)]
     await asyncio.sleep(0.1)
@@ -130,7 +132,9 @@ async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: 
         assert_told(await collect(client, job), 5)
         assert await client.result(job, timeout=60)
     channels = await queue.redis.pubsub_channels("*chunks*")
-    assert channels == [] or isinstance(client, Threaded)  # a thread's generator closes with the garbage
+    assert channels == [] or isinstance(
+        client, Threaded
+    )  # a thread's generator closes with the garbage
 
 
 async def test_status_tells_the_way_of_a_job(client: Any, queue: Queue) -> None:
@@ -209,12 +213,16 @@ async def test_lists_of_jobs_and_workers(client: Any, queue: Queue) -> None:
     }
     assert [info.job_id for info in await client.list("queued")] == [waiting]
     assert [info.job_id for info in await client.list(JobStatus.RUNNING, limit=1)] == [running]
-    assert [(status.worker_id, status.model, status.running) for status in await client.workers()] == [("w1", "m", 1)]
+    assert [
+        (status.worker_id, status.model, status.running) for status in await client.workers()
+    ] == [("w1", "m", 1)]
     depth = await client.depth()
     assert (depth.queued["bulk"], depth.num_queued, depth.running, depth.scheduled) == (1, 1, 2, 1)
 
 
-async def test_many_streams_of_an_event_loop_share_one_connection(queue: Queue, redis_url: str) -> None:
+async def test_many_streams_of_an_event_loop_share_one_connection(
+    queue: Queue, redis_url: str
+) -> None:
     async with AsyncClient(redis_url, queue=QUEUE) as client, playing(queue):
         jobs = await client.submit_many([{"prompt": "x", "max_tokens": 20}] * 24)
         streams = [asyncio.create_task(collect(client, job)) for job in jobs]
@@ -255,7 +263,10 @@ async def test_closing_ends_what_is_in_progress_and_leaves_nothing_open(
     if kind == "sync":
         client = Threaded(Client(redis_url, queue=QUEUE, options=options))
     job = await queue.submit()
-    waiting = [asyncio.create_task(call(job)) for call in (lambda job: collect(client, job), client.result) * 2]
+    waiting = [
+        asyncio.create_task(call(job))
+        for call in (lambda job: collect(client, job), client.result) * 2
+    ]
 
     async def num_open() -> int:
         return sum(info["name"] == "closing" for info in await queue.redis.client_list())
@@ -276,7 +287,9 @@ async def test_closing_ends_what_is_in_progress_and_leaves_nothing_open(
     await until(all_gone)
 
 
-async def test_closing_while_many_begin_to_listen_ends_them_all(queue: Queue, redis_url: str) -> None:
+async def test_closing_while_many_begin_to_listen_ends_them_all(
+    queue: Queue, redis_url: str
+) -> None:
     job = await queue.submit()
     client = AsyncClient(redis_url, queue=QUEUE)
     waiting = [asyncio.create_task(client.result(job)) for _ in range(20)]
@@ -289,7 +302,11 @@ async def test_closing_while_many_begin_to_listen_ends_them_all(queue: Queue, re
 
 async def test_no_server_is_said_at_once_and_plainly() -> None:
     with Client(f"redis://127.0.0.1:{free_port()}/0", queue=QUEUE) as client:
-        for call in (lambda: client.submit(prompt="x"), lambda: client.result("x"), lambda: next(client.stream("x"))):
+        for call in (
+            lambda: client.submit(prompt="x"),
+            lambda: client.result("x"),
+            lambda: next(client.stream("x")),
+        ):
             with pytest.raises(QueueUnavailable):
                 call()
     async with AsyncClient(f"redis://127.0.0.1:{free_port()}/0", queue=QUEUE) as aclient:

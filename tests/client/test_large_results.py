@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 @pytest.fixture(params=["sync", "async"])
 async def client(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Any]:
     kind: Any = (
-        Threaded(Client(redis_url, queue=QUEUE)) if request.param == "sync" else AsyncClient(redis_url, queue=QUEUE)
+        Threaded(Client(redis_url, queue=QUEUE))
+        if request.param == "sync"
+        else AsyncClient(redis_url, queue=QUEUE)
     )
     yield kind
     await kind.close()
@@ -48,7 +50,9 @@ async def test_a_large_result_is_read_as_any_other(client: Any, queue: Queue) ->
     assert chunks[-2].logprobs == large_result(job).choices[0].logprobs[:1]  # type: ignore[index]
 
 
-async def test_a_page_of_results_has_the_large_one_and_its_neighbours(queue: Queue, redis_url: str) -> None:
+async def test_a_page_of_results_has_the_large_one_and_its_neighbours(
+    queue: Queue, redis_url: str
+) -> None:
     job, small = await queue.submit(), await queue.submit()
     await ended(queue, large=job, small=small)
     with Client(redis_url, queue=QUEUE) as client:
@@ -59,7 +63,9 @@ async def test_a_page_of_results_has_the_large_one_and_its_neighbours(queue: Que
 
 
 @pytest.mark.parametrize("is_hash", [True, False])
-async def test_a_record_that_cannot_be_read_fails_no_neighbour(queue: Queue, redis_url: str, is_hash: bool) -> None:
+async def test_a_record_that_cannot_be_read_fails_no_neighbour(
+    queue: Queue, redis_url: str, is_hash: bool
+) -> None:
     bad, good = await queue.submit(), await queue.submit()
     worker = queue.worker()
     for delivery in await worker.claim(2):
@@ -70,15 +76,24 @@ async def test_a_record_that_cannot_be_read_fails_no_neighbour(queue: Queue, red
         await queue.redis.set(queue.keys.job(bad), "no hash")
     with Client(redis_url, queue=QUEUE) as client:
         ends = await asyncio.to_thread(job_queries.collect, client, [bad, good, "never"])
-        assert ([end.job_id for end in ends.results], ends.unreadable, ends.unknown) == ([good], [bad], ["never"])
+        assert ([end.job_id for end in ends.results], ends.unreadable, ends.unknown) == (
+            [good],
+            [bad],
+            ["never"],
+        )
         found = await asyncio.to_thread(lambda: list(job_queries.results(client, [bad, good])))
         assert [end.job_id for end in found] == [good]
-        assert await asyncio.to_thread(job_queries.standing, client, [bad, good]) == {bad: True, good: True}
+        assert await asyncio.to_thread(job_queries.standing, client, [bad, good]) == {
+            bad: True,
+            good: True,
+        }
     await queue.redis.delete(queue.keys.job(bad))
 
 
 @pytest.mark.parametrize("is_hash", [True, False])
-async def test_who_asks_for_it_is_told_what_is_wrong(client: Any, queue: Queue, is_hash: bool) -> None:
+async def test_who_asks_for_it_is_told_what_is_wrong(
+    client: Any, queue: Queue, is_hash: bool
+) -> None:
     job = await queue.submit()
     worker = queue.worker()
     (delivery,) = await worker.claim(1)

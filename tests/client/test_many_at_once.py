@@ -13,7 +13,9 @@ pytestmark = pytest.mark.redis
 
 async def test_hundreds_of_tasks_share_a_few_connections(redis_url: str) -> None:
     async with AsyncClient(redis_url, queue="q") as client:
-        jobs = await client.submit_many({"prompt": f"{number}", "max_tokens": 1} for number in range(400))
+        jobs = await client.submit_many(
+            {"prompt": f"{number}", "max_tokens": 1} for number in range(400)
+        )
         waiting = [asyncio.create_task(client.result(str(job), timeout=60)) for job in jobs[:200]]
         reading = [asyncio.create_task(_first_chunk(client, str(job))) for job in jobs[200:]]
         states = await asyncio.gather(*(client.status(str(job)) for job in jobs))

@@ -27,13 +27,23 @@ def entry(index: int, count: int = 1) -> tuple[bytes, dict[bytes, bytes]]:
 
 @pytest.mark.parametrize("other", OTHER)
 def test_what_is_no_chunk_is_passed_over(other: dict[bytes, bytes]) -> None:
-    log = [(b"0-1", other), entry(0), (b"1-1", other), (b"1-2", other), entry(1, 2), (b"9-0", other)]
+    log = [
+        (b"0-1", other),
+        entry(0),
+        (b"1-1", other),
+        (b"1-2", other),
+        entry(1, 2),
+        (b"9-0", other),
+    ]
     assert [chunk.index for chunk in read_log(log)] == [0, 1]
     assert [chunk.index for chunk in read_log([(b"3-1", other), entry(3)], {0: 3})] == [3]
 
 
 def test_a_token_that_is_missing_for_it_is_not() -> None:
-    for log, have in (([entry(0), (b"2-0", OTHER[0]), entry(2)], 0), ([(b"4-0", OTHER[0]), entry(4)], 3)):
+    for log, have in (
+        ([entry(0), (b"2-0", OTHER[0]), entry(2)], 0),
+        ([(b"4-0", OTHER[0]), entry(4)], 3),
+    ):
         with pytest.raises(UnreadableRecord, match=r"what follows token [13] is no chunk"):
             read_log(log, {0: have})
 
@@ -41,7 +51,9 @@ def test_a_token_that_is_missing_for_it_is_not() -> None:
 @pytest.fixture(params=["sync", "async"])
 async def client(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[Any]:
     kind: Any = (
-        Threaded(Client(redis_url, queue=QUEUE)) if request.param == "sync" else AsyncClient(redis_url, queue=QUEUE)
+        Threaded(Client(redis_url, queue=QUEUE))
+        if request.param == "sync"
+        else AsyncClient(redis_url, queue=QUEUE)
     )
     yield kind
     await kind.close()
@@ -65,7 +77,9 @@ async def test_who_comes_while_there_is_no_log_waits_for_it(client: Any, queue: 
 
 
 @pytest.mark.redis
-async def test_a_job_that_ended_without_a_worker_has_a_result_all_the_same(client: Any, queue: Queue) -> None:
+async def test_a_job_that_ended_without_a_worker_has_a_result_all_the_same(
+    client: Any, queue: Queue
+) -> None:
     job = await queue.submit()
     await queue.redis.set(queue.keys.log(job), "not a log", ex=60)
     assert await client.cancel(job) == "cancelled"
@@ -75,11 +89,17 @@ async def test_a_job_that_ended_without_a_worker_has_a_result_all_the_same(clien
 
 
 @pytest.mark.redis
-async def test_what_is_wrong_with_the_server_is_not_passed_over(queue: Queue, redis_url: str) -> None:
+async def test_what_is_wrong_with_the_server_is_not_passed_over(
+    queue: Queue, redis_url: str
+) -> None:
     job = await queue.submit()
-    await queue.redis.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "&*", "+@all", "-xrange")
+    await queue.redis.execute_command(
+        "ACL", "SETUSER", "reader", "on", ">secret", "~*", "&*", "+@all", "-xrange"
+    )
     try:
-        async with AsyncClient(redis_url.replace("://", "://reader:secret@"), queue=QUEUE) as client:
+        async with AsyncClient(
+            redis_url.replace("://", "://reader:secret@"), queue=QUEUE
+        ) as client:
             with pytest.raises(ConfigurationError, match="xrange"):
                 await collect(client, job)
     finally:

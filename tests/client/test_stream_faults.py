@@ -50,7 +50,9 @@ async def test_cut_connections_leave_no_seam(faulty: tuple[Any, FaultProxy], que
         assert_told(await reading, 150)
 
 
-async def test_a_cut_in_a_long_stream_is_no_silence(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+async def test_a_cut_in_a_long_stream_is_no_silence(
+    faulty: tuple[Any, FaultProxy], queue: Queue
+) -> None:
     """The time limit counts from the last token, not from the beginning."""
     client, proxy = faulty
     job = await queue.submit(max_tokens=150)
@@ -67,7 +69,9 @@ async def test_a_cut_in_a_long_stream_is_no_silence(faulty: tuple[Any, FaultProx
         assert_told(await reading, 150)
 
 
-async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(
+    faulty: tuple[Any, FaultProxy], queue: Queue
+) -> None:
     client, proxy = faulty
     job = await queue.submit(max_tokens=60)
     async with playing(queue, pause_s=0.01):
@@ -82,7 +86,9 @@ async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(faulty: tuple[An
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_subscription_that_was_made_anew_is_no_silence(queue: Queue, redis_url: str, kind: str) -> None:
+async def test_a_subscription_that_was_made_anew_is_no_silence(
+    queue: Queue, redis_url: str, kind: str
+) -> None:
     """A new subscription looks up at once what was appended while there was none.
 
     It does not wait for `idle_s` of silence.
@@ -98,7 +104,9 @@ async def test_a_subscription_that_was_made_anew_is_no_silence(queue: Queue, red
     first = asyncio.create_task(anext(stream))
     await asyncio.sleep(0.3)
     item = token(delivery, 0)
-    await worker.append([msgspec.structs.replace(item, checkpoint=True)])  # in the log, and never published
+    await worker.append(
+        [msgspec.structs.replace(item, checkpoint=True)]
+    )  # in the log, and never published
     assert await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
     async with asyncio.timeout(8):
         told = [await first]
@@ -113,7 +121,11 @@ async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str,
     """The reader takes longer than the time limit over a chunk from the log, and over a published
     one.
     """
-    client: Any = AsyncClient(redis_url, queue=QUEUE) if kind == "async" else Threaded(Client(redis_url, queue=QUEUE))
+    client: Any = (
+        AsyncClient(redis_url, queue=QUEUE)
+        if kind == "async"
+        else Threaded(Client(redis_url, queue=QUEUE))
+    )
     job = await queue.submit()
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
@@ -132,7 +144,9 @@ async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str,
     await client.close()
 
 
-async def test_a_lost_reply_to_submit_makes_no_second_job(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+async def test_a_lost_reply_to_submit_makes_no_second_job(
+    faulty: tuple[Any, FaultProxy], queue: Queue
+) -> None:
     client, proxy = faulty
     await client.depth()  # connected
     proxy.lose_replies(1)
@@ -142,7 +156,9 @@ async def test_a_lost_reply_to_submit_makes_no_second_job(faulty: tuple[Any, Fau
 
 
 @pytest.mark.parametrize("missed", [[3], [0], [9], [2, 3, 4], list(range(10))])
-async def test_messages_that_never_came_are_read_from_the_log(queue: Queue, missed: list[int], redis_url: str) -> None:
+async def test_messages_that_never_came_are_read_from_the_log(
+    queue: Queue, missed: list[int], redis_url: str
+) -> None:
     """The worker logs everything; some of it is never published."""
     job = await queue.submit()
     worker = queue.worker()
@@ -166,7 +182,11 @@ async def test_foreign_and_repeated_messages_change_nothing(queue: Queue, redis_
         reading = asyncio.create_task(collect(client, job))
         await asyncio.sleep(0.1)
         await worker.append([token(delivery, 0)])
-        for chunk in (token(delivery, 0).chunk, Chunk(job_id=job, index=5, token_ids=(9,)), token(delivery, 0).chunk):
+        for chunk in (
+            token(delivery, 0).chunk,
+            Chunk(job_id=job, index=5, token_ids=(9,)),
+            token(delivery, 0).chunk,
+        ):
             await queue.redis.publish(queue.keys.chunks(job), encode(chunk))
         await worker.append([token(delivery, 1)])
         await worker.finish([end_of(delivery, 2)])
@@ -177,7 +197,9 @@ async def test_a_subscriber_slower_than_the_servers_patience_recovers(
     make_valkey: Callable[..., ValkeyServer],
 ) -> None:
     """The server drops it at its output-buffer limit; the log has what it missed."""
-    server = make_valkey(persistent=False, settings={"client-output-buffer-limit": "pubsub 64kb 32kb 1"})
+    server = make_valkey(
+        persistent=False, settings={"client-output-buffer-limit": "pubsub 64kb 32kb 1"}
+    )
     queue = await open_queue(server.url)
     job = await queue.submit()
     worker = queue.worker()
@@ -231,7 +253,9 @@ class WithDatabase(AsyncClient):
         self._results = database  # type: ignore[assignment]
 
 
-async def test_what_redis_has_forgotten_is_told_from_the_database(queue: Queue, redis_url: str) -> None:
+async def test_what_redis_has_forgotten_is_told_from_the_database(
+    queue: Queue, redis_url: str
+) -> None:
     job = await queue.submit()
     worker, database = queue.worker(), Database()
     (delivery,) = await worker.claim(1)
@@ -272,7 +296,9 @@ async def test_a_server_that_lost_everything_in_mid_stream_ends_in_the_database(
     await close_queue(queue)
 
 
-async def test_a_stream_of_checkpoints_is_told_too(queue: Queue, redis_url: str, tmp_path: Path) -> None:
+async def test_a_stream_of_checkpoints_is_told_too(
+    queue: Queue, redis_url: str, tmp_path: Path
+) -> None:
     """`stream=False` publishes nothing; a subscriber gets the chunks from the log."""
     job = await queue.submit(stream=False)
     worker = queue.worker()

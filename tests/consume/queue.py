@@ -28,7 +28,9 @@ class Queue:
     keys: Keys
 
     def worker(self, worker_id: str = "w1", **options: Any) -> JobStream:
-        return JobStream(self.redis, self.keys, worker_id, StreamOptions(**{"sweep_s": 0.0, **options}))
+        return JobStream(
+            self.redis, self.keys, worker_id, StreamOptions(**{"sweep_s": 0.0, **options})
+        )
 
     async def submit(self, **fields: Any) -> str:
         return str(await self.client.submit(**{"prompt": "hello", "max_tokens": 10, **fields}))
@@ -40,7 +42,10 @@ class Queue:
     async def everything(self) -> dict[bytes, tuple[int, bytes]]:
         """Return all keys of the server with their TTL (ms) and dump, for `go_back`."""
         names = await self.redis.keys("*")
-        return {name: (max(0, await self.redis.pttl(name)), await self.redis.dump(name)) for name in names}
+        return {
+            name: (max(0, await self.redis.pttl(name)), await self.redis.dump(name))
+            for name in names
+        }
 
     async def go_back(self, held: dict[bytes, tuple[int, bytes]]) -> None:
         """Restore the keys of `everything`, like a server that died and lost its last writes."""
@@ -55,7 +60,9 @@ class Queue:
 
     async def pass_delay(self, job_id: str) -> None:
         """Move the job's earliest start into the past, so that no test waits for a clock."""
-        assert await self.redis.zscore(self.keys.delayed, job_id) > time.time() * 1000, "it must wait until now"
+        assert await self.redis.zscore(self.keys.delayed, job_id) > time.time() * 1000, (
+            "it must wait until now"
+        )
         await self.redis.zadd(self.keys.delayed, {job_id: 1}, xx=True)
 
 
@@ -84,12 +91,21 @@ async def appended(worker: JobStream, items: list[Append]) -> list[tuple[AppendR
     return [exceptions.get(place, (AppendReply.OK, item.end)) for place, item in enumerate(items)]
 
 
-def end_of(delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatus.SUCCEEDED) -> Finished:
+def end_of(
+    delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatus.SUCCEEDED
+) -> Finished:
     words = [f"{i} " for i in range(num_tokens)]
     ends = tuple(itertools.accumulate(map(len, words)))
     reason = FinishReason.STOP if status is JobStatus.SUCCEEDED else FinishReason.CANCELLED
-    choice = ChoiceResult(text="".join(words), token_ids=tuple(range(num_tokens)), text_ends=ends, finish_reason=reason)
+    choice = ChoiceResult(
+        text="".join(words),
+        token_ids=tuple(range(num_tokens)),
+        text_ends=ends,
+        finish_reason=reason,
+    )
     usage = Usage(prompt_tokens=3, completion_tokens=num_tokens)
     result = JobResult(job_id=delivery.job_id, status=status, choices=(choice,), usage=usage)
-    chunk = Chunk(job_id=delivery.job_id, index=num_tokens, finish_reason=reason, status=status, usage=usage)
+    chunk = Chunk(
+        job_id=delivery.job_id, index=num_tokens, finish_reason=reason, status=status, usage=usage
+    )
     return Finished(delivery.token, result, chunk)

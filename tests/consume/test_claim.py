@@ -13,7 +13,10 @@ pytestmark = pytest.mark.redis
 
 
 async def test_urgent_classes_first_and_in_order_within_a_class(queue: Queue) -> None:
-    jobs = {name: [await queue.submit(priority=name) for _ in range(2)] for name in ("bulk", "standard", "interactive")}
+    jobs = {
+        name: [await queue.submit(priority=name) for _ in range(2)]
+        for name in ("bulk", "standard", "interactive")
+    }
     got = [delivery.job_id for delivery in await queue.worker().claim(6)]
     assert got == jobs["interactive"] + jobs["standard"] + jobs["bulk"]
 
@@ -27,10 +30,16 @@ async def test_no_credit_no_job_and_never_more_than_asked_for(queue: Queue) -> N
 
 
 async def test_further_credits_are_for_interactive_jobs_alone(queue: Queue) -> None:
-    jobs = {name: [await queue.submit(priority=name) for _ in range(2)] for name in ("bulk", "standard", "interactive")}
+    jobs = {
+        name: [await queue.submit(priority=name) for _ in range(2)]
+        for name in ("bulk", "standard", "interactive")
+    }
     worker = queue.worker()
     assert [d.job_id for d in await worker.claim(0, urgent=1)] == jobs["interactive"][:1]
-    assert [d.job_id for d in await worker.claim(2, urgent=3)] == [jobs["interactive"][1], jobs["standard"][0]]
+    assert [d.job_id for d in await worker.claim(2, urgent=3)] == [
+        jobs["interactive"][1],
+        jobs["standard"][0],
+    ]
     late = [await queue.submit(priority="interactive") for _ in range(3)]
     assert [d.job_id for d in await worker.claim(1, urgent=1)] == late[:2]
     assert await worker.claim(0, urgent=0) == []
@@ -86,7 +95,9 @@ async def test_weights_divide_the_share(queue: Queue) -> None:
     await queue.client.set_limits("gold", weight=3)
     for tenant in ("gold", "plain"):
         await queue.client.submit_many([{"prompt": "x", "tenant": tenant}] * 60)
-    served = Counter([await queue.field(d.job_id, "tenant") for d in await queue.worker().claim(40)])
+    served = Counter(
+        [await queue.field(d.job_id, "tenant") for d in await queue.worker().claim(40)]
+    )
     assert 28 <= served["gold"] <= 32
 
 
@@ -156,7 +167,9 @@ async def test_a_lost_claim_reply_costs_one_heartbeat(queue: Queue) -> None:
     job = await queue.submit()
     lossy = queue.worker("w1")
     await lossy.claim(1)
-    restarted_view = queue.worker("w1")  # holds nothing in its memory, as if the reply had been lost
+    restarted_view = queue.worker(
+        "w1"
+    )  # holds nothing in its memory, as if the reply had been lost
     await restarted_view.heartbeat(WorkerStatus(worker_id="w1"))
     (again,) = await restarted_view.claim(0)
     assert (again.job_id, again.deliveries) == (job, 1)

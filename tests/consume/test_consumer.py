@@ -255,7 +255,9 @@ async def test_after_stop_nothing_is_claimed() -> None:
 
 
 @pytest.mark.redis
-async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connection(queue: Queue) -> None:
+async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connection(
+    queue: Queue,
+) -> None:
     rings: list[None] = []
     calls: list[None] = []
     cancelled: list[str] = []
@@ -276,7 +278,11 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
     task = asyncio.create_task(control.run())
 
     async def listens() -> bool:
-        return bool(dict(await queue.redis.pubsub_numsub(queue.keys.control("w1")))[queue.keys.control("w1").encode()])
+        return bool(
+            dict(await queue.redis.pubsub_numsub(queue.keys.control("w1")))[
+                queue.keys.control("w1").encode()
+            ]
+        )
 
     async def heard() -> bool:
         return bool(cancelled and drains and len(rings) > before and len(calls) > before_calls)

@@ -44,7 +44,13 @@ async def test_one_channel_refused_leaves_no_subscription_of_the_other(
     monkeypatch.setattr(control, "RECONNECT_S", 0.01)
     client = redis.asyncio.Redis.from_url(redis_url)
     channel = ControlChannel(
-        client, keys, "w", on_bell=lambda: None, on_call=nothing, on_cancel=lambda _: None, on_drain=lambda: None
+        client,
+        keys,
+        "w",
+        on_bell=lambda: None,
+        on_call=nothing,
+        on_cancel=lambda _: None,
+        on_drain=lambda: None,
     )
     listening = asyncio.create_task(channel.run())
     try:

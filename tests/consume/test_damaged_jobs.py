@@ -17,7 +17,18 @@ NUMERIC = (
     "token", "deliveries", "crashes", "solo_crashes", "orphaned", "attempt", "created_ms", "started_ms", "deadline_ms",
     "due_ms", "mark", "cost",
 )  # fmt: skip
-OTHER = ("class", "tenant", "entry", "request", "cancel", "doomed", "worker", "history", "fingerprint", "error")
+OTHER = (
+    "class",
+    "tenant",
+    "entry",
+    "request",
+    "cancel",
+    "doomed",
+    "worker",
+    "history",
+    "fingerprint",
+    "error",
+)
 VALUES = [
     *(value for value in BYTES),
     *(str(number) for number in NUMBERS),
@@ -42,7 +53,9 @@ async def test_the_others_are_served_whatever_a_field_holds(queue, field, allowe
             seen[delivery.job_id] = delivery
     assert seen[good].verdict == "run"
     for delivery in seen.values():
-        await queue.redis.hset(queue.keys.job(delivery.job_id), field, random.Random(field).choice(VALUES))
+        await queue.redis.hset(
+            queue.keys.job(delivery.job_id), field, random.Random(field).choice(VALUES)
+        )
     await worker.append([token(delivery, 0) for delivery in seen.values()])
     await worker.heartbeat(WorkerStatus(worker_id="w1"))
     await worker.release([(delivery.job_id, delivery.token, True) for delivery in seen.values()])
@@ -50,7 +63,9 @@ async def test_the_others_are_served_whatever_a_field_holds(queue, field, allowe
     await worker.finish([end_of(delivery, 1) for delivery in again])
     assert good in {delivery.job_id for delivery in again}
     fresh = await queue.submit(job_id="fresh")
-    assert fresh in {delivery.job_id for _ in range(4) for delivery in await worker.claim(credits=100)}
+    assert fresh in {
+        delivery.job_id for _ in range(4) for delivery in await worker.claim(credits=100)
+    }
 
 
 @pytest.mark.parametrize("field", [*NUMERIC, *OTHER])
@@ -81,7 +96,16 @@ async def test_an_unknown_state_sets_a_job_aside_or_leaves_it(queue, state, allo
     assert [info.job_id for info in await queue.client.list()] == [good]
 
 
-NO_NAMES = [b"\xff\xfe-bad", b"a\xc3", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"x" * 256, b"a\0b", b""]
+NO_NAMES = [
+    b"\xff\xfe-bad",
+    b"a\xc3",
+    b"\xe0\x80\x80",
+    b"\xed\xa0\x80",
+    b"\xf5\x80\x80\x80",
+    b"x" * 256,
+    b"a\0b",
+    b"",
+]
 NAMES = ["é", "日本", "😀 and a space", "x" * 255, "\u0080\ud7ff\ue000\uffff\U00010000\U0010ffff"]
 
 
@@ -93,7 +117,9 @@ async def test_an_id_that_is_no_text_is_refused_and_stops_nobody(queue, name, al
     reply = await call_async(queue.redis, SUBMIT, keys.meta, keys.base, "PUBLISH", 0, 0, *fields)
     assert reply == [b"name", b"0"]
     hash_key = keys.base.encode() + b"job:" + name  # by hand
-    await queue.redis.hset(hash_key, mapping={"state": "queued", "request": request, "entry": "1-1"})
+    await queue.redis.hset(
+        hash_key, mapping={"state": "queued", "request": request, "entry": "1-1"}
+    )
     await queue.redis.xadd(keys.lane(Priority.STANDARD), {"job": name}, id="1-1")
     await queue.redis.zadd(keys.returned, {name: 0})
     good = await queue.submit(job_id="good")

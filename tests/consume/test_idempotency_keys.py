@@ -19,7 +19,9 @@ FOR_EVER = -1  # what the server answers for a key without a time to live
 @pytest.fixture
 async def hasty(redis_url: str) -> AsyncIterator[AsyncClient]:
     """Yield a client whose idempotency keys last 0.01 s, which the server rounds up to 1 s."""
-    async with AsyncClient(redis_url, queue=QUEUE, options=ClientOptions(idempotency_ttl_s=0.01)) as client:
+    async with AsyncClient(
+        redis_url, queue=QUEUE, options=ClientOptions(idempotency_ttl_s=0.01)
+    ) as client:
         yield client
 
 
@@ -41,7 +43,9 @@ async def test_a_key_outlasts_any_backlog(queue: Queue, hasty: AsyncClient) -> N
     assert await hasty.submit(prompt="x", idempotency_key="k") == first, "it is just over"
 
 
-async def test_the_key_of_a_job_that_starts_later_waits_for_it(queue: Queue, hasty: AsyncClient) -> None:
+async def test_the_key_of_a_job_that_starts_later_waits_for_it(
+    queue: Queue, hasty: AsyncClient
+) -> None:
     await hasty.submit(prompt="x", idempotency_key="k", not_before=time.time() + 3_600)
     assert await remembered_ms(queue) == FOR_EVER
 
@@ -69,7 +73,9 @@ async def test_the_key_of_a_job_cancelled_while_it_waited_goes_after_it_is_recor
     assert 0 < await remembered_ms(queue) <= 1_000
 
 
-async def test_the_key_of_a_dead_job_stands_while_it_may_be_redriven(queue: Queue, hasty: AsyncClient) -> None:
+async def test_the_key_of_a_dead_job_stands_while_it_may_be_redriven(
+    queue: Queue, hasty: AsyncClient
+) -> None:
     job = await hasty.submit(prompt="x", idempotency_key="k")
     worker = queue.worker(dead_ttl_s=7_200)
     (delivery,) = await worker.claim(1)
@@ -88,7 +94,9 @@ async def test_the_time_is_the_producers_or_the_queues(queue: Queue, redis_url: 
     await queue.submit(idempotency_key="a day")
     await worker.open()
     await queue.submit(idempotency_key="two hours")
-    async with AsyncClient(redis_url, queue=QUEUE, options=ClientOptions(idempotency_ttl_s=60)) as client:
+    async with AsyncClient(
+        redis_url, queue=QUEUE, options=ClientOptions(idempotency_ttl_s=60)
+    ) as client:
         await client.submit(prompt="x", idempotency_key="a minute")
     await worker.finish([end_of(delivery) for delivery in await worker.claim(3)])
     assert 23 * HOUR_MS < await remembered_ms(queue, "a day") <= 24 * HOUR_MS

@@ -16,7 +16,10 @@ from tokenmill_worker.jobs import Admitted, Delivery, Finished
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 SMOLLM2 = ServedModel(
-    ("smollm2-135m-instruct", "smollm2"), max_model_len=8192, vocab_size=49152, eos_token_ids=frozenset({2})
+    ("smollm2-135m-instruct", "smollm2"),
+    max_model_len=8192,
+    vocab_size=49152,
+    eos_token_ids=frozenset({2}),
 )
 
 
@@ -69,7 +72,11 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
     assert generation.cache_salt == "acme"
     assert generation.deadline == (CREATED_MS + 9_000) / 1000
     assert (generation.resumed, generation.done) == ((), ())
-    assert (generation.params.seed, generation.params.max_tokens, generation.params.stop) == (7, 64, ())
+    assert (generation.params.seed, generation.params.max_tokens, generation.params.stop) == (
+        7,
+        64,
+        (),
+    )
     assert admitted.request == job
     assert not admitted.answer.is_finished
 
@@ -92,7 +99,9 @@ async def test_no_seed_is_the_same_seed_at_every_delivery(admission):
 async def test_no_limit_means_the_default_or_the_rest_of_the_length():
     for default, prompt, expected in ((None, "hi", 4094), (100, "hi", 100), (100, "x" * 4090, 6)):
         model = ServedModel(("tiny",), 4096, MODEL.vocab_size, MODEL.eos_token_ids, default)
-        admitted = await Admission(byte_level(), model, clock=Clock()).admit(delivery_of(request(prompt=prompt)))
+        admitted = await Admission(byte_level(), model, clock=Clock()).admit(
+            delivery_of(request(prompt=prompt))
+        )
         assert isinstance(admitted, Admitted)
         assert admitted.generation.params.max_tokens == expected
 
@@ -103,7 +112,9 @@ async def test_no_limit_means_the_default_or_the_rest_of_the_length():
 async def test_prompt_and_max_tokens_beyond_the_models_length(admission):
     fits = request(prompt="x" * 96, params=SamplingParams(max_tokens=4000))
     assert isinstance(await admission.admit(delivery_of(fits)), Admitted)
-    code, message = await refusal(admission, delivery_of(request(prompt="x" * 97, params=fits.params)))
+    code, message = await refusal(
+        admission, delivery_of(request(prompt="x" * 97, params=fits.params))
+    )
     assert code == "context_length_exceeded"
     assert message == "97 prompt tokens and max_tokens=4000 make 4097; the model's length is 4096"
 
@@ -124,7 +135,10 @@ async def test_a_prompt_far_too_long_is_refused_without_being_tokenised():
             raise AssertionError("tokenised")
 
     admission = Admission(Lazy(smollm2()._tokenizer), SMOLLM2, clock=Clock())
-    for job in (request(prompt="x " * 3_000_000), request(prompt=None, messages=(Message("user", "x" * 6_000_000),))):
+    for job in (
+        request(prompt="x " * 3_000_000),
+        request(prompt=None, messages=(Message("user", "x" * 6_000_000),)),
+    ):
         code, message = await refusal(admission, delivery_of(job))
         assert code == "context_length_exceeded"
         assert "8192" in message
@@ -144,7 +158,10 @@ async def test_ids_outside_the_vocabulary(admission):
 
 async def test_an_unknown_model(admission):
     code, message = await refusal(admission, delivery_of(request(model="gpt-99")))
-    assert (code, message) == ("model_not_found", "model 'gpt-99' is not served here; this queue serves 'tiny'")
+    assert (code, message) == (
+        "model_not_found",
+        "model 'gpt-99' is not served here; this queue serves 'tiny'",
+    )
     assert isinstance(await admission.admit(delivery_of(request(model="tiny"))), Admitted)
 
 
@@ -163,13 +180,18 @@ UNDECODABLE = {
     "temperature is text": msgpack.packb(GOOD | {"params": {"temperature": "hot"}}),
     "max_tokens is a float": msgpack.packb(GOOD | {"params": {"max_tokens": 1.5}}),
     "unknown priority": msgpack.packb(GOOD | {"priority": "urgent"}),
-    "unknown role": msgpack.packb({"job_id": "job", "messages": [{"role": "emperor", "content": "x"}]}),
+    "unknown role": msgpack.packb(
+        {"job_id": "job", "messages": [{"role": "emperor", "content": "x"}]}
+    ),
     "metadata is not text": msgpack.packb(GOOD | {"metadata": {"a": 1}}),
     "broken UTF-8": msgpack.packb(GOOD).replace(b"hi", b"\xff\xfe"),
-    "a surrogate in UTF-8": msgpack.packb(GOOD | {"prompt": "xyz"}).replace(b"xyz", b"\xed\xa0\x80"),
+    "a surrogate in UTF-8": msgpack.packb(GOOD | {"prompt": "xyz"}).replace(
+        b"xyz", b"\xed\xa0\x80"
+    ),
     "10 MB": msgpack.packb(GOOD | {"prompt": "x" * 10_000_000}),
     "nesting bomb": b"\x82\xa6job_id\xa3job\xa1x" + b"\x91" * 4_000_000,
-    "nesting bomb in a schema": b"\x81\xa6params\x81\xafresponse_format\x81\xabjson_schema" + b"\x81\xa1a" * 2_000_000,
+    "nesting bomb in a schema": b"\x81\xa6params\x81\xafresponse_format\x81\xabjson_schema"
+    + b"\x81\xa1a" * 2_000_000,
     "claims 4 billion entries": b"\xdf\xff\xff\xff\xff",
     "claims 4 billion characters": b"\x81\xa6prompt\xdb\xff\xff\xff\xff",
 }
@@ -201,13 +223,25 @@ async def test_a_worker_may_take_less_than_the_wire_does():
     [
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": None, "messages": ()}, "messages is empty"),
-        ({"prompt": None}, "exactly one of prompt, messages and prompt_ids must be given, not none"),
+        (
+            {"prompt": None},
+            "exactly one of prompt, messages and prompt_ids must be given, not none",
+        ),
         ({"prompt_ids": (1,)}, "not prompt and prompt_ids"),
-        ({"params": SamplingParams(max_tokens=0)}, "max_tokens must be from 1 to 2147483647, not 0"),
+        (
+            {"params": SamplingParams(max_tokens=0)},
+            "max_tokens must be from 1 to 2147483647, not 0",
+        ),
         ({"params": SamplingParams(max_tokens=-5)}, "not -5"),
         ({"params": SamplingParams(max_tokens=10**12)}, "not 1000000000000"),
-        ({"params": SamplingParams(temperature=-1.0)}, "temperature must be from 0 to 100, not -1.0"),
-        ({"params": SamplingParams(temperature=float("nan"))}, "temperature must be from 0 to 100, not nan"),
+        (
+            {"params": SamplingParams(temperature=-1.0)},
+            "temperature must be from 0 to 100, not -1.0",
+        ),
+        (
+            {"params": SamplingParams(temperature=float("nan"))},
+            "temperature must be from 0 to 100, not nan",
+        ),
         ({"params": SamplingParams(temperature=float("inf"))}, "not inf"),
         ({"params": SamplingParams(n=10_000)}, "n must be from 1 to 128, not 10000"),
         ({"params": SamplingParams(top_p=-0.5)}, "top_p must be from 0 to 1"),
@@ -239,7 +273,10 @@ async def test_messages_where_the_model_has_no_chat_template():
     model = ServedModel(("gemma3-270m",), 2048, 262144, frozenset({1}))
     job = request(prompt=None, messages=(Message("user", "x"),))
     code, message = await refusal(Admission(gemma3(), model, clock=Clock()), delivery_of(job))
-    assert (code, message) == ("invalid_request", "the model has no chat template: send a prompt instead of messages")
+    assert (code, message) == (
+        "invalid_request",
+        "the model has no chat template: send a prompt instead of messages",
+    )
 
 
 async def test_a_refused_requests_names_fit_the_record(admission):
@@ -251,7 +288,9 @@ async def test_a_refused_requests_names_fit_the_record(admission):
     assert outcome.result.tenant.startswith("abab")
     assert len(outcome.result.tenant) <= 256
     assert (outcome.result.model, outcome.result.metadata) == ("m", {})
-    fine = await admission.admit(delivery_of(request(prompt="", tenant="acme", metadata={"k": "v"})))
+    fine = await admission.admit(
+        delivery_of(request(prompt="", tenant="acme", metadata={"k": "v"}))
+    )
     assert (fine.result.tenant, fine.result.metadata) == ("acme", {"k": "v"})
 
 
@@ -263,7 +302,10 @@ async def test_whatever_breaks_inside_is_an_answer_too():
     code, message = await refusal(
         Admission(Broken(byte_level()._tokenizer), MODEL, clock=Clock()), delivery_of(request())
     )
-    assert (code, message) == ("internal_error", "the worker could not take this request in: MemoryError")
+    assert (code, message) == (
+        "internal_error",
+        "the worker could not take this request in: MemoryError",
+    )
 
 
 async def test_a_deadline_that_passed_in_the_queue(admission):
@@ -271,9 +313,14 @@ async def test_a_deadline_that_passed_in_the_queue(admission):
     outcome = await admission.admit(delivery_of(late))
     assert isinstance(outcome, Finished)
     assert outcome.result.error is not None
-    assert (outcome.result.status, outcome.result.error.code) == (JobStatus.EXPIRED, "deadline_exceeded")
+    assert (outcome.result.status, outcome.result.error.code) == (
+        JobStatus.EXPIRED,
+        "deadline_exceeded",
+    )
     assert outcome.result.usage.prompt_tokens == 0
-    assert outcome.result.finish_reason is None or outcome.result.finish_reason is FinishReason.EXPIRED
+    assert (
+        outcome.result.finish_reason is None or outcome.result.finish_reason is FinishReason.EXPIRED
+    )
 
 
 async def test_a_deadline_from_before_a_redrive_does_not_count(admission):

@@ -14,19 +14,27 @@ from tokenmill_worker.jobs import Admitted, Delivery, Finished
 
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats() | st.sampled_from([0, 1, -1, 4096, 2**31, 2**53])
+NUMBERS = (
+    st.integers(-(2**63), 2**64 - 1) | st.floats() | st.sampled_from([0, 1, -1, 4096, 2**31, 2**53])
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(max_size=8) | st.binary(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | NUMBERS, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4) | NUMBERS, inner, max_size=3)
+    ),
     max_leaves=6,
 )
 PARAMS = st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), VALUES, max_size=3)
 MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": st.text()}), max_size=3
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": st.text()}),
+    max_size=3,
 )
 REQUESTS = st.fixed_dictionaries(
     {"job_id": st.just("job")},
-    optional={name: VALUES for name in JobRequest.__struct_fields__ if name not in ("job_id", "params")}
+    optional={
+        name: VALUES for name in JobRequest.__struct_fields__ if name not in ("job_id", "params")
+    }
     | {"prompt": st.text(), "messages": MESSAGES, "params": PARAMS},
 )
 VERDICTS = st.sampled_from(["run", "run", "run", "cancelled", "expired", "dead"])
@@ -38,7 +46,9 @@ WHOLE = encode(
 )  # fmt: skip
 
 
-async def admit(payload: bytes, verdict: str = "run", log: tuple[bytes, ...] = ()) -> Admitted | Finished:
+async def admit(
+    payload: bytes, verdict: str = "run", log: tuple[bytes, ...] = ()
+) -> Admitted | Finished:
     delivery = Delivery(
         job_id="job", token=1, payload=payload, deliveries=1, crashes=0, verdict=verdict, log=log,  # type: ignore[arg-type]
         created_ms=CREATED_MS, started_ms=CREATED_MS, attempt=1,
@@ -67,7 +77,10 @@ async def test_requests_of_any_values(fields, verdict):
     await admit(msgpack.packb(fields, unicode_errors="surrogatepass"), verdict)
 
 
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(WHOLE)))
+@given(
+    st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=4),
+    st.integers(0, len(WHOLE)),
+)
 @FUZZ
 async def test_a_good_request_with_bytes_changed_or_cut(changes, length):
     payload = bytearray(WHOLE)

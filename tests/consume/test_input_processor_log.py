@@ -23,11 +23,20 @@ def admission():
 
 
 def tokens(text: str, index: int = 0, choice: int = 0, end: FinishReason | None = None) -> Chunk:
-    return Chunk(job_id="job", index=index, token_ids=tuple(text.encode()), text=text, choice=choice, finish_reason=end)
+    return Chunk(
+        job_id="job",
+        index=index,
+        token_ids=tuple(text.encode()),
+        text=text,
+        choice=choice,
+        finish_reason=end,
+    )
 
 
 async def resume(*log: Chunk, deadline_ms: int | None = None, verdict: str = "run", **params):
-    request = JobRequest(job_id="job", prompt="hi", params=SamplingParams(**params), deadline_ms=deadline_ms)
+    request = JobRequest(
+        job_id="job", prompt="hi", params=SamplingParams(**params), deadline_ms=deadline_ms
+    )
     return await admission().admit(delivery_of(request, log, verdict=verdict, attempt=2, token=2))
 
 
@@ -80,10 +89,19 @@ async def test_text_that_came_with_the_last_token_is_told_with_it():
 
 
 @pytest.mark.parametrize(
-    "params", [{"ignore_eos": True}, {"min_tokens": 3}, {"max_tokens": 3}, {"stop": ("b!",)}, {"stop_token_ids": (99,)}]
+    "params",
+    [
+        {"ignore_eos": True},
+        {"min_tokens": 3},
+        {"max_tokens": 3},
+        {"stop": ("b!",)},
+        {"stop_token_ids": (99,)},
+    ],
 )
 async def test_what_is_no_end_is_no_end(params):
-    log = Chunk(job_id="job", index=0, token_ids=(97, EOS if "stop" not in str(params) else 98), text="a")
+    log = Chunk(
+        job_id="job", index=0, token_ids=(97, EOS if "stop" not in str(params) else 98), text="a"
+    )
     if params == {"max_tokens": 3}:
         log = tokens("ab")
     assert isinstance(await resume(log, **params), Admitted)
@@ -97,16 +115,26 @@ async def test_what_is_no_end_is_no_end(params):
         ("dead", JobStatus.DEAD, FinishReason.ERROR, "dead"),
     ],
 )
-async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(verdict, status, reason, code):
+async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(
+    verdict, status, reason, code
+):
     first = Chunk(
-        job_id="job", index=0, token_ids=(97, 35), text="a", usage=Usage(prompt_tokens=2, cached_tokens=1, ttft_ms=300)
+        job_id="job",
+        index=0,
+        token_ids=(97, 35),
+        text="a",
+        usage=Usage(prompt_tokens=2, cached_tokens=1, ttft_ms=300),
     )
     outcome = await resume(first, stop=("##",), verdict=verdict)
     assert isinstance(outcome, Finished)
     result = outcome.result
     assert (result.status, result.text, result.finish_reason) == (status, "a#", reason)
     assert (result.error.code if result.error else None) == code
-    assert (result.usage.prompt_tokens, result.usage.cached_tokens, result.usage.completion_tokens) == (2, 1, 2)
+    assert (
+        result.usage.prompt_tokens,
+        result.usage.cached_tokens,
+        result.usage.completion_tokens,
+    ) == (2, 1, 2)
     assert result.usage.ttft_ms == 300
     assert outcome.final_chunk.text == "#"
     untouched = await resume(verdict=verdict)
@@ -116,14 +144,23 @@ async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(verdict, s
 
 @pytest.mark.parametrize(
     ("verdict", "status"),
-    [("run", JobStatus.SUCCEEDED), ("dead", JobStatus.SUCCEEDED), ("cancelled", JobStatus.CANCELLED)],
+    [
+        ("run", JobStatus.SUCCEEDED),
+        ("dead", JobStatus.SUCCEEDED),
+        ("cancelled", JobStatus.CANCELLED),
+    ],
 )
 async def test_a_complete_answer_is_not_set_aside(verdict, status):
     """Its workers died before they could record it: it needs no engine and can harm none."""
     outcome = await resume(tokens("ab"), tokens("c", 2), max_tokens=3, verdict=verdict)
     assert isinstance(outcome, Finished)
     result = outcome.result
-    assert (result.status, result.text, result.finish_reason, result.error) == (status, "abc", LENGTH, None)
+    assert (result.status, result.text, result.finish_reason, result.error) == (
+        status,
+        "abc",
+        LENGTH,
+        None,
+    )
     incomplete = await resume(tokens("ab"), max_tokens=3, verdict="dead")
     assert incomplete.result.status is JobStatus.DEAD
 
@@ -137,11 +174,15 @@ async def test_what_several_choices_held_back_is_in_the_result():
     assert (outcome.final_chunk.text, outcome.final_chunk.n) == ("", 2)
 
 
-@pytest.mark.parametrize("payload", [b"\xc1", encode(JobRequest(job_id="job", params=SamplingParams(n=10**9)))])
+@pytest.mark.parametrize(
+    "payload", [b"\xc1", encode(JobRequest(job_id="job", params=SamplingParams(n=10**9)))]
+)
 async def test_a_verdict_on_a_bad_request_stands(payload):
     delivery = delivery_of(JobRequest(job_id="job"), (tokens("a"),), verdict="cancelled")
     outcome = await admission().admit(
-        type(delivery)(**{f: getattr(delivery, f) for f in delivery.__slots__} | {"payload": payload})
+        type(delivery)(
+            **{f: getattr(delivery, f) for f in delivery.__slots__} | {"payload": payload}
+        )
     )
     assert isinstance(outcome, Finished)
     assert outcome.result.status is JobStatus.CANCELLED
@@ -204,7 +245,9 @@ async def run(steps, stop, stream, hand_over_at):
     finished: list[Finished] = []
     for number, step in enumerate([*steps, None]):
         if number == hand_over_at and not finished:
-            request = JobRequest(job_id="job", prompt="hi", stream=stream, params=SamplingParams(n=2, stop=stop))
+            request = JobRequest(
+                job_id="job", prompt="hi", stream=stream, params=SamplingParams(n=2, stop=stop)
+            )
             again = await admission().admit(delivery_of(request, tuple(log.chunks.get("job", ()))))
             if isinstance(again, Finished):
                 return again.result, log

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.redis
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
-async def log_as_before(queue: Queue, job: str, tokens: str, *, ended: tuple[int, ...] = ()) -> None:
+async def log_as_before(
+    queue: Queue, job: str, tokens: str, *, ended: tuple[int, ...] = ()
+) -> None:
     """`tokens`: the number of a choice and its next letter, in turns; `ended`: choices that end without a token."""
     places: dict[int, int] = {}
     is_lone = set(tokens[::2]) == {"0"} and not ended
@@ -30,10 +32,16 @@ async def log_as_before(queue: Queue, job: str, tokens: str, *, ended: tuple[int
         choice = int(number)
         place = places.get(choice, 0)
         places[choice] = place + 1
-        chunk = Chunk(job_id=job, index=index - 1, choice=choice, token_ids=(ord(letter),), text=letter)
-        await publish(queue, msgspec.structs.replace(chunk, place=None if is_lone else place), f"{index}-0")
+        chunk = Chunk(
+            job_id=job, index=index - 1, choice=choice, token_ids=(ord(letter),), text=letter
+        )
+        await publish(
+            queue, msgspec.structs.replace(chunk, place=None if is_lone else place), f"{index}-0"
+        )
     for number_of_end, choice in enumerate(ended, 1):
-        end = Chunk(job_id=job, index=index, choice=choice, place=places.get(choice, 0), finish_reason=STOP)
+        end = Chunk(
+            job_id=job, index=index, choice=choice, place=places.get(choice, 0), finish_reason=STOP
+        )
         await publish(queue, end, f"{index}-{number_of_end}")
 
 
@@ -58,7 +66,9 @@ async def told(client: AsyncClient, job: str, position: str | int = 0) -> list[C
 
 def said(chunks: list[Chunk], choice: int = 0) -> tuple[list[int], str]:
     mine = [chunk for chunk in chunks if chunk.choice == choice and chunk.token_ids]
-    return [index for chunk in mine for index in range(chunk.index, chunk.end)], "".join(chunk.text for chunk in mine)
+    return [index for chunk in mine for index in range(chunk.index, chunk.end)], "".join(
+        chunk.text for chunk in mine
+    )
 
 
 async def finish(queue: Queue, finished: Finished) -> None:
@@ -96,8 +106,13 @@ async def test_several_choices_go_on_without_a_seam_too(queue: Queue, redis_url:
         assert admitted.generation.resumed == ((97, 98), (120, 121), ())
         assert admitted.generation.done == (2,)
         token = admitted.delivery.token
-        await publisher.handle([event("z", job, choice=1, token=token), event("c", job, token=token)])
-        ends = [event("d", job, end=LENGTH, token=token), event("!", job, choice=1, end=LENGTH, token=token)]
+        await publisher.handle(
+            [event("z", job, choice=1, token=token), event("c", job, token=token)]
+        )
+        ends = [
+            event("d", job, end=LENGTH, token=token),
+            event("!", job, choice=1, end=LENGTH, token=token),
+        ]
         [finished] = (await publisher.handle(ends)).finished
         entries = [entry for entry, _ in await queue.redis.xrange(queue.keys.log(job))]
         assert entries[-5:] == [b"4-1", b"5-0", b"6-0", b"7-0", b"8-0"]

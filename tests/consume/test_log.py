@@ -27,7 +27,14 @@ async def claimed(queue: Queue, worker_id: str = "w1", **fields):
 
 def end_chunk(delivery, start: int, choice: int = 0) -> Append:
     """A choice's end without a token."""
-    chunk = Chunk(job_id=delivery.job_id, index=start, choice=choice, text="!", finish_reason=FinishReason.STOP, n=2)
+    chunk = Chunk(
+        job_id=delivery.job_id,
+        index=start,
+        choice=choice,
+        text="!",
+        finish_reason=FinishReason.STOP,
+        n=2,
+    )
     return Append(delivery.token, chunk, start)
 
 
@@ -60,14 +67,18 @@ async def test_a_log_that_lost_its_tail_says_from_where_to_send_again(queue: Que
     await worker.append([token(job, 0)])
     assert await appended(worker, [token(job, 3)]) == [(GAP, 1)]
     assert await appended(worker, [token(job, 1, 2)]) == [(OK, 3)]
-    assert await appended(worker, [token(job, 2, 3)]) == [(GAP, 3)]  # begins before the end: cut anew, not overlaid
+    assert await appended(worker, [token(job, 2, 3)]) == [
+        (GAP, 3)
+    ]  # begins before the end: cut anew, not overlaid
 
 
 async def test_a_chunk_that_begins_the_log_makes_it_anew(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.append([token(job, 0), token(job, 1), token(job, 2)])
     assert await appended(worker, [token(job, 0, 2), token(job, 2)]) == [(OK, 2), (OK, 3)]
-    assert await appended(worker, [token(job, 0, 2)]) == [(DUPLICATE, 3)], "the reply was lost, and it is sent again"
+    assert await appended(worker, [token(job, 0, 2)]) == [(DUPLICATE, 3)], (
+        "the reply was lost, and it is sent again"
+    )
     ids = [entry_id for entry_id, _ in await queue.redis.xrange(queue.keys.log(job.job_id))]
     assert ids == [b"2-0", b"3-0"]
     assert 0 < await queue.redis.ttl(queue.keys.log(job.job_id)) <= 86_400
@@ -123,7 +134,14 @@ async def test_finish_leaves_the_result_and_nothing_else(queue: Queue) -> None:
     await worker.append([token(job, 0)])
     assert await worker.finish([end_of(job, 1)]) == [True]
     names = {key.decode().removeprefix(queue.keys.base) for key in await queue.redis.keys("*")}
-    assert names - {"lanes:standard"} == {f"job:{job.job_id}", "meta", "tenant:t", "worker:w1", "workers", "vouchers"}
+    assert names - {"lanes:standard"} == {
+        f"job:{job.job_id}",
+        "meta",
+        "tenant:t",
+        "worker:w1",
+        "workers",
+        "vouchers",
+    }
     await worker.resign()
     assert not await queue.redis.exists(queue.keys.vouchers)
     assert 0 < await queue.redis.ttl(queue.keys.job(job.job_id)) <= 3600

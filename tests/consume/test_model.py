@@ -54,7 +54,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen: list[tuple[str, Delivery]] = []  # (worker, delivery), also outdated ones
         self.workers: dict[str, JobStream] = {}
         self.by_key: dict[tuple[str, int], tuple[str, str]] = {}  # (tenant, key) → (job, prompt)
-        self.written: dict[tuple[str, str, int], int] = {}  # (worker, job, token) → the log's end in the last reply
+        self.written: dict[
+            tuple[str, str, int], int
+        ] = {}  # (worker, job, token) → the log's end in the last reply
         self.past: Any = None  # (all keys, the jobs, submissions by key) of an earlier moment
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -74,23 +76,33 @@ class QueueMachine(RuleBasedStateMachine):
 
     # ── what producers do ──
 
-    @rule(priority=st.sampled_from(CLASSES), tenant=st.sampled_from(["", "a", "b"]), count=st.integers(1, 3))
+    @rule(
+        priority=st.sampled_from(CLASSES),
+        tenant=st.sampled_from(["", "a", "b"]),
+        count=st.integers(1, 3),
+    )
     def submit(self, priority: str, tenant: str, count: int) -> None:
         names = [f"job{len(self.jobs) + i:03}" for i in range(count)]  # the same in every replay
         fields = {"prompt": "x", "priority": priority, "tenant": tenant}
         self.run(self.queue.client.submit_many([{**fields, "job_id": name} for name in names]))
         self.jobs.update((name, Job(tenant=tenant)) for name in names)
 
-    @rule(key=st.integers(0, 3), tenant=st.sampled_from(["", "a"]), prompt=st.sampled_from(["x", "y"]))
+    @rule(
+        key=st.integers(0, 3), tenant=st.sampled_from(["", "a"]), prompt=st.sampled_from(["x", "y"])
+    )
     def submit_by_key(self, key: int, tenant: str, prompt: str) -> None:
         name, known = f"job{len(self.jobs):03}", self.by_key.get((tenant, key))
-        work = self.queue.client.submit(job_id=name, prompt=prompt, tenant=tenant, idempotency_key=f"k{key}")
+        work = self.queue.client.submit(
+            job_id=name, prompt=prompt, tenant=tenant, idempotency_key=f"k{key}"
+        )
         if known is not None and known[1] != prompt:
             with pytest.raises(IdempotencyConflict):
                 self.run(work)
             return
         handle = self.run(work)
-        assert (str(handle), handle.is_new) == ((name, True) if known is None else (known[0], False))
+        assert (str(handle), handle.is_new) == (
+            (name, True) if known is None else (known[0], False)
+        )
         if known is None:
             self.by_key[tenant, key] = (name, prompt)
             self.jobs[name] = Job(tenant=tenant)
@@ -104,7 +116,9 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(job.state is JobStatus.SCHEDULED for job in self.jobs.values()))
     @rule(pick=PICK)
     def time_comes(self, pick: int) -> None:
-        waiting = sorted(name for name, job in self.jobs.items() if job.state is JobStatus.SCHEDULED)
+        waiting = sorted(
+            name for name, job in self.jobs.items() if job.state is JobStatus.SCHEDULED
+        )
         name = waiting[pick % len(waiting)]
         self.run(self.queue.redis.zadd(self.queue.keys.delayed, {name: 1}))
         self.jobs[name].due = True
@@ -149,7 +163,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert sum(d.verdict == "run" for d in got) <= credits
         for delivery in got:
             job = self.jobs[delivery.job_id]
-            is_back = job.holder == worker  # it forgot the job at a refused append; its heartbeat found it again
+            is_back = (
+                job.holder == worker
+            )  # it forgot the job at a refused append; its heartbeat found it again
             assert job.holder is None or is_back
             assert not job.settled
             assert delivery.token > job.token
@@ -157,8 +173,17 @@ class QueueMachine(RuleBasedStateMachine):
             assert delivery.attempt == job.attempt
             ended = job.cancelled or job.state is JobStatus.CANCELLED
             assert delivery.verdict == ("cancelled" if ended else "dead" if job.doomed else "run")
-            if not job.claims and delivery.verdict == "run" and job.tenant == LIMITED:  # out of its lane
-                assert sum(other.holder is not None for other in self.jobs.values() if other.tenant == LIMITED) < LIMIT
+            if (
+                not job.claims and delivery.verdict == "run" and job.tenant == LIMITED
+            ):  # out of its lane
+                assert (
+                    sum(
+                        other.holder is not None
+                        for other in self.jobs.values()
+                        if other.tenant == LIMITED
+                    )
+                    < LIMIT
+                )
             job.returned = False
             job.token, job.holder, job.claims = delivery.token, worker, job.claims + (not is_back)
             assert delivery.deliveries == job.claims
@@ -182,7 +207,9 @@ class QueueMachine(RuleBasedStateMachine):
         ((word, end),) = self.run(appended(worker, [token(delivery, index)]))
         self.check_append(worker.worker_id, delivery, index, word, end)
 
-    def check_append(self, worker: str, delivery: Delivery, index: int, word: AppendReply, end: int) -> None:
+    def check_append(
+        self, worker: str, delivery: Delivery, index: int, word: AppendReply, end: int
+    ) -> None:
         job = self.jobs.get(delivery.job_id) or Job()
         assert (word, end) == job.append(delivery.token, worker, index, end)
         self.written[worker, delivery.job_id, delivery.token] = end
@@ -193,12 +220,18 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), left_out=PICK)
     def step(self, worker: str, left_out: int) -> None:
         """Append the next token of this worker's jobs, owned or lost, perhaps without one of them."""
-        mine = [d for name, d in self.seen if name == worker and (name, d.job_id, d.token) in self.written]
+        mine = [
+            d
+            for name, d in self.seen
+            if name == worker and (name, d.job_id, d.token) in self.written
+        ]
         chosen = [d for place, d in enumerate(mine) if place != left_out]
         if not chosen:
             return
         items = [token(d, self.written[worker, d.job_id, d.token]) for d in chosen]
-        for delivery, item, reply in zip(chosen, items, self.run(appended(self.workers[worker], items)), strict=True):
+        for delivery, item, reply in zip(
+            chosen, items, self.run(appended(self.workers[worker], items)), strict=True
+        ):
             self.check_append(worker, delivery, item.chunk.index, *reply)
 
     @precondition(lambda self: self.written)
@@ -225,7 +258,9 @@ class QueueMachine(RuleBasedStateMachine):
         worker, delivery, job, is_holder = self.pick_seen(pick)
         if not job.length:
             return
-        chunk = Chunk(job_id=delivery.job_id, index=job.length, choice=1, finish_reason=FinishReason.STOP, n=2)
+        chunk = Chunk(
+            job_id=delivery.job_id, index=job.length, choice=1, finish_reason=FinishReason.STOP, n=2
+        )
         ends = [Append(delivery.token, chunk, job.length)] * 2
         (first, again) = self.run(appended(worker, ends))
         if not is_holder or job.state is not JobStatus.RUNNING:
@@ -247,7 +282,13 @@ class QueueMachine(RuleBasedStateMachine):
         (done,) = self.run(worker.finish([end_of(delivery, job.length, status)]))
         assert done == (is_holder or (job.settled and job.token == delivery.token))
         if is_holder:
-            job.state, job.settled, job.holder, job.length, job.ends = status, True, None, 0, frozenset()
+            job.state, job.settled, job.holder, job.length, job.ends = (
+                status,
+                True,
+                None,
+                0,
+                frozenset(),
+            )
 
     @precondition(lambda self: self.seen)
     @rule(pick=PICK, crash=st.booleans())
@@ -266,7 +307,9 @@ class QueueMachine(RuleBasedStateMachine):
         if how == "dead":
             done = self.run(worker.dead_letter(delivery.job_id, delivery.token, "why"))
         else:
-            done = self.run(worker.retry(delivery.job_id, delivery.token, 0 if how == "now" else 10**9, "why"))
+            done = self.run(
+                worker.retry(delivery.job_id, delivery.token, 0 if how == "now" else 10**9, "why")
+            )
         assert done == (job.token == delivery.token and not job.settled)
         if is_holder:
             was_running = job.state is JobStatus.RUNNING
@@ -293,7 +336,11 @@ class QueueMachine(RuleBasedStateMachine):
         held = self.workers[worker].held
         reply = self.run(self.workers[worker].heartbeat(WorkerStatus(worker_id=worker)))
         self.promote()
-        mine = {name for name, job in self.jobs.items() if job.holder == worker and held.get(name) == job.token}
+        mine = {
+            name
+            for name, job in self.jobs.items()
+            if job.holder == worker and held.get(name) == job.token
+        }
         assert set(reply.lost) == held.keys() - mine
         assert set(reply.cancelled) == {name for name in mine if self.jobs[name].cancelled}
 
@@ -310,7 +357,9 @@ class QueueMachine(RuleBasedStateMachine):
         """Lose them on the server only; workers and clients keep their claims, tokens and ends."""
         held, self.jobs, self.by_key = copy.deepcopy(self.past)
         self.run(self.queue.go_back(held))
-        self.seen = [(worker, delivery) for worker, delivery in self.seen if delivery.job_id in self.jobs]
+        self.seen = [
+            (worker, delivery) for worker, delivery in self.seen if delivery.job_id in self.jobs
+        ]
         self.steps(-1)
 
     # ── invariants ──
@@ -330,7 +379,9 @@ class QueueMachine(RuleBasedStateMachine):
         for name in self.jobs:
             pipeline.hget(keys.job(name), "state").xlen(keys.log(name))
         replies = self.run(pipeline.execute())
-        assert replies == [value for job in self.jobs.values() for value in (job.state.value.encode(), job.length)]
+        assert replies == [
+            value for job in self.jobs.values() for value in (job.state.value.encode(), job.length)
+        ]
 
     @invariant()
     def a_key_stands_while_its_job_lives(self) -> None:
@@ -345,6 +396,9 @@ def test_the_scripts_keep_their_promises(redis_url: str) -> None:
     run_state_machine_as_test(
         lambda: QueueMachine(redis_url),  # type: ignore[arg-type]
         settings=settings(
-            max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=100,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )

@@ -44,7 +44,9 @@ def job(model: str = "", lora: str = "") -> JobRequest:
         ("my-lora", "poet", "poet"),
     ],
 )
-async def test_names_lead_to_the_model_or_an_adapter(admission: Admission, model: str, lora: str, adapter: str) -> None:
+async def test_names_lead_to_the_model_or_an_adapter(
+    admission: Admission, model: str, lora: str, adapter: str
+) -> None:
     admitted = await admission.admit(delivery_of(job(model, lora)))
     assert isinstance(admitted, Admitted)
     assert admitted.generation.params.lora == adapter
@@ -55,13 +57,19 @@ async def test_names_lead_to_the_model_or_an_adapter(admission: Admission, model
     ("model", "lora", "words"),
     [
         ("gpt-5", "", "model 'gpt-5' is not served here; this queue serves"),
-        ("gpt-5", "", "(and as adapters or aliases: default-lora, gpt-4o-mini, my-lora, poet, sql)"),
+        (
+            "gpt-5",
+            "",
+            "(and as adapters or aliases: default-lora, gpt-4o-mini, my-lora, poet, sql)",
+        ),
         ("", "poems", "lora 'poems' is not served here; this queue's adapters: poet, sql"),
         ("", MODEL.names[0], "is not served here; this queue's adapters"),
         ("my-lora", "sql", "model 'my-lora' is the adapter 'poet', but lora asks for 'sql'"),
     ],
 )
-async def test_other_names_are_answered(admission: Admission, model: str, lora: str, words: str) -> None:
+async def test_other_names_are_answered(
+    admission: Admission, model: str, lora: str, words: str
+) -> None:
     outcome = await admission.admit(delivery_of(job(model, lora)))
     assert isinstance(outcome, Finished)
     error = outcome.result.error
@@ -73,12 +81,16 @@ async def test_other_names_are_answered(admission: Admission, model: str, lora: 
 async def test_a_template_from_a_file_replaces_the_models_own() -> None:
     chat = JobRequest(job_id="job", messages=(Message("user", "hi"),))
     own = byte_level()
-    replaced = Tokenizer(own._tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    replaced = Tokenizer(
+        own._tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
     rendered = []
     for tokenizer in (own, replaced):
         admitted = await Admission(tokenizer, MODEL, clock=Clock()).admit(delivery_of(chat))
         assert isinstance(admitted, Admitted)
-        rendered.append(own._tokenizer.decode(list(admitted.generation.prompt_ids), skip_special_tokens=False))
+        rendered.append(
+            own._tokenizer.decode(list(admitted.generation.prompt_ids), skip_special_tokens=False)
+        )
     assert rendered[0] != rendered[1] == "<user>hi"
 
 
@@ -95,4 +107,6 @@ def test_names_and_template_are_checked_at_the_start(tmp_path: Path) -> None:
         f"chat_template cannot be read: {tmp_path / 'none'}: No such file or directory"
     ]
     (tmp_path / "empty").touch()
-    assert found(template=str(tmp_path / "empty")) == [f"chat_template is an empty file: {tmp_path / 'empty'}"]
+    assert found(template=str(tmp_path / "empty")) == [
+        f"chat_template is an empty file: {tmp_path / 'empty'}"
+    ]

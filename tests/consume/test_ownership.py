@@ -86,7 +86,9 @@ async def test_a_drained_job_is_claimable_at_once_and_unsuspected(queue: Queue) 
     (job,) = await first.claim(1)
     await first.append([token(job, 0)])
     assert await first.release([(job.job_id, job.token, False)]) == [True]
-    assert await first.release([(job.job_id, job.token, False)]) == [True]  # the reply had been lost
+    assert await first.release([(job.job_id, job.token, False)]) == [
+        True
+    ]  # the reply had been lost
     (again, *_) = await queue.worker("w2").claim(1)  # ahead of nineteen others
     assert (again.job_id, again.crashes, len(again.log)) == (job.job_id, 0, 1)
     await first.resign()
@@ -204,7 +206,10 @@ async def test_cancelled_while_it_waits_is_over_for_everybody_at_once(queue: Que
     worker = queue.worker()
     ended, running = await worker.claim(1)
     assert (ended.job_id, ended.verdict, running.job_id) == (job, "cancelled", other)
-    assert await worker.finish([end_of(ended, 0, JobStatus.CANCELLED), end_of(running)]) == [True, True]
+    assert await worker.finish([end_of(ended, 0, JobStatus.CANCELLED), end_of(running)]) == [
+        True,
+        True,
+    ]
     assert (await queue.client.depth()).num_queued == 0
 
 
@@ -220,7 +225,9 @@ async def test_who_dies_with_an_ended_job_passes_it_on(queue: Queue) -> None:
     await heir.finish([end_of(second, 0, JobStatus.CANCELLED)])
 
 
-async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(queue: Queue) -> None:
+async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(
+    queue: Queue,
+) -> None:
     """SQL may have its end already, by a worker that died before it acknowledged; none other is sent."""
     worker, job = queue.worker(), await queue.submit()
     (delivery,) = await worker.claim(1)
@@ -236,7 +243,9 @@ async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(q
     assert (await queue.client.depth()).num_queued == 0
 
 
-async def test_a_deadline_that_passes_while_it_waits_for_its_next_worker_is_his_to_tell(queue: Queue) -> None:
+async def test_a_deadline_that_passes_while_it_waits_for_its_next_worker_is_his_to_tell(
+    queue: Queue,
+) -> None:
     worker, job = queue.worker(), await queue.submit(deadline=60)
     (delivery,) = await worker.claim(1)
     await worker.append([token(delivery, 0)])

@@ -76,7 +76,9 @@ def test_clearing_gives_back_what_was_held():
 
 def test_who_has_crashed_alone_stays_alone():
     quarantine = Quarantine(max_num_seqs=8)
-    started = quarantine.admit([delivery("a"), delivery("bad", crashes=1, alone=True), delivery("b")])
+    started = quarantine.admit(
+        [delivery("a"), delivery("bad", crashes=1, alone=True), delivery("b")]
+    )
     assert names(started) == ["a"]
     quarantine.ended("a")
     assert names(quarantine.admit([])) == ["bad"]

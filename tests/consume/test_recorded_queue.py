@@ -19,7 +19,10 @@ async def restore(redis: Any, base: str, folder: Path) -> None:
     kept = msgspec.json.decode((folder / "queue.json").read_bytes())
 
     def values(fields: dict[str, str]) -> dict[str, Any]:
-        return {k: (folder / f"{v[1:]}.msgpack").read_bytes() if v.startswith("@") else v for k, v in fields.items()}
+        return {
+            k: (folder / f"{v[1:]}.msgpack").read_bytes() if v.startswith("@") else v
+            for k, v in fields.items()
+        }
 
     for name, fields in kept["hashes"].items():
         await redis.hset(base + name, mapping=values(fields))
@@ -38,18 +41,25 @@ async def restore(redis: Any, base: str, folder: Path) -> None:
         await redis.set(base + name, value, px=60_000)
 
 
-@pytest.mark.parametrize("folder", sorted(FOLDER.glob("*/queue.json")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "folder", sorted(FOLDER.glob("*/queue.json")), ids=lambda path: path.parent.name
+)
 async def test_what_an_earlier_version_left_is_finished(queue, folder):
     await restore(queue.redis, queue.keys.base, folder.parent)
     assert [dead.error for dead in await queue.client.dead()] == ["it was not to be"]
     worker = queue.worker("now")
-    await worker.heartbeat(WorkerStatus(worker_id="now"))  # its worker's lease is gone: the job is free
+    await worker.heartbeat(
+        WorkerStatus(worker_id="now")
+    )  # its worker's lease is gone: the job is free
     claimed = {delivery.job_id: delivery for delivery in await worker.claim(credits=5)}
     assert set(claimed) == {"waits", "ran"}
     assert claimed["ran"].token > 1_700_000_000_500
     assert [decode_chunk(chunk).index for chunk in claimed["ran"].log] == [0]
     assert {delivery.verdict for delivery in claimed.values()} == {"run"}
-    assert await worker.finish([end_of(delivery, 2) for delivery in claimed.values()]) == [True, True]
+    assert await worker.finish([end_of(delivery, 2) for delivery in claimed.values()]) == [
+        True,
+        True,
+    ]
     depth = await queue.client.depth()
     assert (depth.num_queued, depth.running) == (0, 0)
     assert (await queue.client.result("ran", timeout=30)).status.value == "succeeded"

@@ -28,7 +28,9 @@ async def test_a_redriven_job_has_no_deadline(queue: Queue) -> None:
     assert await queue.client.redrive([job]) == [job]
     (delivery,) = await queue.worker().claim(1)
     assert (delivery.verdict, delivery.is_redriven) == ("run", True)
-    assert decode_request(delivery.payload).deadline_ms is not None, "the request stays as it was submitted"
+    assert decode_request(delivery.payload).deadline_ms is not None, (
+        "the request stays as it was submitted"
+    )
     assert await queue.redis.zscore(queue.keys.deadlines, job) is None
 
 
@@ -53,7 +55,9 @@ async def test_one_call_reads_one_page(queue: Queue) -> None:
     after, *revived = await call_async(queue.redis, REDRIVE, *head, 10, "-", job)
     assert after.startswith(b"(")
     assert revived == [], "the job is behind the first page"
-    assert await queue.redis.xlen(queue.keys.dead) == PAGE + 11, "entries that nobody asked for stay"
+    assert await queue.redis.xlen(queue.keys.dead) == PAGE + 11, (
+        "entries that nobody asked for stay"
+    )
     end, *revived = await call_async(queue.redis, REDRIVE, *head, 10, after, job)
     assert (end, revived) == (b"", [job.encode()])
 

@@ -20,11 +20,16 @@ async def backlog(queue: Queue) -> tuple[int, float, int]:
     """Waiting jobs, their tokens and scheduled jobs, as `depth`, `overview` and the metrics have them: the same."""
     depth, state = await queue.client.depth(), await queue.client.overview()
     tokens = sum(one.waiting_tokens for one in state.classes.values())
-    assert (depth.num_queued, depth.queued_tokens, depth.scheduled) == (state.waiting, tokens, state.scheduled)
+    assert (depth.num_queued, depth.queued_tokens, depth.scheduled) == (
+        state.waiting,
+        tokens,
+        state.scheduled,
+    )
     watch = QueueWatch(queue.client)
     await watch.read()
     exported = {
-        reading.name: sum(value or 0 for value in reading.values.values()) for reading in queue_readings([watch])
+        reading.name: sum(value or 0 for value in reading.values.values())
+        for reading in queue_readings([watch])
     }
     names = ("queue_jobs", "queue_tokens", "queue_scheduled_jobs")
     assert tuple(exported[name] for name in names) == (state.waiting, tokens, state.scheduled)
@@ -32,7 +37,9 @@ async def backlog(queue: Queue) -> tuple[int, float, int]:
 
 
 async def in_a_week(queue: Queue, **fields: Any) -> str:
-    return await queue.submit(prompt="x", max_tokens=4_000, not_before=time.time() + WEEK_S, **fields)
+    return await queue.submit(
+        prompt="x", max_tokens=4_000, not_before=time.time() + WEEK_S, **fields
+    )
 
 
 async def test_a_job_of_next_week_is_no_backlog(queue: Queue) -> None:
@@ -128,8 +135,13 @@ async def test_a_job_that_an_older_worker_made_due_is_counted_once(queue: Queue)
 
 
 async def test_counters_that_went_astray_are_settled_when_nothing_waits(queue: Queue) -> None:
-    await queue.redis.hset(queue.keys.meta, mapping={"queued:standard": -1, "queued_tokens:standard": "nan"})
+    await queue.redis.hset(
+        queue.keys.meta, mapping={"queued:standard": -1, "queued_tokens:standard": "nan"}
+    )
     await queue.submit(priority="bulk")
     await queue.worker().claim(0)
-    assert await queue.redis.hmget(queue.keys.meta, "queued:standard", "queued:bulk") == [b"0", b"1"]
+    assert await queue.redis.hmget(queue.keys.meta, "queued:standard", "queued:bulk") == [
+        b"0",
+        b"1",
+    ]
     assert (await queue.client.depth()).queued_tokens > 0

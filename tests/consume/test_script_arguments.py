@@ -32,7 +32,9 @@ HOSTILE: list[bytes] = [
     b"0x10", b" 7 ", b"text", b"urgent", b"FLUSHALL", b"SPUBLISH", b"a b", b"a\0b", b"\xff\xfe", b"x\r\n+OK\r\n",
     b"y" * 2_000, KEYS.meta.encode(), b"waits", b"runs",
 ]  # fmt: skip
-ARGUMENT = st.one_of(st.sampled_from(HOSTILE), st.binary(max_size=12), st.integers().map(lambda n: str(n).encode()))
+ARGUMENT = st.one_of(
+    st.sampled_from(HOSTILE), st.binary(max_size=12), st.integers().map(lambda n: str(n).encode())
+)
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,16 @@ def populated(server: Any) -> dict[str, bytes]:
         assert run(server, producer_scripts.SUBMIT, 0, 0, *values) == [b"ok", name.encode(), b"new"]
         if name == "waits":
             break
-        (delivery,) = run(server, worker_scripts.CLAIM, "w1", 10_000, 0, 1, 10_000, 3, 50, 600, 8, 10, 0, 0)
+        (delivery,) = run(
+            server, worker_scripts.CLAIM, "w1", 10_000, 0, 1, 10_000, 3, 50, 600, 8, 10, 0, 0
+        )
         tokens[name] = delivery[1]
         body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, "first"]))
         run(server, worker_scripts.APPEND, 600, "w1", 1, body)
         if name == "over":
-            assert run(server, worker_scripts.FINISH, 600, 600, name, delivery[1], "dead", "r", "c", 5) == [1]
+            assert run(
+                server, worker_scripts.FINISH, 600, 600, name, delivery[1], "dead", "r", "c", 5
+            ) == [1]
     return tokens
 
 
@@ -148,7 +154,9 @@ def check_counts(server: Any) -> None:
     lanes = [name for name in server.keys(KEYS.base + "jobs:*") if server.type(name) == b"stream"]
     findable |= {fields[b"job"] for lane in lanes for _, fields in server.xrange(lane)}
     for priority in PRIORITY_ORDER:
-        mine = [fields for fields in jobs.values() if fields.get(b"class") == priority.value.encode()]
+        mine = [
+            fields for fields in jobs.values() if fields.get(b"class") == priority.value.encode()
+        ]
         waiting = [fields for fields in mine if fields[b"state"] == b"queued"]
         assert int(meta.get(b"queued:" + priority.value.encode(), 0)) == len(waiting)
         tokens = float(meta.get(b"queued_tokens:" + priority.value.encode(), 0))
@@ -230,7 +238,11 @@ SPOILT_CHUNKS: list[Any] = [
 @pytest.mark.parametrize("chunks", SPOILT_CHUNKS, ids=repr)
 def test_chunks_are_checked_before_the_first_is_written(server: Any, chunks: Any) -> None:
     token = populated(server)["runs"].decode()
-    ours = [token if value == "1" else value for value in chunks] if isinstance(chunks, list) else chunks
+    ours = (
+        [token if value == "1" else value for value in chunks]
+        if isinstance(chunks, list)
+        else chunks
+    )
     before = everything(server)
     with pytest.raises(redis.ResponseError, match=r"^INVALID chunks"):
         run(server, worker_scripts.APPEND, 600, "w1", 2, bytes(msgpack.packb(ours)))

@@ -9,10 +9,14 @@ from tokenmill_schemas.result import JobStatus
 pytestmark = pytest.mark.redis
 
 
-async def test_a_larger_request_than_the_queue_takes_is_refused_before_it_is_stored(queue: Queue) -> None:
+async def test_a_larger_request_than_the_queue_takes_is_refused_before_it_is_stored(
+    queue: Queue,
+) -> None:
     await queue.worker(max_payload_bytes=2_000).open()
     small = await queue.submit(prompt="x" * 1_000)
-    with pytest.raises(InvalidRequest, match=r"the request has \d{4} bytes; the queue's limit is 2000"):
+    with pytest.raises(
+        InvalidRequest, match=r"the request has \d{4} bytes; the queue's limit is 2000"
+    ):
         await queue.submit(prompt="x" * 2_000)
     with pytest.raises(InvalidRequest):
         await queue.client.submit_many([{"prompt": "fits"}, {"prompt": "x" * 2_000}])

@@ -24,7 +24,10 @@ async def two_running(queue: Queue):
 
 
 async def ends_of(queue: Queue, job_id: str) -> list[int]:
-    return [decode_chunk(fields[b"chunk"]).end for _, fields in await queue.redis.xrange(queue.keys.log(job_id))]
+    return [
+        decode_chunk(fields[b"chunk"]).end
+        for _, fields in await queue.redis.xrange(queue.keys.log(job_id))
+    ]
 
 
 async def write_over(queue: Queue, job_id: str) -> None:
@@ -36,7 +39,9 @@ async def run_ahead(queue: Queue, job_id: str) -> None:
 
 
 @pytest.mark.parametrize("spoil", [write_over, run_ahead])
-async def test_a_log_that_is_none_is_made_again_from_what_its_worker_has(queue: Queue, spoil) -> None:
+async def test_a_log_that_is_none_is_made_again_from_what_its_worker_has(
+    queue: Queue, spoil
+) -> None:
     worker, job, other = await two_running(queue)
     await spoil(queue, job.job_id)
     assert await appended(worker, [token(job, 1), token(other, 1)]) == [(GAP, 0), (OK, 2)]
@@ -50,7 +55,10 @@ async def test_a_job_that_is_none_any_more_is_lost_alone(queue: Queue) -> None:
     worker, job, other = await two_running(queue)
     await queue.redis.delete(queue.keys.job(job.job_id))
     await queue.redis.set(queue.keys.job(job.job_id), "not a job")
-    assert await appended(worker, [token(job, 1), token(other, 1)]) == [(OK, 2), (OK, 2)]  # nobody looks
+    assert await appended(worker, [token(job, 1), token(other, 1)]) == [
+        (OK, 2),
+        (OK, 2),
+    ]  # nobody looks
     assert (await worker.heartbeat(WorkerStatus(worker_id="w1"))).lost == (job.job_id,)
     assert await appended(worker, [token(job, 2), token(other, 2)]) == [(LOST, 2), (OK, 3)]
     assert await ends_of(queue, other.job_id) == [1, 2, 3]

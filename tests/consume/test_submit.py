@@ -8,7 +8,15 @@ import msgpack
 import pytest
 
 from tests.consume.queue import QUEUE, Queue, end_of
-from tokenmill import AsyncClient, Client, ClientOptions, IdempotencyConflict, InvalidRequest, QueueFull, RateLimited
+from tokenmill import (
+    AsyncClient,
+    Client,
+    ClientOptions,
+    IdempotencyConflict,
+    InvalidRequest,
+    QueueFull,
+    RateLimited,
+)
 from tokenmill.operations.io_requests import Program, RunScript
 from tokenmill.operations.job_request import build_request
 from tokenmill.transport.scripts import SUBMIT
@@ -33,7 +41,9 @@ async def test_an_independent_decoder_reads_what_is_stored(queue: Queue) -> None
 async def test_every_lane_has_its_group_from_the_start(queue: Queue) -> None:
     await queue.submit(priority="bulk", tenant="acme")
     groups = await queue.redis.xinfo_groups(f"{queue.keys.base}jobs:bulk:acme")
-    assert [(group["name"], group["last-delivered-id"]) for group in groups] == [(GROUP.encode(), b"0-0")]
+    assert [(group["name"], group["last-delivered-id"]) for group in groups] == [
+        (GROUP.encode(), b"0-0")
+    ]
 
 
 async def test_the_same_key_gives_the_same_job(queue: Queue) -> None:
@@ -81,7 +91,9 @@ async def test_equal_keys_within_one_call_are_one_job(queue: Queue) -> None:
     assert [handle.is_new for handle in handles] == [True, False, False]
 
 
-async def test_a_full_queue_refuses_all_or_nothing_and_says_so(queue: Queue, redis_url: str) -> None:
+async def test_a_full_queue_refuses_all_or_nothing_and_says_so(
+    queue: Queue, redis_url: str
+) -> None:
     limited = AsyncClient(redis_url, queue=QUEUE, options=ClientOptions(queue_limit=3))
     await limited.submit_many([{"prompt": "x"}] * 2)
     with pytest.raises(QueueFull, match="holds 2 waiting jobs and its limit is 3") as caught:
@@ -116,7 +128,9 @@ async def test_a_tenant_submits_at_its_rate_and_others_are_free(queue: Queue) ->
     await queue.submit(tenant="other")
     assert 0 < caught.value.retry_after <= 20
     passed_ms = math.ceil(caught.value.retry_after * 1000)
-    await queue.redis.hincrby(queue.keys.tenant("t"), "bucket_ms", -passed_ms)  # as if it had been waited for
+    await queue.redis.hincrby(
+        queue.keys.tenant("t"), "bucket_ms", -passed_ms
+    )  # as if it had been waited for
     await queue.submit(tenant="t")
 
 
@@ -162,7 +176,9 @@ async def test_what_can_never_run_is_refused_at_once(queue: Queue, bad: dict[str
     assert (await queue.client.depth()).num_queued == 0
 
 
-async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_debt(queue: Queue) -> None:
+async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_debt(
+    queue: Queue,
+) -> None:
     await queue.client.set_limits("t", rate=10, burst=5)
     jobs = [{"prompt": "x", "tenant": "t"}] * 25
     assert len(await queue.client.submit_many(jobs)) == 25
@@ -174,14 +190,19 @@ async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_deb
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("class", "urgent"), ("cost", "inf"), ("cost", ""), ("cost", "-1"), ("due", "soon")]
+    ("argument", "value"),
+    [("class", "urgent"), ("cost", "inf"), ("cost", ""), ("cost", "-1"), ("due", "soon")],
 )
-async def test_a_refused_argument_is_an_invalid_request(redis_url: str, argument: str, value: str) -> None:
+async def test_a_refused_argument_is_an_invalid_request(
+    redis_url: str, argument: str, value: str
+) -> None:
     """The script refuses a wrong argument, as of a producer in another language.
 
     The repeated call is refused too, and no job is stored.
     """
-    fields = dict.fromkeys(("id", "class", "tenant", "fingerprint", "key", "request", "created", "deadline"), "1")
+    fields = dict.fromkeys(
+        ("id", "class", "tenant", "fingerprint", "key", "request", "created", "deadline"), "1"
+    )
     values = fields | {"class": "bulk", "due": "0", "cost": "1"} | {argument: value}
 
     def submitting() -> Program[Any]:
@@ -189,7 +210,9 @@ async def test_a_refused_argument_is_an_invalid_request(redis_url: str, argument
 
     with Client(redis_url, queue=QUEUE) as client:
         for _ in range(2):
-            with pytest.raises(InvalidRequest, match=rf"^{argument} of job 0 must be .*, not '{value}'$"):
+            with pytest.raises(
+                InvalidRequest, match=rf"^{argument} of job 0 must be .*, not '{value}'$"
+            ):
                 client.perform(submitting())
         assert client.depth().num_queued == 0
     async with AsyncClient(redis_url, queue=QUEUE) as aclient:

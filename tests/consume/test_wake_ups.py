@@ -46,7 +46,10 @@ class Ears:
 
 
 async def listed(queue: Queue, key: str) -> dict[str, float]:
-    return {name.decode(): score for name, score in await queue.redis.zrange(key, 0, -1, withscores=True)}
+    return {
+        name.decode(): score
+        for name, score in await queue.redis.zrange(key, 0, -1, withscores=True)
+    }
 
 
 async def test_those_with_most_room_are_called_one_more_than_jobs(queue: Queue) -> None:

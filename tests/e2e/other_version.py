@@ -19,8 +19,27 @@ from tokenmill_worker.app import Worker
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.jobs import Delivery
 
-LEAST = {"job_id", "index", "token_ids", "text", "choice", "finish_reason", "status", "usage", "error", "choices"}
-LEAST |= {"text_ends", "code", "message", "worker_id", "prompt_tokens", "cached_tokens", "completion_tokens"}
+LEAST = {
+    "job_id",
+    "index",
+    "token_ids",
+    "text",
+    "choice",
+    "finish_reason",
+    "status",
+    "usage",
+    "error",
+    "choices",
+}
+LEAST |= {
+    "text_ends",
+    "code",
+    "message",
+    "worker_id",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+}
 FUTURE = {"future": {"deep": [1, None, "x"]}, "later": 5}
 
 
@@ -33,7 +52,9 @@ def rewritten(data: bytes, version: str) -> bytes:
 def _changed(node: Any, version: str, key: str = "") -> Any:
     if isinstance(node, dict) and key not in ("metadata", "logit_bias", "tenants"):
         inner = {name: _changed(value, version, name) for name, value in node.items()}
-        return {k: v for k, v in inner.items() if k in LEAST} if version == "older" else inner | FUTURE
+        return (
+            {k: v for k, v in inner.items() if k in LEAST} if version == "older" else inner | FUTURE
+        )
     return [_changed(item, version, key) for item in node] if isinstance(node, list) else node
 
 
@@ -60,10 +81,17 @@ def stream_type(version: str) -> type[JobStream]:
 
 def main(version: str, name: str, redis_url: str, database: str) -> int:
     chosen = settings(
-        redis_url, database, worker_id=name, model="synthetic?step_ms=15", drain_seconds=0.0, max_num_seqs=8
+        redis_url,
+        database,
+        worker_id=name,
+        model="synthetic?step_ms=15",
+        drain_seconds=0.0,
+        max_num_seqs=8,
     )
     kind = JobStream if version == "same" else stream_type(version)
-    return asyncio.run(Worker(chosen, thread_host(chosen.engine_config()), stream_type=kind).serve())
+    return asyncio.run(
+        Worker(chosen, thread_host(chosen.engine_config()), stream_type=kind).serve()
+    )
 
 
 if __name__ == "__main__":

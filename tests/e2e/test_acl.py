@@ -59,7 +59,9 @@ async def work(address: str, folder: Path) -> None:
         AsyncClient(named("producer", address), queue=QUEUE) as producer,
         AsyncClient(named("reader", address), queue=QUEUE) as reader,
     ):
-        job = await producer.submit(prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k")
+        job = await producer.submit(
+            prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k"
+        )
         chunks = [chunk async for chunk in producer.stream(job)]
         told = await reader.result(job, timeout=60)
         assert "".join(chunk.text for chunk in chunks) == told.text
@@ -72,7 +74,9 @@ async def work(address: str, folder: Path) -> None:
         assert (await reader.status(running)).status is JobStatus.RUNNING
         await producer.cancel(running)
         assert [chunk async for chunk in stream][-1].status is JobStatus.CANCELLED
-        retried = await producer.submit(prompt="[[fail]]", max_tokens=3, retry={"max_attempts": 2, "backoff_ms": 10})
+        retried = await producer.submit(
+            prompt="[[fail]]", max_tokens=3, retry={"max_attempts": 2, "backoff_ms": 10}
+        )
         assert (await producer.result(retried, timeout=60)).status is JobStatus.FAILED
         assert await reader.workers()
         assert (await reader.depth()).num_queued == 0
@@ -100,7 +104,9 @@ async def test_all_work_is_allowed(guarded: ValkeyServer, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_all_work_is_allowed_in_a_cluster(guarded_cluster: ValkeyCluster, tmp_path: Path) -> None:
+async def test_all_work_is_allowed_in_a_cluster(
+    guarded_cluster: ValkeyCluster, tmp_path: Path
+) -> None:
     await work(guarded_cluster.url, tmp_path)
     assert [refusals(node) for node in guarded_cluster.nodes] == [[], [], []]
 

@@ -26,7 +26,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-async def test_jobs_choose_the_base_or_an_adapter_by_name(redis_url: str, tmp_path: Path, model: Path) -> None:
+async def test_jobs_choose_the_base_or_an_adapter_by_name(
+    redis_url: str, tmp_path: Path, model: Path
+) -> None:
     database = database_url(tmp_path)
     poet = save_adapter(model, tmp_path / "poet", 1)
     settings = {
@@ -48,7 +50,9 @@ async def test_jobs_choose_the_base_or_an_adapter_by_name(redis_url: str, tmp_pa
     ):
         assert worker.service.health.engine_ready
         jobs = [await client.submit(**ask, **choice) for choice in choices]
-        base, gpt, as_model, as_alias, as_lora, unknown = [await client.result(job, timeout=60) for job in jobs]
+        base, gpt, as_model, as_alias, as_lora, unknown = [
+            await client.result(job, timeout=60) for job in jobs
+        ]
     assert base.token_ids == gpt.token_ids
     assert as_model.token_ids == as_alias.token_ids == as_lora.token_ids != base.token_ids
     assert (gpt.model, as_model.model) == ("gpt", "poet")

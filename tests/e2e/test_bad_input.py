@@ -22,9 +22,13 @@ RAW = {
     "empty prompt": encode(JobRequest(job_id="x", prompt="")),
     "nesting bomb": b"\x81\xa8metadata" + b"\x81\xa1a" * 5000 + b"\xc0",
     "too long": msgpack.packb({"job_id": "x", "prompt": "a" * 5000, "params": {"max_tokens": 4}}),
-    "beyond the length": msgpack.packb({"job_id": "x", "prompt": "hi", "params": {"max_tokens": 10**6}}),
+    "beyond the length": msgpack.packb(
+        {"job_id": "x", "prompt": "hi", "params": {"max_tokens": 10**6}}
+    ),
     "negative": msgpack.packb({"job_id": "x", "prompt": "hi", "params": {"temperature": -1.0}}),
-    "absurd": msgpack.packb({"job_id": "x", "prompt": "hi", "params": {"top_p": 1e300, "n": 10**9}}),
+    "absurd": msgpack.packb(
+        {"job_id": "x", "prompt": "hi", "params": {"top_p": 1e300, "n": 10**9}}
+    ),
 }
 
 
@@ -38,12 +42,17 @@ async def replace_request(redis_url, job_id, payload):
 async def test_each_gets_a_failed_state_and_a_sentence(redis_url, tmp_path):
     database = database_url(tmp_path)
     async with client_of(redis_url, database) as client:
-        good = [await client.submit(prompt=f"good {i}", max_tokens=8, ignore_eos=True) for i in range(3)]
+        good = [
+            await client.submit(prompt=f"good {i}", max_tokens=8, ignore_eos=True) for i in range(3)
+        ]
         bad = {}
         for name, payload in RAW.items():
             bad[name] = await client.submit(prompt="to be replaced", max_tokens=4)
             await replace_request(redis_url, bad[name], payload)
-        good += [await client.submit(prompt=f"good {i}", max_tokens=8, ignore_eos=True) for i in range(3, 6)]
+        good += [
+            await client.submit(prompt=f"good {i}", max_tokens=8, ignore_eos=True)
+            for i in range(3, 6)
+        ]
         async with running_worker(redis_url, database):
             failed = {name: await client.result(job, timeout=30) for name, job in bad.items()}
             succeeded = [await client.result(job, timeout=30) for job in good]

@@ -16,19 +16,34 @@ pytestmark = pytest.mark.redis
 PLACES = 4
 
 
-async def test_bulk_in_every_place_keeps_no_urgent_job_waiting(redis_url: str, tmp_path: Path) -> None:
+async def test_bulk_in_every_place_keeps_no_urgent_job_waiting(
+    redis_url: str, tmp_path: Path
+) -> None:
     """More bulk than places, so that some waits in the engine too; each of it would take minutes."""
     database = database_url(tmp_path)
-    full: dict[str, Any] = {"max_num_seqs": PLACES, "policy": "priority", "poll_seconds": 60.0, "drain_seconds": 0.0}
+    full: dict[str, Any] = {
+        "max_num_seqs": PLACES,
+        "policy": "priority",
+        "poll_seconds": 60.0,
+        "drain_seconds": 0.0,
+    }
     async with client_of(redis_url, database) as client:
         bulk = [
-            await client.submit(prompt=f"Line {number}", max_tokens=4000, ignore_eos=True, priority="bulk")
+            await client.submit(
+                prompt=f"Line {number}", max_tokens=4000, ignore_eos=True, priority="bulk"
+            )
             for number in range(4 * PLACES)
         ]
-        async with running_worker(redis_url, database, model="synthetic?step_ms=30", **full) as worker:
-            await until(lambda: worker.service.num_held >= PLACES and not worker.service.credits().free)
+        async with running_worker(
+            redis_url, database, model="synthetic?step_ms=30", **full
+        ) as worker:
+            await until(
+                lambda: worker.service.num_held >= PLACES and not worker.service.credits().free
+            )
             for number in range(2 * PLACES):
-                urgent = await client.submit(prompt=f"Question {number}", max_tokens=4, priority="interactive")
+                urgent = await client.submit(
+                    prompt=f"Question {number}", max_tokens=4, priority="interactive"
+                )
                 result = await client.result(urgent, timeout=60)
                 assert result.status is JobStatus.SUCCEEDED
             states = [(await client.status(job)).status for job in bulk]

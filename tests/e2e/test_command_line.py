@@ -14,7 +14,11 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 class Shell:
     def __init__(self, redis_url, database):
-        self.where = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": QUEUE}
+        self.where = {
+            "TOKENMILL_REDIS_URL": redis_url,
+            "TOKENMILL_DATABASE_URL": database,
+            "TOKENMILL_QUEUE": QUEUE,
+        }
 
     async def run(self, *arguments, **variables):
         """Run `tokenmill ARGUMENTS`; return (status, standard output, standard error)."""
@@ -47,7 +51,9 @@ async def test_a_jobs_life_from_the_command_line(redis_url, shell):
         assert job in listed
         _, used, _ = await shell.run("usage", "--json")
         assert '"completion_tokens": 12' in used or '"generated": 12' in used, used
-        status, streamed, _ = await shell.run("submit", "Hello", "--max-tokens", "12", "--seed", "3", "--stream")
+        status, streamed, _ = await shell.run(
+            "submit", "Hello", "--max-tokens", "12", "--seed", "3", "--stream"
+        )
         assert status == 0
         assert streamed.strip() == answer.strip()  # the same seed, the same text
 
@@ -98,17 +104,28 @@ async def test_a_server_that_is_away_is_one_sentence(shell):
 
 
 async def test_a_worker_names_every_wrong_setting_at_once(shell):
-    wrong = {"TOKENMILL_LEASE_SECONDS": "soon", "TOKENMILL_LEASE_SECOND": "1", "TOKENMILL_REDIS_URL": "http://x"}
+    wrong = {
+        "TOKENMILL_LEASE_SECONDS": "soon",
+        "TOKENMILL_LEASE_SECOND": "1",
+        "TOKENMILL_REDIS_URL": "http://x",
+    }
     status, _, error = await shell.run("worker", "--block-size", "0", **wrong)
     assert status == 2
-    for name in ("TOKENMILL_LEASE_SECONDS", "TOKENMILL_LEASE_SECOND ", "TOKENMILL_REDIS_URL", "--block-size"):
+    for name in (
+        "TOKENMILL_LEASE_SECONDS",
+        "TOKENMILL_LEASE_SECOND ",
+        "TOKENMILL_REDIS_URL",
+        "--block-size",
+    ):
         assert name in error
     assert "did you mean TOKENMILL_LEASE_SECONDS" in error
 
 
 async def test_a_misspelt_database_is_named_and_not_made(tmp_path, shell):
     path = tmp_path / "folder" / "misspelt.db"
-    status, _, error = await shell.run("worker", "--database-url", f"sqlite:///{path}", "--model", "synthetic")
+    status, _, error = await shell.run(
+        "worker", "--database-url", f"sqlite:///{path}", "--model", "synthetic"
+    )
     assert (status, path.parent.exists()) == (1, False)
     assert f"there is no database at {path}: `tokenmill db upgrade` makes it" in error
     status, _, error = await shell.run("tasks", "--database-url", f"sqlite:///{path}")
@@ -119,7 +136,9 @@ async def test_a_misspelt_database_is_named_and_not_made(tmp_path, shell):
 async def test_a_file_that_is_no_database_ends_a_start_at_once(tmp_path, shell):
     path = tmp_path / "notes.txt"
     path.write_text("these are no tables\n" * 100)
-    status, _, error = await shell.run("worker", "--database-url", f"sqlite:///{path}", "--model", "synthetic")
+    status, _, error = await shell.run(
+        "worker", "--database-url", f"sqlite:///{path}", "--model", "synthetic"
+    )
     assert status == 1
     assert "file is not a database" in error
     assert "trying for" not in error

@@ -24,11 +24,28 @@ class Demo:
         self._mark = uuid.uuid4().hex
         self._folder = tmp_path
         self._output = tmp_path / "output"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: self._mark, "TMPDIR": str(tmp_path)}  # noqa: TID251
-        command = [sys.executable, "-m", "ops.demonstration", "--model", "synthetic?step_ms=5", *arguments]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            MARK: self._mark,
+            "TMPDIR": str(tmp_path),
+        }  # noqa: TID251
+        command = [
+            sys.executable,
+            "-m",
+            "ops.demonstration",
+            "--model",
+            "synthetic?step_ms=5",
+            *arguments,
+        ]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                command, cwd="/", env=environment, stdout=output, stderr=output, start_new_session=True
+                command,
+                cwd="/",
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     @property
@@ -51,7 +68,9 @@ class Demo:
         found = []
         for process in psutil.process_iter():
             try:
-                is_ours = process.environ().get(MARK) == self._mark or process.cwd().startswith(str(self._folder))
+                is_ours = process.environ().get(MARK) == self._mark or process.cwd().startswith(
+                    str(self._folder)
+                )
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
@@ -89,7 +108,9 @@ def test_shows_every_answer_results_and_usage(demos: list[Demo], tmp_path: Path)
 
 
 @pytest.mark.parametrize("moment", ["starting Valkey", "the worker loads its model", "job 6 ?"])
-def test_ctrl_c_at_any_moment_leaves_nothing(demos: list[Demo], tmp_path: Path, moment: str) -> None:
+def test_ctrl_c_at_any_moment_leaves_nothing(
+    demos: list[Demo], tmp_path: Path, moment: str
+) -> None:
     demo = Demo(tmp_path)
     demos.append(demo)
     demo.wait_for(moment)

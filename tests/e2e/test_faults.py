@@ -22,9 +22,14 @@ async def test_an_engine_crash_harms_only_the_guilty(redis_url, tmp_path):
     database = database_url(tmp_path)
     model = "synthetic?step_ms=3"
     async with client_of(redis_url, database) as client:
-        good = [await client.submit(prompt=f"good {i}", max_tokens=60, ignore_eos=True, seed=i) for i in range(6)]
+        good = [
+            await client.submit(prompt=f"good {i}", max_tokens=60, ignore_eos=True, seed=i)
+            for i in range(6)
+        ]
         poison = await client.submit(prompt="[[crash]]", max_tokens=5)
-        async with running_worker(redis_url, database, in_process=True, model=model, max_num_seqs=4, max_crashes=2):
+        async with running_worker(
+            redis_url, database, in_process=True, model=model, max_num_seqs=4, max_crashes=2
+        ):
             results = [await client.result(job, timeout=60) for job in good]
             dead = await client.result(poison, timeout=60)
     assert {r.status for r in results} == {JobStatus.SUCCEEDED}
@@ -37,7 +42,9 @@ async def test_an_engine_that_hangs_is_replaced_and_its_jobs_go_on(redis_url, tm
     database = database_url(tmp_path)
     asked = {"prompt": "freeze me", "max_tokens": 300, "ignore_eos": True, "seed": 3}
     async with (
-        running_worker(redis_url, database, in_process=True, model="synthetic?step_ms=5", stall_seconds=2) as worker,
+        running_worker(
+            redis_url, database, in_process=True, model="synthetic?step_ms=5", stall_seconds=2
+        ) as worker,
         client_of(redis_url, database) as client,
     ):
         job = await client.submit(**asked)
@@ -59,9 +66,17 @@ async def test_an_engine_that_hangs_is_replaced_and_its_jobs_go_on(redis_url, tm
 
 async def test_a_job_that_hangs_the_engine_is_set_aside_and_the_others_end(redis_url, tmp_path):
     database = database_url(tmp_path)
-    limits = {"model": "synthetic?step_ms=1", "stall_seconds": 1, "max_num_seqs": 4, "max_crashes": 2}
+    limits = {
+        "model": "synthetic?step_ms=1",
+        "stall_seconds": 1,
+        "max_num_seqs": 4,
+        "max_crashes": 2,
+    }
     async with client_of(redis_url, database) as client:
-        good = [await client.submit(prompt=f"good {i}", max_tokens=20, ignore_eos=True) for i in range(4)]
+        good = [
+            await client.submit(prompt=f"good {i}", max_tokens=20, ignore_eos=True)
+            for i in range(4)
+        ]
         poison = await client.submit(prompt="[[hang]]", max_tokens=5)
         async with running_worker(redis_url, database, in_process=True, **limits):
             results = [await client.result(job, timeout=90) for job in [*good, poison]]
@@ -90,7 +105,10 @@ async def test_an_engine_whose_steps_all_fail_costs_no_job(redis_url, tmp_path):
 
     worker = Worker(settings(redis_url, database), lambda: EngineThread(load))
     async with client_of(redis_url, database) as client:
-        jobs = [await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True) for i in range(100)]
+        jobs = [
+            await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True)
+            for i in range(100)
+        ]
         serving = asyncio.create_task(worker.serve())
         results = [await client.result(job, timeout=60) for job in jobs]
         worker.drain()
@@ -102,7 +120,10 @@ async def test_an_engine_whose_steps_all_fail_costs_no_job(redis_url, tmp_path):
 async def test_a_step_that_raises_fails_one_request(redis_url, tmp_path):
     database = database_url(tmp_path)
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
-        jobs = [await client.submit(prompt=p, max_tokens=10, ignore_eos=True) for p in ("a", "[[fail]]", "b", "c")]
+        jobs = [
+            await client.submit(prompt=p, max_tokens=10, ignore_eos=True)
+            for p in ("a", "[[fail]]", "b", "c")
+        ]
         results = [await client.result(job, timeout=60) for job in jobs]
     assert [r.status for r in results] == [
         JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.SUCCEEDED, JobStatus.SUCCEEDED,
@@ -114,7 +135,9 @@ async def test_a_failure_that_may_pass_is_retried_by_the_jobs_own_policy(redis_u
     database = database_url(tmp_path)
     policy = RetryPolicy(max_attempts=3, backoff_ms=100)
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
-        once = await client.submit(prompt="[[fail]]", max_tokens=5, retry=RetryPolicy(max_attempts=1))
+        once = await client.submit(
+            prompt="[[fail]]", max_tokens=5, retry=RetryPolicy(max_attempts=1)
+        )
         often = await client.submit(prompt="[[fail]]", max_tokens=5, retry=policy)
         first, last = await client.result(once, timeout=60), await client.result(often, timeout=60)
     assert (first.status, first.attempt) == (JobStatus.FAILED, 1)
@@ -127,7 +150,9 @@ async def test_a_drained_workers_jobs_go_on_elsewhere_without_a_seam(redis_url, 
     model = "synthetic?step_ms=10"
     asked = {"prompt": "hand me over", "max_tokens": 400, "ignore_eos": True, "seed": 11}
     async with client_of(redis_url, database) as client:
-        async with running_worker(redis_url, database, worker_id="first", model=model, drain_seconds=0.0):
+        async with running_worker(
+            redis_url, database, worker_id="first", model=model, drain_seconds=0.0
+        ):
             job = await client.submit(**asked)
             chunks, under_way = [], asyncio.Event()
             reading = asyncio.create_task(_read(client, job, chunks, under_way))

@@ -23,12 +23,18 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "ops" / "guides").glob("*.md"))]
 
 
 def blocks(page: Path, kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{kind}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def at(code: str, redis_url: str, database: str) -> str:
     """Replace the usual addresses in `code` with those of this test's servers."""
-    places = {"redis://localhost:6379/0": redis_url, "smollm2-135m-instruct": QUEUE, "sqlite:///tokenmill.db": database}
+    places = {
+        "redis://localhost:6379/0": redis_url,
+        "smollm2-135m-instruct": QUEUE,
+        "sqlite:///tokenmill.db": database,
+    }
     for written, real in places.items():
         code = code.replace(f'"{written}"', f'"{real}"')
     return code
@@ -46,7 +52,9 @@ async def test_python_in_the_guides_runs(name: str, redis_url: str, tmp_path: Pa
     names: dict[str, Any] = {"__name__": "pasted"}
     async with running_worker(redis_url, database):
         with contextlib.redirect_stdout(printed):
-            await asyncio.to_thread(exec, compile(at(code, redis_url, database), name, "exec"), names)
+            await asyncio.to_thread(
+                exec, compile(at(code, redis_url, database), name, "exec"), names
+            )
     assert "completion_tokens=" in printed.getvalue()
 
 
@@ -64,13 +72,21 @@ def test_the_commands_that_pages_name_exist() -> None:
     """Each is parsed as the shell would hand it over, options and arguments; none is run."""
     lines = list(command_lines())
     assert len(lines) >= 10
-    wrong = [f"{page}: {line}: {problem}" for page, line in lines if (problem := parse_problem(line)) is not None]
+    wrong = [
+        f"{page}: {line}: {problem}"
+        for page, line in lines
+        if (problem := parse_problem(line)) is not None
+    ]
     assert wrong == []
 
 
 def parse_problem(line: str) -> str | None:
     words = shlex.split(line, comments=True)[1:]
-    words = words[: next((place for place, word in enumerate(words) if word in ("|", ">", "<", "&")), len(words))]
+    words = words[
+        : next(
+            (place for place, word in enumerate(words) if word in ("|", ">", "<", "&")), len(words)
+        )
+    ]
     command: Any = typer.main.get_command(app)
     try:
         context = command.make_context("tokenmill", [], resilient_parsing=True)

@@ -34,7 +34,11 @@ async def told(client, job):
     """Return (index, token ids) of every chunk, and the text."""
     chunks = [chunk async for chunk in client.stream(job, timeout=90)]
     places = [place for chunk in chunks for place in range(chunk.index, chunk.end)]
-    return places, tuple(token for chunk in chunks for token in chunk.token_ids), "".join(c.text for c in chunks)
+    return (
+        places,
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        "".join(c.text for c in chunks),
+    )
 
 
 async def at_work(client, name, least=1):
@@ -47,7 +51,13 @@ async def at_work(client, name, least=1):
 async def test_a_rolling_upgrade_loses_and_repeats_nothing(redis_url, tmp_path):
     database = database_url(tmp_path)
     asked = [
-        {"prompt": f"story {i}", "max_tokens": TOKENS, "ignore_eos": True, "seed": i, "metadata": {"i": str(i)}}
+        {
+            "prompt": f"story {i}",
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "seed": i,
+            "metadata": {"i": str(i)},
+        }
         for i in range(6)
     ]
     async with client_of(redis_url, database) as client, Redis.from_url(redis_url) as redis:
@@ -56,13 +66,17 @@ async def test_a_rolling_upgrade_loses_and_repeats_nothing(redis_url, tmp_path):
             key = client.keys.job(job)
             payload = await redis.hget(key, "request")
             if version == "newer":
-                await redis.hset(key, mapping={"request": rewritten(payload, version), "future": "x"})
+                await redis.hset(
+                    key, mapping={"request": rewritten(payload, version), "future": "x"}
+                )
         listening = [asyncio.create_task(told(client, job)) for job in jobs]
         async with other_worker("older", redis_url, database) as first:
             await at_work(client, "older", 6)
             await asyncio.sleep(0.3)
             async with other_worker("same", redis_url, database) as second:
-                first.send_signal(signal.SIGTERM)  # mid-answer: the next one goes on with what it logged
+                first.send_signal(
+                    signal.SIGTERM
+                )  # mid-answer: the next one goes on with what it logged
                 await at_work(client, "same")
                 more = [await client.submit(**fields) for fields in asked]
                 async with other_worker("newer", redis_url, database):
@@ -73,7 +87,9 @@ async def test_a_rolling_upgrade_loses_and_repeats_nothing(redis_url, tmp_path):
                     streams = [await task for task in listening]
     assert {result.status for result in results} == {JobStatus.SUCCEEDED}
     assert {result.usage.completion_tokens for result in results} == {TOKENS}
-    for (places, tokens, text), result, undisturbed in zip(streams, results[:6], results[6:], strict=True):
+    for (places, tokens, text), result, undisturbed in zip(
+        streams, results[:6], results[6:], strict=True
+    ):
         assert places == list(range(TOKENS))
         assert (tokens, text) == (result.token_ids, result.text)
         assert result.text == undisturbed.text

@@ -15,7 +15,11 @@ from tokenmill_worker.errors import Replaced
 
 pytestmark = pytest.mark.redis
 
-SAME: dict[str, Any] = {"worker_id": "same", "max_num_seqs": 3, "model": "synthetic?step_ms=5&mean_tokens=100000"}
+SAME: dict[str, Any] = {
+    "worker_id": "same",
+    "max_num_seqs": 3,
+    "model": "synthetic?step_ms=5&mean_tokens=100000",
+}
 
 
 async def test_the_first_ends_and_no_job_hangs(redis_url: str, tmp_path: Path) -> None:

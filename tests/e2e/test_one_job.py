@@ -41,7 +41,9 @@ def told(chunks):
 
 async def test_a_job_goes_the_whole_way(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
-        job = await client.submit(prompt="Hello", max_tokens=30, temperature=0, ignore_eos=True, tenant="acme")
+        job = await client.submit(
+            prompt="Hello", max_tokens=30, temperature=0, ignore_eos=True, tenant="acme"
+        )
         chunks = await collect(client, job)
         result = await client.result(job, timeout=60)
         status = await client.status(job)
@@ -55,7 +57,9 @@ async def test_a_job_goes_the_whole_way(redis_url, database):
     assert result.usage.prompt_tokens == 5
     assert result.usage.completion_tokens == 30
     assert rows(database, "select state, text from jobs") == [("succeeded", result.text)]
-    assert rows(database, "select tenant, prompt_tokens, completion_tokens from usage") == [("acme", 5, 30)]
+    assert rows(database, "select tenant, prompt_tokens, completion_tokens from usage") == [
+        ("acme", 5, 30)
+    ]
 
 
 async def test_early_late_and_second_subscribers_see_the_same(redis_url, database):
@@ -83,18 +87,29 @@ async def test_several_tokens_in_a_chunk_are_the_same_answer(redis_url, database
             plain = await collect(client, await client.submit(**prompt))
         job = await client.submit(**prompt)
         early = asyncio.create_task(collect(client, job))
-        async with running_worker(redis_url, database, chunk_tokens=8, in_process=True, model="synthetic?step_ms=5"):
+        async with running_worker(
+            redis_url, database, chunk_tokens=8, in_process=True, model="synthetic?step_ms=5"
+        ):
             async for chunk in client.stream(job):
                 if chunk.end >= 10:
                     break
-            middle = [asyncio.create_task(collect(client, job, starting_after=after)) for after in (0, 6)]
+            middle = [
+                asyncio.create_task(collect(client, job, starting_after=after)) for after in (0, 6)
+            ]
             result = await client.result(job, timeout=60)
             late = await collect(client, job)
             seen = [await early, *[await task for task in middle]]
     assert "".join(chunk.text for chunk in plain) == result.text
     texts = ["".join(chunk.text for chunk in chunks) for chunks in (*seen, late)]
-    assert texts == [result.text, result.text, result.text[result.choices[0].text_ends[5] :], result.text]
-    told = [tuple(token for chunk in chunks for token in chunk.token_ids) for chunks in (*seen, late)]
+    assert texts == [
+        result.text,
+        result.text,
+        result.text[result.choices[0].text_ends[5] :],
+        result.text,
+    ]
+    told = [
+        tuple(token for chunk in chunks for token in chunk.token_ids) for chunks in (*seen, late)
+    ]
     assert told == [result.token_ids, result.token_ids, result.token_ids[6:], result.token_ids]
     assert max(len(chunk.token_ids) for chunk in seen[0]) > 1, "nothing was gathered"
 
@@ -114,7 +129,10 @@ async def test_the_queue_is_empty_afterwards(redis_url, database):
 
 async def test_an_idempotent_submit_is_one_job(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
-        jobs = [await client.submit(prompt="Once", max_tokens=5, idempotency_key="key-1") for _ in range(3)]
+        jobs = [
+            await client.submit(prompt="Once", max_tokens=5, idempotency_key="key-1")
+            for _ in range(3)
+        ]
         assert len(set(jobs)) == 1
         await client.result(jobs[0], timeout=60)
         assert await client.submit(prompt="Once", max_tokens=5, idempotency_key="key-1") == jobs[0]
@@ -147,7 +165,9 @@ async def test_a_deadline_that_passes_while_the_job_runs_says_so_everywhere(redi
     """
     slow = running_worker(redis_url, database, model="synthetic?step_ms=10")
     async with slow, client_of(redis_url, database) as client:
-        job = await client.submit(prompt="long", max_tokens=2000, ignore_eos=True, deadline=0.5, n=n)
+        job = await client.submit(
+            prompt="long", max_tokens=2000, ignore_eos=True, deadline=0.5, n=n
+        )
         chunks = await collect(client, job)
         result = await client.result(job, timeout=60)
     assert result.status is JobStatus.EXPIRED
@@ -172,11 +192,14 @@ async def test_a_deadline_that_passes_while_the_job_waits_says_the_same(redis_ur
 async def test_stop_strings_cut_exactly_and_bill_to_the_match(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         whole = await client.result(
-            await client.submit(prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True), timeout=60
+            await client.submit(prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True),
+            timeout=60,
         )
         stop = whole.text[20:23]
         expected = whole.text[: whole.text.index(stop)]
-        job = await client.submit(prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True, stop=[stop])
+        job = await client.submit(
+            prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True, stop=[stop]
+        )
         chunks = await collect(client, job)
         cut = await client.result(job, timeout=60)
     assert cut.text == expected == "".join(c.text for c in chunks)
@@ -190,7 +213,9 @@ async def test_bulk_without_streaming_gives_the_same_result(redis_url, database)
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         asked = {"prompt": "Same", "max_tokens": 70, "seed": 3, "ignore_eos": True}
         streamed = await client.result(await client.submit(**asked), timeout=60)
-        bulk = await client.result(await client.submit(**asked, stream=False, priority="bulk"), timeout=60)
+        bulk = await client.result(
+            await client.submit(**asked, stream=False, priority="bulk"), timeout=60
+        )
     assert bulk.text == streamed.text
     assert bulk.token_ids == streamed.token_ids
 

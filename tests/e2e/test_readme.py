@@ -29,12 +29,17 @@ async def test_the_example_prints_a_streamed_answer(redis_url: str, tmp_path: Pa
         code = code.replace(written, real)
     printed = io.StringIO()
     names: dict[str, object] = {}
-    async with running_worker(redis_url, database, model="synthetic?mean_tokens=1000000"):  # no answer ends early
+    async with running_worker(
+        redis_url, database, model="synthetic?mean_tokens=1000000"
+    ):  # no answer ends early
         with contextlib.redirect_stdout(printed):
             await asyncio.to_thread(exec, code + "\nclient.close()\n", names)
     result: Any = names["result"]
     assert result.text
-    assert printed.getvalue() == f"{result.text}\n{result.finish_reason}, {result.usage.completion_tokens} tokens\n"
+    assert (
+        printed.getvalue()
+        == f"{result.text}\n{result.finish_reason}, {result.usage.completion_tokens} tokens\n"
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "ops/architecture.md", "ops/runbook.md"])
@@ -49,6 +54,10 @@ def test_files_that_the_pages_name_exist(page: str) -> None:
 
 def test_tests_that_the_architecture_names_exist() -> None:
     text = (ROOT / "ops" / "architecture.md").read_text(encoding="utf-8")
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    missing = [name for name in set(re.findall(r"`(test_\w+)`", text)) if f"def {name}(" not in sources]
+    sources = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
+    missing = [
+        name for name in set(re.findall(r"`(test_\w+)`", text)) if f"def {name}(" not in sources
+    ]
     assert missing == []

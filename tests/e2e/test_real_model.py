@@ -34,13 +34,20 @@ def expected_answers(max_tokens):
 
 async def test_chat_answers_equal_those_of_generate(redis_url, tmp_path):
     database = database_url(tmp_path)
-    model = {"model": "smollm2-135m-instruct", "dtype": "float32", "num_blocks": 256, "num_threads": 1}
+    model = {
+        "model": "smollm2-135m-instruct",
+        "dtype": "float32",
+        "num_blocks": 256,
+        "num_threads": 1,
+    }
     async with (
         running_worker(redis_url, database, in_process=True, lease_seconds=10, **model),
         client_of(redis_url, database) as client,
     ):
         jobs = [
-            await client.submit(messages=[{"role": "user", "content": q}], max_tokens=24, temperature=0)
+            await client.submit(
+                messages=[{"role": "user", "content": q}], max_tokens=24, temperature=0
+            )
             for q in QUESTIONS
         ]
         streamed = ["".join([chunk.text async for chunk in client.stream(job)]) for job in jobs]

@@ -24,15 +24,23 @@ def recorded(database: str) -> list[str]:
     return found
 
 
-async def test_results_wait_until_the_database_is_there_again(redis_url: str, tmp_path: Path) -> None:
+async def test_results_wait_until_the_database_is_there_again(
+    redis_url: str, tmp_path: Path
+) -> None:
     database, port = database_url(tmp_path), free_port()
-    async with running_worker(redis_url, database, metrics_port=port) as worker, client_of(redis_url) as client:
+    async with (
+        running_worker(redis_url, database, metrics_port=port) as worker,
+        client_of(redis_url) as client,
+    ):
         first = await client.submit(prompt="before", max_tokens=5)
         assert (await client.result(first, timeout=30)).status is JobStatus.SUCCEEDED
         for name in ("tokenmill.db", "tokenmill.db-wal", "tokenmill.db-shm"):
             await asyncio.to_thread((tmp_path / name).unlink, missing_ok=True)
         status, checks = await asyncio.to_thread(health, port)  # though nothing was written yet
-        assert (status, f"there is no database at {tmp_path}/tokenmill.db" in checks["sql"]) == (503, True)
+        assert (status, f"there is no database at {tmp_path}/tokenmill.db" in checks["sql"]) == (
+            503,
+            True,
+        )
         second = await client.submit(prompt="meanwhile", max_tokens=5)
         await until(lambda: worker._finalizer.stats.record_failures > 0)
         assert not (await client.status(second)).status.is_final, "told before it was recorded"

@@ -64,7 +64,9 @@ async def redis(redis_url: str) -> AsyncIterator[Any]:
     await connection.aclose()
 
 
-async def listen(client: AsyncClient, job: str, told: list[Chunk], *, leave_after: int = 1 << 30) -> None:
+async def listen(
+    client: AsyncClient, job: str, told: list[Chunk], *, leave_after: int = 1 << 30
+) -> None:
     """To the end; hangs up after so many chunks, and comes back with its position."""
     while not told or not told[-1].is_last:
         stream = client.stream(job, starting_after=told[-1].position if told else 0, timeout=60)
@@ -88,7 +90,9 @@ def said(told: list[Chunk], num_choices: int) -> list[tuple[list[int], tuple[int
     return answers
 
 
-async def spoil_and_attend(client: AsyncClient, redis: Any, job: str, spoil: Spoil) -> list[list[Chunk]]:
+async def spoil_and_attend(
+    client: AsyncClient, redis: Any, job: str, spoil: Spoil
+) -> list[list[Chunk]]:
     """Overwrite the log three times, each with a new subscriber; return all received chunks."""
     audience: list[list[Chunk]] = [[], []]
     listening = [listen(client, job, audience[0]), listen(client, job, audience[1], leave_after=4)]
@@ -113,12 +117,23 @@ async def spoil_and_attend(client: AsyncClient, redis: Any, job: str, spoil: Spo
 async def test_every_subscriber_is_told_each_token_once_and_in_order(
     redis_url: str, redis: Any, tmp_path: Any, spoil: Spoil, num_choices: int
 ) -> None:
-    asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 5, "n": num_choices}
+    asked: dict[str, Any] = {
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "seed": 5,
+        "n": num_choices,
+    }
     database = database_url(tmp_path)
-    async with running_worker(redis_url, database, model=MODEL), client_of(redis_url, database) as client:
+    async with (
+        running_worker(redis_url, database, model=MODEL),
+        client_of(redis_url, database) as client,
+    ):
         job, undisturbed = [await client.submit(prompt="go on", **asked) for _ in range(2)]
         audience = await spoil_and_attend(client, redis, job, spoil)
-        wanted, result = await client.result(undisturbed, timeout=60), await client.result(job, timeout=60)
+        wanted, result = (
+            await client.result(undisturbed, timeout=60),
+            await client.result(job, timeout=60),
+        )
     everything = [(list(range(NUM_TOKENS)), each.token_ids, each.text) for each in wanted.choices]
     assert [said(told, num_choices) for told in audience] == [everything] * len(audience)
     assert (result.status, result.choices) == (wanted.status, wanted.choices)

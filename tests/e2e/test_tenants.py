@@ -21,7 +21,10 @@ async def cached(client, **fields):
 async def test_a_prefix_is_found_by_its_own_tenant_only(redis_url, tmp_path):
     database = database_url(tmp_path)
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
-        firsts = {tenant: await cached(client, tenant=tenant) for tenant in ("", "acme", "other", "acme2", "a")}
+        firsts = {
+            tenant: await cached(client, tenant=tenant)
+            for tenant in ("", "acme", "other", "acme2", "a")
+        }
         again = {tenant: await cached(client, tenant=tenant) for tenant in firsts}
         chat = [{"role": "user", "content": PROMPT}]
         longer = await cached(client, tenant="acme", prompt=PROMPT + "And more.")
@@ -35,7 +38,10 @@ async def test_a_prefix_is_found_by_its_own_tenant_only(redis_url, tmp_path):
 async def test_a_request_cannot_choose_whose_cache_it_looks_into(redis_url, tmp_path):
     """Salt is the worker's to set; what a producer writes under that name is passed over."""
     database = database_url(tmp_path)
-    async with running_worker(redis_url, database, poll_seconds=0.1), client_of(redis_url, database) as client:
+    async with (
+        running_worker(redis_url, database, poll_seconds=0.1),
+        client_of(redis_url, database) as client,
+    ):
         await cached(client, tenant="acme")
         spy = await client.submit(prompt=PROMPT, tenant="spy", not_before=4_000_000_000)
         fields = msgpack.unpackb(encode(JobRequest(job_id=spy, prompt=PROMPT, tenant="spy")))

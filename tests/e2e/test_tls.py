@@ -57,7 +57,10 @@ async def test_a_job_s_way_over_tls(front: Front, tmp_path: Path) -> None:
             assert told == client.result(job, timeout=60).text
             return told
 
-    async with running_worker(url, database), AsyncClient(url, queue=QUEUE, database=database) as client:
+    async with (
+        running_worker(url, database),
+        AsyncClient(url, queue=QUEUE, database=database) as client,
+    ):
         job = await client.submit(prompt="hello", max_tokens=12, ignore_eos=True)
         told = "".join([chunk.text async for chunk in client.stream(job)])
         assert told == (await client.result(job, timeout=60)).text
@@ -72,7 +75,10 @@ async def test_a_server_that_another_authority_vouches_for_is_refused(front: Fro
     async with AsyncClient(url, queue=QUEUE) as client:
         with pytest.raises(QueueUnavailable, match="certificate verify failed"):
             await client.submit(prompt="x")
-    with Client(url, queue=QUEUE) as threaded, pytest.raises(QueueUnavailable, match="certificate verify failed"):
+    with (
+        Client(url, queue=QUEUE) as threaded,
+        pytest.raises(QueueUnavailable, match="certificate verify failed"),
+    ):
         await asyncio.to_thread(threaded.submit, prompt="x")
 
 
@@ -107,9 +113,16 @@ async def test_a_worker_says_why_it_does_not_start(
 @pytest.fixture
 def guarded_postgres(tmp_path: Path) -> Iterator[tuple[PostgresServer, Authority, Authority]]:
     """Yield a server with our authority's certificate, and an authority that did not sign it."""
-    server, ours, strange = PostgresServer(), Authority.found(tmp_path), Authority.found(tmp_path, "strange")
+    server, ours, strange = (
+        PostgresServer(),
+        Authority.found(tmp_path),
+        Authority.found(tmp_path, "strange"),
+    )
     certificate = ours.ca.issue_cert("127.0.0.1")
-    files = {"ssl_cert_file": server.directory / "server.pem", "ssl_key_file": server.directory / "server.key"}
+    files = {
+        "ssl_cert_file": server.directory / "server.pem",
+        "ssl_key_file": server.directory / "server.key",
+    }
     certificate.cert_chain_pems[0].write_to_path(str(files["ssl_cert_file"]))
     certificate.private_key_pem.write_to_path(str(files["ssl_key_file"]))
     owner = server.uid
@@ -139,7 +152,10 @@ async def test_results_go_to_postgres_over_tls(
     migrate.upgrade(database)
     with pytest.raises(Exception, match="certificate verify failed"):
         migrate.upgrade(verified(plain, strange))
-    async with running_worker(redis_url, database), AsyncClient(redis_url, queue=QUEUE, database=database) as client:
+    async with (
+        running_worker(redis_url, database),
+        AsyncClient(redis_url, queue=QUEUE, database=database) as client,
+    ):
         job = await client.submit(prompt="hello", max_tokens=12, ignore_eos=True)
         result = await client.result(job, timeout=60)
         encrypted = await asyncio.to_thread(connections_of_ours, plain)

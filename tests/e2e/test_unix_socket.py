@@ -19,15 +19,22 @@ pytestmark = pytest.mark.redis
 
 @pytest.fixture
 def server() -> Iterator[tuple[EmbeddedValkey, str]]:
-    with TemporaryDirectory(prefix="tokenmill-") as folder:  # a socket's path has at most a hundred characters
+    with TemporaryDirectory(
+        prefix="tokenmill-"
+    ) as folder:  # a socket's path has at most a hundred characters
         path = Path(folder) / "server.sock"
         with EmbeddedValkey(settings={"unixsocket": str(path)}) as valkey:
             yield valkey, f"unix://{path}"
 
 
-async def test_a_job_runs_streams_and_is_cancelled(server: tuple[EmbeddedValkey, str], tmp_path: Path) -> None:
+async def test_a_job_runs_streams_and_is_cancelled(
+    server: tuple[EmbeddedValkey, str], tmp_path: Path
+) -> None:
     url, database = server[1], database_url(tmp_path)
-    async with running_worker(url, database, model="synthetic?step_ms=5"), client_of(url, database) as client:
+    async with (
+        running_worker(url, database, model="synthetic?step_ms=5"),
+        client_of(url, database) as client,
+    ):
         job = await client.submit(prompt="hello", max_tokens=40, ignore_eos=True)
         told = [token async for chunk in client.stream(job) for token in chunk.token_ids]
         result = await client.result(job)
@@ -43,9 +50,14 @@ async def test_a_job_runs_streams_and_is_cancelled(server: tuple[EmbeddedValkey,
         assert threaded.status(job).status is JobStatus.SUCCEEDED
 
 
-async def test_its_restart_loses_no_token(server: tuple[EmbeddedValkey, str], tmp_path: Path) -> None:
+async def test_its_restart_loses_no_token(
+    server: tuple[EmbeddedValkey, str], tmp_path: Path
+) -> None:
     (valkey, url), database = server, database_url(tmp_path)
-    async with running_worker(url, database, model="synthetic?step_ms=10"), client_of(url, database) as client:
+    async with (
+        running_worker(url, database, model="synthetic?step_ms=10"),
+        client_of(url, database) as client,
+    ):
         job = await client.submit(prompt="hello", max_tokens=200, ignore_eos=True)
         told: list[int] = []
         async for chunk in client.stream(job):

@@ -48,7 +48,9 @@ class ChunkingPlanner:
             start = sequence.num_computed_tokens
             count = min(self.chunk, sequence.num_tokens - start)
             self._allocate(sequence, start + count)
-            items.append(ScheduledSequence(sequence, start, count, start + count == sequence.num_tokens))
+            items.append(
+                ScheduledSequence(sequence, start, count, start + count == sequence.num_tokens)
+            )
         return StepPlan(next(self._step_ids), tuple(items))
 
     def commit(self, plan: StepPlan, output: StepOutput) -> None:

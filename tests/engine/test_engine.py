@@ -3,7 +3,13 @@
 import pytest
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError, GenerationRequest, RequestError
+from tokenmill_worker.engine import (
+    Engine,
+    EngineConfig,
+    EngineConfigError,
+    GenerationRequest,
+    RequestError,
+)
 from tokenmill_worker.engine.errors import EngineError, is_device_lost
 from tokenmill_worker.engine.execution.synthetic import END_OF_TEXT, SyntheticRunner
 from tokenmill_worker.engine.process.loop import EngineLoop
@@ -13,7 +19,9 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 def config(**changes):
-    return EngineConfig(**({"model": "synthetic", "num_blocks": 64, "block_size": 8, "max_num_seqs": 8} | changes))
+    return EngineConfig(
+        **({"model": "synthetic", "num_blocks": 64, "block_size": 8, "max_num_seqs": 8} | changes)
+    )
 
 
 @pytest.fixture
@@ -95,10 +103,22 @@ def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine):
 
 @pytest.mark.parametrize(
     ("prompt", "params"),
-    [([], {}), ([999], {}), ([65], {"max_tokens": 5000}), ([65] * 600, {"max_tokens": 1}), ([65], {"top_k": -5})],
+    [
+        ([], {}),
+        ([999], {}),
+        ([65], {"max_tokens": 5000}),
+        ([65] * 600, {"max_tokens": 1}),
+        ([65], {"top_k": -5}),
+    ],
 )
 def test_what_cannot_run_is_refused_and_the_loop_goes_on(engine, prompt, params):
-    engine.submit([GenerationRequest(request_id="bad", prompt_ids=tuple(prompt), params=SamplingParams(**params))])
+    engine.submit(
+        [
+            GenerationRequest(
+                request_id="bad", prompt_ids=tuple(prompt), params=SamplingParams(**params)
+            )
+        ]
+    )
     (event,) = engine.step()
     assert event.finish_reason is FinishReason.ERROR
     assert event.error
@@ -122,7 +142,9 @@ def test_a_failing_step_fails_the_guilty_request_alone(engine):
 
 
 def test_stop_tokens_and_end_of_text(engine):
-    whole = lone(PROMPTS[0], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)).token_ids
+    whole = lone(
+        PROMPTS[0], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    ).token_ids
     stop = whole[7]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
     output = engine.generate_batch([PROMPTS[0]], [params])[0]
@@ -136,7 +158,11 @@ def test_stop_tokens_and_end_of_text(engine):
 def test_a_resumed_answer_goes_on_as_it_would_have(engine):
     whole = lone(PROMPTS[2]).token_ids
     engine.submit(
-        [GenerationRequest(request_id="r", prompt_ids=tuple(PROMPTS[2]), params=GREEDY, resumed=(whole[:13],))]
+        [
+            GenerationRequest(
+                request_id="r", prompt_ids=tuple(PROMPTS[2]), params=GREEDY, resumed=(whole[:13],)
+            )
+        ]
     )
     tokens = []
     while engine.has_work:
@@ -204,7 +230,12 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 
     with Engine.load(config()) as many:
         names = [Name(f"name-{number}") for number in range(500)]
-        many.submit([GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=GREEDY) for name in names])
+        many.submit(
+            [
+                GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=GREEDY)
+                for name in names
+            ]
+        )
         assert compared < 20 * len(names)
         many.stop(drain=False)
 
@@ -213,7 +244,11 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, caplog):
     """A job that sets no max_tokens gets what is left of the engine's length: that must fit the pool."""
     with caplog.at_level("INFO", "tokenmill_worker.engine"):
-        engine = Engine.load(EngineConfig(model="synthetic", num_blocks=64, block_size=16, max_model_len=max_model_len))
+        engine = Engine.load(
+            EngineConfig(
+                model="synthetic", num_blocks=64, block_size=16, max_model_len=max_model_len
+            )
+        )
     assert "the longest sequence has 1009 tokens, not 4096" in caplog.text
     reports = []
     mailbox = Mailbox()
@@ -229,7 +264,9 @@ def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, capl
 
 
 def test_a_threshold_above_the_models_length_is_refused_at_the_start():
-    with pytest.raises(EngineConfigError, match=r"long_prefill_token_threshold \(300\) exceeds .* 256"):
+    with pytest.raises(
+        EngineConfigError, match=r"long_prefill_token_threshold \(300\) exceeds .* 256"
+    ):
         Engine.load(config(model="synthetic?length=256", long_prefill_token_threshold=300))
 
 
@@ -278,9 +315,13 @@ def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
     ],
 )  # fmt: skip
 def test_a_device_that_is_lost_says_so_in_many_words(words):
-    assert is_device_lost(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later."))
+    assert is_device_lost(
+        RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later.")
+    )
 
 
-@pytest.mark.parametrize("error", ["CUDA out of memory. Tried to allocate 2.00 GiB", "an unknown error in a grammar"])
+@pytest.mark.parametrize(
+    "error", ["CUDA out of memory. Tried to allocate 2.00 GiB", "an unknown error in a grammar"]
+)
 def test_what_a_device_survives_is_no_loss(error):
     assert not is_device_lost(RuntimeError(error))

@@ -49,19 +49,25 @@ class Faulty(SyntheticRunner):
             return output
         sampling = [index for index, item in enumerate(plan.scheduled) if item.samples]
         nothing: tuple[tuple[int, ...], ...] = ((),) * len(sampling)
-        return StepOutput(plan.step_id, nothing, (None,) * len(sampling), dict.fromkeys(sampling, NOT_FINITE))
+        return StepOutput(
+            plan.step_id, nothing, (None,) * len(sampling), dict.fromkeys(sampling, NOT_FINITE)
+        )
 
 
 def requests(*names: str) -> list[GenerationRequest]:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    return [GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=params) for name in names]
+    return [
+        GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=params) for name in names
+    ]
 
 
 def run(engine: Engine) -> dict[str, TokenEvent]:
     """Return the last event of each request."""
     ends: dict[str, TokenEvent] = {}
     while engine.has_work:
-        ends |= {event.request_id: event for event in engine.step() if event.finish_reason is not None}
+        ends |= {
+            event.request_id: event for event in engine.step() if event.finish_reason is not None
+        }
     return ends
 
 
@@ -92,7 +98,9 @@ def test_a_model_that_gives_no_finite_logits_for_any_token_is_the_engines_error(
 
 
 def test_one_request_without_finite_logits_fails_alone() -> None:
-    engine = Engine.around(Faulty.make(spoils=lambda plan: holds(plan, "bad") and len(plan.scheduled) == 1))
+    engine = Engine.around(
+        Faulty.make(spoils=lambda plan: holds(plan, "bad") and len(plan.scheduled) == 1)
+    )
     engine.submit(requests("bad"))
     ends = run(engine)
     assert (ends["bad"].finish_reason, ends["bad"].error) == (FinishReason.ERROR, NOT_FINITE)
@@ -100,7 +108,11 @@ def test_one_request_without_finite_logits_fails_alone() -> None:
 
 def test_bad_requests_among_good_ones_fail_however_many_they_are() -> None:
     engine = Engine.around(Faulty.make(fails=lambda plan: holds(plan, "bad")))
-    engine.submit(requests(*(f"bad-{number}" for number in range(40)), *(f"good-{number}" for number in range(20))))
+    engine.submit(
+        requests(
+            *(f"bad-{number}" for number in range(40)), *(f"good-{number}" for number in range(20))
+        )
+    )
     ends = run(engine)
     assert len(ends) == 60
     assert {name for name, event in ends.items() if event.finish_reason is FinishReason.ERROR} == {
@@ -172,8 +184,12 @@ class Ahead:
         return True
 
 
-@pytest.mark.parametrize(("launches", "finishes"), [({2}, {1}), (set(), {1}), ({1}, set()), ({2}, set())])
-def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(launches: set[int], finishes: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("launches", "finishes"), [({2}, {1}), (set(), {1}), ({1}, set()), ({2}, set())]
+)
+def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(
+    launches: set[int], finishes: set[int]
+) -> None:
     """Both faults are transient, those of the failed step and of the one on top.
 
     Each sequence runs again.
@@ -191,7 +207,9 @@ def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(launches: se
     while scheduler.has_work or steps.are_under_way:
         events += steps.next()
         scheduler.check_integrity()
-    assert [(event.request_id, event.finish_reason, event.error) for event in events if event.finish_reason] == [
-        ("a", FinishReason.LENGTH, None)
-    ]
+    assert [
+        (event.request_id, event.finish_reason, event.error)
+        for event in events
+        if event.finish_reason
+    ] == [("a", FinishReason.LENGTH, None)]
     assert sum(len(event.token_ids) for event in events if event.request_id == "a") == 9

@@ -41,7 +41,9 @@ class Backend:
         command = [sys.executable, "-m", "ops.examples.fastapi_app"]
         with self._log.open("ab") as log:
             environment = os.environ | self._environment  # noqa: TID251
-            self._child = Tether(command, at_death=signal.SIGKILL, cwd=ROOT, env=environment, output=log)
+            self._child = Tether(
+                command, at_death=signal.SIGKILL, cwd=ROOT, env=environment, output=log
+            )
         async with asyncio.timeout(START_S):
             while not await asyncio.to_thread(self._answers):
                 assert self._child.is_alive, self._log.read_text()

@@ -24,7 +24,11 @@ async def call(
 ) -> tuple[int, str]:
     def send() -> tuple[int, str]:
         data = None if body is None else json.dumps(body).encode()
-        fields = {"Content-Type": "application/json", "Cookie": "visitor=somebody", **(headers or {})}
+        fields = {
+            "Content-Type": "application/json",
+            "Cookie": "visitor=somebody",
+            **(headers or {}),
+        }
         request = urllib.request.Request(backend.url + path, data, fields, method=method)
         try:
             with urllib.request.urlopen(request, timeout=30) as response:
@@ -38,7 +42,11 @@ async def call(
 
 def events(text: str) -> list[dict[str, Any]]:
     """Return the fields of each event that has data."""
-    blocks = [dict(line.split(": ", 1) for line in block.splitlines()) for block in text.split("\n\n") if block]
+    blocks = [
+        dict(line.split(": ", 1) for line in block.splitlines())
+        for block in text.split("\n\n")
+        if block
+    ]
     return [block for block in blocks if "data" in block]
 
 
@@ -47,7 +55,9 @@ async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
     """One test checks all, since the start of a server takes long."""
     async with client_of(redis_url, backend.database) as client:
         await client.set_queue_limit(1)  # no worker takes a job yet
-        assert [(await call(backend, "/api/jobs", {"prompt": word}))[0] for word in ("room", "none")] == [201, 503]
+        assert [
+            (await call(backend, "/api/jobs", {"prompt": word}))[0] for word in ("room", "none")
+        ] == [201, 503]
         await client.set_queue_limit(100)
         async with running_worker(redis_url, backend.database):
             job = await submit_twice(backend)
@@ -62,7 +72,9 @@ async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
 
 async def submit_twice(backend: Backend) -> str:
     wanted, key = {"prompt": "Hi", "max_tokens": 30}, {"Idempotency-Key": "k1"}
-    first, second = [json.loads((await call(backend, "/api/jobs", wanted, key))[1]) for _ in range(2)]
+    first, second = [
+        json.loads((await call(backend, "/api/jobs", wanted, key))[1]) for _ in range(2)
+    ]
     assert first == {"job_id": second["job_id"], "is_new": True}
     assert second["is_new"] is False
     conflict, _ = await call(backend, "/api/jobs", {"prompt": "another"}, key)
@@ -77,8 +89,13 @@ async def events_resume_where_the_reader_was(backend: Backend, job: str, text: s
     assert json.loads(everything[-1]["data"])["usage"]["completion_tokens"] == len(everything) - 1
     middle = len(everything) // 2  # an answer drawn at random may be short
     seen = {"Last-Event-ID": everything[middle - 1]["id"]}
-    assert events((await call(backend, f"/api/jobs/{job}/events", headers=seen))[1]) == everything[middle:]
-    assert (await call(backend, f"/api/jobs/{job}/events", headers={"Last-Event-ID": "x"}))[0] == 422
+    assert (
+        events((await call(backend, f"/api/jobs/{job}/events", headers=seen))[1])
+        == everything[middle:]
+    )
+    assert (await call(backend, f"/api/jobs/{job}/events", headers={"Last-Event-ID": "x"}))[
+        0
+    ] == 422
 
 
 async def refusals_have_their_statuses(backend: Backend) -> None:

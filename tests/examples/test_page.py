@@ -84,13 +84,17 @@ async def test_an_answer_streams_and_stands_in_history_and_usage(
         await expect(page.locator("#facts")).to_contain_text("60 tokens · token limit reached")
         await expect(page.locator("#title")).to_have_text(prompt)
         await expect(page.locator("#history .name")).to_have_text([prompt], timeout=WAIT_MS)
-        await expect(page.locator("#usage tbody tr td")).to_have_text(["1", str(result.usage.prompt_tokens), "60"])
+        await expect(page.locator("#usage tbody tr td")).to_have_text(
+            ["1", str(result.usage.prompt_tokens), "60"]
+        )
         await page.reload()  # what is over is shown as it was
         assert await ends(page, "succeeded") == text
         await expect(page.locator("#title")).to_have_text(prompt)
 
 
-async def test_a_reload_in_mid_stream_goes_on(redis_url: str, backend: Backend, browser: Browser) -> None:
+async def test_a_reload_in_mid_stream_goes_on(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
         page = await open_page(browser, backend)
         job = await ask(page, "Reload me", 150)
@@ -155,7 +159,9 @@ async def test_while_the_queue_is_away_the_page_says_so_until_the_next_token(
 
 
 @pytest.mark.slow
-async def test_cancel_keeps_what_was_generated(redis_url: str, backend: Backend, browser: Browser) -> None:
+async def test_cancel_keeps_what_was_generated(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
         page = await open_page(browser, backend)
         job = await ask(page, "Cancel me", 3000)
@@ -192,7 +198,9 @@ async def test_a_cancel_that_is_answered_after_the_end_changes_nothing(
 
 
 @pytest.mark.slow
-async def test_errors_are_said_on_the_page(redis_url: str, backend: Backend, browser: Browser) -> None:
+async def test_errors_are_said_on_the_page(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
     async with running_worker(redis_url, backend.database, model="synthetic?length=64"):
         page = await open_page(browser, backend)
         await page.get_by_label("Prompt").fill("x" * 200)
@@ -218,7 +226,9 @@ async def test_nobody_sees_anothers_job(redis_url: str, backend: Backend, browse
         await expect(other.locator("#error")).to_contain_text("no job")
         await expect(other.locator("#title")).to_have_text("")
         for method, path in (("GET", ""), ("GET", "/events"), ("POST", "/cancel")):
-            response = await other.request.fetch(f"{backend.url}/api/jobs/{job}{path}", method=method)
+            response = await other.request.fetch(
+                f"{backend.url}/api/jobs/{job}{path}", method=method
+            )
             assert response.status == 404, path
         assert await (await other.request.get(f"{backend.url}/api/history")).json() == []
 

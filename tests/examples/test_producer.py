@@ -31,7 +31,9 @@ async def told(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str,
         command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, "--json", *arguments]
     except NodeUnavailable as error:
         missing(str(error))
-    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, limit=2**24)
+    child = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, limit=2**24
+    )
     assert child.stdout is not None
     try:
         async for line in child.stdout:
@@ -63,7 +65,9 @@ def text_of(chunks: list[Any]) -> str:
 async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, database: str) -> None:
     url = ("--url", redis_url)
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
-        job, chunks, result = await collect(*url, "--max-tokens", "80", "--idempotency-key", "k", "Grüße, 🌍")
+        job, chunks, result = await collect(
+            *url, "--max-tokens", "80", "--idempotency-key", "k", "Grüße, 🌍"
+        )
         ours = await client.result(job, timeout=30)
         assert msgspec.convert(result, type(ours)) == ours
         assert tuple(token_ids(chunks)) == ours.token_ids
@@ -71,7 +75,9 @@ async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, databa
         assert [chunk["index"] for chunk in chunks] == [*range(80), 80]
         assert chunks[-1]["status"] == "succeeded"
         # the same again is the same job; from the result, after its log is gone, its chunks are the same
-        again, retold, _ = await collect(*url, "--max-tokens", "80", "--idempotency-key", "k", "Grüße, 🌍")
+        again, retold, _ = await collect(
+            *url, "--max-tokens", "80", "--idempotency-key", "k", "Grüße, 🌍"
+        )
         assert again == job
         assert [(c["index"], c.get("token_ids"), c["text"]) for c in retold[:-1]] == [
             (c["index"], c.get("token_ids"), c.get("text", "")) for c in chunks[:-1]
@@ -81,33 +87,56 @@ async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, databa
         assert text_of(chunks[:70]) + text_of(rest) == ours.text
 
 
-def run_producer(script: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+def run_producer(
+    script: Path, *arguments: str, **variables: str
+) -> "subprocess.CompletedProcess[str]":
     try:
         command = [node(), str(script), *arguments]
     except NodeUnavailable as error:
         missing(str(error))
     environment = {**os.environ, **variables}  # noqa: TID251 - the child's
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
 
 
 def test_its_help_names_every_option() -> None:
     done = run_producer(EXAMPLES / "producer.mjs", "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for option in ("--url", "--queue", "--max-tokens", "--idempotency-key", "--stream", "--lua", "--json"):
+    for option in (
+        "--url",
+        "--queue",
+        "--max-tokens",
+        "--idempotency-key",
+        "--stream",
+        "--lua",
+        "--json",
+    ):
         assert f"  {option}" in done.stdout
 
 
-def test_a_copy_says_what_it_needs_and_runs_with_it(tmp_path: Path, redis_url: str, allowed_keys: list[str]) -> None:
+def test_a_copy_says_what_it_needs_and_runs_with_it(
+    tmp_path: Path, redis_url: str, allowed_keys: list[str]
+) -> None:
     allowed_keys.append("tm:{q}:*")
-    copy, wanted = tmp_path / "producer.mjs", ("--url", redis_url, "--queue", QUEUE, "--stream", "none")
+    copy, wanted = (
+        tmp_path / "producer.mjs",
+        ("--url", redis_url, "--queue", QUEUE, "--stream", "none"),
+    )
     copy.write_bytes((EXAMPLES / "producer.mjs").read_bytes())
     (tmp_path / "node_modules").symlink_to(EXAMPLES / "node_modules")
     done = run_producer(copy, *wanted)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert "needs tokenmill's scripts common.lua, submit.lua and cancel.lua: name their folder" in done.stderr
+    assert (
+        "needs tokenmill's scripts common.lua, submit.lua and cancel.lua: name their folder"
+        in done.stderr
+    )
     lua = str(EXAMPLES.parents[1] / "api_client" / "tokenmill" / "lua")
-    for done in (run_producer(copy, *wanted, "--lua", lua), run_producer(copy, *wanted, TOKENMILL_LUA=lua)):
+    for done in (
+        run_producer(copy, *wanted, "--lua", lua),
+        run_producer(copy, *wanted, TOKENMILL_LUA=lua),
+    ):
         assert "no job none" in done.stderr
 
 
@@ -117,8 +146,13 @@ def test_what_is_no_count_is_refused_before_anything_is_sent(option: str) -> Non
         command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, option, "abc", "Hello"]
     except NodeUnavailable as error:
         missing(str(error))
-    done = subprocess.run([*command, "--url", "redis://127.0.0.1:1"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, f"producer: {option} must be a whole number, not abc\n")
+    done = subprocess.run(
+        [*command, "--url", "redis://127.0.0.1:1"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"producer: {option} must be a whole number, not abc\n",
+    )
 
 
 async def test_it_begins_inside_a_checkpoint(redis_url: str, database: str) -> None:
@@ -185,7 +219,9 @@ async def test_what_a_request_says_beside_its_prompt_is_obeyed(redis_url: str) -
     except NodeUnavailable as error:
         missing(str(error))
     command = [*program, redis_url, QUEUE, request, str(EXAMPLES / "producer.mjs")]
-    said = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    said = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60
+    )
     assert said.returncode == 0, said.stderr
     async with client_of(redis_url) as client:
         info = await client.status(said.stdout.strip())
@@ -199,7 +235,9 @@ async def test_without_a_queue_nothing_is_submitted(redis_url: str) -> None:
         command = [node(), str(EXAMPLES / "producer.mjs"), "--url", redis_url, "Hello"]
     except NodeUnavailable as error:
         missing(str(error))
-    said = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    said = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60
+    )
     assert (said.returncode, said.stdout) == (1, "")
     assert said.stderr.startswith("producer: name the queue")
 

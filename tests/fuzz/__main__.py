@@ -30,11 +30,17 @@ INSTRUMENTED = [
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ops/fuzz", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--inputs", type=int, default=100_000, help="of all targets together (default: 100000)")
+    parser = argparse.ArgumentParser(
+        prog="ops/fuzz", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--inputs", type=int, default=100_000, help="of all targets together (default: 100000)"
+    )
     parser.add_argument("--target", help="only this one; all inputs go to it")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plain", action="store_true", help="without atheris, also where it is installed")
+    parser.add_argument(
+        "--plain", action="store_true", help="without atheris, also where it is installed"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child is not None:
@@ -73,15 +79,22 @@ def _parent(options: argparse.Namespace) -> int:
 
     known = targets()
     if options.target is not None and options.target not in known:
-        print(f"ops/fuzz: no target {options.target}; there are {', '.join(known)}", file=sys.stderr)
+        print(
+            f"ops/fuzz: no target {options.target}; there are {', '.join(known)}", file=sys.stderr
+        )
         return 2
     chosen = [known[options.target]] if options.target else list(known.values())
     shares = sum(target.share for target in chosen)
-    print(f"{'target':<16}{'inputs':>10}{'read':>10}{'refused':>10}{'slowest':>12}{'time':>10}", flush=True)
+    print(
+        f"{'target':<16}{'inputs':>10}{'read':>10}{'refused':>10}{'slowest':>12}{'time':>10}",
+        flush=True,
+    )
     total, findings, started = 0, 0, time.monotonic()
     for place, target in enumerate(chosen):
         before = sum(other.share for other in chosen[:place])
-        inputs = options.inputs * (before + target.share) // shares - options.inputs * before // shares
+        inputs = (
+            options.inputs * (before + target.share) // shares - options.inputs * before // shares
+        )
         report, said = _run_child(target.name, inputs, options)
         if report is None:
             findings += 1
@@ -94,7 +107,9 @@ def _parent(options: argparse.Namespace) -> int:
             f"{report.seconds:>8.0f} s{how}",
             flush=True,
         )
-    print(f"{total:,} inputs in {time.monotonic() - started:.0f} s, seed {options.seed}, findings: {findings}")
+    print(
+        f"{total:,} inputs in {time.monotonic() - started:.0f} s, seed {options.seed}, findings: {findings}"
+    )
     return 1 if findings else 0
 
 
@@ -102,9 +117,21 @@ def _run_child(name: str, inputs: int, options: argparse.Namespace) -> tuple[Rep
     with tempfile.TemporaryDirectory(prefix="tokenmill-fuzz-") as folder:
         path = Path(folder, "report.json")
         command = [sys.executable, "-m", "tests.fuzz", "--target", name, "--inputs", str(inputs)]
-        command += ["--seed", str(options.seed), "--child", str(path), *(["--plain"] if options.plain else [])]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment | _path())
+        command += [
+            "--seed",
+            str(options.seed),
+            "--child",
+            str(path),
+            *(["--plain"] if options.plain else []),
+        ]
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=folder, env=environment | _path()
+        )
         report = msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else None
         if done.returncode or report is None:
             return None, (done.stdout + done.stderr)[-6_000:]

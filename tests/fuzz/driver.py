@@ -81,7 +81,11 @@ def run_seeded(target: Target, inputs: int, seed: int) -> Report:
         if number % 256 == 0:
             faulthandler.dump_traceback_later(LONGEST_S + 10, exit=True)
         start = chance.choice(pool if chance.random() < 0.2 else target.seeds)
-        data = mutate(start, chance, target.seeds) if number >= len(target.seeds) else target.seeds[number]
+        data = (
+            mutate(start, chance, target.seeds)
+            if number >= len(target.seeds)
+            else target.seeds[number]
+        )
         counter(data)
         if number % 16 == 0:  # walk away from the seeds, but not for ever
             if len(pool) > 64 + len(target.seeds):
@@ -113,7 +117,12 @@ def run_guided(target: Target, inputs: int, seed: int, on_end: Callable[[Report]
             return bytes(atheris.Mutate(data, max_size))
         return mutate(data, chance, target.seeds)[:max_size]
 
-    options = [f"-runs={inputs}", f"-seed={seed}", f"-max_len={MAX_BYTES}", f"-timeout={LONGEST_S:.0f}"]
+    options = [
+        f"-runs={inputs}",
+        f"-seed={seed}",
+        f"-max_len={MAX_BYTES}",
+        f"-timeout={LONGEST_S:.0f}",
+    ]
     options += ["-rss_limit_mb=3072", "-verbosity=0", "-print_final_stats=0", "-detect_leaks=0"]
     atheris.Setup([sys.argv[0], *options], one, custom_mutator=changed, internal_libfuzzer=True)
     atheris.Fuzz()

@@ -12,7 +12,22 @@ from typing import Any, Final
 
 import msgpack
 
-NUMBERS: Final = (0, 1, -1, 127, 128, 255, 256, 4096, 2**31, 2**32, 2**53, 2**63 - 1, -(2**63), 2**64 - 1)
+NUMBERS: Final = (
+    0,
+    1,
+    -1,
+    127,
+    128,
+    255,
+    256,
+    4096,
+    2**31,
+    2**32,
+    2**53,
+    2**63 - 1,
+    -(2**63),
+    2**64 - 1,
+)
 FLOATS: Final = (0.0, -0.0, 1e-300, 1e300, float("nan"), float("inf"), float("-inf"), 0.5)
 TEXTS: Final = (
     "",
@@ -31,7 +46,15 @@ TEXTS: Final = (
     "{q}",
     "queued",
 )
-BYTES: Final = (b"", b"\xff\xfe", b"\x80", b"\xc1", b"\xdf\xff\xff\xff\xff", b"\xdd\x7f\xff\xff\xff", b"\x81\xa1a")
+BYTES: Final = (
+    b"",
+    b"\xff\xfe",
+    b"\x80",
+    b"\xc1",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xdd\x7f\xff\xff\xff",
+    b"\x81\xa1a",
+)
 MAX_BYTES: Final = 65_536
 
 
@@ -62,7 +85,14 @@ def mutate(data: bytes, random: random.Random, seeds: Sequence[bytes]) -> bytes:
 def _by_structure(data: bytes, random: random.Random) -> bytes:
     try:
         return pack(_changed(unpack(data), random))
-    except (ValueError, OverflowError, TypeError, RecursionError, UnicodeError, msgpack.exceptions.UnpackException):
+    except (
+        ValueError,
+        OverflowError,
+        TypeError,
+        RecursionError,
+        UnicodeError,
+        msgpack.exceptions.UnpackException,
+    ):
         return _by_bytes(data, random)
 
 
@@ -102,11 +132,17 @@ def _other(node: Any, random: random.Random) -> Any:
     if isinstance(node, bool) or node is None or how < 0.25:
         return _leaf(random)
     if isinstance(node, int) and how < 0.8:
-        return node + random.choice((-1, 1, 7, -1000)) if random.random() < 0.5 else random.choice(NUMBERS)
+        return (
+            node + random.choice((-1, 1, 7, -1000))
+            if random.random() < 0.5
+            else random.choice(NUMBERS)
+        )
     if isinstance(node, float) and how < 0.8:
         return random.choice(FLOATS)
     if isinstance(node, str) and how < 0.8:
-        return random.choice((node + random.choice(TEXTS), node[::-1], node[:-1], random.choice(TEXTS)))
+        return random.choice(
+            (node + random.choice(TEXTS), node[::-1], node[:-1], random.choice(TEXTS))
+        )
     if how < 0.9:
         return [node] if random.random() < 0.5 else {"a": node}
     for _ in range(random.choice((2, 70, 1500))):
@@ -128,7 +164,11 @@ def _by_bytes(data: bytes, random: random.Random) -> bytes:
     if how == 2:
         return data[:place] + data[place + random.randint(1, 8) :]
     if how == 3:
-        return data[:place] + data[place : place + random.randint(1, 64)] * random.choice((2, 10)) + data[place:]
+        return (
+            data[:place]
+            + data[place : place + random.randint(1, 64)] * random.choice((2, 10))
+            + data[place:]
+        )
     if how == 4:
         return data[:place] + random.randbytes(random.randint(1, 8)) + data[place + 1 :]
     place = min(place, len(data) - 1)

@@ -32,7 +32,9 @@ def messages_of(prefix: str) -> list[bytes]:
     return [encode(value) for name, (value, _) in SAMPLES.items() if name.startswith(prefix)]
 
 
-_CAPACITY = Capacity(free_sequences=3, free_blocks=9, waiting=1, running=2, block_size=16, max_model_len=4096)
+_CAPACITY = Capacity(
+    free_sequences=3, free_blocks=9, waiting=1, running=2, block_size=16, max_model_len=4096
+)
 _REQUEST = GenerationRequest(
     request_id="job", prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=9, n=2, seed=1), priority=0, tenant="a",
     cache_salt="a", deadline=4e9, resumed=((4, 5), ()), done=(1,),
@@ -47,7 +49,12 @@ def command_seeds(*, bare: bool = False) -> list[bytes]:
     """Frames to the engine process; `bare`: the request alone."""
     if bare:
         return [encode(_REQUEST), encode(msgspec.structs.replace(_REQUEST, resumed=(), done=()))]
-    commands: list[Command] = [Submit((_REQUEST,)), Cancel("job", FinishReason.CANCELLED, 1), Stop(), ResetCache()]
+    commands: list[Command] = [
+        Submit((_REQUEST,)),
+        Cancel("job", FinishReason.CANCELLED, 1),
+        Stop(),
+        ResetCache(),
+    ]
     return [encode(command) for command in commands]
 
 
@@ -69,10 +76,15 @@ def admission_seeds() -> list[bytes]:
         params=SamplingParams(max_tokens=9, stop=("x",), logit_bias={3: 1.0}, n=2, seed=1, temperature=0.5),
     )  # fmt: skip
     probed = msgspec.structs.replace(
-        base, messages=None, prompt="hi", params=SamplingParams(max_tokens=20, logprobs=2, stop=("END",))
+        base,
+        messages=None,
+        prompt="hi",
+        params=SamplingParams(max_tokens=20, logprobs=2, stop=("END",)),
     )
     chunks = [
-        Chunk(job_id="job", index=0, token_ids=(72, 105), text="Hi", logprobs=LOGPROBS, usage=USAGE),
+        Chunk(
+            job_id="job", index=0, token_ids=(72, 105), text="Hi", logprobs=LOGPROBS, usage=USAGE
+        ),
         Chunk(job_id="job", index=2, token_ids=(33,), text="!", logprobs=(TokenLogprob(-1.0),)),
     ]
     log = [encode(chunk) for chunk in chunks]
@@ -94,14 +106,29 @@ def log_seeds(*, with_result: bool = False) -> list[bytes]:
         Chunk(job_id="job", index=2, token_ids=(69,), text="", choice=1, logprobs=LOGPROBS[:1]),
     ]
     log = [encode(chunk) for chunk in chunks]
-    return [pack(log), pack([log[0], encode(RESULT)]), pack(log[::-1])] if with_result else [pack(log), pack(log[:2])]
+    return (
+        [pack(log), pack([log[0], encode(RESULT)]), pack(log[::-1])]
+        if with_result
+        else [pack(log), pack(log[:2])]
+    )
 
 
 def hash_seeds() -> list[bytes]:
     """Return a job's fields in the order of HMGET, then its log."""
-    values = {"state": b"running", "class": b"bulk", "created_ms": b"5", "attempt": b"2", "error": b"e"}
+    values = {
+        "state": b"running",
+        "class": b"bulk",
+        "created_ms": b"5",
+        "attempt": b"2",
+        "error": b"e",
+    }
     running = [values.get(name, b"") for name in FIELDS]
-    ended = values | {"state": b"succeeded", "settled": b"1", "result": encode(RESULT), "error_code": b"x"}
+    ended = values | {
+        "state": b"succeeded",
+        "settled": b"1",
+        "result": encode(RESULT),
+        "error_code": b"x",
+    }
     return [
         pack([*running, encode(Chunk(job_id="job", index=0, token_ids=(1,), text="a"))]),
         pack([ended.get(name, b"7") for name in FIELDS]),
@@ -109,7 +136,9 @@ def hash_seeds() -> list[bytes]:
 
 
 def dead_seeds() -> list[bytes]:
-    return [pack([b"job", b"j", b"error", b"e", b"history", b"1 crash\n2 crash", b"died_ms", b"17"])]
+    return [
+        pack([b"job", b"j", b"error", b"e", b"history", b"1 crash\n2 crash", b"died_ms", b"17"])
+    ]
 
 
 def reply_seeds() -> list[bytes]:

@@ -80,20 +80,29 @@ def _parts(data: bytes) -> list[Any]:
 
 
 def _bytes(parts: Iterable[Any]) -> list[bytes]:
-    return [part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogateescape") for part in parts]
+    return [
+        part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogateescape")
+        for part in parts
+    ]
 
 
 @dataclass(slots=True)
 class _Intake:
     """The worker's intake: nothing may raise, nor reach the safety net behind the checks."""
 
-    admission: Admission = field(default_factory=lambda: Admission(byte_level(), MODEL, clock=Clock()))
+    admission: Admission = field(
+        default_factory=lambda: Admission(byte_level(), MODEL, clock=Clock())
+    )
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def __call__(self, data: bytes) -> None:
         parts = _parts(data)
         verdicts = ("run", "run", "run", "run", "cancelled", "expired", "dead")
-        verdict: Any = verdicts[parts[1] % len(verdicts)] if len(parts) > 1 and isinstance(parts[1], int) else "run"
+        verdict: Any = (
+            verdicts[parts[1] % len(verdicts)]
+            if len(parts) > 1 and isinstance(parts[1], int)
+            else "run"
+        )
         payload, *log = _bytes([parts[0] if parts else b"", *parts[2:]])
         delivery = Delivery("job", 1, payload, 1, 0, verdict, tuple(log), CREATED_MS, CREATED_MS, 1)
         outcome = self.runner.run(self.admission.admit(delivery))
@@ -105,7 +114,9 @@ class _Intake:
         elif isinstance(outcome, Admitted):
             assert 0 < len(outcome.generation.prompt_ids) < MODEL.max_model_len
             # a request that was let in passes the engine's own door too
-            Intake(vocab_size=MODEL.vocab_size, max_model_len=MODEL.max_model_len).admit(outcome.generation)
+            Intake(vocab_size=MODEL.vocab_size, max_model_len=MODEL.max_model_len).admit(
+                outcome.generation
+            )
 
 
 def _engine_door(data: bytes) -> None:
@@ -167,7 +178,9 @@ def _delivery(data: bytes) -> None:
     """The claim script's reply: numbers are numbers (the script sees to it), every text may be anything."""
     texts = _bytes(_parts(data))
     job_id, payload, verdict, *log = [*texts, b"", b"", b""][: max(3, len(texts))]
-    delivery = read_delivery([job_id, b"3", payload, 1, 0, verdict, b"5", b"6", 1, 0, log, 0, len(log)])
+    delivery = read_delivery(
+        [job_id, b"3", payload, 1, 0, verdict, b"5", b"6", 1, 0, log, 0, len(log)]
+    )
     assert delivery.job_id.encode("utf-8", "surrogateescape") == job_id
 
 
@@ -187,12 +200,24 @@ def _keys(data: bytes) -> None:
     texts = [part.decode("utf-8", "replace") for part in _bytes(_parts(data))]
     first, second, third, fourth = [*texts, "", "", "", ""][:4]
     keys = Keys(queue_of(first))
-    assert (keys.idempotency(first, second) == keys.idempotency(third, fourth)) == ((first, second) == (third, fourth))
-    names = {name: getattr(keys, name)(second) for name in ("job", "log", "chunks", "worker", "held", "control")}
+    assert (keys.idempotency(first, second) == keys.idempotency(third, fourth)) == (
+        (first, second) == (third, fourth)
+    )
+    names = {
+        name: getattr(keys, name)(second)
+        for name in ("job", "log", "chunks", "worker", "held", "control")
+    }
     assert len({*names.values(), keys.meta, keys.dead, keys.workers, keys.bell}) == len(names) + 4
 
 
-_ARGUMENTS = {"prompt": "hi", "max_tokens": 4, "stop": ["x"], "logit_bias": {5: 1.0}, "deadline": 60.0, "n": 2}
+_ARGUMENTS = {
+    "prompt": "hi",
+    "max_tokens": 4,
+    "stop": ["x"],
+    "logit_bias": {5: 1.0},
+    "deadline": 60.0,
+    "n": 2,
+}
 _URLS = (
     b"redis://user:pw@host:6379/0", b"redis+sentinel://:pw@a:1,b:2/main/0", b"rediss+cluster://[::1]:7,b", b"unix:///s",
 )  # fmt: skip
@@ -205,7 +230,13 @@ def targets() -> dict[str, Target]:
         Target("request", codec.decode_request, messages_of("request"), (DecodeError,)),
         Target("result", codec.decode_result, messages_of("result"), (DecodeError,)),
         Target("chunk", codec.decode_chunk, messages_of("chunk"), (DecodeError,)),
-        Target("order", codec.decode_control, messages_of("cancel") + messages_of("drain"), (DecodeError,), share=2),
+        Target(
+            "order",
+            codec.decode_control,
+            messages_of("cancel") + messages_of("drain"),
+            (DecodeError,),
+            share=2,
+        ),
         Target("worker-status", _status, messages_of("worker"), share=2),
         Target("engine-report", read_report, report_seeds(), (FrameError,)),
         Target("engine-command", read_command, command_seeds(), (FrameError,)),
@@ -214,7 +245,13 @@ def targets() -> dict[str, Target]:
         Target("log", _log, log_seeds(), (LogCorrupt,), share=6),
         Target("cursor", _cursor, log_seeds(with_result=True), share=4),
         Target("record", _record, hash_seeds(), (UnreadableRecord,)),
-        Target("meta", _meta, [pack([b"queued:bulk", b"5", b"running", b"1"])], (UnreadableRecord,), share=2),
+        Target(
+            "meta",
+            _meta,
+            [pack([b"queued:bulk", b"5", b"running", b"1"])],
+            (UnreadableRecord,),
+            share=2,
+        ),
         Target("dead", _dead, dead_seeds(), (UnreadableRecord,), share=2),
         Target("delivery", _delivery, reply_seeds(), share=2),
         Target("arguments", _python_request, [pack([_ARGUMENTS])], (InvalidRequest,), share=4),

@@ -39,7 +39,9 @@ def test_what_is_undocumented_is_found():
 
     documented = (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException)
     with pytest.raises(Finding):
-        run_seeded(Target("fragile", fragile, [msgpack.packb({"n": 1})], documented), 20_000, seed=1)
+        run_seeded(
+            Target("fragile", fragile, [msgpack.packb({"n": 1})], documented), 20_000, seed=1
+        )
 
 
 def test_the_command_prints_a_line_per_target():
@@ -75,13 +77,22 @@ def request_with(name: str, packed: bytes) -> bytes:
 MANY = 2_500_000
 EMPTY_LISTS = nested("response_format", "json_schema", "a", inside=array(MANY, b"\x90"))
 BOMBS = {
-    "schema": (request_with("params", EMPTY_LISTS), f"json_schema may have 262144 bytes, not {MANY + 8}"),
+    "schema": (
+        request_with("params", EMPTY_LISTS),
+        f"json_schema may have 262144 bytes, not {MANY + 8}",
+    ),
     "bias": (
         request_with("params", msgpack.packb({"logit_bias": dict.fromkeys(range(300_000), 0.0)})),
         "logit_bias may have 1024 entries, not 300000",
     ),
-    "stop": (request_with("params", nested("stop", inside=array(MANY, b"\xa0"))), f"16 strings, not {MANY}"),
-    "ids": (request_with("params", nested("stop_token_ids", inside=array(MANY, b"\x05"))), f"1024 ids, not {MANY}"),
+    "stop": (
+        request_with("params", nested("stop", inside=array(MANY, b"\xa0"))),
+        f"16 strings, not {MANY}",
+    ),
+    "ids": (
+        request_with("params", nested("stop_token_ids", inside=array(MANY, b"\x05"))),
+        f"1024 ids, not {MANY}",
+    ),
     "metadata": (request_with("metadata", array(MANY, b"\x90")), f"64 entries, not {MANY}"),
     "prompt": (request_with("prompt_ids", array(MANY, b"\x05")), f"2000000 ids, not {MANY}"),
     "messages": (request_with("messages", array(MANY, b"\x80")), f"10000 entries, not {MANY}"),
@@ -98,7 +109,9 @@ def test_a_bomb_is_refused_with_a_sentence_before_it_is_built(name):
 
 def test_a_bomb_that_comes_before_a_harmless_field_of_the_same_name_is_not_built():
     # The last field of a name counts; were the first one built, this would take half a gigabyte.
-    twice = b"\x82" + b"\xabjson_schema" + b"\x81\xa1a" + array(MANY, b"\x90") + b"\xabjson_schema\x80"
+    twice = (
+        b"\x82" + b"\xabjson_schema" + b"\x81\xa1a" + array(MANY, b"\x90") + b"\xabjson_schema\x80"
+    )
     request = decode_request(request_with("params", nested("response_format", inside=twice)))
     assert request.params.response_format is not None
     assert request.params.response_format.json_schema == {}
@@ -107,5 +120,7 @@ def test_a_bomb_that_comes_before_a_harmless_field_of_the_same_name_is_not_built
 def test_a_large_request_arrives_whole():
     request = JobRequest(job_id="x", prompt="a" * HARMLESS_BYTES * 2, metadata={"a": "b"})
     assert decode_request(encode(request)) == request
-    unknown = msgpack.packb({"job_id": "x", "prompt": "a" * HARMLESS_BYTES, "future": [1], "params": {"later": {}}})
+    unknown = msgpack.packb(
+        {"job_id": "x", "prompt": "a" * HARMLESS_BYTES, "future": [1], "params": {"later": {}}}
+    )
     assert decode_request(unknown).job_id == "x"

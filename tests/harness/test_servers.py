@@ -42,7 +42,9 @@ def is_gone(pid: int, within_s: float = 30.0) -> bool:
 
 @pytest.mark.parametrize("crash", [True, False])
 @pytest.mark.parametrize("keep", [True, False])
-def test_restart_keeps_or_wipes_data_on_the_same_port(make_valkey: MakeValkey, keep: bool, crash: bool) -> None:
+def test_restart_keeps_or_wipes_data_on_the_same_port(
+    make_valkey: MakeValkey, keep: bool, crash: bool
+) -> None:
     server = make_valkey()
     port = server.port
     with server.client() as client:
@@ -84,12 +86,18 @@ def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path)
         "from pathlib import Path\n"
         "from tokenmill_worker.local.valkey_server import EmbeddedValkey\n"
         f"server = EmbeddedValkey(Path({str(tmp_path / 'data')!r}))\n"
-        + ("t = threading.Thread(target=server.start); t.start(); t.join()\n" if from_thread else "server.start()\n")
+        + (
+            "t = threading.Thread(target=server.start); t.start(); t.join()\n"
+            if from_thread
+            else "server.start()\n"
+        )
         + "print(server.pid, server.is_running, flush=True)\n"
         "time.sleep(60)\n"
     )
     root = Path(__file__).parents[2]
-    parent = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True, cwd=root)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", body], stdout=subprocess.PIPE, text=True, cwd=root
+    )
     assert parent.stdout is not None
     with parent, parent.stdout:
         pid, alive = parent.stdout.readline().split()
@@ -100,9 +108,13 @@ def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path)
     assert is_gone(int(pid))
 
 
-def test_a_private_directory_of_a_dead_process_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_directory_of_a_dead_process_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    gone = subprocess.run(["/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    gone = subprocess.run(
+        ["/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     stale = tmp_path / f"tokenmill-valkey-{os.getuid()}-{gone}-x"
     living = tmp_path / f"tokenmill-valkey-{os.getuid()}-{os.getpid()}-x"
     for directory in (stale, living):
@@ -133,7 +145,9 @@ class TestLeaks:
             ("tm:{q}:tenant:a", "x"),
         ],
     )
-    def test_leaks_are_named(self, redis_url: str, allowed_keys: list[str], key: str, field: str) -> None:
+    def test_leaks_are_named(
+        self, redis_url: str, allowed_keys: list[str], key: str, field: str
+    ) -> None:
         allowed_keys.append("*")  # for the fixture's own check, after this test
         with redis.Redis.from_url(redis_url) as client:
             client.hset(key, mapping={field: "1", "state": "succeeded"})
@@ -173,7 +187,9 @@ class TestProxy:
         with valkey.client() as direct:
             assert direct.get("key") == b"1"
 
-    def test_delay(self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]) -> None:
+    def test_delay(
+        self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]
+    ) -> None:
         proxy = make_proxy(valkey.port)
         with redis.Redis.from_url(proxy.url, retry=None) as client:
             client.ping()
@@ -216,7 +232,9 @@ class TestPostgres:
             "time.sleep(60)\n"
         )
         root = Path(__file__).parents[2]
-        parent = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True, cwd=root)
+        parent = subprocess.Popen(
+            [sys.executable, "-c", body], stdout=subprocess.PIPE, text=True, cwd=root
+        )
         assert parent.stdout is not None
         with parent, parent.stdout:
             server = psutil.Process(int(parent.stdout.readline()))

@@ -19,7 +19,10 @@ def test_a_cluster_spreads_keys_and_refuses_to_mix_slots(valkey_cluster: ValkeyC
             assert client.get(f"tm:{{{name}}}:key") == name.encode()
             owners.add(valkey_cluster.node_of(f"tm:{{{name}}}:key").port)
     assert len(owners) > 1
-    with valkey_cluster.node_of("a").client() as direct, pytest.raises(redis.ResponseError, match="same slot"):
+    with (
+        valkey_cluster.node_of("a").client() as direct,
+        pytest.raises(redis.ResponseError, match="same slot"),
+    ):
         direct.execute_command("MGET", "a", "b", "c")
 
 
@@ -34,7 +37,8 @@ def test_a_killed_primary_is_replaced_and_its_data_is_there(sentinel_group: Sent
     assert after is not before
     # A sentinel may name it before it has heard from it.
     wait_until(
-        lambda: bool(sentinel.discover_master("main")[1] == after.port), "the new primary, by the library's search"
+        lambda: bool(sentinel.discover_master("main")[1] == after.port),
+        "the new primary, by the library's search",
     )
     with after.client() as client:
         assert client.get("kept") == b"1"

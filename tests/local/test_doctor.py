@@ -11,7 +11,11 @@ from tokenmill_worker.settings import load_settings
 
 def model_finding(model: str, database: Path) -> tuple[str, str]:
     settings = load_settings(
-        {"model": model, "redis_url": "redis://127.0.0.1:1/0", "database_url": f"sqlite:///{database}/none.db"}
+        {
+            "model": model,
+            "redis_url": "redis://127.0.0.1:1/0",
+            "database_url": f"sqlite:///{database}/none.db",
+        }
     )
     (found,) = [finding for finding in examine(settings) if finding.subject == "model"]
     return found.verdict, found.words
@@ -36,14 +40,25 @@ def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("name", ["synthetic", "synthetic?step_ms=5"])
 def test_the_model_without_weights_is_not_looked_for_on_the_hub(tmp_path: Path, name: str) -> None:
-    assert model_finding(name, tmp_path) == ("ok", f"{name} needs no weights: its answers are noise, for tests")
+    assert model_finding(name, tmp_path) == (
+        "ok",
+        f"{name} needs no weights: its answers are noise, for tests",
+    )
 
 
 @pytest.mark.parametrize("options", ["", "?timeout=5"])
 def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: str) -> None:
     url = f"sqlite:///{tmp_path}/t.db{options}"
     settings = load_settings({"redis_url": "redis://127.0.0.1:1/0", "database_url": url})
-    before = [finding.verdict for finding in examine(settings, servers_only=True) if finding.subject == "sql"]
+    before = [
+        finding.verdict
+        for finding in examine(settings, servers_only=True)
+        if finding.subject == "sql"
+    ]
     upgrade(url)
-    after = [finding.verdict for finding in examine(settings, servers_only=True) if finding.subject == "sql"]
+    after = [
+        finding.verdict
+        for finding in examine(settings, servers_only=True)
+        if finding.subject == "sql"
+    ]
     assert (before, after) == (["error"], ["ok", "ok"])

@@ -15,7 +15,9 @@ from ops.benchmarks.__main__ import main
 from ops.benchmarks.compare.comparison import options_for
 from ops.benchmarks.measure.protocol import EngineOptions
 
-REQUESTS = [{"prompt": [65 + number, 66, 67, 68 + number], "max_tokens": 5 + number} for number in range(6)]
+REQUESTS = [
+    {"prompt": [65 + number, 66, 67, 68 + number], "max_tokens": 5 + number} for number in range(6)
+]
 
 
 @pytest.fixture
@@ -27,7 +29,16 @@ def workload(tmp_path: Path) -> Path:
 
 def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     out = tmp_path / "out.json"
-    fixed = ["--model", "synthetic?step_ms=2", "--pool-tokens", "4096", "--rounds", "2", "--json", str(out)]
+    fixed = [
+        "--model",
+        "synthetic?step_ms=2",
+        "--pool-tokens",
+        "4096",
+        "--rounds",
+        "2",
+        "--json",
+        str(out),
+    ]
     assert main([*arguments, *fixed]) == 0
     record: dict[str, Any] = json.loads(out.read_text())
     return record
@@ -37,10 +48,14 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     record = measure(tmp_path, "engine", "--workload", str(workload), "--set", "block_size=8")
     (result,) = record["results"]
     first, second = result["rounds"]["tokenmill"]
-    assert first["steps"] == second["steps"] == 10  # the prompts in one step, which gives the first of 10 tokens
+    assert (
+        first["steps"] == second["steps"] == 10
+    )  # the prompts in one step, which gives the first of 10 tokens
     assert first["batch_max"] == 6
     assert first["output_tok_s"] == pytest.approx(45 / first["wall_s"])
-    assert first["cached_tokens"] == second["cached_tokens"] == 0, "a round must not find the earlier one's prompts"
+    assert first["cached_tokens"] == second["cached_tokens"] == 0, (
+        "a round must not find the earlier one's prompts"
+    )
     printed = capsys.readouterr().out
     assert "letters 2/2  tokenmill" in printed, "each turn is told as it ends"
     assert "medians of 2 rounds" in printed
@@ -56,7 +71,10 @@ def test_a_count_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtu
 
 def test_ourselves_without_rounded_weights() -> None:
     given = EngineOptions(model="a-model", settings={"quantization": "int8", "block_size": 32})
-    told = {name: options_for(name, given, print).settings for name in ("tokenmill", "unquantised", "wide")}
+    told = {
+        name: options_for(name, given, print).settings
+        for name in ("tokenmill", "unquantised", "wide")
+    }
     assert told == {
         "tokenmill": {"quantization": "int8", "block_size": 32},
         "unquantised": {"block_size": 32},
@@ -96,7 +114,9 @@ def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path
     ]
     command = [sys.executable, "-m", "ops.benchmarks", "engine", *options, "--json", str(out)]
     with heeding_interrupts():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
     with process:
         assert process.stdout is not None
         lines = iter(process.stdout)
@@ -109,7 +129,9 @@ def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path
     record = json.loads(out.read_text())
     assert record["complete"] is False
     assert len(record["results"][0]["rounds"]["tokenmill"]) >= 2
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [], "written at once, or not"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [], (
+        "written at once, or not"
+    )
 
 
 @pytest.mark.redis
@@ -129,9 +151,22 @@ def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each system must have done every job, or its measurement raises."""
     out = tmp_path / "queue.json"
-    wanted = ["--jobs", "40", "--tokens", "4", "--rounds", "1", "--peer", "celery", "--json", str(out)]
+    wanted = [
+        "--jobs",
+        "40",
+        "--tokens",
+        "4",
+        "--rounds",
+        "1",
+        "--peer",
+        "celery",
+        "--json",
+        str(out),
+    ]
     assert main(["queue", *wanted]) == 0
-    ours, celery = (json.loads(out.read_text())["results"][name] for name in ("tokenmill", "celery"))
+    ours, celery = (
+        json.loads(out.read_text())["results"][name] for name in ("tokenmill", "celery")
+    )
     assert min(*ours.values(), *celery.values()) > 0
     assert ours["token_p50_ms"] <= ours["token_p99_ms"]
     assert "the whole way, jobs/s" in capsys.readouterr().out
@@ -139,9 +174,22 @@ def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "interference.json"
-    wanted = ["--model", "synthetic?step_ms=1", "--chunk", "64", "--chunk", "256", "--rounds", "1", "--json", str(out)]
+    wanted = [
+        "--model",
+        "synthetic?step_ms=1",
+        "--chunk",
+        "64",
+        "--chunk",
+        "256",
+        "--rounds",
+        "1",
+        "--json",
+        str(out),
+    ]
     assert main(["interference", *wanted]) == 0
     small, large = (json.loads(out.read_text())["results"][chunk] for chunk in ("64", "256"))
-    assert small["short_ttft_steps"] == large["short_ttft_steps"] == 1, "the short prompt starts in the next step"
+    assert small["short_ttft_steps"] == large["short_ttft_steps"] == 1, (
+        "the short prompt starts in the next step"
+    )
     assert small["long_ttft_ms"] > small["short_ttft_ms"]
     assert "short prompt" in capsys.readouterr().out

@@ -31,7 +31,9 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "
 
 
 @pytest.mark.model
-def test_the_whole_command_on_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_command_on_a_tiny_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every path but those of CUDA, the peer too."""
     out = tmp_path / "gpu.json"
     assert main(["gpu", *TINY, "--share", "0.05", "--rounds", "1", "--json", str(out)]) == 0
@@ -41,13 +43,24 @@ def test_the_whole_command_on_a_tiny_model(tmp_path: Path, capsys: pytest.Captur
                 "8-bit keys and values", "uneven lengths", "scattered blocks",
                 "without the drawing kernel")  # fmt: skip
     for setting in settings:
-        decodes = {what: figures for what, figures in found.items() if what.startswith(f"{setting}: decode")}
+        decodes = {
+            what: figures
+            for what, figures in found.items()
+            if what.startswith(f"{setting}: decode")
+        }
         assert decodes, setting
         for figures in decodes.values():
             assert 0 < figures["share_of_bandwidth"] <= figures["share_of_roofline"] * 1.001
-    assert {"default: decode 1", "default: decode 3", "default: drawn 3", "default: profile 3"} <= set(found)
+    assert {
+        "default: decode 1",
+        "default: decode 3",
+        "default: drawn 3",
+        "default: profile 3",
+    } <= set(found)
     assert found["default: prefill"]["tokens_s"] > 0
-    assert found["default: profile 3"]["busy"] > 0  # no operator of torch need take 2 % of so short a step
+    assert (
+        found["default: profile 3"]["busy"] > 0
+    )  # no operator of torch need take 2 % of so short a step
     assert isinstance(found["default: profile 3"]["kernels"], list)
     assert found["mixed"]["times_transformers"] > 0
     assert found["mixed"]["equal_answers"] == 1.0
@@ -57,7 +70,10 @@ def test_the_whole_command_on_a_tiny_model(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "share of the ceilings" in said
     assert "tiny, default: decode 3: share of bandwidth" in said
-    assert f"tiny, mixed: times transformers {found['mixed']['times_transformers']:.2f}, aimed at 3.00" in said
+    assert (
+        f"tiny, mixed: times transformers {found['mixed']['times_transformers']:.2f}, aimed at 3.00"
+        in said
+    )
 
 
 @pytest.mark.model
@@ -65,21 +81,29 @@ def test_what_the_limit_leaves_no_time_for_is_named_in_a_whole_record(tmp_path: 
     out = tmp_path / "gpu.json"
     assert main(["gpu", *TINY, "--limit", "0", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
-    assert record["left_out"] == {"tiny: model": "no time was left", "tiny: settings": "no time was left"}
+    assert record["left_out"] == {
+        "tiny: model": "no time was left",
+        "tiny: settings": "no time was left",
+    }
     assert record["ceilings"]["bytes_s"] > 0
 
 
 def test_a_measurement_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
     kept: list[dict[str, Any]] = []
     options = argparse.Namespace(
-        device="cpu", dtype="float32", limit=60.0, keep=lambda record: kept.append(copy.deepcopy(record))
+        device="cpu",
+        dtype="float32",
+        limit=60.0,
+        keep=lambda record: kept.append(copy.deepcopy(record)),
     )
     session = Session(options, Console(quiet=True))
     session.attempt("tiny", "first", lambda: {"tokens_s": 1.0})
     session.attempt("tiny", "second", lambda: 1 // 0)
     session.attempt("tiny", "third", lambda: {"tokens_s": 3.0})
     assert kept[-1]["results"] == {"tiny": {"first": {"tokens_s": 1.0}, "third": {"tokens_s": 3.0}}}
-    assert kept[-1]["left_out"] == {"tiny: second": "ZeroDivisionError: integer division or modulo by zero"}
+    assert kept[-1]["left_out"] == {
+        "tiny: second": "ZeroDivisionError: integer division or modulo by zero"
+    }
     assert [len(record["results"].get("tiny", {})) for record in kept] == sorted(
         len(record["results"].get("tiny", {})) for record in kept
     )
@@ -87,7 +111,9 @@ def test_a_measurement_that_fails_is_named_and_the_others_are_kept(tmp_path: Pat
 
 
 def test_what_would_not_end_in_time_is_not_begun() -> None:
-    session = Session(argparse.Namespace(device="cpu", dtype="float32", limit=60.0), Console(quiet=True))
+    session = Session(
+        argparse.Namespace(device="cpu", dtype="float32", limit=60.0), Console(quiet=True)
+    )
     assert session.attempt("tiny", "long", lambda: {"tokens_s": 1.0}, needs_s=90.0) is None
     assert session.attempt("tiny", "short", lambda: {"tokens_s": 1.0}, needs_s=30.0) is not None
     assert session.record["left_out"] == {"tiny: long": "no time was left"}
@@ -144,13 +170,21 @@ def test_each_round_is_kept_before_the_next_is_waited_for() -> None:
             {"tokenmill": Scripted(1.0, 3.0), "transformers": Scripted(4.0)}, load, 2,
             lambda record: kept.append(copy.deepcopy(record)),
         )  # fmt: skip
-    assert [record.get("times_transformers") for record in kept] == [None, 4.0, pytest.approx(8 / 3)]
+    assert [record.get("times_transformers") for record in kept] == [
+        None,
+        4.0,
+        pytest.approx(8 / 3),
+    ]
     assert kept[-1]["rounds"] == {"tokenmill": [12.0, 4.0], "transformers": [3.0]}
     assert kept[-1]["equal_answers"] == 1.0
 
 
 def test_reached_and_missed_goals_are_told() -> None:
-    found = {"default: decode 32": {"share_of_bandwidth": 0.83}, "mixed": {"times_transformers": 2.5}, "mixed: x": {}}
+    found = {
+        "default: decode 32": {"share_of_bandwidth": 0.83},
+        "mixed": {"times_transformers": 2.5},
+        "mixed: x": {},
+    }
     assert goals({"results": {"tiny": found}}) == [
         "goal reached: tiny, default: decode 32: share of bandwidth 0.83, aimed at 0.80",
         "goal missed: tiny, mixed: times transformers 2.50, aimed at 3.00",
@@ -158,10 +192,19 @@ def test_reached_and_missed_goals_are_told() -> None:
 
 
 def engine_and_options(**changes: Any) -> tuple[Any, argparse.Namespace]:
-    fields = {"device": "cpu", "dtype": "float32", "batch": [24], "context": 200, "prefill": 50, "steps": 4}
+    fields = {
+        "device": "cpu",
+        "dtype": "float32",
+        "batch": [24],
+        "context": 200,
+        "prefill": 50,
+        "steps": 4,
+    }
     options = argparse.Namespace(**{**fields, **changes})
     config = configure(SHAPES["tiny"], options)
-    return engine_of(describe(random_model(SHAPES["tiny"], "cpu", torch.float32), config), config), options
+    return engine_of(
+        describe(random_model(SHAPES["tiny"], "cpu", torch.float32), config), config
+    ), options
 
 
 def test_the_first_sequences_of_a_long_start_live_until_the_end() -> None:
@@ -215,7 +258,9 @@ def test_weights_are_counted_as_transformers_has_them(name: str) -> None:
 def test_kernels_are_summed_by_name_and_gaps_by_their_neighbours() -> None:
     spans = [(0.0, 40.0, "a"), (50.0, 90.0, "b"), (20.0, 45.0, "c"), (90.5, 100.0, "a")]
     found = summarise(spans, steps=1)
-    assert [(gap["between"], gap["ms"]) for gap in found["gaps"]] == [("c → b", pytest.approx(0.005))]
+    assert [(gap["between"], gap["ms"]) for gap in found["gaps"]] == [
+        ("c → b", pytest.approx(0.005))
+    ]
     assert [(kernel["name"], kernel["ms"]) for kernel in found["kernels"]] == [
         ("a", pytest.approx(0.0495)), ("b", pytest.approx(0.04)), ("c", pytest.approx(0.025)),
     ]  # fmt: skip

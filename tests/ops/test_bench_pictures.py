@@ -21,7 +21,10 @@ NO_TPOT = {name: value for name, value in FIGURES.items() if not name.startswith
 
 
 def engines(figures: dict[str, float], output_tokens: int) -> dict[str, Any]:
-    rounds = {name: [figures, {**figures, "output_tok_s": 120.0}] for name in ("tokenmill", "vllm", "floor mkl")}
+    rounds = {
+        name: [figures, {**figures, "output_tok_s": 120.0}]
+        for name in ("tokenmill", "vllm", "floor mkl")
+    }
     return {
         "workload": "decode",
         "requests": 4,
@@ -35,7 +38,14 @@ def engines(figures: dict[str, float], output_tokens: int) -> dict[str, Any]:
 SIMULATED = {
     "engine": {
         "rows": [
-            {"load": load, "policy": policy, "goodput": load, "offered": load, "ttft_p50_s": 0.1, "ttft_p99_s": last}
+            {
+                "load": load,
+                "policy": policy,
+                "goodput": load,
+                "offered": load,
+                "ttft_p50_s": 0.1,
+                "ttft_p99_s": last,
+            }
             | {"tpot_p50_ms": 9.0, "tpot_p99_ms": 20.0}
             for load, last in ((0.5, 0.2), (1.2, None))
             for policy in ("fifo", "priority")
@@ -43,14 +53,23 @@ SIMULATED = {
     },
     "queue": {
         "rows": [
-            {"mix": mix, "kind": "token chunks", "workers": workers, "tokens_s": 1e4, "offered_tokens_s": 1e4 * workers}
+            {
+                "mix": mix,
+                "kind": "token chunks",
+                "workers": workers,
+                "tokens_s": 1e4,
+                "offered_tokens_s": 1e4 * workers,
+            }
             | {"utilisation": 0.5, "claim_p50_ms": 1.0, "claim_p99_ms": 2.0}
             for mix in ("short prompts", "long prompts")
             for workers in (1, 2, 4)
         ]
     },
 }
-QUEUES = {"tokenmill": [{"jobs_s": 10.0, "bytes_per_job": 900.0}], "celery": [{"jobs_s": 5.0, "bytes_per_job": 90.0}]}
+QUEUES = {
+    "tokenmill": [{"jobs_s": 10.0, "bytes_per_job": 900.0}],
+    "celery": [{"jobs_s": 5.0, "bytes_per_job": 90.0}],
+}
 RECORDS: dict[str, dict[str, Any]] = {
     "engine": {"command": "engine", "results": [engines(FIGURES, 64), engines(NO_TPOT, 4)]},
     "queue": {"command": "queue", "rounds": QUEUES},
@@ -82,14 +101,18 @@ def test_the_command_draws_a_file(tmp_path: Path) -> None:
         ('{"command": "simulate"}', "no simulation"),
     ],
 )
-def test_what_cannot_be_drawn(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_drawn(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.json").write_text(text)
     assert main(["plot", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.png")]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists()
 
 
-def test_a_bad_name_is_said_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_name_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["engine", "--workload", "/nowhere.json", "--plot", str(tmp_path / "a.bmp")]) == 1
     assert ".png, .svg, .pdf" in capsys.readouterr().err
     with pytest.raises(PictureError, match="no folder"):

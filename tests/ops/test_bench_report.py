@@ -22,9 +22,19 @@ WORKLOAD = Workload("decode", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4
 NAMES = ("tokenmill", "transformers", "vllm", "llamacpp", "floor mkl", "floor packed")
 
 
-def turn(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), disturbance: Disturbance | None = None) -> Turn:
+def turn(
+    seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), disturbance: Disturbance | None = None
+) -> Turn:
     answers = [list(tokens), list(tokens)]
-    measured = Round(seconds, answers, [0.25 * seconds] * 2, [seconds] * 2, steps=4, computed_tokens=8, batch_sizes=[2])
+    measured = Round(
+        seconds,
+        answers,
+        [0.25 * seconds] * 2,
+        [seconds] * 2,
+        steps=4,
+        computed_tokens=8,
+        batch_sizes=[2],
+    )
     return Turn(measured, of_round(WORKLOAD, measured), disturbance)
 
 
@@ -97,14 +107,21 @@ class TestTables:
         assert "medians of 1 round\n" in text_of(console)
 
     def test_the_summary_says_whether_goals_are_reached(self, console: Console) -> None:
-        show_summary([record(measurement(tokenmill=[1.0, 1.0], vllm=[1.7, 1.7], floor_mkl=[0.5, 0.5]))], console)
+        show_summary(
+            [record(measurement(tokenmill=[1.0, 1.0], vllm=[1.7, 1.7], floor_mkl=[0.5, 0.5]))],
+            console,
+        )
         text = text_of(console)
         assert "1.70 ≥ 1.6" in text
         assert "0.50 < 0.85" in text
         assert max(map(len, text.splitlines())) <= 80
 
-    @pytest.mark.parametrize(("quantization", "told"), [("int8", "1.60 < 1.7"), ("int4", "1.60"), ("", "1.60")])
-    def test_goals_of_rounded_weights_are_their_own(self, quantization: str, told: str, console: Console) -> None:
+    @pytest.mark.parametrize(
+        ("quantization", "told"), [("int8", "1.60 < 1.7"), ("int4", "1.60"), ("", "1.60")]
+    )
+    def test_goals_of_rounded_weights_are_their_own(
+        self, quantization: str, told: str, console: Console
+    ) -> None:
         both = Measurement(WORKLOAD, ("tokenmill", "unquantised"), quantization=quantization)
         both.turns = {"tokenmill": [turn(1.0)], "unquantised": [turn(1.6)]}
         show_summary([record(both)], console)
@@ -112,7 +129,10 @@ class TestTables:
 
     def test_a_turn_is_told_with_its_disturbance(self) -> None:
         both = measurement()
-        calm, loud = turn(4.0, disturbance=Disturbance(0.01, 0.0)), turn(4.0, disturbance=Disturbance(0.3, 0.02))
+        calm, loud = (
+            turn(4.0, disturbance=Disturbance(0.01, 0.0)),
+            turn(4.0, disturbance=Disturbance(0.3, 0.02)),
+        )
         assert turn_line(both, "vllm", calm, 3).endswith("others 1%, stolen 0%")
         assert turn_line(both, "vllm", loud, 3).endswith("others 30%, stolen 2%  DISTURBED")
 
@@ -123,14 +143,20 @@ class TestCoreWatch:
         (proc / "stat").write_text(f"cpu  {cores} 0 0\ncpu0 1 1 1\n")
         for pid, (parent, ticks) in processes.items():
             (proc / str(pid)).mkdir(exist_ok=True)
-            (proc / str(pid) / "stat").write_text(f"{pid} (a ) name) S {parent} 0 0 0 0 0 0 0 0 0 {ticks} 20 0\n")
+            (proc / str(pid) / "stat").write_text(
+                f"{pid} (a ) name) S {parent} 0 0 0 0 0 0 0 0 0 {ticks} 20 0\n"
+            )
 
     def test_own_time_is_the_tree_s_and_the_rest_is_others(self, tmp_path: Path) -> None:
-        self.write(tmp_path, "0 0 0 0 0 0 0 0", {7: (1, "0 0 0 0"), 8: (7, "0 0 0 0"), 9: (1, "0 0 0 0")})
+        self.write(
+            tmp_path, "0 0 0 0 0 0 0 0", {7: (1, "0 0 0 0"), 8: (7, "0 0 0 0"), 9: (1, "0 0 0 0")}
+        )
         watch = CoreWatch(7, tmp_path)
         # Of 1,000 ticks: 500 idle, 100 waiting, 20 stolen, 380 busy; ours 200 + 80 of a child.
         self.write(
-            tmp_path, "300 0 80 500 100 0 0 20", {7: (1, "150 50 0 0"), 8: (7, "40 20 10 10"), 9: (1, "100 0 0 0")}
+            tmp_path,
+            "300 0 80 500 100 0 0 20",
+            {7: (1, "150 50 0 0"), 8: (7, "40 20 10 10"), 9: (1, "100 0 0 0")},
         )
         found = watch.read()
         assert found is not None

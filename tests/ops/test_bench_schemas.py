@@ -29,14 +29,18 @@ SCHEMAS = [*TYPED, *EARLIER, *INVALID]
 
 
 @pytest.mark.parametrize("answers", [2, pytest.param(40, marks=pytest.mark.slow)])
-async def test_no_answer_breaks_its_schema_in_silence(answers: int, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_answer_breaks_its_schema_in_silence(
+    answers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = await count(SCHEMAS, GrammarCompiler.from_vocab(VOCAB, [EOS]), answers, 200)
     lines = capsys.readouterr().out.splitlines()
     refusals = [line.partition(" refused: ")[2] for line in lines if " refused: " in line]
     told = [line for line in lines if line.startswith("told of ")]
     assert found["silent"] == 0
     assert len(told) == found["told"]
-    assert [line for line in told if '-02-29" is not a "date"' not in line] == []  # the grammar knows no leap years
+    assert [
+        line for line in told if '-02-29" is not a "date"' not in line
+    ] == []  # the grammar knows no leap years
     assert len(refusals) >= len(INVALID)
     for refusal in refusals:
         assert refusal.startswith("response_format.json_schema ")
@@ -52,7 +56,9 @@ async def test_an_answer_that_breaks_its_schema_is_counted() -> None:
     def compile_any(kind: str, source: str) -> Any:
         """Make a grammar of numbers for every schema."""
         assert (kind, json.loads(source)) == ("json", {"type": "string"})
-        return real.compile(ResponseFormat(json_schema={"type": "integer", "maximum": 9, "minimum": 0})).result(60)
+        return real.compile(
+            ResponseFormat(json_schema={"type": "integer", "maximum": 9, "minimum": 0})
+        ).result(60)
 
     broken = GrammarCompiler.from_vocab(VOCAB, [EOS], compile_source=compile_any)
     found = await count([{"type": "string"}], broken, 3, 200)

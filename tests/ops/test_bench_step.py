@@ -19,13 +19,19 @@ def measure(folder: Path, *arguments: str) -> dict[str, dict[str, float]]:
     return results
 
 
-def test_parts_and_what_is_around_them_are_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_and_what_is_around_them_are_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = measure(tiny_models.save("llama", tmp_path), "--sequences", "3", "--sequences", "32")
     assert list(found) == ["3", "32"]
     for figures in found.values():
-        assert sum(figures[part] for part in PARTS.values()) + figures[AROUND] == pytest.approx(figures[WHOLE])
+        assert sum(figures[part] for part in PARTS.values()) + figures[AROUND] == pytest.approx(
+            figures[WHOLE]
+        )
         assert all(figures[part] > 0 for part in SHARED)
-        assert figures[OUTSIDE] == pytest.approx(1 - sum(figures[part] for part in SHARED) / figures[WHOLE])
+        assert figures[OUTSIDE] == pytest.approx(
+            1 - sum(figures[part] for part in SHARED) / figures[WHOLE]
+        )
     printed = capsys.readouterr().out
     assert "the goal of 10%" in printed
 
@@ -33,7 +39,9 @@ def test_parts_and_what_is_around_them_are_the_step(tmp_path: Path, capsys: pyte
 def test_a_model_that_is_not_one_program_has_whole_steps_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: Any = measure(tiny_models.save("llama", tmp_path), "--sequences", "2", "--set", "fuse=false")
+    found: Any = measure(
+        tiny_models.save("llama", tmp_path), "--sequences", "2", "--set", "fuse=false"
+    )
     assert set(found["2"]) == {WHOLE}
     printed = capsys.readouterr().out
     assert "only whole steps" in printed

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.measure.figures import equal_requests, equal_tokens, of_round, percentile, summary
+from ops.benchmarks.measure.figures import (
+    equal_requests,
+    equal_tokens,
+    of_round,
+    percentile,
+    summary,
+)
 from ops.benchmarks.measure.protocol import EngineOptions, Round
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
 from ops.benchmarks.peers.child import Child, ChildError, Kind
@@ -28,7 +34,9 @@ class TestWorkloads:
             ("single", 1, (64, 64), (128, 128)),
         ],
     )
-    def test_shapes(self, name: str, requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> None:
+    def test_shapes(
+        self, name: str, requests: int, prompt: tuple[int, int], output: tuple[int, int]
+    ) -> None:
         workload = generate(name)
         assert len(workload.requests) == requests
         lengths = [len(request.prompt) for request in workload.requests]
@@ -55,7 +63,15 @@ class TestWorkloads:
         assert load(tmp_path / "small.json") == SMALL
 
     @pytest.mark.parametrize(
-        "text", ["", "[]", "{}", '{"requests": []}', '{"requests": [{"prompt": [], "max_tokens": 1}]}', "{'a'}"]
+        "text",
+        [
+            "",
+            "[]",
+            "{}",
+            '{"requests": []}',
+            '{"requests": [{"prompt": [], "max_tokens": 1}]}',
+            "{'a'}",
+        ],
     )
     def test_what_is_no_workload_is_refused(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "bad.json"
@@ -89,7 +105,9 @@ class TestFigures:
         assert figures["batch_mean"] == 1.5
 
     def test_summary_gives_median_and_spread(self) -> None:
-        assert summary([{"x": 1.0}, {"x": 4.0}, {"x": 2.0}]) == {"x": {"median": 2.0, "spread": 1.5}}
+        assert summary([{"x": 1.0}, {"x": 4.0}, {"x": 2.0}]) == {
+            "x": {"median": 2.0, "spread": 1.5}
+        }
 
     def test_equality_counts_requests_and_tokens(self) -> None:
         a = Round(1.0, [[1, 2, 3], [7]], [], [])
@@ -126,7 +144,9 @@ serve(Parrot)
     def kind(self, tmp_path: Path) -> Kind:
         (tmp_path / "parrot.py").write_text(self.MODULE)
         root = str(Path(__file__).parents[2])
-        return Kind("parrot", "parrot", Path(sys.executable), (("PYTHONPATH", f"{root}:{tmp_path}"),))
+        return Kind(
+            "parrot", "parrot", Path(sys.executable), (("PYTHONPATH", f"{root}:{tmp_path}"),)
+        )
 
     def test_answers_and_goes(self, kind: Kind, tmp_path: Path) -> None:
         child = Child(kind, EngineOptions("any"), tmp_path / "log")
@@ -134,7 +154,10 @@ serve(Parrot)
         assert child.description == "says what it was told"
         assert child.run(SMALL).tokens == [[1, 2, 3], [4]]
         child.close()
-        assert (tmp_path / "log").read_text().splitlines() == ["noise on standard output", "closed in order"]
+        assert (tmp_path / "log").read_text().splitlines() == [
+            "noise on standard output",
+            "closed in order",
+        ]
         assert child._process.returncode == 0
 
     def test_errors_become_a_sentence(self, kind: Kind, tmp_path: Path) -> None:
@@ -171,7 +194,9 @@ class TestPeerEnvironments:
     def test_pip_s_failure_is_one_sentence(self, tmp_path: Path) -> None:
         environment = PeerEnvironment("peer", tmp_path / "peer")
         command = ["/bin/sh", "-c", "echo 'ERROR: no wheel for this machine'; exit 1"]
-        with pytest.raises(BuildError, match="installing x failed: ERROR: no wheel for this machine"):
+        with pytest.raises(
+            BuildError, match="installing x failed: ERROR: no wheel for this machine"
+        ):
             environment._step(lambda _: None, "installing x", command)
 
 
@@ -185,12 +210,26 @@ class TestCommandLine:
         assert "no command nonsense" in capsys.readouterr().err
 
     def test_writes_json(self, tmp_path: Path) -> None:
-        assert main(["workloads", str(tmp_path / "w"), "--share", "0.1", "--json", str(tmp_path / "out.json")]) == 0
+        assert (
+            main(
+                [
+                    "workloads",
+                    str(tmp_path / "w"),
+                    "--share",
+                    "0.1",
+                    "--json",
+                    str(tmp_path / "out.json"),
+                ]
+            )
+            == 0
+        )
         record = json.loads((tmp_path / "out.json").read_text())
         assert record["command"] == "workloads"
         assert record["machine"]["cores"] >= 1
         assert {Path(path).exists() for path in record["files"].values()} == {True}
 
-    def test_a_missing_workload_is_one_sentence_and_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_missing_workload_is_one_sentence_and_status_1(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(["engine", "--workload", "/nowhere.json"]) == 1
         assert "nowhere.json" in capsys.readouterr().out

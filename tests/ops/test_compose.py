@@ -59,7 +59,9 @@ def test_worker_profiles(compose: dict[str, Any]) -> None:
 def test_a_gpu_has_more_places_than_a_cpu_and_all_of_its_settings(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cpu, on_gpu = (_settings(compose["services"][name], monkeypatch) for name in ("worker-cpu", "worker-gpu"))
+    on_cpu, on_gpu = (
+        _settings(compose["services"][name], monkeypatch) for name in ("worker-cpu", "worker-gpu")
+    )
     wanted = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
     assert on_gpu == on_cpu.model_copy(update=wanted)
     assert {name: getattr(on_gpu, name) for name in wanted} == wanted
@@ -78,22 +80,33 @@ def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Setti
     return load_settings()  # strict: an unknown variable is an error
 
 
-def test_the_worker_s_variables_are_settings_it_knows(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_s_variables_are_settings_it_knows(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = compose["services"]["worker-cpu"]
     settings = _settings(worker, monkeypatch)
     assert settings.queue_name == "smollm2-135m-instruct"
-    assert settings.database_url == "postgresql+psycopg://tokenmill:POSTGRES_PASSWORD@postgres:5432/tokenmill"
+    assert (
+        settings.database_url
+        == "postgresql+psycopg://tokenmill:POSTGRES_PASSWORD@postgres:5432/tokenmill"
+    )
     grace = float(worker["stop_grace_period"].removesuffix("s"))
     assert grace > settings.drain_seconds + settings.record_drain_seconds
     assert f":{settings.metrics_port}/healthz" in worker["healthcheck"]["test"][-1]
 
 
-@pytest.mark.parametrize(("service", "role"), [("worker-cpu", "worker"), ("exporter", "reader"), ("tasks", "tasks")])
+@pytest.mark.parametrize(
+    ("service", "role"), [("worker-cpu", "worker"), ("exporter", "reader"), ("tasks", "tasks")]
+)
 def test_every_role_is_a_user_of_its_own(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch, service: str, role: str
 ) -> None:
     url = urlsplit(_settings(compose["services"][service], monkeypatch).redis_url)
-    assert (url.username, url.password, url.hostname) == (role, f"REDIS_{role.upper()}_PASSWORD", "redis")
+    assert (url.username, url.password, url.hostname) == (
+        role,
+        f"REDIS_{role.upper()}_PASSWORD",
+        "redis",
+    )
     users = (ROOT / "ops/deploy/redis/users.acl").read_text()
     assert f"user {role} on >change-me-{role} " in users
     server = compose["services"]["redis"]
@@ -103,15 +116,22 @@ def test_every_role_is_a_user_of_its_own(
 
 
 def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any]) -> None:
-    users = re.findall(r"^user (\w+) on ", (ROOT / "ops/deploy/redis/users.acl").read_text(), re.MULTILINE)
+    users = re.findall(
+        r"^user (\w+) on ", (ROOT / "ops/deploy/redis/users.acl").read_text(), re.MULTILINE
+    )
     server = compose["services"]["redis"]
     assert {name for name in users if f"change-me-{name}|$$" in server["command"][-1]} == set(users)
 
 
 def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    scrape = yaml.safe_load((ROOT / "ops/deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
-    workers, *others = scrape[0]["dns_sd_configs"][0], *(job["static_configs"][0]["targets"][0] for job in scrape[1:])
+    scrape = yaml.safe_load((ROOT / "ops/deploy/prometheus/prometheus.yml").read_text())[
+        "scrape_configs"
+    ]
+    workers, *others = (
+        scrape[0]["dns_sd_configs"][0],
+        *(job["static_configs"][0]["targets"][0] for job in scrape[1:]),
+    )
     for name in workers["names"]:
         assert services[name]["environment"]["TOKENMILL_METRICS_PORT"] == workers["port"]
         assert services[name]["environment"]["TOKENMILL_METRICS_HOST"] == "0.0.0.0"
@@ -119,19 +139,27 @@ def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
         host, port = address.split(":")
         assert services[host]["environment"]["TOKENMILL_METRICS_PORT"] == int(port)
         assert f":{port}/healthz" in services[host]["healthcheck"]["test"][-1]
-    source = yaml.safe_load((ROOT / "ops/deploy/grafana/provisioning/datasources/prometheus.yml").read_text())
+    source = yaml.safe_load(
+        (ROOT / "ops/deploy/grafana/provisioning/datasources/prometheus.yml").read_text()
+    )
     assert source["datasources"][0]["url"] == "http://prometheus:9090"
-    provider = yaml.safe_load((ROOT / "ops/deploy/grafana/provisioning/dashboards/tokenmill.yml").read_text())[
-        "providers"
-    ][0]
-    assert f"./ops/deploy/grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
+    provider = yaml.safe_load(
+        (ROOT / "ops/deploy/grafana/provisioning/dashboards/tokenmill.yml").read_text()
+    )["providers"][0]
+    assert (
+        f"./ops/deploy/grafana/dashboards:{provider['options']['path']}:ro"
+        in services["grafana"]["volumes"]
+    )
 
 
 def test_migration_runs_once_before_the_workers(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert services["migrate"]["command"] == ["db", "upgrade"]
     assert services["migrate"]["restart"] == "no"
-    assert services["worker-cpu"]["depends_on"]["migrate"]["condition"] == "service_completed_successfully"
+    assert (
+        services["worker-cpu"]["depends_on"]["migrate"]["condition"]
+        == "service_completed_successfully"
+    )
 
 
 def test_only_loopback_ports_are_published(compose: dict[str, Any]) -> None:

@@ -24,7 +24,9 @@ from tokenmill_worker.tasks.resources import Desk
 
 pytestmark = pytest.mark.redis
 OPS = Path(__file__).parents[2] / "ops"
-DASHBOARD: dict[str, Any] = json.loads((OPS / "deploy/grafana/dashboards/tokenmill.json").read_text())
+DASHBOARD: dict[str, Any] = json.loads(
+    (OPS / "deploy/grafana/dashboards/tokenmill.json").read_text()
+)
 ALERTS: dict[str, Any] = yaml.safe_load((OPS / "deploy/prometheus/alerts.yml").read_text())
 SCALER: dict[str, Any] = yaml.safe_load((OPS / "deploy/k8s/scaledobject.yaml").read_text())
 PROMETHEUS: dict[str, Any] = yaml.safe_load((OPS / "deploy/prometheus/prometheus.yml").read_text())
@@ -45,7 +47,9 @@ def exported(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def _tend_and_scrape(database: str) -> str:
     """Tasks called in this process: what Celery's signals tell is the same."""
-    settings = load_settings({"database_url": database, "webhook_secret": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"})
+    settings = load_settings(
+        {"database_url": database, "webhook_secret": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"}
+    )
     desk = Desk(settings)
     app = build_app(settings, desk)
     watch = TasksWatch(app, desk.outbox.standing, lambda: True)
@@ -65,16 +69,24 @@ def _tend_and_scrape(database: str) -> str:
 
 async def _work_and_scrape(redis_url: str, folder: Path) -> str:
     database = database_url(folder)
-    async with client_of(redis_url, database) as client, running_worker(redis_url, database, metrics_port=0) as worker:
+    async with (
+        client_of(redis_url, database) as client,
+        running_worker(redis_url, database, metrics_port=0) as worker,
+    ):
         prompts = [("interactive", "a"), ("standard", "b"), ("bulk", "c"), ("standard", "[[fail]]")]
-        jobs = [await client.submit(prompt=p, priority=c, max_tokens=9, ignore_eos=True) for c, p in prompts]
+        jobs = [
+            await client.submit(prompt=p, priority=c, max_tokens=9, ignore_eos=True)
+            for c, p in prompts
+        ]
         for job in jobs:
             await client.result(job, timeout=60)
         url = f"http://127.0.0.1:{worker.watch_port}/metrics"
         async with asyncio.timeout(60):
             while True:
                 text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
-                if re.search(r"queue_finished_total\{[^}]*failed", text):  # the queue has been read since
+                if re.search(
+                    r"queue_finished_total\{[^}]*failed", text
+                ):  # the queue has been read since
                     return str(text)
                 await asyncio.sleep(0.2)
 
@@ -84,17 +96,23 @@ def _plain(expression: str) -> str:
     return expression.replace("$__rate_interval", "1m").replace("$queue", ".*")
 
 
-@pytest.mark.parametrize(("panel", "target"), TARGETS, ids=lambda value: value.get("title", value.get("refId", "")))
+@pytest.mark.parametrize(
+    ("panel", "target"), TARGETS, ids=lambda value: value.get("title", value.get("refId", ""))
+)
 def test_every_query_of_the_dashboard_finds_its_metrics(
     exported: Catalogue, panel: dict[str, Any], target: dict[str, Any]
 ) -> None:
     labels = exported.labels_of(_plain(target["expr"]))
     for name in re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")):
-        assert name in labels, f"the legend of {panel['title']!r} wants {name}, the result has {sorted(labels)}"
+        assert name in labels, (
+            f"the legend of {panel['title']!r} wants {name}, the result has {sorted(labels)}"
+        )
 
 
 @pytest.mark.parametrize("trigger", SCALER["spec"]["triggers"], ids=lambda trigger: trigger["name"])
-def test_every_query_of_the_autoscaler_gives_one_number(exported: Catalogue, trigger: dict[str, Any]) -> None:
+def test_every_query_of_the_autoscaler_gives_one_number(
+    exported: Catalogue, trigger: dict[str, Any]
+) -> None:
     query = trigger["metadata"]["query"].replace("smollm2-135m-instruct", "q")
     assert exported.labels_of(query) == set()
 

@@ -14,7 +14,9 @@ QUESTIONS = (Question("Why?", "a", "standard"), Question("How?", "b", "bulk"))
 
 def console(*, terminal: bool, width: int = 100, height: int = 40) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=width, height=height, legacy_windows=False), out
+    return Console(
+        file=out, force_terminal=terminal, width=width, height=height, legacy_windows=False
+    ), out
 
 
 def test_the_spinner_shows_a_whole_line_of_the_worker_s_log() -> None:

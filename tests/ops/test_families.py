@@ -33,7 +33,9 @@ def found() -> list[Trial]:
 def test_none_of_a_few_families_is_wrong_or_crashes(found: list[Trial]) -> None:
     verdicts = {one.name: one.verdict for one in found}
     assert verdicts["llama"] == verdicts["stablelm"] == "equal"
-    assert verdicts["bart"] == verdicts["doge"] == verdicts["falcon"] == verdicts["mamba"] == "refused"
+    assert (
+        verdicts["bart"] == verdicts["doge"] == verdicts["falcon"] == verdicts["mamba"] == "refused"
+    )
     assert set(verdicts.values()) == {"equal", "refused"}
 
 
@@ -68,13 +70,18 @@ def tried(monkeypatch: pytest.MonkeyPatch, answers: Any) -> Trial:
 def test_other_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer) for one in wanted])
     assert right.verdict == "equal"
-    found = tried(monkeypatch, lambda _f, wanted, _e: [[one.answer[0] ^ 1, *one.answer[1:]] for one in wanted])
+    found = tried(
+        monkeypatch, lambda _f, wanted, _e: [[one.answer[0] ^ 1, *one.answer[1:]] for one in wanted]
+    )
     assert found.verdict == "wrong"
     assert found.reason.startswith("generate answers [")
 
 
 def test_a_shorter_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer[:-1]) for one in wanted]).verdict == "wrong"
+    assert (
+        tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer[:-1]) for one in wanted]).verdict
+        == "wrong"
+    )
 
 
 def test_a_process_that_dies_or_hangs_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +99,10 @@ def results() -> Iterator[Trial]:
     yield Trial("opt", "", "equal")
     yield Trial("llama", "", "equal")
     yield Trial(
-        "bert", "", "refused", "MODEL cannot be served: layer 0 has keys of size 24; MODEL cannot be served: else"
+        "bert",
+        "",
+        "refused",
+        "MODEL cannot be served: layer 0 has keys of size 24; MODEL cannot be served: else",
     )
     yield Trial("bart", "window", "refused", "MODEL cannot be served: layer 1 has keys of size 16")
 
@@ -115,7 +125,9 @@ def test_only_what_stands_between_the_markers_is_replaced() -> None:
 def test_the_command_says_what_is_wrong_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "run_all", lambda *_: [Trial("opt", "", "wrong", "generate answers [1]")])
+    monkeypatch.setattr(
+        command, "run_all", lambda *_: [Trial("opt", "", "wrong", "generate answers [1]")]
+    )
     assert command.main(["opt"]) == 1
     assert "wrong      opt: generate answers [1]" in capsys.readouterr().out
     monkeypatch.setattr(command, "run_all", lambda *_: results())

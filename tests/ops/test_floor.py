@@ -45,7 +45,9 @@ def test_every_kind_runs(kind: str) -> None:
 
 
 def test_the_floor_takes_the_engines_steps(llama: Path) -> None:
-    options = EngineOptions(model=str(llama), max_batch_tokens=16, max_sequences=4, settings={"floor": "packed"})
+    options = EngineOptions(
+        model=str(llama), max_batch_tokens=16, max_sequences=4, settings={"floor": "packed"}
+    )
     floor = Floor(options)
     measured = floor.run(WORKLOAD.requests)
     floor.close()
@@ -67,6 +69,21 @@ def test_a_floor_is_a_share_and_not_a_peer() -> None:
 
 
 def test_the_command_prints_its_table(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["floor", "--model", str(llama), "--kinds", "packed,int8", "--tokens", "1,4", "--rounds", "1"]) == 0
+    assert (
+        main(
+            [
+                "floor",
+                "--model",
+                str(llama),
+                "--kinds",
+                "packed,int8",
+                "--tokens",
+                "1,4",
+                "--rounds",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert "our 8-bit" in capsys.readouterr().out
     assert main(["floor", "--model", str(llama), "--kinds", "abacus"]) == 1

@@ -33,11 +33,18 @@ def bare(tmp_path: Path) -> dict[str, str]:
     """Return the environment of an interpreter without those packages."""
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # noqa: TID251 - a child's
-    return {**kept, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    return {
+        **kept,
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "PYTHON": sys.executable,
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:
-    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    child = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+    )
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]
     return child.stdout
 
@@ -50,7 +57,11 @@ def test_the_packages_are_hidden(bare: dict[str, str]) -> None:
 def test_the_tests_are_found(bare: dict[str, str]) -> None:
     pytest.importorskip("triton")
     found = run([str(ROOT / "ops" / "gpu-test"), "--collect-only"], bare)
-    for name in ("attends_as_dense_attention_does", "each_kind_draws_torchs_tokens", "captured_graphs_give"):
+    for name in (
+        "attends_as_dense_attention_does",
+        "each_kind_draws_torchs_tokens",
+        "captured_graphs_give",
+    ):
         assert f"test_{name}" in found
 
 

@@ -14,7 +14,13 @@ import tokenmill
 from ops.tools import reference, reference_bytes
 from tokenmill import AsyncClient, Client
 from tokenmill.operations.job_request import fingerprint
-from tokenmill_schemas.codec import decode_chunk, decode_control, decode_request, decode_result, decode_status
+from tokenmill_schemas.codec import (
+    decode_chunk,
+    decode_control,
+    decode_request,
+    decode_result,
+    decode_status,
+)
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.validation import problems
 
@@ -28,7 +34,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 @pytest.mark.parametrize("page", sorted(path.name for path in reference.pages()))
 def test_generated_pages_are_fresh(page: str) -> None:
     fresh = reference.pages()[GUIDES / page]
-    assert (GUIDES / page).read_text(encoding="utf-8") == fresh, f"{page} is stale: run `{reference.COMMAND}`"
+    assert (GUIDES / page).read_text(encoding="utf-8") == fresh, (
+        f"{page} is stale: run `{reference.COMMAND}`"
+    )
 
 
 def test_a_stale_page_is_noticed() -> None:
@@ -81,5 +89,9 @@ def test_the_client_s_guide_names_every_call_and_error() -> None:
 
 
 def calls_of(client: type) -> set[str]:
-    names = {name for name, _ in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
+    names = {
+        name
+        for name, _ in inspect.getmembers(client, inspect.isfunction)
+        if not name.startswith("_")
+    }
     return names - {"look_up"}

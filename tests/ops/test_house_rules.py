@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from ops.tools.house_rules import MAX_LINES, REGISTRY_HOSTS, dangerous_reads, docstrings_without_subject, main, problems
+from ops.tools.house_rules import (
+    MAX_LINES,
+    REGISTRY_HOSTS,
+    dangerous_reads,
+    docstrings_without_subject,
+    main,
+    problems,
+)
 
 
 @pytest.mark.parametrize("host", REGISTRY_HOSTS)
@@ -19,7 +26,9 @@ def test_long_sources_are_found(tmp_path: Path) -> None:
     path.write_text("x = 1\n" * MAX_LINES)
     assert list(problems(path, "long.py")) == []
     path.write_text("x = 1\n" * (MAX_LINES + 1))
-    assert list(problems(path, "long.py")) == [f"long.py: {MAX_LINES + 1} lines, {MAX_LINES} at most"]
+    assert list(problems(path, "long.py")) == [
+        f"long.py: {MAX_LINES + 1} lines, {MAX_LINES} at most"
+    ]
 
 
 def test_binary_files_are_passed_over(tmp_path: Path) -> None:
@@ -46,7 +55,9 @@ def test_formats_that_run_code_are_found(source: str, says: str) -> None:
     assert says in what
 
 
-@pytest.mark.parametrize("source", ["import msgspec", "torch.load(p, weights_only=True)", "from x import pickle_free"])
+@pytest.mark.parametrize(
+    "source", ["import msgspec", "torch.load(p, weights_only=True)", "from x import pickle_free"]
+)
 def test_other_formats_pass(source: str) -> None:
     assert list(dangerous_reads(source)) == []
 

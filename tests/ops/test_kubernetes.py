@@ -26,12 +26,18 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     for document in yaml.safe_load_all((FOLDER / name).read_text())
 }
 with tempfile.TemporaryDirectory() as _folder:  # as kustomize makes the Secret
-    subprocess.run([FOLDER.parents[1] / "secrets", "kubernetes", _folder], check=True, capture_output=True)
+    subprocess.run(
+        [FOLDER.parents[1] / "secrets", "kubernetes", _folder], check=True, capture_output=True
+    )
     _lines = (Path(_folder) / "secret.env").read_text().splitlines()
 (_SECRET,) = KUSTOMIZATION["secretGenerator"]
 SECRETS = dict(line.split("=", 1) for line in _lines)
 SCALER_SCHEMA = json.loads((FOLDER / "schemas" / "scaledobject.json").read_text())
-PODS = {name: d["spec"]["template"]["spec"] for name, d in DOCUMENTS.items() if d["kind"] in ("Deployment", "Job")}
+PODS = {
+    name: d["spec"]["template"]["spec"]
+    for name, d in DOCUMENTS.items()
+    if d["kind"] in ("Deployment", "Job")
+}
 WORKER = "Deployment/tokenmill-worker"
 VERSIONS = ("1.30", "1.34", "1.37")
 
@@ -68,7 +74,9 @@ def test_every_file_of_the_folder_is_applied() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", [name for name in DOCUMENTS if not name.startswith("ScaledObject")])
+@pytest.mark.parametrize(
+    "name", [name for name in DOCUMENTS if not name.startswith("ScaledObject")]
+)
 def test_kubernetes_knows_every_field(name: str, version: str) -> None:
     kubernetes_validate.validate(DOCUMENTS[name], version, strict=True)
 
@@ -105,7 +113,15 @@ def test_keda_s_own_definition_has_every_field_of_the_scaler() -> None:
         ("fallback", "replica"),
         ("scaleTargetRef", "deployment"),
         ("triggers", 0, "metric"),
-        ("advanced", "horizontalPodAutoscalerConfig", "behavior", "scaleUp", "policies", 0, "seconds"),
+        (
+            "advanced",
+            "horizontalPodAutoscalerConfig",
+            "behavior",
+            "scaleUp",
+            "policies",
+            0,
+            "seconds",
+        ),
     ],
 )
 def test_a_field_that_keda_does_not_have_is_noticed(path: tuple[str | int, ...]) -> None:
@@ -127,7 +143,9 @@ def test_a_misspelt_field_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_every_variable_is_a_setting_and_every_role_its_own_user(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_is_a_setting_and_every_role_its_own_user(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = settings_of(PODS[name], monkeypatch)
     role = {"worker": "worker", "tasks": "tasks", "exporter": "reader"}.get(name.rpartition("-")[2])
     if role is not None:
@@ -141,7 +159,11 @@ def test_pods_run_without_rights_and_write_only_where_they_must(name: str) -> No
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is False
-    allowed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    allowed = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert container["securityContext"] == allowed
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
@@ -165,7 +187,9 @@ def test_the_worker_s_caches_can_be_written() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PODS if name.startswith("Deployment")])
-async def test_probes_ask_what_the_server_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probes_ask_what_the_server_answers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (container,) = PODS[name]["containers"]
     settings = settings_of(PODS[name], monkeypatch)
     assert settings.metrics_host == "0.0.0.0"
@@ -176,16 +200,24 @@ async def test_probes_ask_what_the_server_answers(name: str, monkeypatch: pytest
         if probe is not None:
             assert probe["httpGet"]["port"] == "metrics"
             assert server.answer("GET", probe["httpGet"]["path"])[0] == 200
-    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"  # the only one that a restart repairs
+    assert (
+        container["livenessProbe"]["httpGet"]["path"] == "/livez"
+    )  # the only one that a restart repairs
 
 
 def test_everything_selects_pods_that_are_there() -> None:
-    labels = [d["spec"]["template"]["metadata"]["labels"] for d in DOCUMENTS.values() if d["kind"] == "Deployment"]
+    labels = [
+        d["spec"]["template"]["metadata"]["labels"]
+        for d in DOCUMENTS.values()
+        if d["kind"] == "Deployment"
+    ]
     for name, document in DOCUMENTS.items():
         selector = document.get("spec", {}).get("selector")
         if selector is not None:
             wanted = selector.get("matchLabels", selector)
-            assert [found for found in labels if wanted.items() <= found.items()], f"{name} selects nothing"
+            assert [found for found in labels if wanted.items() <= found.items()], (
+                f"{name} selects nothing"
+            )
     target = DOCUMENTS["ScaledObject/tokenmill-worker"]["spec"]["scaleTargetRef"]["name"]
     assert f"Deployment/{target}" in DOCUMENTS
     assert "replicas" not in DOCUMENTS[WORKER]["spec"]  # they are KEDA's
@@ -198,10 +230,17 @@ def test_scaling_counts_on_the_places_that_workers_have(monkeypatch: pytest.Monk
     places = settings.engine_config().max_num_seqs
     assert places == 256  # a GPU's
     assert places / 2 <= int(jobs["threshold"]) <= places
-    assert all(f'queue="{settings.queue_name}"' in trigger["metadata"]["query"] for trigger in spec["triggers"])
+    assert all(
+        f'queue="{settings.queue_name}"' in trigger["metadata"]["query"]
+        for trigger in spec["triggers"]
+    )
     assert spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
 
 
 def test_no_secret_stands_among_the_settings() -> None:
     data = DOCUMENTS["ConfigMap/tokenmill-settings"]["data"]
-    assert not [name for name, value in data.items() if "://" in value or "SECRET" in name or "PASSWORD" in name]
+    assert not [
+        name
+        for name, value in data.items()
+        if "://" in value or "SECRET" in name or "PASSWORD" in name
+    ]

@@ -11,7 +11,12 @@ from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers import gguf_weights
 from ops.benchmarks.peers.child import Child, Kind
-from ops.benchmarks.peers.environments import LLAMA_CPP_OPTIONS, LLAMA_CPP_VERSION, BuildError, PeerEnvironment
+from ops.benchmarks.peers.environments import (
+    LLAMA_CPP_OPTIONS,
+    LLAMA_CPP_VERSION,
+    BuildError,
+    PeerEnvironment,
+)
 from ops.benchmarks.peers.llamacpp_engine import Running, fill
 
 
@@ -36,14 +41,18 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "file_type", "error"), [("f32", 0, 0.0), ("q8_0", 7, 0.02)])
-def test_the_weights_are_the_same(source: Path, tmp_path: Path, kind: str, file_type: int, error: float) -> None:
+def test_the_weights_are_the_same(
+    source: Path, tmp_path: Path, kind: str, file_type: int, error: float
+) -> None:
     numpy = pytest.importorskip("numpy")
     gguf = pytest.importorskip("gguf")
     told: list[str] = []
     path = gguf_weights.weights_for(str(source), kind, tmp_path / "cache", told.append)
     assert gguf_weights.weights_for(str(source), kind, tmp_path / "cache", told.append) == path
     assert len(told) == 1, "written once"
-    assert [each.name for each in (tmp_path / "cache").iterdir()] == [path.name], "nothing is left beside it"
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == [path.name], (
+        "nothing is left beside it"
+    )
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(path)
     assert after.fields["general.file_type"].contents() == file_type
     assert after.fields["llama.block_count"].contents() == 3
@@ -56,7 +65,10 @@ def test_the_weights_are_the_same(source: Path, tmp_path: Path, kind: str, file_
 
 
 def test_a_file_as_it_is_is_not_copied(source: Path, tmp_path: Path) -> None:
-    assert gguf_weights.weights_for(str(source), gguf_weights.AS_IT_IS, tmp_path, lambda _: None) == source
+    assert (
+        gguf_weights.weights_for(str(source), gguf_weights.AS_IT_IS, tmp_path, lambda _: None)
+        == source
+    )
 
 
 def test_a_model_without_a_gguf_file_is_one_sentence(tmp_path: Path) -> None:
@@ -68,11 +80,17 @@ class TestEnvironment:
     def test_a_finished_one_is_used_as_it_is(self, tmp_path: Path) -> None:
         environment = PeerEnvironment("llamacpp", tmp_path / "llamacpp")
         environment.folder.mkdir()
-        (environment.folder / ".finished").write_text(f"llama-cpp-python=={LLAMA_CPP_VERSION} {LLAMA_CPP_OPTIONS}")
-        assert environment.ensure_llamacpp(lambda _: None) == tmp_path / "llamacpp" / "bin" / "python"
+        (environment.folder / ".finished").write_text(
+            f"llama-cpp-python=={LLAMA_CPP_VERSION} {LLAMA_CPP_OPTIONS}"
+        )
+        assert (
+            environment.ensure_llamacpp(lambda _: None) == tmp_path / "llamacpp" / "bin" / "python"
+        )
         assert not environment.log.exists()
 
-    def test_without_a_compiler_nothing_is_begun(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_compiler_nothing_is_begun(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         environment = PeerEnvironment("llamacpp", tmp_path / "llamacpp")
         with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
@@ -88,14 +106,19 @@ class TestBatches:
 
     def test_decodes_come_first_and_prompts_fill_what_is_left(self) -> None:
         decoding = Running(0, WorkloadRequest((1, 2), 9), slot=5, position=2, tokens=[7])
-        short, long = (Running(n, WorkloadRequest(tuple(range(size)), 9), slot=n) for n, size in ((1, 3), (2, 6)))
+        short, long = (
+            Running(n, WorkloadRequest(tuple(range(size)), 9), slot=n)
+            for n, size in ((1, 3), (2, 6))
+        )
         batch = self.batch(8)
         rows = fill(batch, [short, decoding, long], limit=8)
         assert batch.n_tokens == 8
         assert batch.token == [7, 0, 1, 2, 0, 1, 2, 3]
         assert batch.pos == [2, 0, 1, 2, 0, 1, 2, 3]
         assert [slot for (slot,) in batch.seq_id] == [5, 1, 1, 1, 2, 2, 2, 2]
-        assert [(row, sequence.index) for row, sequence in rows] == [(0, 0), (3, 1)], "a chunk's end gives no token"
+        assert [(row, sequence.index) for row, sequence in rows] == [(0, 0), (3, 1)], (
+            "a chunk's end gives no token"
+        )
         assert [row for row, wants in enumerate(batch.logits) if wants] == [0, 3]
         short.tokens.append(9)
         decoding.tokens.append(8)
@@ -115,7 +138,9 @@ def test_the_real_one_answers_in_order(tmp_path: Path) -> None:
     if not (environment.folder / ".finished").exists():
         pytest.skip("llama.cpp has not been built here")
     requests = tuple(WorkloadRequest(tuple(range(200 + n, 210 + 3 * n)), 2 + n) for n in range(4))
-    path = gguf_weights.weights_for("smollm2-135m-instruct", "f32", environment.folder.parent, lambda _: None)
+    path = gguf_weights.weights_for(
+        "smollm2-135m-instruct", "f32", environment.folder.parent, lambda _: None
+    )
     kind = Kind("llamacpp", "ops.benchmarks.peers.llamacpp_engine", environment.python)
     tokens = []
     for slots in (4, 2):

@@ -33,7 +33,9 @@ MakeValkey = Callable[..., ValkeyServer]
 def test_the_server_accepts_every_line(make_valkey: MakeValkey) -> None:
     server = make_valkey(settings={"include": str(FOLDER / "redis.conf")})
     with server.client() as client:
-        kept = client.config_get("appendonly", "appendfsync", "maxmemory-policy", "client-output-buffer-limit")
+        kept = client.config_get(
+            "appendonly", "appendfsync", "maxmemory-policy", "client-output-buffer-limit"
+        )
     assert kept["appendonly"] == "yes"
     assert kept["appendfsync"] == "everysec"
     assert kept["maxmemory-policy"] == "noeviction"
@@ -45,7 +47,9 @@ def server(make_valkey: MakeValkey, tmp_path: Path) -> ValkeyServer:
     rules = tmp_path / "users.acl"
     text = (FOLDER / "users.acl").read_text()
     other = next(line for line in text.splitlines() if line.startswith("user producer "))
-    rules.write_text(text + other.replace("user producer ", "user elsewhere ").replace("tm:", "other:") + "\n")
+    rules.write_text(
+        text + other.replace("user producer ", "user elsewhere ").replace("tm:", "other:") + "\n"
+    )
     return make_valkey(settings={"aclfile": str(rules)})
 
 
@@ -65,7 +69,9 @@ async def stream(server: ValkeyServer) -> AsyncIterator[JobStream]:
         yield JobStream(connection, Keys(QUEUE), "w1")
 
 
-async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: ValkeyServer, stream: JobStream) -> None:
+async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(
+    server: ValkeyServer, stream: JobStream
+) -> None:
     await stream.open()
     with client(server, "producer") as producer, client(server, "reader") as reader:
         job = str(producer.submit(prompt="a", idempotency_key="k"))
@@ -75,12 +81,16 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(server: Valk
         await stream.heartbeat(WorkerStatus(worker_id="w1"))
         taken = {delivery.job_id: delivery for delivery in await stream.claim(4)}
         token = taken[job].token
-        assert not await stream.append([Append(token, Chunk(job_id=job, index=0, token_ids=(7,), text="hi"), 0)])
+        assert not await stream.append(
+            [Append(token, Chunk(job_id=job, index=0, token_ids=(7,), text="hi"), 0)]
+        )
         assert reader.status(job).status is JobStatus.RUNNING
         assert [worker.worker_id for worker in reader.workers()] == ["w1"]
         assert reader.depth() is not None
         assert reader.overview().running == 2
-        final = Chunk(job_id=job, index=1, finish_reason=FinishReason.STOP, status=JobStatus.SUCCEEDED)
+        final = Chunk(
+            job_id=job, index=1, finish_reason=FinishReason.STOP, status=JobStatus.SUCCEEDED
+        )
         result = JobResult(job_id=job, status=JobStatus.SUCCEEDED)
         assert await stream.finish([Finished(token, result, final)]) == [True]
         assert reader.result(job, timeout=60).status is JobStatus.SUCCEEDED
@@ -98,7 +108,9 @@ def test_celery_can_work_as_the_tasks_user(server: ValkeyServer) -> None:
     with Connection(url(server, "tasks"), transport_options=options) as connection:
         queue = Queue("upkeep", Exchange("upkeep"), routing_key="upkeep")
         with connection.Producer() as producer:
-            producer.publish({"n": 1}, exchange=queue.exchange, routing_key="upkeep", declare=[queue])
+            producer.publish(
+                {"n": 1}, exchange=queue.exchange, routing_key="upkeep", declare=[queue]
+            )
 
         def take(body: object, message: Message) -> None:
             got.append(body)
@@ -121,9 +133,12 @@ def test_a_reader_cannot_write(server: ValkeyServer) -> None:
 
 @pytest.mark.parametrize("user", ["producer", "worker", "reader", "tasks"])
 @pytest.mark.parametrize(
-    "command", ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"]
+    "command",
+    ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"],
 )
-def test_nobody_at_work_may_look_around_or_destroy(server: ValkeyServer, user: str, command: str) -> None:
+def test_nobody_at_work_may_look_around_or_destroy(
+    server: ValkeyServer, user: str, command: str
+) -> None:
     with (
         redis.Redis.from_url(url(server, user)) as connection,
         pytest.raises(redis.exceptions.NoPermissionError),
@@ -140,7 +155,15 @@ def test_a_producer_cannot_claim_nor_see_other_prefixes(server: ValkeyServer) ->
             ("HGETALL", keys.job(job)),
             ("XRANGE", keys.log(job), "-", "+"),
             ("SUBSCRIBE", keys.chunks(job)),
-            ("XREADGROUP", "GROUP", "workers", "all", "STREAMS", Keys(QUEUE).base + "jobs:standard", ">"),
+            (
+                "XREADGROUP",
+                "GROUP",
+                "workers",
+                "all",
+                "STREAMS",
+                Keys(QUEUE).base + "jobs:standard",
+                ">",
+            ),
         ):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 connection.execute_command(*command)

@@ -40,8 +40,12 @@ def test_a_missing_password_stops_the_start() -> None:
     assert {name for name, is_required in named if not is_required} == set()
 
 
-@pytest.mark.parametrize(("kind", "files"), [("compose", [".env"]), ("kubernetes", ["secret.env", "users.acl"])])
-def test_files_are_private_and_never_overwritten(tmp_path: Path, kind: str, files: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "files"), [("compose", [".env"]), ("kubernetes", ["secret.env", "users.acl"])]
+)
+def test_files_are_private_and_never_overwritten(
+    tmp_path: Path, kind: str, files: list[str]
+) -> None:
     assert write(kind, tmp_path).stdout.split() == [str(tmp_path / name) for name in files]
     before = {name: (tmp_path / name).read_bytes() for name in files}
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in files} == {0o600}

@@ -20,23 +20,38 @@ def checkout(tmp_path: Path) -> Path:
     """The files that ops/setup reads, elsewhere, with an environment that claims to be finished."""
     for folder in ("examples", "tools"):
         (tmp_path / "ops" / folder).mkdir(parents=True)
-    files = ("setup", "tools/provision.py", "constraints.txt", "constraints-cpu.txt", "examples/package-lock.json")
+    files = (
+        "setup",
+        "tools/provision.py",
+        "constraints.txt",
+        "constraints-cpu.txt",
+        "examples/package-lock.json",
+    )
     for name in ("pyproject.toml", *(f"ops/{file}" for file in files)):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "ops" / "setup").chmod(0o755)
     return tmp_path
 
 
-def run_setup(checkout: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run_setup(
+    checkout: Path, *arguments: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     command = [str(checkout / "ops" / "setup"), *arguments]
     return subprocess.run(
-        command, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, cwd="/", check=False
+        command,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        cwd="/",
+        check=False,
     )
 
 
 def test_the_celery_extras_bring_what_a_redis_broker_imports() -> None:
     """`celery` alone lacks what kombu's transport imports: it is in the requirements of `celery[redis]`."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     asked = [line for lines in extras.values() for line in lines if line.startswith("celery")]
     assert len(asked) == 2
     assert all(line.startswith("celery[redis]") for line in asked)
@@ -92,15 +107,24 @@ def test_what_is_downloaded_and_what_is_missing_is_said_first(tmp_path: Path) ->
     for name in ("g++", "nvidia-smi"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    assert said() == "downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB"
+    assert (
+        said()
+        == "downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB"
+    )
 
 
 def test_pip_s_failure_is_one_sentence(checkout: Path) -> None:
     provisioner = Provisioner(checkout, "demo", Progress())
     provisioner.log.parent.mkdir()
     provisioner.log.touch()
-    command = ["/bin/sh", "-c", "echo Collecting x; echo 'ERROR: No matching distribution found for x'; exit 1"]
-    with pytest.raises(SetupError, match=r"installing x failed: ERROR: No matching distribution found for x"):
+    command = [
+        "/bin/sh",
+        "-c",
+        "echo Collecting x; echo 'ERROR: No matching distribution found for x'; exit 1",
+    ]
+    with pytest.raises(
+        SetupError, match=r"installing x failed: ERROR: No matching distribution found for x"
+    ):
         provisioner._step("installing x", command)
 
 
@@ -108,13 +132,19 @@ def test_npm_s_failure_is_one_sentence(checkout: Path) -> None:
     provisioner = Provisioner(checkout, "dev", Progress())
     provisioner.log.parent.mkdir()
     provisioner.log.touch()
-    command = ["/bin/sh", "-c", "echo 'npm error code E404'; echo 'npm error 404 no such package'; echo bye; exit 1"]
+    command = [
+        "/bin/sh",
+        "-c",
+        "echo 'npm error code E404'; echo 'npm error 404 no such package'; echo bye; exit 1",
+    ]
     with pytest.raises(SetupError, match=r"installing y failed: npm error 404 no such package"):
         provisioner._step("installing y", command)
 
 
 @pytest.mark.parametrize("ci", ["", "true"])
-def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(checkout: Path, tmp_path: Path, ci: str) -> None:
+def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(
+    checkout: Path, tmp_path: Path, ci: str
+) -> None:
     """Outside CI setup names the file to remove, and the packages' tests are skipped."""
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -129,7 +159,12 @@ def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(checkout: Path, tmp_
     )
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "CI": ci}
     done = subprocess.run(
-        [sys.executable, "-c", body], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", body],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "npm error network" in done.stderr
     assert (done.returncode == 0) is (ci == "")
@@ -145,7 +180,9 @@ def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path) -> None
             "from provision import Progress, Provisioner\nfrom pathlib import Path\n"
             "Provisioner(Path('.').resolve(), 'demo', Progress()).run('the stamp')\n"
         )
-        second = subprocess.Popen([sys.executable, "-c", body], cwd=checkout, stderr=subprocess.PIPE, text=True)
+        second = subprocess.Popen(
+            [sys.executable, "-c", body], cwd=checkout, stderr=subprocess.PIPE, text=True
+        )
         assert second.stderr is not None
         assert "waiting for another setup" in second.stderr.readline()
         assert second.poll() is None, "it must wait for the lock"

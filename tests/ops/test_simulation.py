@@ -16,7 +16,15 @@ from ops.benchmarks.simulation.engine_report import POLICIES, figures, is_good
 from ops.benchmarks.simulation.engine_run import Outcome, SimulatedEngine
 from ops.benchmarks.simulation.queue_claims import POLL_S, Claims
 from ops.benchmarks.simulation.queue_layer import simulate
-from ops.benchmarks.simulation.queue_load import CUTTINGS, EIGHTS, INTERACTIVE, TOKENS, Cutting, Mix, Observations
+from ops.benchmarks.simulation.queue_load import (
+    CUTTINGS,
+    EIGHTS,
+    INTERACTIVE,
+    TOKENS,
+    Cutting,
+    Mix,
+    Observations,
+)
 from ops.benchmarks.simulation.queue_log import Log, Steps, in_parts, num_chunks, together
 from ops.benchmarks.simulation.queue_report import KEPT, carried
 from ops.benchmarks.simulation.queue_server import HOP_S, Clock, QueueServer
@@ -36,7 +44,9 @@ class TestCosts:
         assert COSTS.seconds(1, 1, 1) == pytest.approx(H200.overhead_s + weights, rel=1e-3)
 
     def test_long_prefills_are_bound_by_operations(self) -> None:
-        assert COSTS.seconds(8192, 0, 0) == pytest.approx(H200.overhead_s + 8192 * 2 * 8.03e9 / (989e12 * 0.65))
+        assert COSTS.seconds(8192, 0, 0) == pytest.approx(
+            H200.overhead_s + 8192 * 2 * 8.03e9 / (989e12 * 0.65)
+        )
 
     def test_keys_and_values_are_read_by_bandwidth(self) -> None:
         more = COSTS.seconds(64, 64 * 2000, 64 * 2000) - COSTS.seconds(64, 64 * 1000, 64 * 1000)
@@ -55,11 +65,17 @@ class TestTrace:
         counts = [0] * 60
         for arrival in arrivals(20.0, 300.0):
             counts[int(arrival.at // 5)] += 1
-        assert statistics.pvariance(counts) > 5 * statistics.fmean(counts)  # a Poisson process would give 1
+        assert statistics.pvariance(counts) > 5 * statistics.fmean(
+            counts
+        )  # a Poisson process would give 1
 
 
 class TestEngine:
-    SETTINGS: ClassVar[dict[str, object]] = {"policy": "fifo", "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    SETTINGS: ClassVar[dict[str, object]] = {
+        "policy": "fifo",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+    }
 
     def test_one_request_takes_its_steps(self) -> None:
         engine = SimulatedEngine(COSTS, dict(self.SETTINGS))
@@ -73,7 +89,9 @@ class TestEngine:
 
     def test_everyone_is_served_and_time_goes_on(self) -> None:
         engine = SimulatedEngine(COSTS, dict(self.SETTINGS))
-        outcomes = engine.run([Arrival(0.1 * n, 200, 20, n % 3, "t") for n in range(40)], until=math.inf)
+        outcomes = engine.run(
+            [Arrival(0.1 * n, 200, 20, n % 3, "t") for n in range(40)], until=math.inf
+        )
         assert all(outcome.is_complete for outcome in outcomes)
         assert engine.busy_s <= engine.now
 
@@ -81,13 +99,19 @@ class TestEngine:
         flood = [Arrival(0.0, 2000, 50, n % 3, "t") for n in range(60)]
         waits = {}
         for policy in ("fifo", "priority"):
-            outcomes = SimulatedEngine(COSTS, {**self.SETTINGS, "policy": policy}).run(flood, until=math.inf)
-            waits[policy] = statistics.fmean(o.ttft_s or math.inf for o in outcomes if o.arrival.rank == 0)
+            outcomes = SimulatedEngine(COSTS, {**self.SETTINGS, "policy": policy}).run(
+                flood, until=math.inf
+            )
+            waits[policy] = statistics.fmean(
+                o.ttft_s or math.inf for o in outcomes if o.arrival.rank == 0
+            )
         assert waits["priority"] < 0.6 * waits["fifo"]
 
 
 class TestFigures:
-    def outcome(self, rank: int, first_at: float | None, gap_s: float = 0.0, tokens: int = 3) -> Outcome:
+    def outcome(
+        self, rank: int, first_at: float | None, gap_s: float = 0.0, tokens: int = 3
+    ) -> Outcome:
         return Outcome(Arrival(0.0, 10, 3, rank, "t"), first_at, first_at, tokens, gap_s)
 
     def test_goodness_depends_on_the_class(self) -> None:
@@ -124,7 +148,9 @@ class TestClaims:
         self.clock, self.room = Clock(), room
         self.taken: list[tuple[float, int]] = []
         self.server = QueueServer(self.clock, measured_from=0.0, measured_to=math.inf)
-        self.worker = Claims(self.server, self.COSTS, Observations(0.0), lambda: self.room, self.take)
+        self.worker = Claims(
+            self.server, self.COSTS, Observations(0.0), lambda: self.room, self.take
+        )
 
     def take(self, count: int) -> None:
         self.room -= count
@@ -165,7 +191,9 @@ class TestClaims:
 
     def test_no_claim_of_a_busy_worker_comes_back_empty(self) -> None:
         result = simulate(1, TestQueueLayer.MIX, TOKENS, self.COSTS, seconds=10.0)
-        assert result.busy["claim"] * 10.0 / self.COSTS.claim == pytest.approx(len(result.claims_s), abs=1)
+        assert result.busy["claim"] * 10.0 / self.COSTS.claim == pytest.approx(
+            len(result.claims_s), abs=1
+        )
 
 
 class TestLog:
@@ -184,8 +212,12 @@ class TestLog:
         assert sum(part.tokens for part in parts) == jobs * steps, "no token is lost in the cutting"
 
     @pytest.mark.parametrize("cutting", [TOKENS, INTERACTIVE])
-    @pytest.mark.parametrize(("sequences", "steps"), [(256, 4), (250, 2), (100, 3), (16, 20), (1, 40)])
-    async def test_chunks_are_as_many_as_the_publishers(self, cutting: Cutting, sequences: int, steps: int) -> None:
+    @pytest.mark.parametrize(
+        ("sequences", "steps"), [(256, 4), (250, 2), (100, 3), (16, 20), (1, 40)]
+    )
+    async def test_chunks_are_as_many_as_the_publishers(
+        self, cutting: Cutting, sequences: int, steps: int
+    ) -> None:
         log = FakeLog()
         publisher = Publisher(log)
         names = [str(number) for number in range(sequences)]
@@ -204,12 +236,22 @@ class TestLog:
     def test_ends_leave_with_their_part_and_room_is_noticed_behind_the_last(self) -> None:
         clock, told = Clock(), list[object]()
         server = QueueServer(clock, measured_from=0.0, measured_to=math.inf)
-        log = Log(server, self.COSTS, Observations(0.0), TOKENS, 256, told.append, lambda: told.append("room"))
+        log = Log(
+            server,
+            self.COSTS,
+            Observations(0.0),
+            TOKENS,
+            256,
+            told.append,
+            lambda: told.append("room"),
+        )
         for opened in (0, 256, 0, 0, 0):  # the first goes alone, the others pile up meanwhile
             log.add(replace(self.step(256, opened), ended=2))
         clock.run(until=math.inf)
         assert told == [2, "room", 4, 4, "room"]
-        assert server.busy["append"] == pytest.approx(3 * 1.0 + 256 * 1.0 + 256 * 3.0), "a job's first is dearer"
+        assert server.busy["append"] == pytest.approx(3 * 1.0 + 256 * 1.0 + 256 * 3.0), (
+            "a job's first is dearer"
+        )
 
 
 class TestQueueLayer:
@@ -219,31 +261,47 @@ class TestQueueLayer:
     def test_beside_an_idle_server_the_devices_do_what_they_can(self) -> None:
         result = simulate(1, self.MIX, TOKENS, self.COSTS)
         assert result.speed == pytest.approx(1.0, rel=0.05)
-        assert result.times_ms()["added_p50_ms"] == pytest.approx(1e3 * (HOP_S + 20e-6 + 100 * 10e-6), rel=0.3)
-        assert result.busy["append"] == pytest.approx(result.tokens_s * (20e-6 / 100 + 10e-6), rel=0.05)
+        assert result.times_ms()["added_p50_ms"] == pytest.approx(
+            1e3 * (HOP_S + 20e-6 + 100 * 10e-6), rel=0.3
+        )
+        assert result.busy["append"] == pytest.approx(
+            result.tokens_s * (20e-6 / 100 + 10e-6), rel=0.05
+        )
         assert result.jobs_s * 190 == pytest.approx(result.tokens_s, rel=0.2), "what begins ends"
 
     def test_a_full_server_is_what_limits(self) -> None:
-        one, many = (simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 48))
+        one, many = (
+            simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 48)
+        )
         assert many.utilisation == pytest.approx(1.0, rel=0.02)
         assert many.speed < 0.7
         assert many.times_ms()["claim_p99_ms"] > 10 * one.times_ms()["claim_p99_ms"]
-        assert many.times_ms()["heartbeat_p99_ms"] < 1e3 * LEASE_S, "or the workers would lose their jobs"
+        assert many.times_ms()["heartbeat_p99_ms"] < 1e3 * LEASE_S, (
+            "or the workers would lose their jobs"
+        )
 
     @pytest.mark.parametrize("cutting", [TOKENS, INTERACTIVE])
     def test_steps_that_pile_up_share_chunks(self, cutting: Cutting) -> None:
         full = simulate(32, self.MIX, cutting, self.COSTS, seconds=4.0)
         assert full.tokens_s > 130_000, "10 µs a chunk, were each token one"
-        assert full.tokens_s == pytest.approx(full.jobs_s * 190, rel=0.2), "no token is lost in the sharing"
+        assert full.tokens_s == pytest.approx(full.jobs_s * 190, rel=0.2), (
+            "no token is lost in the sharing"
+        )
 
     def test_gathered_chunks_make_room(self) -> None:
-        each, gathered = (simulate(4, self.MIX, cutting, self.COSTS, seconds=4.0) for cutting in (TOKENS, EIGHTS))
+        each, gathered = (
+            simulate(4, self.MIX, cutting, self.COSTS, seconds=4.0) for cutting in (TOKENS, EIGHTS)
+        )
         assert gathered.speed > 0.97
         assert gathered.busy["append"] < each.busy["append"] / 2
-        assert gathered.tokens_s == pytest.approx(gathered.jobs_s * 190, rel=0.2), "no token is lost in the cutting"
+        assert gathered.tokens_s == pytest.approx(gathered.jobs_s * 190, rel=0.2), (
+            "no token is lost in the cutting"
+        )
 
     def test_carried_is_where_speed_falls(self) -> None:
-        results = [simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 16)]
+        results = [
+            simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 16)
+        ]
         limit = carried(self.MIX, TOKENS, self.COSTS, results)
         assert simulate(limit, self.MIX, TOKENS, self.COSTS).speed >= KEPT
         assert simulate(limit + 2, self.MIX, TOKENS, self.COSTS).speed < KEPT
@@ -262,7 +320,12 @@ def test_costs_are_measured_on_the_real_server() -> None:
 
 def test_the_command_writes_both_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    assert main(["simulate", "--part", "engine", "--load", "0.5", "--seconds", "3", "--json", str(out)]) == 0
+    assert (
+        main(
+            ["simulate", "--part", "engine", "--load", "0.5", "--seconds", "3", "--json", str(out)]
+        )
+        == 0
+    )
     rows = json.loads(out.read_text())["engine"]["rows"]
     assert [row["policy"] for row in rows] == list(POLICIES)
     printed = capsys.readouterr().out

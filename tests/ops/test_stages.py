@@ -25,8 +25,13 @@ def test_notes_of_a_round_begin_where_it_began(tmp_path: Path) -> None:
     path.write_text("token 1.0 1.0 earlier 1\n" + LINES)
     notes = Notes.read(path, len("token 1.0 1.0 earlier 1\n"))
     assert notes.submits == {"a": 9.5}
-    assert (dict(notes.ends), dict(notes.frames)) == ({"a": {1: 10.0, 2: 11.0}}, {"a": {1: 10.25, 2: 11.25}})
-    assert dict(notes.appends) == {"a": {1: 10.5, 2: 11.5}}  # what was sent again was late the first time
+    assert (dict(notes.ends), dict(notes.frames)) == (
+        {"a": {1: 10.0, 2: 11.0}},
+        {"a": {1: 10.25, 2: 11.25}},
+    )
+    assert dict(notes.appends) == {
+        "a": {1: 10.5, 2: 11.5}
+    }  # what was sent again was late the first time
     assert notes.steps == {10.0: 1, 11.0: 2}
     assert notes.are_complete({"a": 2}, 4)
     assert not notes.are_complete({"a": 3}, 4)

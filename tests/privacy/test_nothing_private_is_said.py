@@ -28,7 +28,11 @@ from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobStatus
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]  # several processes start, one by one
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]  # several processes start, one by one
 
 MARK = "xyzzy-heron-17"
 PASSWORD = "pw-quagga-23"
@@ -100,13 +104,18 @@ def lines_with(words: str, text: str) -> str:
 async def through_good_and_bad(client: AsyncClient, database: Path) -> list[str]:
     """Run a job for every way to end; return pieces of the answers."""
     keys, redis = client.keys, client._redis
-    with sqlite3.connect(database) as sql:  # a row that the database refuses, so that its driver complains of values
+    with sqlite3.connect(
+        database
+    ) as sql:  # a row that the database refuses, so that its driver complains of values
         sql.execute(
             "CREATE TRIGGER no BEFORE INSERT ON jobs "
             "WHEN NEW.error_code = 'model_not_found' AND NEW.params IS NOT NULL "
             "BEGIN SELECT RAISE(ABORT, 'refused'); END"
         )
-    good = [await client.submit(prompt=f"{MARK} {i}", max_tokens=40, ignore_eos=True, seed=i) for i in range(3)]
+    good = [
+        await client.submit(prompt=f"{MARK} {i}", max_tokens=40, ignore_eos=True, seed=i)
+        for i in range(3)
+    ]
     chat = [{"role": "user", "content": MARK}]
     bad = {
         "fails": await client.submit(prompt=f"[[fail]] {MARK}", retry=RetryPolicy(max_attempts=2, backoff_ms=1)),
@@ -116,7 +125,10 @@ async def through_good_and_bad(client: AsyncClient, database: Path) -> list[str]
         "structured": await client.submit(prompt=MARK, response_format={"regex": f"({MARK}"}, max_tokens=5),
         "late": await client.submit(prompt=MARK, deadline=0.001, max_tokens=5),
     }  # fmt: skip
-    for name, payload in (("bytes", f"\xc1 {MARK}".encode()), ("type", msgpack.packb({"job_id": 1, "prompt": MARK}))):
+    for name, payload in (
+        ("bytes", f"\xc1 {MARK}".encode()),
+        ("type", msgpack.packb({"job_id": 1, "prompt": MARK})),
+    ):
         bad[name] = await client.submit(prompt="x", not_before=4_000_000_000)
         await redis.hset(keys.job(bad[name]), "request", payload)
         await redis.zadd(keys.delayed, {str(bad[name]): 1})
@@ -152,10 +164,19 @@ async def test_tables_and_log_hold_no_prompt_unless_asked(redis_url, tmp_path):
         folder = tmp_path / record
         folder.mkdir()
         database = database_url(folder)
-        chosen = {"redis_url": redis_url, "database_url": database, "queue": QUEUE, "model": "synthetic"}
-        with worker_process(folder, record_prompts=record, log_prompts=record, num_blocks=64, **chosen):
+        chosen = {
+            "redis_url": redis_url,
+            "database_url": database,
+            "queue": QUEUE,
+            "model": "synthetic",
+        }
+        with worker_process(
+            folder, record_prompts=record, log_prompts=record, num_blocks=64, **chosen
+        ):
             async with AsyncClient(redis_url, queue=QUEUE) as client:
-                job = await client.submit(prompt=MARK, max_tokens=5, stop=["heron"], ignore_eos=True)
+                job = await client.submit(
+                    prompt=MARK, max_tokens=5, stop=["heron"], ignore_eos=True
+                )
                 assert (await client.result(job, timeout=60)).status is JobStatus.SUCCEEDED
         with sqlite3.connect(folder / "tokenmill.db") as sql:
             rows = "\n".join(sql.iterdump())
@@ -181,10 +202,16 @@ def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> s
     with tempfile.TemporaryFile() as said:
         command = [sys.executable, "-m", "tokenmill.cli", *words]
         environment = os.environ | variables  # noqa: TID251
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT
+        )
         try:
             deadline = time.monotonic() + 90
-            while process.poll() is None and not os.fstat(said.fileno()).st_size and time.monotonic() < deadline:
+            while (
+                process.poll() is None
+                and not os.fstat(said.fileno()).st_size
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.1)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
@@ -201,7 +228,10 @@ def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> s
 @pytest.mark.parametrize("kind", BAD_URLS)
 def test_no_command_repeats_a_password_of_a_url(kind, tmp_path, redis_url):
     """The URLs are unreachable, or no URLs at all."""
-    servers = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": f"sqlite:///{tmp_path}/none.db"}
+    servers = {
+        "TOKENMILL_REDIS_URL": redis_url,
+        "TOKENMILL_DATABASE_URL": f"sqlite:///{tmp_path}/none.db",
+    }
     cases = [(url, words) for url in BAD_URLS[kind] for words in COMMANDS[kind]]
 
     def say(case: tuple[str, list[str]]) -> str:

@@ -14,7 +14,12 @@ from tokenmill_worker.engine.types import TokenEvent
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Admitted, Append, AppendReply, Delivery, Exceptions
 
-MODEL = ServedModel(("tiny",), max_model_len=4096, vocab_size=byte_level().vocab_size, eos_token_ids=frozenset({260}))
+MODEL = ServedModel(
+    ("tiny",),
+    max_model_len=4096,
+    vocab_size=byte_level().vocab_size,
+    eos_token_ids=frozenset({260}),
+)
 EOS = 260
 CREATED_MS = 1_000_000
 
@@ -56,7 +61,9 @@ class FakeLog:
         replies = [self._append(item) for item in items]
         if self.loses_replies:
             raise RedisUnavailable("connection reset")
-        return {place: reply for place, reply in enumerate(replies) if reply[0] is not AppendReply.OK}
+        return {
+            place: reply for place, reply in enumerate(replies) if reply[0] is not AppendReply.OK
+        }
 
     def _append(self, item: Append) -> tuple[AppendReply, int]:
         chunk = item.chunk
@@ -84,10 +91,17 @@ class FakeLog:
         del self.chunks[job_id][length:]
 
     def text(self, job_id: str, choice: int = 0) -> str:
-        return "".join(chunk.text for chunk in self.chunks.get(job_id, []) if chunk.choice == choice)
+        return "".join(
+            chunk.text for chunk in self.chunks.get(job_id, []) if chunk.choice == choice
+        )
 
     def token_ids(self, job_id: str, choice: int = 0) -> tuple[int, ...]:
-        return tuple(t for chunk in self.chunks.get(job_id, []) if chunk.choice == choice for t in chunk.token_ids)
+        return tuple(
+            t
+            for chunk in self.chunks.get(job_id, [])
+            if chunk.choice == choice
+            for t in chunk.token_ids
+        )
 
 
 def delivery_of(request: JobRequest, log: tuple[Chunk, ...] = (), **fields) -> Delivery:
@@ -101,7 +115,9 @@ def delivery_of(request: JobRequest, log: tuple[Chunk, ...] = (), **fields) -> D
         "attempt": 1,
         "log_end": sum(map(size_of, log)),
     } | fields
-    return Delivery(job_id=request.job_id, payload=encode(request), log=tuple(encode(c) for c in log), **values)
+    return Delivery(
+        job_id=request.job_id, payload=encode(request), log=tuple(encode(c) for c in log), **values
+    )
 
 
 async def admit(
@@ -114,9 +130,15 @@ async def admit(
 ) -> Admitted:
     """A job with the prompt "hi" (two tokens of the byte-level tokenizer)."""
     request = JobRequest(
-        job_id=job_id, prompt="hi", stream=stream, retry=retry or RetryPolicy(), params=SamplingParams(**params)
+        job_id=job_id,
+        prompt="hi",
+        stream=stream,
+        retry=retry or RetryPolicy(),
+        params=SamplingParams(**params),
     )
-    admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(delivery_of(request, log, token=token))
+    admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(
+        delivery_of(request, log, token=token)
+    )
     assert isinstance(admitted, Admitted), admitted
     return admitted
 
@@ -133,7 +155,9 @@ def event(
     ids = tuple(text.encode() if isinstance(text, str) else text)
     if end is FinishReason.STOP:
         ids = (*ids, EOS)
-    return TokenEvent(request_id=f"{job_id}/{token}", choice=choice, token_ids=ids, finish_reason=end, **fields)
+    return TokenEvent(
+        request_id=f"{job_id}/{token}", choice=choice, token_ids=ids, finish_reason=end, **fields
+    )
 
 
 def logprobs(*values: float) -> tuple[TokenLogprob, ...]:

@@ -33,7 +33,9 @@ async def test_the_first_token_goes_at_once_and_the_others_four_by_four(log):
     assert log.chunks["job"][1].text_ends == (1, 2, 3, 4)
     assert len(log.calls) == 3
     [finished] = (await publisher.handle([event("jk", end=LENGTH)])).finished
-    assert [(c.index, c.text, c.finish_reason) for c in log.chunks["job"]][3:] == [(9, "jk", LENGTH)]
+    assert [(c.index, c.text, c.finish_reason) for c in log.chunks["job"]][3:] == [
+        (9, "jk", LENGTH)
+    ]
     assert finished.result.text == log.text("job") == "abcdefghijk"
     assert log.published == log.chunks["job"]
     assert not publisher.has_pending
@@ -94,7 +96,14 @@ async def test_what_waited_for_a_log_that_was_away_goes_together(log):
     await publisher.flush()
     await publisher.handle([event("g")])
     await publisher.handle([event("hi")])
-    assert [text for _, text in told(log)] == ["a", "b", "cdef", "g", "h", "i"]  # b may be in the log already
+    assert [text for _, text in told(log)] == [
+        "a",
+        "b",
+        "cdef",
+        "g",
+        "h",
+        "i",
+    ]  # b may be in the log already
 
 
 async def test_choices_that_piled_up_share_chunks_too(log):
@@ -149,7 +158,9 @@ async def test_a_log_of_several_choices_that_lost_its_end_is_made_anew(log):
     publisher = publisher_of(log)
     publisher.open(await admit(n=2))
     await publisher.handle([event("a", choice=1), event("b", choice=0), event("c", choice=1)])
-    await publisher.handle([event("d", choice=0), event("e", choice=1, end=LENGTH), event("f", choice=0)])
+    await publisher.handle(
+        [event("d", choice=0), event("e", choice=1, end=LENGTH), event("f", choice=0)]
+    )
     log.truncate("job", 2)
     await publisher.handle([event("g", choice=0)])
     assert publisher.has_pending
@@ -157,7 +168,9 @@ async def test_a_log_of_several_choices_that_lost_its_end_is_made_anew(log):
         await publisher.flush()
     assert told(log) == [(0, "b"), (0, "d"), (0, "f"), (0, "g"), (1, "a"), (1, "c"), (1, "e")]
     assert log.chunks["job"][-1].finish_reason is LENGTH
-    assert log.chunks["job"][0].usage is not None, "the first entry tells what was measured at the first token"
+    assert log.chunks["job"][0].usage is not None, (
+        "the first entry tells what was measured at the first token"
+    )
     assert not publisher.has_pending
 
 
@@ -178,7 +191,13 @@ async def checkpoints(steps, log_so_far=()):
             place, letters = places[choice], LETTERS[choice]
             if place < len(letters):
                 places[choice] += 1
-                events.append(event(letters[place], choice=choice, end=LENGTH if place + 1 == len(letters) else None))
+                events.append(
+                    event(
+                        letters[place],
+                        choice=choice,
+                        end=LENGTH if place + 1 == len(letters) else None,
+                    )
+                )
         await publisher.handle(events)
     return log.chunks["job"], places
 
@@ -212,8 +231,14 @@ async def test_a_reader_may_begin_inside_a_chunk(log, after):
         await publisher.handle([event(letter)])
     [finished] = (await publisher.handle([event("!", end=LENGTH)])).finished
     cursor = StreamCursor("job", after)
-    told = [told for chunk in [*log.chunks["job"], finished.final_chunk] for told in cursor.accept(chunk) or ()]
+    told = [
+        told
+        for chunk in [*log.chunks["job"], finished.final_chunk]
+        for told in cursor.accept(chunk) or ()
+    ]
     text = finished.result.text
     skipped = (0, *finished.result.choices[0].text_ends)[after]
     assert "".join(chunk.text for chunk in told) == text[skipped:]
-    assert [token for chunk in told for token in chunk.token_ids] == list(finished.result.token_ids[after:])
+    assert [token for chunk in told for token in chunk.token_ids] == list(
+        finished.result.token_ids[after:]
+    )

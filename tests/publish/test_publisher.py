@@ -51,7 +51,12 @@ async def test_one_chunk_per_token_and_the_result_is_their_sum(publisher, log, c
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (2, 1, 4)
     assert (usage.queue_ms, usage.ttft_ms, usage.total_ms) == (200, 500, 600)
     final = finished.final_chunk
-    assert (final.index, final.token_ids, final.status, final.usage) == (4, (), JobStatus.SUCCEEDED, usage)
+    assert (final.index, final.token_ids, final.status, final.usage) == (
+        4,
+        (),
+        JobStatus.SUCCEEDED,
+        usage,
+    )
     assert len(publisher) == 0
     assert not publisher.has_pending
 
@@ -59,7 +64,9 @@ async def test_one_chunk_per_token_and_the_result_is_their_sum(publisher, log, c
 async def test_one_append_call_for_all_jobs_and_all_accepted_drafts_of_a_step(publisher, log):
     for job_id in ("a", "b", "c"):
         publisher.open(await admit(job_id))
-    await publisher.handle([event("xyz", "a"), event("u", "b"), event("vw", "c"), event("!", "stranger")])
+    await publisher.handle(
+        [event("xyz", "a"), event("u", "b"), event("vw", "c"), event("!", "stranger")]
+    )
     assert len(log.calls) == 1
     assert [(i.chunk.job_id, i.chunk.index, i.chunk.text) for i in log.calls[0]] == [
         ("a", 0, "x"), ("a", 1, "y"), ("a", 2, "z"), ("b", 0, "u"), ("c", 0, "v"), ("c", 1, "w"),
@@ -101,7 +108,10 @@ async def test_what_was_held_back_comes_with_the_last_token(publisher, log):
 async def test_a_broken_off_answer_keeps_its_text_and_the_final_chunk_has_the_rest(publisher, log):
     publisher.open(await admit(stop=("##!",)))
     await publisher.handle([event("x#")])
-    for reason, status in ((FinishReason.CANCELLED, JobStatus.CANCELLED), (FinishReason.EXPIRED, JobStatus.EXPIRED)):
+    for reason, status in (
+        (FinishReason.CANCELLED, JobStatus.CANCELLED),
+        (FinishReason.EXPIRED, JobStatus.EXPIRED),
+    ):
         publisher.open(await admit(reason.value, stop=("##!",)))
         await publisher.handle([event("x#", reason.value)])
         [finished] = (await publisher.handle([event("", reason.value, end=reason)])).finished
@@ -116,7 +126,9 @@ async def test_each_choice_counts_its_own_tokens_and_ends_by_itself(publisher, l
     report = await publisher.handle([event("!zz", choice=1), event("d", choice=0, end=LENGTH)])
     assert report.cancel == [CancelOrder("job/1", STOP, 1)]
     assert report.finished == []
-    report = await publisher.handle([event("zz", choice=1), event("", choice=2, end=FinishReason.EXPIRED)])
+    report = await publisher.handle(
+        [event("zz", choice=1), event("", choice=2, end=FinishReason.EXPIRED)]
+    )
     [finished] = report.finished
     chunks = log.chunks["job"]
     assert [(c.index, c.choice, c.text) for c in chunks] == [
@@ -137,16 +149,26 @@ async def test_a_choice_that_is_broken_off_tells_its_rest_itself(publisher, log)
     await publisher.handle([event("x#", choice=0), event("y", choice=1)])
     ends = [event("", choice=c, end=FinishReason.CANCELLED) for c in (0, 1)]
     [finished] = (await publisher.handle(ends)).finished
-    assert [log.text("job", c) for c in (0, 1)] == ["x#", "y"] == [c.text for c in finished.result.choices]
+    assert (
+        [log.text("job", c) for c in (0, 1)]
+        == ["x#", "y"]
+        == [c.text for c in finished.result.choices]
+    )
     assert finished.final_chunk.text == ""
 
 
 async def test_logprobs_travel_with_their_tokens_when_wanted(publisher, log):
     publisher.open(await admit("with", logprobs=True, stop=("c",)))
     publisher.open(await admit("without"))
-    both = [event("abcd", job, logprobs=logprobs(-1.0, -2.0, -3.0, -4.0)) for job in ("with", "without")]
+    both = [
+        event("abcd", job, logprobs=logprobs(-1.0, -2.0, -3.0, -4.0)) for job in ("with", "without")
+    ]
     [finished] = (await publisher.handle(both)).finished
-    assert [c.logprobs for c in log.chunks["with"]] == [logprobs(-1.0), logprobs(-2.0), logprobs(-3.0)]
+    assert [c.logprobs for c in log.chunks["with"]] == [
+        logprobs(-1.0),
+        logprobs(-2.0),
+        logprobs(-3.0),
+    ]
     assert finished.result.logprobs == logprobs(-1.0, -2.0, -3.0)
     assert {c.logprobs for c in log.chunks["without"]} == {None}
 
@@ -158,18 +180,26 @@ async def test_an_error_that_may_pass_is_given_back_by_the_jobs_policy(publisher
     job = await admit(retry=RetryPolicy(max_attempts=2, backoff_ms=70))
     publisher.open(job)
     await publisher.handle([event("ab")])
-    report = await publisher.handle([event("", end=FinishReason.ERROR, error="boom", error_code="engine_error")])
+    report = await publisher.handle(
+        [event("", end=FinishReason.ERROR, error="boom", error_code="engine_error")]
+    )
     assert report.retry == [RetryOrder(job.delivery, 70, "boom")]
     assert report.finished == []
     assert "job/1" not in publisher
-    assert [c.finish_reason for c in log.chunks["job"]] == [None, None]  # the log stays open for the next attempt
+    assert [c.finish_reason for c in log.chunks["job"]] == [
+        None,
+        None,
+    ]  # the log stays open for the next attempt
 
 
 async def test_an_error_fails_the_job_with_its_code_and_keeps_the_text(publisher, log):
     publisher.open(await admit(retry=ONCE))
     await publisher.handle([event("ab")])
     broken = event(
-        "", end=FinishReason.ERROR, error="the model failed on this request: boom", error_code="engine_error"
+        "",
+        end=FinishReason.ERROR,
+        error="the model failed on this request: boom",
+        error_code="engine_error",
     )
     [finished] = (await publisher.handle([broken])).finished
     assert (finished.result.status, finished.result.text) == (JobStatus.FAILED, "ab")
@@ -192,14 +222,18 @@ async def test_an_error_of_one_choice_stops_the_others(publisher):
 async def test_an_error_behind_a_stop_string_is_nothing_to_the_job(publisher):
     publisher.open(await admit(n=2, stop=("!",)))
     await publisher.handle([event("a!", choice=0), event("b", choice=1)])
-    assert (await publisher.handle([event("", choice=0, end=FinishReason.ERROR, error="boom")])).finished == []
+    assert (
+        await publisher.handle([event("", choice=0, end=FinishReason.ERROR, error="boom")])
+    ).finished == []
     [finished] = (await publisher.handle([event("c", choice=1, end=LENGTH)])).finished
     assert finished.result.status is JobStatus.SUCCEEDED
 
 
 async def test_a_refusal_bills_nothing(publisher):
     publisher.open(await admit(n=2))
-    refusal = event("", end=FinishReason.ERROR, error="it can never fit", error_code="invalid_request")
+    refusal = event(
+        "", end=FinishReason.ERROR, error="it can never fit", error_code="invalid_request"
+    )
     [finished] = (await publisher.handle([refusal])).finished
     assert finished.result.status is JobStatus.FAILED
     assert (finished.result.usage.prompt_tokens, finished.result.usage.completion_tokens) == (0, 0)
@@ -222,7 +256,10 @@ async def test_checkpoints_of_several_choices_hold_runs(log, clock):
     publisher.open(await admit(stream=False, n=2))
     for _ in range(3):
         await publisher.handle([event("a", choice=0), event("b", choice=1)])
-    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]] == [(0, 0, "aaa"), (0, 1, "bbb")]
+    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]] == [
+        (0, 0, "aaa"),
+        (0, 1, "bbb"),
+    ]
 
 
 async def test_the_first_chunk_tells_what_was_measured_at_the_first_token(publisher, log):
@@ -247,7 +284,11 @@ async def test_a_resumed_job_goes_on_where_its_log_ends(publisher, log):
     publisher.open(resumed)
     assert not publisher.has_pending
     report = await publisher.handle([event("cd", choice=0), event("y", choice=1, end=LENGTH)])
-    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]][3:] == [(2, 0, ""), (3, 0, ""), (1, 1, "y")]
+    assert [(c.index, c.choice, c.text) for c in log.chunks["job"]][3:] == [
+        (2, 0, ""),
+        (3, 0, ""),
+        (1, 1, "y"),
+    ]
     [finished] = report.finished
     assert [c.text for c in finished.result.choices] == ["ab", "xy"]
     assert (finished.result.usage.ttft_ms, finished.result.usage.cached_tokens) == (500, 1)

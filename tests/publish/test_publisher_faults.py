@@ -136,7 +136,9 @@ async def test_a_repeated_checkpoint_is_the_same_checkpoint(log):
     await publisher.flush()
     assert (log.text("job", 0), log.text("job", 1)) == ("ab", "xy")
     sent = [item.chunk for call in log.calls for item in call]
-    assert len({(c.choice, c.index, c.end, c.text) for c in sent}) == len({(c.choice, c.index) for c in sent})
+    assert len({(c.choice, c.index, c.end, c.text) for c in sent}) == len(
+        {(c.choice, c.index) for c in sent}
+    )
 
 
 async def test_a_long_backlog_goes_in_bounded_calls_and_in_order(log):
@@ -200,7 +202,9 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
     """
     draw = random.Random(seed)
     log = FakeLog()
-    publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=5, max_appends=7), clock=Clock())
+    publisher = Publisher(
+        log, limits=PublishLimits(checkpoint_tokens=5, max_appends=7), clock=Clock()
+    )
     n = draw.choice([1, 1, 3])
     publisher.open(await admit(n=n, stream=stream, stop=("zz",)))
     finished = []
@@ -210,13 +214,17 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
             log.truncate("job", draw.randrange(len(log.chunks["job"]) + 1))
         text = "".join(draw.choices("abéz", k=draw.randrange(4)))
         events = [event(text, choice=c) for c in range(n)]
-        finished += (await (publisher.flush() if draw.random() < 0.5 else publisher.handle(()))).finished
+        finished += (
+            await (publisher.flush() if draw.random() < 0.5 else publisher.handle(()))
+        ).finished
         finished += (await publisher.handle(events if step % 2 else ())).finished
     log.is_down = log.loses_replies = False
     while publisher.has_pending:
         await publisher.flush()
     if not finished:
-        finished += (await publisher.handle([event("q", choice=c, end=LENGTH) for c in range(n)])).finished
+        finished += (
+            await publisher.handle([event("q", choice=c, end=LENGTH) for c in range(n)])
+        ).finished
         assert [c.index for c in log.chunks["job"]] == sorted({c.index for c in log.chunks["job"]})
         for choice in finished[0].result.choices:
             ids = log.token_ids("job", choice.index)
@@ -227,7 +235,9 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
 
 
 @pytest.mark.parametrize(("n", "heard"), [(1, "ax"), (2, "ax"), (2, "axb"), (3, "ax")])
-async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_same(publisher, log, n, heard):
+async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_same(
+    publisher, log, n, heard
+):
     """Each of several choices has an end of its own, in a chunk that this log never received."""
     publisher.open(await admit(n=n, stop=("xyz",)))
     await publisher.handle([event(heard[:2], choice=0)])

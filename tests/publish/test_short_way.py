@@ -16,7 +16,10 @@ JOBS = ("short", "long")
 
 
 def told(log: FakeLog, job_id: str) -> list[bytes]:
-    return [msgspec.msgpack.encode(msgspec.structs.replace(chunk, job_id="")) for chunk in log.chunks.get(job_id, [])]
+    return [
+        msgspec.msgpack.encode(msgspec.structs.replace(chunk, job_id=""))
+        for chunk in log.chunks.get(job_id, [])
+    ]
 
 
 async def step(publisher: Publisher, log: FakeLog, chance: random.Random, preemptions: int) -> None:
@@ -26,7 +29,10 @@ async def step(publisher: Publisher, log: FakeLog, chance: random.Random, preemp
         length = chance.randrange(1, end)
         for job in JOBS:
             log.truncate(job, length)
-    texts = [chance.choice(("a", "b", "é", "é".encode()[:1], "xy")) for _ in range(chance.choice((1, 1, 1, 2)))]
+    texts = [
+        chance.choice(("a", "b", "é", "é".encode()[:1], "xy"))
+        for _ in range(chance.choice((1, 1, 1, 2)))
+    ]
     events = [event(text, job, preemptions=preemptions) for text in texts for job in JOBS]
     await publisher.handle(events)
     if chance.random() < 0.5:  # else nothing is tried for a while after a failure
@@ -67,7 +73,18 @@ async def test_without_trouble_both_make_the_same_chunks():
     await publisher.handle([event(text, job) for text in "ghi" for job in JOBS])
     await publisher.handle([event("j", job, end=LENGTH) for job in JOBS])
     assert told(log, "short") == told(log, "long")
-    assert [chunk.text for chunk in log.chunks["short"]] == ["a", "b", "c", "d", "", "é", "e", "f", "ghi", "j"]
+    assert [chunk.text for chunk in log.chunks["short"]] == [
+        "a",
+        "b",
+        "c",
+        "d",
+        "",
+        "é",
+        "e",
+        "f",
+        "ghi",
+        "j",
+    ]
 
 
 class SlowLog(FakeLog):

@@ -40,10 +40,21 @@ def result(job_id: str | None = None, **changes: Any) -> JobResult:
                 token_ids=(7, 8, 9),
                 text_ends=(4, 10, 22),
                 finish_reason=FinishReason.STOP,
-                logprobs=(TokenLogprob(-0.25, ((7, -0.25), (3, -1.5))), TokenLogprob(-1.0), TokenLogprob(-2.0)),
+                logprobs=(
+                    TokenLogprob(-0.25, ((7, -0.25), (3, -1.5))),
+                    TokenLogprob(-1.0),
+                    TokenLogprob(-2.0),
+                ),
             ),
         ),
-        usage=Usage(prompt_tokens=11, cached_tokens=4, completion_tokens=3, queue_ms=5, ttft_ms=20, total_ms=90),
+        usage=Usage(
+            prompt_tokens=11,
+            cached_tokens=4,
+            completion_tokens=3,
+            queue_ms=5,
+            ttft_ms=20,
+            total_ms=90,
+        ),
         worker_id="w1",
         created_ms=1_795_000_000_000,
         started_ms=1_795_000_000_005,
@@ -67,9 +78,16 @@ def finished(job_id: str | None = None, token: int = 1, **changes: Any) -> Finis
     return Finished(token, end, chunk, request)
 
 
-def failed(job_id: str, message: str = "too long", status: JobStatus = JobStatus.FAILED, **changes: Any) -> Finished:
+def failed(
+    job_id: str, message: str = "too long", status: JobStatus = JobStatus.FAILED, **changes: Any
+) -> Finished:
     return finished(
-        job_id, status=status, choices=(), usage=Usage(), error=JobError("engine_crash", message), **changes
+        job_id,
+        status=status,
+        choices=(),
+        usage=Usage(),
+        error=JobError("engine_crash", message),
+        **changes,
     )
 
 

@@ -14,7 +14,9 @@ from tokenmill_worker.record.threads import open_engine
 
 
 def _nul(job_id: str) -> Any:
-    return finished(job_id, choices=(ChoiceResult(text="a\x00b", token_ids=(1,)),), metadata={"k\x00": "v\x00"})
+    return finished(
+        job_id, choices=(ChoiceResult(text="a\x00b", token_ids=(1,)),), metadata={"k\x00": "v\x00"}
+    )
 
 
 @pytest.mark.postgres
@@ -31,21 +33,32 @@ async def test_nul_is_replaced_where_the_database_refuses_it(postgres_url: str) 
     row = rows(postgres_url, "SELECT text, metadata, result FROM jobs WHERE id = 'bad'")[0]
     assert row["text"] == "a\ufffdb"
     assert row["metadata"] == {"k\ufffd": "v\ufffd"}
-    assert decode_result(bytes(row["result"])).text == "a\x00b"  # the producer gets what was generated
+    assert (
+        decode_result(bytes(row["result"])).text == "a\x00b"
+    )  # the producer gets what was generated
     assert counts(postgres_url) == (21, 21, 21, 21)
     await store.close()
 
 
-async def test_numbers_beyond_the_columns_are_cut_and_the_result_kept(store: ResultStore, url: str) -> None:
-    huge = finished("huge", attempt=2**40, usage=Usage(prompt_tokens=2**63, preemptions=2**40, total_ms=2**62))
+async def test_numbers_beyond_the_columns_are_cut_and_the_result_kept(
+    store: ResultStore, url: str
+) -> None:
+    huge = finished(
+        "huge", attempt=2**40, usage=Usage(prompt_tokens=2**63, preemptions=2**40, total_ms=2**62)
+    )
     report = await store.record([finished("a"), huge, finished("b")])
     assert report.written == {"a", "b", "huge"}
     assert counts(url) == (3, 3, 3, 3)
-    assert rows(url, "SELECT prompt_tokens AS n FROM usage WHERE job_id = 'huge'")[0]["n"] == 2**63 - 1
+    assert (
+        rows(url, "SELECT prompt_tokens AS n FROM usage WHERE job_id = 'huge'")[0]["n"] == 2**63 - 1
+    )
 
 
 async def test_many_bad_rows_among_good_ones(store: ResultStore, url: str) -> None:
-    group = [_nul(f"job-{number:03d}") if number % 9 == 0 else finished(f"job-{number:03d}") for number in range(100)]
+    group = [
+        _nul(f"job-{number:03d}") if number % 9 == 0 else finished(f"job-{number:03d}")
+        for number in range(100)
+    ]
     report = await store.record(group)
     assert len(report.written) == 100
     assert counts(url) == (100, 100, 100, 100)
@@ -55,8 +68,13 @@ def _refuse(engine: Engine, job_id: str, *, unless_bare: bool) -> None:
     """Make the database refuse one job's row, as a constraint would."""
 
     @event.listens_for(engine, "before_cursor_execute")
-    def refuse(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_rest: Any) -> None:
-        values = [str(value) for value in (parameters.values() if isinstance(parameters, dict) else parameters)]
+    def refuse(
+        _connection: Any, _cursor: Any, statement: str, parameters: Any, *_rest: Any
+    ) -> None:
+        values = [
+            str(value)
+            for value in (parameters.values() if isinstance(parameters, dict) else parameters)
+        ]
         if "INSERT INTO jobs" in statement and job_id in values:
             if unless_bare and not any("Blue light" in value for value in values):
                 return
@@ -76,19 +94,29 @@ async def test_a_row_is_recorded_bare_when_its_contents_are_refused(sqlite_url: 
     await store.close()
 
 
-async def test_a_row_that_is_refused_in_every_form_is_reported_and_the_others_stand(sqlite_url: str) -> None:
+async def test_a_row_that_is_refused_in_every_form_is_reported_and_the_others_stand(
+    sqlite_url: str,
+) -> None:
     engine = open_engine(sqlite_url)
     _refuse(engine, "never", unless_bare=False)
     store = ResultStore(sqlite_url, queue="q", engine=engine)
-    report = await store.record([finished(f"job-{number}") for number in range(30)] + [finished("never")])
+    report = await store.record(
+        [finished(f"job-{number}") for number in range(30)] + [finished("never")]
+    )
     assert len(report.written) == 30
     assert set(report.refused) == {"never"}
     assert counts(sqlite_url) == (30, 30, 30, 30)
     await store.close()
 
 
-async def test_names_as_long_as_a_request_may_have_them_are_kept(url: str, store: ResultStore) -> None:
+async def test_names_as_long_as_a_request_may_have_them_are_kept(
+    url: str, store: ResultStore
+) -> None:
     """An id that no column holds could neither be recorded nor dropped."""
     longest = "x" * MAX_NAME_CHARS
-    assert (await store.record([finished(longest, tenant=longest, model=longest)])).written == {longest}
-    assert rows(url, "SELECT id, tenant, model FROM jobs") == [{"id": longest, "tenant": longest, "model": longest}]
+    assert (await store.record([finished(longest, tenant=longest, model=longest)])).written == {
+        longest
+    }
+    assert rows(url, "SELECT id, tenant, model FROM jobs") == [
+        {"id": longest, "tenant": longest, "model": longest}
+    ]

@@ -45,7 +45,9 @@ def test_killed_at_each_moment_and_done_again(url: str, tmp_path: Path, moment: 
     assert set(acknowledged.read_text().split()) == {f"job-{number}" for number in range(10)}
 
 
-async def _finish_all(store: ResultStore, count: int, while_running: Any = None) -> tuple[Finalizer, FakeRedis]:
+async def _finish_all(
+    store: ResultStore, count: int, while_running: Any = None
+) -> tuple[Finalizer, FakeRedis]:
     redis = FakeRedis()
     finalizer = Finalizer(store, redis, FAST)
     task = asyncio.create_task(finalizer.run())
@@ -92,7 +94,9 @@ def freeze(server: PostgresServer, number: int) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
-async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(own_postgres: PostgresServer) -> None:
+async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(
+    own_postgres: PostgresServer,
+) -> None:
     url = own_postgres.create_database()
     upgrade(url)
     store = ResultStore(url, queue="q", answer_timeout_s=2.0)
@@ -119,12 +123,17 @@ async def test_the_victim_of_a_deadlock_tries_again(postgres_url: str) -> None:
     columns = "id, queue, model, tenant, priority, state, attempts, worker_id, created_ms, started_ms, finished_ms"
     statement = f"INSERT INTO jobs ({columns}) VALUES (%s, 'q', 'm', 'other', 'bulk', 'failed', 1, 'w', 0, 0, 0)"
     other = await psycopg.AsyncConnection.connect(postgres_url.replace("+psycopg", ""))
-    await other.execute("SET deadlock_timeout = '60s'")  # so that the store's side notices first, and is the victim
+    await other.execute(
+        "SET deadlock_timeout = '60s'"
+    )  # so that the store's side notices first, and is the victim
     await other.execute(statement, ["job-5"])
 
     async def cross(finalizer: Finalizer, _redis: FakeRedis) -> None:
         async def holds_the_first_and_waits() -> bool:
-            return await (await other.execute("SELECT 1 FROM pg_locks WHERE NOT granted")).fetchone() is not None
+            return (
+                await (await other.execute("SELECT 1 FROM pg_locks WHERE NOT granted")).fetchone()
+                is not None
+            )
 
         await until(holds_the_first_and_waits)  # for job-5
         await asyncio.wait_for(other.execute(statement, ["job-0"]), 60)
@@ -145,7 +154,9 @@ async def test_sqlite_on_a_full_disk_waits_until_there_is_room(sqlite_url: str) 
 
     @event.listens_for(engine, "begin")
     def full(connection: Any) -> None:
-        connection.exec_driver_sql(f"PRAGMA max_page_count = {limits[0]}")  # SQLite's own "disk is full"
+        connection.exec_driver_sql(
+            f"PRAGMA max_page_count = {limits[0]}"
+        )  # SQLite's own "disk is full"
 
     async def make_room(finalizer: Finalizer, redis: FakeRedis) -> None:
         await until(lambda: "full" in finalizer.stats.last_error)
@@ -184,7 +195,9 @@ class _DriverError(Exception):
         self.sqlstate = sqlstate
 
 
-@pytest.mark.parametrize("sqlstate", ["53100", "40001", "25006", "57P01", "08006", "55P03", "53300"])
+@pytest.mark.parametrize(
+    "sqlstate", ["53100", "40001", "25006", "57P01", "08006", "55P03", "53300"]
+)
 async def test_what_passes_by_itself_is_retried_as_a_whole(sqlite_url: str, sqlstate: str) -> None:
     """PostgreSQL's codes for: disk full, serialization, read-only, shutdown, connection, lock, too many clients."""
     engine: Engine = open_engine(sqlite_url)

@@ -74,7 +74,9 @@ class Rig:
         finalizer = Finalizer(
             self.store,
             self.redis,
-            FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, **({"linger_s": 0.0} | limits)),  # type: ignore[arg-type]
+            FinalizerLimits(
+                record_backoff=FAST, acknowledge_backoff=FAST, **({"linger_s": 0.0} | limits)
+            ),  # type: ignore[arg-type]
             on_lost=self.lost.extend,
             on_recorded=lambda jobs: self.told.extend(job.result.job_id for job in jobs),
         )
@@ -106,7 +108,11 @@ async def test_a_job_is_acknowledged_after_it_was_recorded(rig: Rig) -> None:
         assert await finalizer.drain(60) == []
     assert list(rig.redis.done) == [f"job-{number}" for number in range(5)] == rig.told
     assert set(rig.redis.done) == set(rig.store.recorded)
-    assert (finalizer.stats.recorded, finalizer.stats.acknowledged, finalizer.stats.lost) == (5, 5, 0)
+    assert (finalizer.stats.recorded, finalizer.stats.acknowledged, finalizer.stats.lost) == (
+        5,
+        5,
+        0,
+    )
 
 
 async def test_what_waits_is_written_as_one_group(rig: Rig) -> None:

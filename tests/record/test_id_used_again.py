@@ -27,7 +27,12 @@ def of_no_batch(job: Finished) -> Finished:
 def later(**changes: Any) -> Finished:
     answer = ChoiceResult(text="to another prompt", token_ids=tuple(range(500)))
     usage = Usage(prompt_tokens=9, completion_tokens=500, total_ms=70)
-    fields = {"created_ms": LATER_MS, "choices": (answer,), "usage": usage, "finished_ms": LATER_MS + 90}
+    fields = {
+        "created_ms": LATER_MS,
+        "choices": (answer,),
+        "usage": usage,
+        "finished_ms": LATER_MS + 90,
+    }
     return of_no_batch(finished("a", token=2, **{**fields, **changes}))
 
 
@@ -45,7 +50,9 @@ async def ended(store: ResultStore, *jobs: Finished) -> tuple[list[Finished], li
 
 
 @pytest.mark.parametrize("tenant", ["acme", "another"])
-async def test_the_second_job_of_an_id_ends_as_failed(store: ResultStore, url: str, tenant: str) -> None:
+async def test_the_second_job_of_an_id_ends_as_failed(
+    store: ResultStore, url: str, tenant: str
+) -> None:
     await store.record([of_no_batch(finished("a"))])
     beside = finished("b")
     done, told = await ended(store, later(tenant=tenant), beside)
@@ -58,7 +65,11 @@ async def test_the_second_job_of_an_id_ends_as_failed(store: ResultStore, url: s
         "the job id 'a' stands for an earlier job in the database: use a new id",
     )
     assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (0, 0)
-    assert (chunk.status, chunk.error, chunk.index) == (JobStatus.FAILED, result.error, later().final_chunk.index)
+    assert (chunk.status, chunk.error, chunk.index) == (
+        JobStatus.FAILED,
+        result.error,
+        later().final_chunk.index,
+    )
     assert other.result == beside.result
     assert sorted((item.result.job_id, item.result.status) for item in told) == [
         ("a", JobStatus.FAILED),
@@ -79,7 +90,9 @@ async def test_a_dead_row_gives_way_to_its_own_job_only(store: ResultStore, url:
     assert rows(url, "SELECT state FROM jobs") == [{"state": "succeeded"}]
 
 
-async def test_a_line_of_a_batch_that_is_handed_in_again_is_the_same_job(store: ResultStore) -> None:
+async def test_a_line_of_a_batch_that_is_handed_in_again_is_the_same_job(
+    store: ResultStore,
+) -> None:
     """The queue had forgotten it; its creation time is that of the second handing in."""
     line = finished("a")
     await store.record([line])

@@ -23,7 +23,9 @@ def large(job_id: str) -> Finished:
 def damage(url: str, job_id: str) -> None:
     engine = open_engine(url)
     with engine.begin() as connection:
-        connection.execute(text("UPDATE jobs SET result = :it WHERE id = :id"), {"it": DAMAGED, "id": job_id})
+        connection.execute(
+            text("UPDATE jobs SET result = :it WHERE id = :id"), {"it": DAMAGED, "id": job_id}
+        )
     engine.dispose()
 
 
@@ -41,7 +43,9 @@ async def test_a_large_result_is_recorded_once_and_found(store: ResultStore, url
     results.close()
 
 
-async def test_a_row_that_cannot_be_decoded_counts_as_recorded(store: ResultStore, url: str) -> None:
+async def test_a_row_that_cannot_be_decoded_counts_as_recorded(
+    store: ResultStore, url: str
+) -> None:
     """The repeated commit is acknowledged, with the answer of this attempt; the row stays as it is."""
     job, small = finished("a"), finished("b")
     await store.record([job, small])

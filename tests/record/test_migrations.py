@@ -22,7 +22,9 @@ from tokenmill_worker.record.threads import open_engine
 
 def test_the_migrated_schema_equals_the_tables(url: str) -> None:
     with reading(url) as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True, "target_metadata": metadata})
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "target_metadata": metadata}
+        )
         assert compare_metadata(context, metadata) == []
 
 
@@ -32,7 +34,9 @@ def test_primary_keys_and_columns_are_those_of_the_tables(url: str) -> None:
         inspector = sa.inspect(connection)
         for table in metadata.tables.values():
             found = inspector.get_columns(table.name)
-            assert [(c["name"], c["nullable"]) for c in found] == [(c.name, c.nullable) for c in table.columns]
+            assert [(c["name"], c["nullable"]) for c in found] == [
+                (c.name, c.nullable) for c in table.columns
+            ]
             key = inspector.get_pk_constraint(table.name)["constrained_columns"]
             assert key == [column.name for column in table.primary_key.columns]
 
@@ -49,7 +53,11 @@ def test_where_a_database_stands_is_what_alembic_says(empty_url: str) -> None:
             upgrade(empty_url, revision)
         with reading(empty_url) as connection:
             found = standing(connection)
-            assert found.current == revision == MigrationContext.configure(connection).get_current_revision()
+            assert (
+                found.current
+                == revision
+                == MigrationContext.configure(connection).get_current_revision()
+            )
             assert found.is_behind == (revision != revisions()[-1])
 
 
@@ -57,7 +65,9 @@ def test_a_workers_modules_leave_alembic_alone() -> None:
     """Its import costs a start as much as SQLAlchemy's; only migrations need it."""
     program = "import sys, tokenmill_worker.app, tokenmill_worker.record"
     program += "; print('alembic' in sys.modules, 'sqlalchemy' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert said.stdout.split() == ["False", "True"]
 
 

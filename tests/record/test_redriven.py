@@ -35,7 +35,9 @@ def rows(url: str) -> list[tuple[object, ...]]:
 
 async def set_aside(client: AsyncClient, redis_url: str, database: str) -> str:
     """Make a job that is dead by every trace: hash, dead-letter stream, SQL."""
-    job = await client.submit(prompt="once more", max_tokens=TOKENS, ignore_eos=True, seed=5, tenant="acme")
+    job = await client.submit(
+        prompt="once more", max_tokens=TOKENS, ignore_eos=True, seed=5, tenant="acme"
+    )
     redis = connect_async(redis_url)
     unlucky = JobStream(redis, client.keys, "unlucky")
     (delivery,) = await unlucky.claim(1)

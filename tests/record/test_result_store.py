@@ -20,16 +20,36 @@ async def test_a_finished_job_is_one_row_in_each_table(store: ResultStore, url: 
     assert report.written == {"a"}
     row = rows(url, "SELECT * FROM jobs")[0]
     assert decode_result(bytes(row["result"])) == job.result
-    assert (row["text"], row["state"], row["finish_reason"]) == ("Blue light scatters. ☁", "succeeded", "stop")
-    assert (row["queue"], row["tenant"], row["model"], row["priority"]) == ("q", "acme", "tiny", "interactive")
-    assert (row["prompt_kind"], row["batch_id"], row["worker_id"], row["attempts"]) == ("text", "batch-1", "w1", 1)
+    assert (row["text"], row["state"], row["finish_reason"]) == (
+        "Blue light scatters. ☁",
+        "succeeded",
+        "stop",
+    )
+    assert (row["queue"], row["tenant"], row["model"], row["priority"]) == (
+        "q",
+        "acme",
+        "tiny",
+        "interactive",
+    )
+    assert (row["prompt_kind"], row["batch_id"], row["worker_id"], row["attempts"]) == (
+        "text",
+        "batch-1",
+        "w1",
+        1,
+    )
     read = {
-        name: json.loads(row[name]) if isinstance(row[name], str) else row[name] for name in ("token_ids", "params")
+        name: json.loads(row[name]) if isinstance(row[name], str) else row[name]
+        for name in ("token_ids", "params")
     }
     assert read == {"token_ids": [7, 8, 9], "params": {"max_tokens": 64, "logit_bias": {"5": 1.5}}}
     used = rows(url, "SELECT * FROM usage")[0]
     assert (used["prompt_tokens"], used["cached_tokens"], used["completion_tokens"]) == (11, 4, 3)
-    assert (used["queue_ms"], used["ttft_ms"], used["total_ms"], used["day"]) == (5, 20, 90, "2026-11-18")
+    assert (used["queue_ms"], used["ttft_ms"], used["total_ms"], used["day"]) == (
+        5,
+        20,
+        90,
+        "2026-11-18",
+    )
 
 
 async def test_prompts_are_kept_only_when_asked_for(url: str) -> None:
@@ -44,10 +64,17 @@ async def test_prompts_are_kept_only_when_asked_for(url: str) -> None:
     await open_.close()
 
 
-async def test_a_second_delivery_changes_nothing_and_learns_what_was_recorded(store: ResultStore, url: str) -> None:
+async def test_a_second_delivery_changes_nothing_and_learns_what_was_recorded(
+    store: ResultStore, url: str
+) -> None:
     first = finished("a")
     await store.record([first])
-    again = finished("a", token=2, choices=(ChoiceResult(text="another answer"),), usage=Usage(completion_tokens=99))
+    again = finished(
+        "a",
+        token=2,
+        choices=(ChoiceResult(text="another answer"),),
+        usage=Usage(completion_tokens=99),
+    )
     report = await store.record([again, finished("b")])
     assert report.written == {"b"}
     assert report.existing == {"a": first.result}
@@ -69,36 +96,59 @@ async def test_writers_that_race_for_the_same_jobs_record_each_once(url: str) ->
     ids = [f"job-{number:03d}" for number in range(60)]
     # each in another order: rows must be locked in one order all the same, or writers deadlock
     orders = [ids, ids[::-1], ids[30:] + ids[:30], ids[::2] + ids[1::2]]
-    groups = [[finished(job_id, worker_id=f"w{number}") for job_id in order] for number, order in enumerate(orders)]
-    reports = await asyncio.gather(*(store.record(group) for store, group in zip(stores, groups, strict=True)))
+    groups = [
+        [finished(job_id, worker_id=f"w{number}") for job_id in order]
+        for number, order in enumerate(orders)
+    ]
+    reports = await asyncio.gather(
+        *(store.record(group) for store, group in zip(stores, groups, strict=True))
+    )
     assert sum(len(report.written) for report in reports) == 60
     assert all(len(report.written) + len(report.existing) == 60 for report in reports)
     assert counts(url) == (60, 60, 60, 60)
     told = {job_id: end.worker_id for report in reports for job_id, end in report.existing.items()}
-    assert told == {row["id"]: row["worker_id"] for row in rows(url, "SELECT id, worker_id FROM jobs")}
+    assert told == {
+        row["id"]: row["worker_id"] for row in rows(url, "SELECT id, worker_id FROM jobs")
+    }
     for store in stores:
         await store.close()
 
 
-async def test_a_dead_job_gives_way_to_what_its_redrive_brings(store: ResultStore, url: str) -> None:
+async def test_a_dead_job_gives_way_to_what_its_redrive_brings(
+    store: ResultStore, url: str
+) -> None:
     await store.record([failed("a", status=JobStatus.DEAD, finished_ms=1000)])
     redriven = finished("a", token=5, finished_ms=900)  # on a machine whose clock is behind
     assert (await store.record([redriven])).written == {"a"}
     late = failed("a", status=JobStatus.DEAD, finished_ms=2000)  # a frozen worker wakes up
     assert (await store.record([late])).existing == {"a": redriven.result}
-    assert rows(url, "SELECT state, error_code FROM jobs") == [{"state": "succeeded", "error_code": None}]
-    assert rows(url, "SELECT state, completion_tokens AS n FROM usage") == [{"state": "succeeded", "n": 3}]
+    assert rows(url, "SELECT state, error_code FROM jobs") == [
+        {"state": "succeeded", "error_code": None}
+    ]
+    assert rows(url, "SELECT state, completion_tokens AS n FROM usage") == [
+        {"state": "succeeded", "n": 3}
+    ]
 
 
-async def test_a_dead_job_that_dies_again_shows_its_last_death(store: ResultStore, url: str) -> None:
-    await store.record([failed("a", "first", status=JobStatus.DEAD, started_ms=1000, finished_ms=1500)])
-    await store.record([failed("a", "second", status=JobStatus.DEAD, started_ms=2000, finished_ms=2500)])
-    await store.record([failed("a", "first", status=JobStatus.DEAD, started_ms=1000, finished_ms=3500)])
+async def test_a_dead_job_that_dies_again_shows_its_last_death(
+    store: ResultStore, url: str
+) -> None:
+    await store.record(
+        [failed("a", "first", status=JobStatus.DEAD, started_ms=1000, finished_ms=1500)]
+    )
+    await store.record(
+        [failed("a", "second", status=JobStatus.DEAD, started_ms=2000, finished_ms=2500)]
+    )
+    await store.record(
+        [failed("a", "first", status=JobStatus.DEAD, started_ms=1000, finished_ms=3500)]
+    )
     assert rows(url, "SELECT error_message AS m FROM jobs") == [{"m": "second"}]
     assert counts(url) == (1, 1, 1, 1)
 
 
-async def test_an_id_of_another_tenant_is_neither_overwritten_nor_shown(store: ResultStore, url: str) -> None:
+async def test_an_id_of_another_tenant_is_neither_overwritten_nor_shown(
+    store: ResultStore, url: str
+) -> None:
     await store.record([failed("a", status=JobStatus.DEAD)])
     report = await store.record([finished("a", tenant="mallory")])
     assert report.taken == {"a"}
@@ -108,13 +158,17 @@ async def test_an_id_of_another_tenant_is_neither_overwritten_nor_shown(store: R
 
 
 @pytest.mark.parametrize("status", [s for s in JobStatus if s.is_final])
-async def test_every_end_is_recorded_and_billed_once(store: ResultStore, url: str, status: JobStatus) -> None:
+async def test_every_end_is_recorded_and_billed_once(
+    store: ResultStore, url: str, status: JobStatus
+) -> None:
     await store.record([finished("a", status=status)])
     assert rows(url, "SELECT state FROM usage") == [{"state": status.value}]
     assert counts(url) == (1, 1, 1, 1)
 
 
-async def test_an_undecodable_job_has_no_request_and_is_recorded_all_the_same(store: ResultStore, url: str) -> None:
+async def test_an_undecodable_job_has_no_request_and_is_recorded_all_the_same(
+    store: ResultStore, url: str
+) -> None:
     job = failed("a")
     blind = type(job)(job.token, job.result, job.final_chunk, None)
     await store.record([blind])
@@ -138,7 +192,9 @@ def test_the_support_makes_results_that_differ_by_id() -> None:
     assert result().job_id != result().job_id
 
 
-async def test_only_what_this_queue_recorded_for_good_is_found(store: ResultStore, url: str) -> None:
+async def test_only_what_this_queue_recorded_for_good_is_found(
+    store: ResultStore, url: str
+) -> None:
     """The dead may be redriven: their row is not the last word."""
     await store.record([finished("a"), failed("dead", status=JobStatus.DEAD)])
     other = ResultStore(url, queue="another")
@@ -148,7 +204,9 @@ async def test_only_what_this_queue_recorded_for_good_is_found(store: ResultStor
     assert found == {"a": finished("a").result}
 
 
-async def test_rows_are_made_beside_the_event_loop(store: ResultStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_are_made_beside_the_event_loop(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A large result takes tens of milliseconds to encode."""
     threads, make = [], JobRow.of
 

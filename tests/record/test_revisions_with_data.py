@@ -14,7 +14,9 @@ from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import configuration, downgrade, upgrade
 from tokenmill_worker.record.threads import open_engine
 
-REVISIONS = [script.revision for script in ScriptDirectory.from_config(configuration()).walk_revisions()][::-1]
+REVISIONS = [
+    script.revision for script in ScriptDirectory.from_config(configuration()).walk_revisions()
+][::-1]
 
 
 def fill(url: str) -> dict[str, dict[str, Any]]:
@@ -43,7 +45,11 @@ def _value(column: Any) -> Any:
         return 7
     if isinstance(kind, sa.JSON):
         return {"a": [1, None]}
-    return "b1" if column.name == "batch_id" or (column.table.name == "batches" and column.name == "id") else "wörd"
+    return (
+        "b1"
+        if column.name == "batch_id" or (column.table.name == "batches" and column.name == "id")
+        else "wörd"
+    )
 
 
 def unchanged(url: str, before: dict[str, dict[str, Any]]) -> None:
@@ -58,7 +64,9 @@ def unchanged(url: str, before: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-def test_rows_of_an_earlier_revision_are_there_after_the_upgrade(empty_url: str, revision: str) -> None:
+def test_rows_of_an_earlier_revision_are_there_after_the_upgrade(
+    empty_url: str, revision: str
+) -> None:
     upgrade(empty_url, revision)
     before = fill(empty_url)
     assert before

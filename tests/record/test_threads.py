@@ -13,7 +13,9 @@ from tokenmill_worker.record.sql_errors import is_misconfigured
 from tokenmill_worker.record.threads import Threads, normalised, open_engine
 
 
-@pytest.mark.parametrize("url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"])
+@pytest.mark.parametrize(
+    "url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"]
+)
 def test_every_spelling_of_postgresql_means_psycopg_3(url: str) -> None:
     assert normalised(url).drivername == "postgresql+psycopg"
 
@@ -42,7 +44,9 @@ def test_sqlite_is_durable_and_lets_readers_read(sqlite_url: str) -> None:
         ("connection refused", False),
     ],
 )
-def test_what_no_later_try_can_help_is_told_from_what_may_come_back(words: str, is_final: bool) -> None:
+def test_what_no_later_try_can_help_is_told_from_what_may_come_back(
+    words: str, is_final: bool
+) -> None:
     assert is_misconfigured(OSError(words)) is is_final
 
 

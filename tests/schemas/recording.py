@@ -27,7 +27,9 @@ def meaning(value: object) -> Any:
 
 
 def enumerations() -> dict[str, list[str]]:
-    found = {name: value for name, value in vars(tokenmill_schemas).items() if isinstance(value, type)}
+    found = {
+        name: value for name, value in vars(tokenmill_schemas).items() if isinstance(value, type)
+    }
     return {
         name: [member.value for member in kind]
         for name, kind in sorted(found.items())
@@ -48,7 +50,9 @@ def _missing(place: str, recorded: Any, now: Any) -> list[str]:
     if isinstance(recorded, dict) and isinstance(now, dict):
         lost = [f"{place}.{key} is gone" for key in recorded.keys() - now.keys()]
         both = sorted(recorded.keys() & now.keys())
-        return sorted(lost) + [line for key in both for line in _missing(f"{place}.{key}", recorded[key], now[key])]
+        return sorted(lost) + [
+            line for key in both for line in _missing(f"{place}.{key}", recorded[key], now[key])
+        ]
     return [] if recorded == now else [f"{place} was {recorded!r} and is {now!r}"]
 
 
@@ -59,7 +63,9 @@ def main(version: str) -> None:
         (folder / f"{name}.msgpack").write_bytes(encode(value))
     values = {name: meaning(value) for name, (value, _) in SAMPLES.items()}
     for name, content in (("values", values), ("enums", enumerations())):
-        (folder / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        (folder / f"{name}.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+        )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,18 @@ from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingP
 from tokenmill_schemas.job import JobRequest, Message, Priority, RetryPolicy
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
-LOGPROBS: Final = (TokenLogprob(-0.25, ((72, -0.25), (73, -1.75))), TokenLogprob(-2.5, ((105, -2.5),)))
+LOGPROBS: Final = (
+    TokenLogprob(-0.25, ((72, -0.25), (73, -1.75))),
+    TokenLogprob(-2.5, ((105, -2.5),)),
+)
 USAGE: Final = Usage(
-    prompt_tokens=11, cached_tokens=8, completion_tokens=2, queue_ms=3, ttft_ms=21, total_ms=40, preemptions=1
+    prompt_tokens=11,
+    cached_tokens=8,
+    completion_tokens=2,
+    queue_ms=3,
+    ttft_ms=21,
+    total_ms=40,
+    preemptions=1,
 )
 ERROR: Final = JobError("engine_error", "the step failed", retryable=True)
 PARAMS: Final = SamplingParams(
@@ -65,7 +74,10 @@ SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
     "request": (REQUEST, JobRequest),
     "request-prompt": (
         msgspec.structs.replace(
-            REQUEST, messages=None, prompt="Once", params=SamplingParams(response_format=ResponseFormat(regex="a+"))
+            REQUEST,
+            messages=None,
+            prompt="Once",
+            params=SamplingParams(response_format=ResponseFormat(regex="a+")),
         ),
         JobRequest,
     ),
@@ -74,7 +86,9 @@ SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
             REQUEST,
             messages=None,
             prompt_ids=(1, 300, 70_000),
-            params=SamplingParams(logprobs=3, response_format=ResponseFormat(grammar='root ::= "a"')),
+            params=SamplingParams(
+                logprobs=3, response_format=ResponseFormat(grammar='root ::= "a"')
+            ),
         ),
         JobRequest,
     ),

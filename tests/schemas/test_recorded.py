@@ -49,7 +49,11 @@ def kind_of(name: str) -> Any:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_was_recorded_means_what_it_meant(version):
-    found = [line for name, data, meant in recorded(version) for line in differences(name, data, kind_of(name), meant)]
+    found = [
+        line
+        for name, data, meant in recorded(version)
+        for line in differences(name, data, kind_of(name), meant)
+    ]
     assert not found, "\n".join(found)
     assert {name for name, _, _ in recorded(version)} <= SAMPLES.keys()
 
@@ -60,9 +64,18 @@ def test_a_recorded_chunk_of_several_choices_has_its_place_as_index():
     Up to version 3 it counted the tokens of all choices, and `place` those of the chunk's choice.
     """
     (data,) = [data for name, data, _ in recorded("3") if name == "chunk"]
-    before, now = msgspec.msgpack.decode(data, type=tokenmill_schemas.chunk.Chunk), codec.decode_chunk(data)
+    before, now = (
+        msgspec.msgpack.decode(data, type=tokenmill_schemas.chunk.Chunk),
+        codec.decode_chunk(data),
+    )
     assert (before.index, before.place, before.n) == (3, 1, 1)
-    assert (now.index, now.place, now.n, now.choice, now.token_ids) == (1, None, 2, 1, before.token_ids)
+    assert (now.index, now.place, now.n, now.choice, now.token_ids) == (
+        1,
+        None,
+        2,
+        1,
+        before.token_ids,
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -95,12 +108,16 @@ def test_every_field_of_every_message_is_in_a_sample():
         visit(value)
     seen[tokenmill_schemas.chunk.Chunk].add("place")  # only read: `recorded/3` has it
     unseen = {kind.__name__: set(kind.__struct_fields__) - names for kind, names in seen.items()}
-    assert not {name: fields for name, fields in unseen.items() if fields}, "set them in tests/schemas/samples.py"
+    assert not {name: fields for name, fields in unseen.items() if fields}, (
+        "set them in tests/schemas/samples.py"
+    )
 
 
 def _defaults(kind: type[msgspec.Struct]) -> Iterator[tuple[str, object]]:
     for field in msgspec.structs.fields(kind):
-        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = (
+            field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        )
         yield field.name, default
 
 
@@ -109,7 +126,9 @@ def test_what_later_versions_add_is_passed_over(name):
     """Additions at every depth: unknown keys of maps, more elements of arrays that are structs."""
     value, _ = SAMPLES[name]
     decode = DECODERS[name.split("-")[0]]
-    assert decode(msgpack.packb(_grown(msgpack.unpackb(encode(value), strict_map_key=False)))) == value
+    assert (
+        decode(msgpack.packb(_grown(msgpack.unpackb(encode(value), strict_map_key=False)))) == value
+    )
 
 
 def _grown(node: Any, key: str = "") -> Any:
@@ -149,8 +168,16 @@ def variant(changes: dict[str, Any], without: str = "") -> type[msgspec.Struct]:
     for field in msgspec.structs.fields(JobRequest):
         if field.name != without:
             kind = changes.get(field.name, field.type)
-            fields.append((field.name, kind, *([] if field.required else [dict(_defaults(JobRequest))[field.name]])))
-    fields += [(name, kind) for name, kind in changes.items() if name not in JobRequest.__struct_fields__]
+            fields.append(
+                (
+                    field.name,
+                    kind,
+                    *([] if field.required else [dict(_defaults(JobRequest))[field.name]]),
+                )
+            )
+    fields += [
+        (name, kind) for name, kind in changes.items() if name not in JobRequest.__struct_fields__
+    ]
     return msgspec.defstruct("JobRequest", fields, kw_only=True, omit_defaults=True)
 
 
@@ -166,14 +193,18 @@ def variant(changes: dict[str, Any], without: str = "") -> type[msgspec.Struct]:
 )
 def test_a_field_removed_renamed_retyped_or_newly_required_is_noticed(careless, says):
     value, _ = SAMPLES["request"]
-    assert any(says in line for line in differences("request", encode(value), careless, meaning(value)))
+    assert any(
+        says in line for line in differences("request", encode(value), careless, meaning(value))
+    )
 
 
 @pytest.mark.parametrize("keys", [(5, 7), ("5", "7"), ("5", 7)])
 def test_biases_have_whole_numbers_or_their_texts_as_keys(keys):
     """Text keys are what an object of JavaScript becomes."""
     biases = dict(zip(keys, (1.5, -1), strict=True))
-    packed = msgspec.msgpack.encode({"job_id": "a", "prompt": "x", "params": {"logit_bias": biases}, "later": 1})
+    packed = msgspec.msgpack.encode(
+        {"job_id": "a", "prompt": "x", "params": {"logit_bias": biases}, "later": 1}
+    )
     assert decode_request(packed) == JobRequest(
         job_id="a", prompt="x", params=SamplingParams(logit_bias={5: 1.5, 7: -1.0})
     )
@@ -181,6 +212,8 @@ def test_biases_have_whole_numbers_or_their_texts_as_keys(keys):
 
 @pytest.mark.parametrize("key", ["dog", "5.0", " 5", "", 5.5, True])
 def test_biases_of_other_keys_are_refused_with_the_decoders_words(key):
-    packed = msgspec.msgpack.encode({"job_id": "a", "prompt": "x", "params": {"logit_bias": {key: 1}}})
+    packed = msgspec.msgpack.encode(
+        {"job_id": "a", "prompt": "x", "params": {"logit_bias": {key: 1}}}
+    )
     with pytest.raises(DecodeError, match=r"`\$\.params\.logit_bias`"):
         decode_request(packed)

@@ -49,25 +49,52 @@ def test_an_ordinary_request_has_no_problem():
         ({"job_id": "x" * 256}, "job_id may have 255 characters, not 256"),
         ({"tenant": "a\nb"}, "tenant must not contain control characters: 'a\\nb'"),
         ({"idempotency_key": ""}, "idempotency_key must not be empty; leave it out instead"),
-        ({"prompt": None}, "exactly one of prompt, messages and prompt_ids must be given, not none"),
-        ({"prompt_ids": ()}, "exactly one of prompt, messages and prompt_ids must be given, not prompt and prompt_ids"),
+        (
+            {"prompt": None},
+            "exactly one of prompt, messages and prompt_ids must be given, not none",
+        ),
+        (
+            {"prompt_ids": ()},
+            "exactly one of prompt, messages and prompt_ids must be given, not prompt and prompt_ids",
+        ),
         ({"prompt": ""}, "prompt is empty; it needs at least one token"),
         ({"prompt": None, "prompt_ids": ()}, "prompt_ids is empty; it needs at least one token"),
         ({"prompt": None, "messages": ()}, "messages is empty; it needs at least one message"),
         ({"prompt": None, "prompt_ids": (3, -1)}, "prompt_ids holds -1, which is no token id"),
-        ({"prompt": None, "prompt_ids": (2**31,)}, "prompt_ids holds 2147483648, which is no token id"),
-        ({"prompt": "a\ud800"}, "prompt is not valid Unicode: a lone surrogate stands at character 1"),
-        ({"metadata": {"k": "\udfff"}}, "metadata is not valid Unicode: a lone surrogate stands at character 0"),
+        (
+            {"prompt": None, "prompt_ids": (2**31,)},
+            "prompt_ids holds 2147483648, which is no token id",
+        ),
+        (
+            {"prompt": "a\ud800"},
+            "prompt is not valid Unicode: a lone surrogate stands at character 1",
+        ),
+        (
+            {"metadata": {"k": "\udfff"}},
+            "metadata is not valid Unicode: a lone surrogate stands at character 0",
+        ),
         ({"metadata": {"k": "\0"}}, "metadata['k'] must not contain a null character"),
         ({"metadata": {str(i): "" for i in range(65)}}, "metadata may have 64 entries, not 65"),
         ({"metadata": {"k": "x" * 5000}}, "metadata['k'] may have 4096 characters, not 5000"),
         ({"deadline_ms": 400}, "deadline_ms lies 600 ms in the past"),
         ({"deadline_ms": -1}, "deadline_ms must be a time in Unix milliseconds, not -1"),
-        ({"deadline_ms": 2000, "not_before_ms": 2000}, "not_before_ms (2000) must lie before deadline_ms (2000)"),
+        (
+            {"deadline_ms": 2000, "not_before_ms": 2000},
+            "not_before_ms (2000) must lie before deadline_ms (2000)",
+        ),
         ({"retry": RetryPolicy(max_attempts=0)}, "retry.max_attempts must be from 1 to 100, not 0"),
-        ({"retry": RetryPolicy(backoff_ms=-1)}, "retry.backoff_ms must be from 0 to 604800000, not -1"),
-        ({"webhook": "file:///etc/passwd"}, "webhook must be an http or https URL of at most 2048 characters"),
-        ({"messages": (Message("user", "x"),) * 10_001, "prompt": None}, "messages may have 10000 entries, not 10001"),
+        (
+            {"retry": RetryPolicy(backoff_ms=-1)},
+            "retry.backoff_ms must be from 0 to 604800000, not -1",
+        ),
+        (
+            {"webhook": "file:///etc/passwd"},
+            "webhook must be an http or https URL of at most 2048 characters",
+        ),
+        (
+            {"messages": (Message("user", "x"),) * 10_001, "prompt": None},
+            "messages may have 10000 entries, not 10001",
+        ),
     ],
 )
 def test_each_problem_of_a_request_is_said(fields, sentence):
@@ -85,9 +112,18 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
         *(({"top_p": value}, "top_p must be from 0 to 1") for value in (1.1, -1.0, NAN)),
         *(({"top_k": value}, "top_k must be -1") for value in (-2, 2**31)),
         *(({"min_p": value}, "min_p must be from 0 to 1") for value in (-0.1, 1.5, NAN)),
-        *(({"presence_penalty": value}, "presence_penalty must be from -2 to 2") for value in (-2.1, 3.0, NAN, INF)),
-        *(({"frequency_penalty": value}, "frequency_penalty must be from -2 to 2") for value in (-2.1, 3.0, NAN)),
-        *(({"repetition_penalty": value}, "repetition_penalty must be above 0") for value in (0.0, -1.0, NAN, INF)),
+        *(
+            ({"presence_penalty": value}, "presence_penalty must be from -2 to 2")
+            for value in (-2.1, 3.0, NAN, INF)
+        ),
+        *(
+            ({"frequency_penalty": value}, "frequency_penalty must be from -2 to 2")
+            for value in (-2.1, 3.0, NAN)
+        ),
+        *(
+            ({"repetition_penalty": value}, "repetition_penalty must be above 0")
+            for value in (0.0, -1.0, NAN, INF)
+        ),
         *(({"n": value}, "n must be from 1 to 128") for value in (0, -1, 129)),
         *(({"logprobs": value}, "logprobs must be true, false or a count") for value in (-1, 101)),
         *(({"top_logprobs": value}, "top_logprobs must be from 0 to 100") for value in (-1, 101)),
@@ -100,14 +136,26 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
         ({"logit_bias": {-1: 0.0}}, "logit_bias holds -1"),
         ({"logit_bias": {1: 101.0}}, "logit_bias[1] must be from -100 to 100, not 101.0"),
         ({"logit_bias": {1: NAN}}, "logit_bias[1] must be from -100 to 100, not nan"),
-        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias may have 1024 entries, not 1025"),
-        ({"response_format": ResponseFormat()}, "exactly one of json_schema, regex and grammar, not none"),
+        (
+            {"logit_bias": dict.fromkeys(range(1025), 0.0)},
+            "logit_bias may have 1024 entries, not 1025",
+        ),
+        (
+            {"response_format": ResponseFormat()},
+            "exactly one of json_schema, regex and grammar, not none",
+        ),
         ({"response_format": ResponseFormat(regex="a", grammar="b")}, "not regex and grammar"),
         ({"response_format": ResponseFormat(regex="")}, "response_format.regex must have 1 to"),
-        ({"response_format": ResponseFormat(json_schema={"a": "x" * 300_000})}, "json_schema may have 262144 bytes"),
+        (
+            {"response_format": ResponseFormat(json_schema={"a": "x" * 300_000})},
+            "json_schema may have 262144 bytes",
+        ),
         ({"response_format": ResponseFormat(json_schema={"a": 2**70})}, "a number beyond 64 bits"),
         *(
-            ({"response_format": ResponseFormat(json_schema=envelope)}, "json_schema holds OpenAI's envelope")
+            (
+                {"response_format": ResponseFormat(json_schema=envelope)},
+                "json_schema holds OpenAI's envelope",
+            )
             for envelope in ENVELOPES
         ),
     ],
@@ -117,7 +165,9 @@ def test_each_problem_of_the_parameters_is_said(fields, sentence):
     assert any(sentence in problem for problem in found), found
 
 
-@pytest.mark.parametrize("field", ["top_k", "n", "max_tokens", "seed", "min_tokens", "top_logprobs"])
+@pytest.mark.parametrize(
+    "field", ["top_k", "n", "max_tokens", "seed", "min_tokens", "top_logprobs"]
+)
 def test_absurd_integers_are_refused_and_never_raise(field):
     for value in (10**30, -(10**30)):
         values: dict[str, Any] = {field: value}
@@ -128,10 +178,14 @@ def test_a_deep_schema_is_refused():
     deep: dict[str, object] = {}
     for _ in range(100):
         deep = {"a": deep}
-    assert problems(request(params=SamplingParams(response_format=ResponseFormat(json_schema=deep))))
+    assert problems(
+        request(params=SamplingParams(response_format=ResponseFormat(json_schema=deep)))
+    )
     for _ in range(100_000):
         deep = {"a": [deep]}
-    assert problems(request(params=SamplingParams(response_format=ResponseFormat(json_schema=deep))))
+    assert problems(
+        request(params=SamplingParams(response_format=ResponseFormat(json_schema=deep)))
+    )
 
 
 def test_a_surrogate_anywhere_is_found():
@@ -143,7 +197,11 @@ def test_a_surrogate_anywhere_is_found():
         {"metadata": {broken: ""}},
         {"params": SamplingParams(stop=(broken,))},
         {"params": SamplingParams(response_format=ResponseFormat(grammar=broken))},
-        {"params": SamplingParams(response_format=ResponseFormat(json_schema={"a": [{broken: 1}]}))},
+        {
+            "params": SamplingParams(
+                response_format=ResponseFormat(json_schema={"a": [{broken: 1}]})
+            )
+        },
     ):
         [problem] = problems(request(**fields))
         assert "lone surrogate" in problem
@@ -180,7 +238,9 @@ def test_a_payload_beyond_the_limit_is_refused_with_its_size():
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 

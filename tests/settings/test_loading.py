@@ -32,7 +32,9 @@ def test_the_defaults_work() -> None:
     settings = load_settings()
     assert settings.queue_name == "smollm2-135m-instruct"
     # A service schedules by class and tenant; an engine used alone has neither.
-    assert settings.engine_config() == EngineConfig(model="smollm2-135m-instruct", policy=SchedulingPolicy.PRIORITY)
+    assert settings.engine_config() == EngineConfig(
+        model="smollm2-135m-instruct", policy=SchedulingPolicy.PRIORITY
+    )
     assert settings.heartbeat_interval == pytest.approx(settings.lease_seconds / 3)
 
 
@@ -52,9 +54,15 @@ def test_settings_that_cannot_work_together_are_told_with_the_others() -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("long_prefill_token_threshold", {"long_prefill_token_threshold": 101, "max_model_len": 100}),
+        (
+            "long_prefill_token_threshold",
+            {"long_prefill_token_threshold": 101, "max_model_len": 100},
+        ),
         ("max_long_partial_prefills", {"max_long_partial_prefills": 1}),
-        ("max_long_partial_prefills", {"max_long_partial_prefills": 1, "max_num_partial_prefills": 1}),
+        (
+            "max_long_partial_prefills",
+            {"max_long_partial_prefills": 1, "max_num_partial_prefills": 1},
+        ),
         ("max_num_batched_tokens", {"max_num_batched_tokens": 63}),
         ("max_memory_gib", {"max_memory_gib": 0.0}),
         ("max_memory_gib", {"max_memory_gib": 1.0, "num_blocks": 64}),
@@ -63,7 +71,9 @@ def test_settings_that_cannot_work_together_are_told_with_the_others() -> None:
         ("stall_seconds", {"stall_seconds": 0.5}),
     ],
 )
-def test_a_setting_that_cannot_work_or_does_nothing_is_refused(name: str, changes: dict[str, object]) -> None:
+def test_a_setting_that_cannot_work_or_does_nothing_is_refused(
+    name: str, changes: dict[str, object]
+) -> None:
     (problem,) = _problems(**changes)
     assert problem.startswith("--" + name.replace("_", "-"))
 
@@ -72,7 +82,10 @@ def test_a_setting_that_cannot_work_or_does_nothing_is_refused(name: str, change
     "changes",
     [
         {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 50},
-        {"max_long_partial_prefills": 1, "max_num_partial_prefills": 2},  # the threshold follows the model's length
+        {
+            "max_long_partial_prefills": 1,
+            "max_num_partial_prefills": 2,
+        },  # the threshold follows the model's length
         {"max_num_batched_tokens": 64},
         {"cpu_offload_gib": 0.5},
     ],
@@ -82,7 +95,8 @@ def test_their_neighbours_are_taken(changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "url"), [("redis_url", "redis://localhost:1x/0"), ("database_url", "postgresql://localhost:1x/t")]
+    ("name", "url"),
+    [("redis_url", "redis://localhost:1x/0"), ("database_url", "postgresql://localhost:1x/t")],
 )
 def test_what_asks_for_a_quoted_password_ends_with_that_question(name: str, url: str) -> None:
     (problem,) = _problems(**{name: url})
@@ -116,14 +130,19 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = _problems(metrics_port="123456")
     assert len(problems) == 12
     for name in wrong:
-        assert sum(line.startswith((f"TOKENMILL_{name} ", f"TOKENMILL_{name}:")) for line in problems) == 1, name
+        assert (
+            sum(line.startswith((f"TOKENMILL_{name} ", f"TOKENMILL_{name}:")) for line in problems)
+            == 1
+        ), name
     assert sum(line.startswith("--metrics-port ") for line in problems) == 1
     assert "did you mean TOKENMILL_LEASE_SECONDS?" in "".join(problems)
     assert "hunter2" not in "".join(problems)
     assert not [line for line in problems if "\n" in line]
 
 
-@pytest.mark.parametrize("name", [n for n in Settings.model_fields if n.endswith(("_seconds", "_days"))])
+@pytest.mark.parametrize(
+    "name", [n for n in Settings.model_fields if n.endswith(("_seconds", "_days"))]
+)
 def test_no_time_is_longer_than_clocks_and_databases_can_count(name: str) -> None:
     problems = _problems(**{name: "1e16"})
     flag = f"--{name.replace('_', '-')}"
@@ -134,7 +153,9 @@ def test_a_late_heartbeat_must_not_cost_the_lease() -> None:
     assert "at most half" in _problems(lease_seconds="6", heartbeat_seconds="5")[0]
 
 
-def test_an_unknown_variable_without_a_neighbour_gets_no_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_without_a_neighbour_gets_no_suggestion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TOKENMILL_ZZZZ", "1")
     assert _problems() == ("TOKENMILL_ZZZZ is not a setting",)
 
@@ -143,12 +164,20 @@ def test_empty_and_none_mean_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_LEASE_SECONDS", "")
     monkeypatch.setenv("TOKENMILL_NUM_BLOCKS", "none")
     settings = load_settings({"metrics_port": "none"})
-    assert (settings.lease_seconds, settings.engine_config().num_blocks, settings.metrics_port) == (10.0, None, None)
+    assert (settings.lease_seconds, settings.engine_config().num_blocks, settings.metrics_port) == (
+        10.0,
+        None,
+        None,
+    )
 
 
 def test_a_text_that_is_unset_is_empty_in_a_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = load_settings({"key_prefix": "", "metrics_host": "none"})
-    assert (empty.key_prefix, empty.metrics_host, load_settings({"queue": "none"}).queue) == ("", "", "")
+    assert (empty.key_prefix, empty.metrics_host, load_settings({"queue": "none"}).queue) == (
+        "",
+        "",
+        "",
+    )
     for name, value in empty.variables().items():
         monkeypatch.setenv(name, value)
     assert load_settings() == empty
@@ -162,7 +191,9 @@ def test_each_engine_setting_is_a_setting_with_a_help_text(name: str) -> None:
 
 def test_a_child_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_LOG_LEVEL", "debug")
-    before = load_settings({"policy": "priority", "prefix_cache": "false", "num_blocks": "64", "queue": "q"})
+    before = load_settings(
+        {"policy": "priority", "prefix_cache": "false", "num_blocks": "64", "queue": "q"}
+    )
     variables = {k: v for k, v in child_environment(before).items() if k.startswith("TOKENMILL_")}
     monkeypatch.delenv("TOKENMILL_LOG_LEVEL")
     for name, value in variables.items():
@@ -185,7 +216,9 @@ def test_every_kind_of_redis_address(url: str) -> None:
 
 
 def test_passwords_are_not_shown() -> None:
-    settings = load_settings({"database_url": "postgresql://u:hunter2@h/db", "redis_url": "redis://:hunter2@h/0"})
+    settings = load_settings(
+        {"database_url": "postgresql://u:hunter2@h/db", "redis_url": "redis://:hunter2@h/0"}
+    )
     assert "hunter2" not in str(settings.public())
 
 
@@ -195,7 +228,9 @@ def test_the_help_names_every_flag_in_full_on_the_narrowest_screen(command: str)
     assert done.exit_code == 0
     for name, field in Settings.model_fields.items():
         flag = name.replace("_", "-")
-        assert f" --{'[no-]' if field.annotation in (bool, bool | None) else ''}{flag} " in done.stdout, flag
+        assert (
+            f" --{'[no-]' if field.annotation in (bool, bool | None) else ''}{flag} " in done.stdout
+        ), flag
     assert "--no-" not in done.stdout
     assert " cpu, cuda, cuda:1, … or auto" in done.stdout  # values are written as they are said
     assert " Float32" not in done.stdout

@@ -30,7 +30,13 @@ def _attributes(tree: ast.Module, *, with_self: bool) -> Iterator[str]:
         if not isinstance(node, ast.Attribute):
             continue
         base = node.value
-        name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
+        name = (
+            base.id
+            if isinstance(base, ast.Name)
+            else base.attr
+            if isinstance(base, ast.Attribute)
+            else ""
+        )
         if name.endswith(("settings", "config")) or (with_self and name == "self"):
             yield node.attr
 
@@ -46,7 +52,9 @@ def test_every_setting_is_read(name: str) -> None:
 
 def test_the_search_can_fail() -> None:
     assert "max_wishes" not in READ_NAMES
-    assert set(_attributes(ast.parse("self.a; settings.b; self._settings.c; x.d"), with_self=False)) == {"b", "c"}
+    assert set(
+        _attributes(ast.parse("self.a; settings.b; self._settings.c; x.d"), with_self=False)
+    ) == {"b", "c"}
 
 
 CHANGED = {
@@ -75,5 +83,7 @@ def test_no_option_of_the_queue_is_forgotten() -> None:
     constants = {"sweep_s", "dead_ttl_s", "max_crashes", "max_claim_bytes"}
     derived = {"tenant_burst"}
     reached = {option for _, option, _ in CHANGED.values()}
-    assert {field.name for field in dataclasses.fields(StreamOptions)} == constants | derived | reached
+    assert {
+        field.name for field in dataclasses.fields(StreamOptions)
+    } == constants | derived | reached
     assert set(ENGINE_FIELDS) <= set(Settings.model_fields)

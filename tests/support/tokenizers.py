@@ -48,9 +48,16 @@ def byte_level() -> Tokenizer:
 def llama_like() -> Tokenizer:
     """Byte fallback, spaces as ▁, and the first space of the text cut."""
     backend = _fallback_backend()
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return _wrap(backend)
 
@@ -80,6 +87,8 @@ def _fallback_backend() -> Backend:
 
 def _wrap(backend: Backend) -> Tokenizer:
     backend.add_tokens([AddedToken("<user>", normalized=False)])
-    backend.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<pad>", special=True)])
+    backend.add_special_tokens(
+        [AddedToken("<end>", special=True), AddedToken("<pad>", special=True)]
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     return Tokenizer(fast, CHAT)

@@ -34,7 +34,11 @@ class ValkeyCluster(Stoppable):
     """`num_primaries` share the slots evenly; node i + num_primaries × k is a replica of node i."""
 
     def __init__(
-        self, num_primaries: int = 3, num_replicas: int = 0, *, settings: Mapping[str, str] | None = None
+        self,
+        num_primaries: int = 3,
+        num_replicas: int = 0,
+        *,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self._num_primaries = num_primaries
         self._bus_ports: list[int] = []
@@ -82,7 +86,9 @@ class ValkeyCluster(Stoppable):
             start = _NUM_SLOTS * index // self._num_primaries
             end = _NUM_SLOTS * (index + 1) // self._num_primaries - 1
             self._ask(node, "CLUSTER ADDSLOTSRANGE", start, end)
-        wait_until(lambda: all(self._knows_all(node) for node in self.nodes), "the nodes' acquaintance")
+        wait_until(
+            lambda: all(self._knows_all(node) for node in self.nodes), "the nodes' acquaintance"
+        )
         for index, node in enumerate(self.nodes[self._num_primaries :]):
             primary = self._ask(self.nodes[index % self._num_primaries], "CLUSTER MYID")
             self._ask(node, "CLUSTER REPLICATE", primary)
@@ -90,7 +96,9 @@ class ValkeyCluster(Stoppable):
 
     def wait_ready(self) -> None:
         """Wait until every node reports that all slots are served."""
-        wait_until(lambda: all(self._is_ready(node) for node in self.nodes), "the cluster's readiness")
+        wait_until(
+            lambda: all(self._is_ready(node) for node in self.nodes), "the cluster's readiness"
+        )
 
     def _knows_all(self, node: ValkeyServer) -> bool:
         return int(self._info(node)["cluster_known_nodes"]) == len(self.nodes)
@@ -105,7 +113,11 @@ class ValkeyCluster(Stoppable):
 
     def _info(self, node: ValkeyServer) -> dict[str, str]:
         text = self._ask(node, "CLUSTER INFO")
-        lines = text if isinstance(text, dict) else dict(line.split(":") for line in text.decode().split())
+        lines = (
+            text
+            if isinstance(text, dict)
+            else dict(line.split(":") for line in text.decode().split())
+        )
         return {str(name): str(value) for name, value in lines.items()}
 
     def _living(self) -> ValkeyServer:
@@ -132,7 +144,13 @@ class _SentinelProcess(ValkeyServer):
         )
 
     def _config_lines(self) -> list[str]:
-        return [f"port {self.port}", "bind 127.0.0.1", f'dir "{self.directory}"', "loglevel notice", *self._watched]
+        return [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f'dir "{self.directory}"',
+            "loglevel notice",
+            *self._watched,
+        ]
 
     def _arguments(self) -> list[str]:
         return ["--sentinel"]
@@ -158,11 +176,16 @@ class SentinelGroup(Stoppable):
             for replica in replicas:
                 with replica.client() as client:
                     client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
-            wait_until(lambda: all(self._is_in_step(replica) for replica in replicas), "replication")
+            wait_until(
+                lambda: all(self._is_in_step(replica) for replica in replicas), "replication"
+            )
             self.sentinels = [_SentinelProcess(self.service, primary.port, 2) for _ in range(3)]
             for sentinel in self.sentinels:
                 sentinel.start()
-            wait_until(lambda: all(self._sees_all(sentinel) for sentinel in self.sentinels), "the sentinels' view")
+            wait_until(
+                lambda: all(self._sees_all(sentinel) for sentinel in self.sentinels),
+                "the sentinels' view",
+            )
             undo.pop_all()
         return self
 
@@ -181,7 +204,9 @@ class SentinelGroup(Stoppable):
         """Kill the primary; returns the new one once it takes writes."""
         old = self.primary
         old.halt(signal.SIGKILL)
-        wait_until(lambda: self.primary is not old and self._takes_writes(self.primary), "a new primary")
+        wait_until(
+            lambda: self.primary is not old and self._takes_writes(self.primary), "a new primary"
+        )
         return self.primary
 
     @staticmethod
@@ -199,7 +224,11 @@ class SentinelGroup(Stoppable):
     def _sees_all(self, sentinel: ValkeyServer) -> bool:
         with sentinel.client() as client:
             state: Any = client.execute_command("SENTINEL MASTER", self.service)
-        fields = state if isinstance(state, dict) else dict(zip(state[::2], state[1::2], strict=True))
+        fields = (
+            state if isinstance(state, dict) else dict(zip(state[::2], state[1::2], strict=True))
+        )
         fields = {(k.decode() if isinstance(k, bytes) else k): v for k, v in fields.items()}
         others = int(fields["num-other-sentinels"])
-        return others == len(self.sentinels) - 1 and int(fields["num-slaves"]) == len(self.servers) - 1
+        return (
+            others == len(self.sentinels) - 1 and int(fields["num-slaves"]) == len(self.servers) - 1
+        )

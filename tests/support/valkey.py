@@ -27,7 +27,9 @@ class ValkeyServer(EmbeddedValkey):
         settings: Mapping[str, str] | None = None,
     ) -> None:
         ours = {"appendonly": "yes" if persistent else "no", "enable-debug-command": "local"}
-        super().__init__(directory, port=port, settings={**ours, **(settings or {})}, at_death=signal.SIGKILL)
+        super().__init__(
+            directory, port=port, settings={**ours, **(settings or {})}, at_death=signal.SIGKILL
+        )
 
     def restart(self, *, keep: bool = True, crash: bool = False) -> Self:
         """Stop and start on the same port. `crash` uses SIGKILL; `keep=False` comes back empty."""

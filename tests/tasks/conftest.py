@@ -12,7 +12,11 @@ from tokenmill_worker.record.threads import open_engine
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/t.db" if request.param == "sqlite" else str(request.getfixturevalue("postgres_url"))
+    url = (
+        f"sqlite:///{tmp_path}/t.db"
+        if request.param == "sqlite"
+        else str(request.getfixturevalue("postgres_url"))
+    )
     upgrade(url)
     return url
 

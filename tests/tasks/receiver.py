@@ -34,7 +34,9 @@ class Receiver:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.received.append(Received(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+                receiver.received.append(
+                    Received(self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+                )
                 if receiver.hold is not None:
                     receiver.hold.wait(60)
                 status, headers = receiver.answers.pop(0) if receiver.answers else (200, {})
@@ -54,7 +56,9 @@ class Receiver:
         if self.tls is not None:
             self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         self._thread.start()
         return self
 

@@ -62,4 +62,9 @@ def courier(
 
 def notices(engine: sa.Engine) -> list[dict[str, Any]]:
     with engine.connect() as connection:
-        return [dict(row) for row in connection.execute(sa.select(webhooks).order_by(webhooks.c.ended_ms)).mappings()]
+        return [
+            dict(row)
+            for row in connection.execute(
+                sa.select(webhooks).order_by(webhooks.c.ended_ms)
+            ).mappings()
+        ]

@@ -9,7 +9,10 @@ from tokenmill_worker.tasks.app import broker_url
 
 @pytest.mark.parametrize(
     ("queue", "broker"),
-    [("rediss://u:p@h:1/2", "rediss://u:p@h:1/2"), ("unix:///run/r.sock", "redis+socket:///run/r.sock")],
+    [
+        ("rediss://u:p@h:1/2", "rediss://u:p@h:1/2"),
+        ("unix:///run/r.sock", "redis+socket:///run/r.sock"),
+    ],
 )
 def test_the_queue_s_server_in_celery_s_spelling(queue: str, broker: str) -> None:
     assert broker_url(load_settings({"redis_url": queue})) == broker

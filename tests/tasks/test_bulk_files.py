@@ -20,10 +20,20 @@ from tokenmill_worker.tasks.resources import Desk
     ],
 )
 def test_an_order_with_other_terms_is_said_in_a_sentence(
-    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, terms: dict[str, object], says: str
+    sqlite_url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    terms: dict[str, object],
+    says: str,
 ) -> None:
-    app = build_app(load_settings({"database_url": sqlite_url, "redis_url": "redis://127.0.0.1:1/0", "queue": "q"}))
-    outcome = app.tasks["tokenmill.bulk.import"].apply(kwargs={"source": str(tmp_path / "in.jsonl"), **terms})
+    app = build_app(
+        load_settings(
+            {"database_url": sqlite_url, "redis_url": "redis://127.0.0.1:1/0", "queue": "q"}
+        )
+    )
+    outcome = app.tasks["tokenmill.bulk.import"].apply(
+        kwargs={"source": str(tmp_path / "in.jsonl"), **terms}
+    )
     assert isinstance(outcome.result, ConfigurationError)
     (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert says in said.getMessage()
@@ -35,9 +45,13 @@ def test_an_order_with_other_terms_is_said_in_a_sentence(
 def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
     sqlite_url: str, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    app = build_app(load_settings({"database_url": sqlite_url, "redis_url": redis_url, "queue": "q"}))
+    app = build_app(
+        load_settings({"database_url": sqlite_url, "redis_url": redis_url, "queue": "q"})
+    )
     source = tmp_path / name
-    outcome = app.tasks["tokenmill.bulk.import"].apply(kwargs={"source": str(source), "output": str(tmp_path / "o")})
+    outcome = app.tasks["tokenmill.bulk.import"].apply(
+        kwargs={"source": str(source), "output": str(tmp_path / "o")}
+    )
     assert outcome.state == "FAILURE"
     assert isinstance(outcome.result, ConfigurationError)
     (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -47,7 +61,12 @@ def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
 
 def test_files_take_half_of_the_threads_at_most(sqlite_url: str) -> None:
     """A file without a place frees its thread for webhooks and upkeep, and is retried later."""
-    own = {"database_url": sqlite_url, "redis_url": "redis://127.0.0.1:1/0", "queue": "q", "tasks_threads": 4}
+    own = {
+        "database_url": sqlite_url,
+        "redis_url": "redis://127.0.0.1:1/0",
+        "queue": "q",
+        "tasks_threads": 4,
+    }
     desk = Desk(load_settings(own))
     with desk.bulk.place(), desk.bulk.place():
         with pytest.raises(NoPlace):

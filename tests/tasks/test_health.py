@@ -55,7 +55,11 @@ class Watched:
         self.desk = Desk(settings)
         self.app = build_app(settings, self.desk)
         self.watch = TasksWatch(
-            self.app, self.desk.outbox.standing, lambda: self.beats, every_s=0.05, clock=lambda: self.clock.seconds
+            self.app,
+            self.desk.outbox.standing,
+            lambda: self.beats,
+            every_s=0.05,
+            clock=lambda: self.clock.seconds,
         )
         self.port = self.watch.start("127.0.0.1", 0)
 
@@ -63,13 +67,17 @@ class Watched:
 @pytest.fixture
 def watched(redis_url: str, sqlite_url: str, allowed_keys: list[str]) -> Iterator[Watched]:
     allowed_keys.append("tm:tasks:*")
-    made = Watched(load_settings({"redis_url": redis_url, "database_url": sqlite_url, "webhook_secret": ""}))
+    made = Watched(
+        load_settings({"redis_url": redis_url, "database_url": sqlite_url, "webhook_secret": ""})
+    )
     yield made
     made.watch.stop()
     made.desk.engine.dispose()
 
 
-def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_restarted(watched: Watched) -> None:
+def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_restarted(
+    watched: Watched,
+) -> None:
     eventually(lambda: set(ask(watched.port, "/readyz")[1]) == {"consumer"})
     assert ask(watched.port, "/livez") == (200, {})
     watched.clock.seconds += STUCK_S + 1
@@ -84,15 +92,24 @@ def test_a_beat_that_has_ended_is_to_be_restarted(watched: Watched) -> None:
 
 
 def test_webhooks_and_runs_are_counted(watched: Watched, sqlite_url: str) -> None:
-    record(sqlite_url, noticed("j1", "https://example.com/hook"), noticed("j2", "https://example.com/hook"))
+    record(
+        sqlite_url,
+        noticed("j1", "https://example.com/hook"),
+        noticed("j2", "https://example.com/hook"),
+    )
     with watched.desk.engine.begin() as connection:
-        connection.execute(sa.text("UPDATE webhooks SET due_ms = :due"), {"due": round((time.time() - 3_600) * 1000)})
+        connection.execute(
+            sa.text("UPDATE webhooks SET due_ms = :due"),
+            {"due": round((time.time() - 3_600) * 1000)},
+        )
     watched.app.tasks[SWEEP].apply().get()
     watched.app.tasks["tokenmill.webhooks.deliver"].apply(("msg_unknown", 0)).get()
     eventually(lambda: 'tokenmill:webhooks{state="pending"} 2.0' in metrics(watched.port))
     text = metrics(watched.port)
     assert f'tokenmill:task_runs_total{{outcome="success",task="{SWEEP}"}} 1.0' in text
-    assert 'tokenmill:task_runs_total{outcome="skipped",task="tokenmill.webhooks.deliver"} 1.0' in text
+    assert (
+        'tokenmill:task_runs_total{outcome="skipped",task="tokenmill.webhooks.deliver"} 1.0' in text
+    )
     assert f'tokenmill:task_seconds_count{{task="{SWEEP}"}} 1.0' in text
     overdue = re.search(r"^tokenmill:webhook_overdue_seconds (\S+)$", text, re.MULTILINE)
     assert overdue is not None
@@ -107,7 +124,9 @@ def tasks(port: int, log: Path, **variables: Any) -> Iterator["subprocess.Popen[
     environment = os.environ | {f"TOKENMILL_{name}": str(value) for name, value in ours.items()}  # noqa: TID251
     command = [sys.executable, "-m", "tokenmill.cli", "tasks"]
     with log.open("ab") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=log.parent)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, cwd=log.parent
+        )
         try:
             yield process
         finally:
@@ -135,7 +154,10 @@ def test_a_broker_that_goes_away_makes_it_unready_and_no_more(
     with tasks(port, log, REDIS_URL=server.url, DATABASE_URL=sqlite_url):
         eventually(is_ready)
         eventually(
-            lambda: re.search(rf'runs_total{{outcome="success",task="{SWEEP}"}} [1-9]', metrics(port)) is not None
+            lambda: (
+                re.search(rf'runs_total{{outcome="success",task="{SWEEP}"}} [1-9]', metrics(port))
+                is not None
+            )
         )
         server.halt(signal.SIGKILL)
         eventually(lambda: "broker" in ask(port, "/readyz")[1])
@@ -149,10 +171,17 @@ def test_a_broker_that_goes_away_makes_it_unready_and_no_more(
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_one_sentence(redis_url: str, sqlite_url: str, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_one_sentence(
+    redis_url: str, sqlite_url: str, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
-        variables = {"REDIS_URL": redis_url, "DATABASE_URL": sqlite_url, "METRICS_PORT": str(port), "QUEUE": "q"}
+        variables = {
+            "REDIS_URL": redis_url,
+            "DATABASE_URL": sqlite_url,
+            "METRICS_PORT": str(port),
+            "QUEUE": "q",
+        }
         done = subprocess.run(
             [sys.executable, "-m", "tokenmill.cli", "tasks"],
             env=os.environ | {f"TOKENMILL_{name}": value for name, value in variables.items()},  # noqa: TID251
@@ -162,5 +191,8 @@ def test_a_port_that_is_taken_is_one_sentence(redis_url: str, sqlite_url: str, t
             check=False,
         )
     assert done.returncode == 1
-    assert f"/metrics cannot be served on 127.0.0.1:{port}: Address already in use" in done.stderr.replace("\n", " ")
+    assert (
+        f"/metrics cannot be served on 127.0.0.1:{port}: Address already in use"
+        in done.stderr.replace("\n", " ")
+    )
     assert "Traceback" not in done.stderr

@@ -36,7 +36,12 @@ def tasks(redis_url: str, database: str, log: Path) -> Iterator["subprocess.Pope
     command = [sys.executable, "-m", "tokenmill.cli", "tasks"]
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
+            command,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=log.parent,
         )
         try:
             yield process
@@ -75,12 +80,24 @@ def _follow_webhooks(redis_url: str, database: str, folder: Path) -> None:
         hold.set()
         engine = open_engine(database)
         with engine.begin() as connection:  # as if the claim's time were up
-            assert connection.execute(sa.text("UPDATE webhooks SET due_ms = 0 WHERE state = 'sending'")).rowcount == 1
+            assert (
+                connection.execute(
+                    sa.text("UPDATE webhooks SET due_ms = 0 WHERE state = 'sending'")
+                ).rowcount
+                == 1
+            )
         engine.dispose()
         with tasks(redis_url, database, folder / "second.log"):
-            eventually(lambda: rows(database, "SELECT state FROM webhooks") == [{"state": "delivered"}])
-            eventually(lambda: rows(database, "SELECT sum(jobs) AS n FROM usage_daily") == [{"n": 1}])
-        events = [verify(seen.body, seen.headers, tenant_secret(SECRET, "acme")) for seen in receiver.received]
+            eventually(
+                lambda: rows(database, "SELECT state FROM webhooks") == [{"state": "delivered"}]
+            )
+            eventually(
+                lambda: rows(database, "SELECT sum(jobs) AS n FROM usage_daily") == [{"n": 1}]
+            )
+        events = [
+            verify(seen.body, seen.headers, tenant_secret(SECRET, "acme"))
+            for seen in receiver.received
+        ]
         assert {event.data.job_id for event in events} == {str(job)}
         assert len({seen.headers["webhook-id"] for seen in receiver.received}) == 1
         assert len(events) == 2
@@ -107,18 +124,28 @@ def _answer_a_file(redis_url: str, database: str, folder: Path) -> None:
         "msgpack",
     ]
     order = json.dumps({"source": str(source), "output": str(output)})
-    variables = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": QUEUE}
+    variables = {
+        "TOKENMILL_REDIS_URL": redis_url,
+        "TOKENMILL_DATABASE_URL": database,
+        "TOKENMILL_QUEUE": QUEUE,
+    }
     environment = os.environ | variables  # noqa: TID251
     with tasks(redis_url, database, folder / "bulk.log"):
         subprocess.run(
-            [*call, "--kwargs", order], check=True, capture_output=True, env=environment, cwd=Path(__file__).parents[2]
+            [*call, "--kwargs", order],
+            check=True,
+            capture_output=True,
+            env=environment,
+            cwd=Path(__file__).parents[2],
         )
         eventually(lambda: rows(database, "SELECT state FROM batches") == [{"state": "completed"}])
         eventually(output.exists)
         eventually(lambda: len(output.read_text().splitlines()) == 20)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert {answer["custom_id"] for answer in answers} == {f"line-{n}" for n in range(20)}
-    assert all(answer["response"]["body"]["usage"]["completion_tokens"] in (1, 2) for answer in answers)
+    assert all(
+        answer["response"]["body"]["usage"]["completion_tokens"] in (1, 2) for answer in answers
+    )
     assert len((folder / "out.errors.jsonl").read_text().splitlines()) == 1
 
 

@@ -38,7 +38,11 @@ def sums(engine: sa.Engine) -> list[tuple[Any, ...]]:
 
 def test_sums_are_those_of_the_rows(url: str, engine: sa.Engine) -> None:
     days = (TODAY - 40, TODAY - 1, TODAY)
-    jobs = [finished(f"a{day}-{n}", finished_ms=at(day, n), tenant=f"t{n % 2}") for day in days for n in range(4)]
+    jobs = [
+        finished(f"a{day}-{n}", finished_ms=at(day, n), tenant=f"t{n % 2}")
+        for day in days
+        for n in range(4)
+    ]
     record(url, *jobs, failed("bad", finished_ms=at(TODAY)))
     assert RollUp(engine, clock()).recent() == [iso(day) for day in days]
     expected = [(iso(day), f"t{n}", "succeeded", 2, 6, 40) for day in days for n in (0, 1)]
@@ -46,7 +50,11 @@ def test_sums_are_those_of_the_rows(url: str, engine: sa.Engine) -> None:
 
 
 def test_making_a_day_again_changes_nothing_but_what_changed(url: str, engine: sa.Engine) -> None:
-    record(url, finished("a", finished_ms=at(TODAY)), failed("b", status=JobStatus.DEAD, finished_ms=at(TODAY)))
+    record(
+        url,
+        finished("a", finished_ms=at(TODAY)),
+        failed("b", status=JobStatus.DEAD, finished_ms=at(TODAY)),
+    )
     roll_up = RollUp(engine, clock())
     roll_up.recent()
     before = sums(engine)
@@ -98,7 +106,11 @@ def test_a_day_that_lost_one_row_and_got_another_is_made_again(url: str, engine:
     record(url, failed("a", status=JobStatus.DEAD, finished_ms=at(TODAY - 20)))
     roll_up = RollUp(engine, clock())
     roll_up.recent()
-    record(url, finished("a", token=2, finished_ms=at(TODAY)), finished("late", finished_ms=at(TODAY - 20)))
+    record(
+        url,
+        finished("a", token=2, finished_ms=at(TODAY)),
+        finished("late", finished_ms=at(TODAY - 20)),
+    )
     roll_up.recent()
     assert roll_up.reconcile() == [iso(TODAY - 20)]
     assert [row[:5] for row in sums(engine)] == [
@@ -113,10 +125,24 @@ def retention(engine: sa.Engine, **limits: Any) -> Retention:
 
 def test_what_a_job_said_goes_first_then_the_job(url: str, engine: sa.Engine) -> None:
     record(url, *(finished(f"a{n}", finished_ms=at(TODAY - n)) for n in range(20)))
-    said = {"prompt": "a secret", "logprobs": [], "error_message": "a secret", "metadata": {"a": "secret"}}
+    said = {
+        "prompt": "a secret",
+        "logprobs": [],
+        "error_message": "a secret",
+        "metadata": {"a": "secret"},
+    }
     with engine.begin() as connection:  # also what these jobs, as recorded, do not have
         connection.execute(sa.update(jobs).values(said))
-    emptied = ("text", "token_ids", "logprobs", "error_message", "prompt", "params", "metadata", "result")
+    emptied = (
+        "text",
+        "token_ids",
+        "logprobs",
+        "error_message",
+        "prompt",
+        "params",
+        "metadata",
+        "result",
+    )
     assert all(row[name] is not None for row in rows(url, "SELECT * FROM jobs") for name in emptied)
     assert retention(engine, payload_days=5, job_days=12).run() == Removed(payloads=7, jobs=8)
     assert retention(engine, payload_days=5, job_days=12).run() == Removed()
@@ -130,19 +156,31 @@ def test_what_a_job_said_goes_first_then_the_job(url: str, engine: sa.Engine) ->
     emptied_job = results.get("a9")
     results.close()
     assert emptied_job is not None
-    assert (emptied_job.status, emptied_job.text, emptied_job.usage.completion_tokens) == (JobStatus.SUCCEEDED, "", 3)
+    assert (emptied_job.status, emptied_job.text, emptied_job.usage.completion_tokens) == (
+        JobStatus.SUCCEEDED,
+        "",
+        3,
+    )
 
 
 def test_usage_goes_by_whole_days_and_its_sums_stay(url: str, engine: sa.Engine) -> None:
-    jobs = [finished(f"a{day}-{n}", finished_ms=at(TODAY - day, n)) for day in range(12) for n in range(4)]
+    jobs = [
+        finished(f"a{day}-{n}", finished_ms=at(TODAY - day, n))
+        for day in range(12)
+        for n in range(4)
+    ]
     record(url, *jobs)
-    assert retention(engine, usage_days=10).run() == Removed(usage=4)  # day 10 is still in part within ten days
+    assert retention(engine, usage_days=10).run() == Removed(
+        usage=4
+    )  # day 10 is still in part within ten days
     RollUp(engine, clock()).recent()
     RollUp(engine, clock()).reconcile()
     assert [row[:4] for row in sums(engine)] == [
         (iso(TODAY - day), "acme", "succeeded", 4) for day in reversed(range(12))
     ]
-    assert rows(url, "SELECT min(day) AS day, count(*) AS n FROM usage") == [{"day": iso(TODAY - 10), "n": 44}]
+    assert rows(url, "SELECT min(day) AS day, count(*) AS n FROM usage") == [
+        {"day": iso(TODAY - 10), "n": 44}
+    ]
 
 
 def test_a_removal_that_was_broken_off_does_not_spoil_the_sums(url: str, engine: sa.Engine) -> None:
@@ -150,7 +188,9 @@ def test_a_removal_that_was_broken_off_does_not_spoil_the_sums(url: str, engine:
     roll_up = RollUp(engine, clock())
     roll_up.seal(iso(TODAY - 30))
     with engine.begin() as connection:
-        connection.execute(sa.text("DELETE FROM usage WHERE job_id IN ('a1', 'a2')"))  # and here it dies
+        connection.execute(
+            sa.text("DELETE FROM usage WHERE job_id IN ('a1', 'a2')")
+        )  # and here it dies
     assert not roll_up.make(iso(TODAY - 30))
     assert iso(TODAY - 30) not in roll_up.recent()
     roll_up.reconcile()

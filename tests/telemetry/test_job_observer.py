@@ -14,7 +14,9 @@ from tokenmill_worker.telemetry import Metrics
 from tokenmill_worker.telemetry.job_observer import Observer
 
 STEP_NS = 10_000_000
-ROOM = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64)
+ROOM = Capacity(
+    free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64
+)
 STATS = EngineStats(steps=3, busy_s=0.03)
 
 

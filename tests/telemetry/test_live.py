@@ -53,8 +53,14 @@ def scrape(port: int, path: str = "/metrics") -> str:
 
 def value(text: str, name: str, **labels: str) -> float:
     """Return the sum of the samples that have these labels."""
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    found = [s.value for s in samples if s.name == f"tokenmill:{name}" and labels.items() <= s.labels.items()]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
+    found = [
+        s.value
+        for s in samples
+        if s.name == f"tokenmill:{name}" and labels.items() <= s.labels.items()
+    ]
     assert found, f"no sample {name} with {labels}"
     return sum(found)
 
@@ -63,9 +69,14 @@ async def test_log_lines_are_json_name_the_job_and_hold_no_text(
     redis_url: str, tmp_path: Path, json_log: io.StringIO
 ) -> None:
     database = database_url(tmp_path)
-    async with running_worker(redis_url, database, log_level="info"), client_of(redis_url) as client:
+    async with (
+        running_worker(redis_url, database, log_level="info"),
+        client_of(redis_url) as client,
+    ):
         good = await client.submit(prompt=SECRET, max_tokens=40, ignore_eos=True, tenant="acme")
-        bad = await client.submit(messages=[{"role": "user", "content": SECRET}], max_tokens=9, model="another")
+        bad = await client.submit(
+            messages=[{"role": "user", "content": SECRET}], max_tokens=9, model="another"
+        )
         broken = await client.submit(prompt=f"{SECRET} [[fail]]", max_tokens=9)
         answers = [await client.result(job, timeout=60) for job in (good, bad, broken)]
     lines = [json.loads(line) for line in json_log.getvalue().splitlines()]
@@ -86,27 +97,46 @@ async def test_log_lines_are_json_name_the_job_and_hold_no_text(
 async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> None:
     database = database_url(tmp_path)
     options = {"model": "synthetic?step_ms=5", "heartbeat_seconds": 0.1}
-    async with running_worker(redis_url, database, metrics_port=0, **options) as worker, client_of(redis_url) as client:  # type: ignore[arg-type]
+    async with (
+        running_worker(redis_url, database, metrics_port=0, **options) as worker,
+        client_of(redis_url) as client,
+    ):  # type: ignore[arg-type]
         assert worker.watch_port is not None
-        jobs = [await client.submit(prompt="a", max_tokens=30, ignore_eos=True, tenant=t) for t in ("acme", "acme", "")]
+        jobs = [
+            await client.submit(prompt="a", max_tokens=30, ignore_eos=True, tenant=t)
+            for t in ("acme", "acme", "")
+        ]
         statuses: list[WorkerStatus] = []
         for job in jobs:
             async for _ in client.stream(job):
                 statuses += await client.workers() if len(statuses) < 60 else []
         text = await asyncio.to_thread(scrape, worker.watch_port)
         ready = json.loads(await asyncio.to_thread(scrape, worker.watch_port, "/readyz"))
-    assert ready["checks"] == dict.fromkeys(("engine", "steps", "claims", "redis", "sql", "buffer", "drain"), "ok")
+    assert ready["checks"] == dict.fromkeys(
+        ("engine", "steps", "claims", "redis", "sql", "buffer", "drain"), "ok"
+    )
     assert value(text, "generation_tokens_total") == 90
-    assert value(text, "inter_token_latency_seconds_count", priority="standard") == 87  # each token but the firsts
+    assert (
+        value(text, "inter_token_latency_seconds_count", priority="standard") == 87
+    )  # each token but the firsts
     assert value(text, "request_success_total", finished_reason="length") == 3
     assert value(text, "deliveries_total", redelivered="false", verdict="run") == 3
     assert value(text, "engine_step_seconds_count") == value(text, "engine_steps_total") >= 30
-    assert value(text, "request_prefill_time_seconds_count") == value(text, "request_decode_time_seconds_count") == 3
-    assert value(text, "redis_round_trips_total", script="append") <= value(text, "engine_steps_total") + 3
+    assert (
+        value(text, "request_prefill_time_seconds_count")
+        == value(text, "request_decode_time_seconds_count")
+        == 3
+    )
+    assert (
+        value(text, "redis_round_trips_total", script="append")
+        <= value(text, "engine_steps_total") + 3
+    )
     assert value(text, "sql_commit_seconds_count") == value(text, "sql_commits_total") >= 1
     assert max(status.tokens_per_s for status in statuses) > 0
     assert any(status.first_token_ms and status.token_ms for status in statuses)
-    assert any(status.tenants.get("acme") and status.tenants["acme"].running == 2 for status in statuses)
+    assert any(
+        status.tenants.get("acme") and status.tenants["acme"].running == 2 for status in statuses
+    )
 
 
 async def test_refused_tokens_and_failed_calls_are_counted(queue: Queue) -> None:
@@ -122,10 +152,17 @@ async def test_refused_tokens_and_failed_calls_are_counted(queue: Queue) -> None
     await worker.append([token(delivery, 0)])
     await worker.release([(delivery.job_id, delivery.token, False)])
     assert refused == [("append", 1), ("release", 1)]
-    assert calls == [("claim", 1, True), ("release", 1, True), ("append", 1, True), ("release", 1, True)]
+    assert calls == [
+        ("claim", 1, True),
+        ("release", 1, True),
+        ("append", 1, True),
+        ("release", 1, True),
+    ]
 
 
-async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Odd(AsyncClient):
         broken = True
 
@@ -139,7 +176,9 @@ async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(caplog: pyte
     await watch.read()
     await watch.read()
     assert watch.problem() == "the queue q cannot be read from Redis"
-    assert len([record for record in caplog.records if "cannot be looked at" in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "cannot be looked at" in record.message]) == 1
+    )
     await client.close()
 
 

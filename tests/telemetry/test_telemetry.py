@@ -35,10 +35,14 @@ def log_to() -> Iterator[Callable[..., io.StringIO]]:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_prompts_are_logged_only_where_it_is_allowed(form: str, log_to: Callable[..., io.StringIO]) -> None:
+def test_prompts_are_logged_only_where_it_is_allowed(
+    form: str, log_to: Callable[..., io.StringIO]
+) -> None:
     for allowed in (False, True):
         stream = log_to(form, with_private=allowed)
-        logging.getLogger("worker.x").info("admitted", extra={"job_id": "j1", "private": {"prompt": "a secret"}})
+        logging.getLogger("worker.x").info(
+            "admitted", extra={"job_id": "j1", "private": {"prompt": "a secret"}}
+        )
         assert ("a secret" in stream.getvalue()) == allowed
         assert "j1" in stream.getvalue()
 
@@ -75,7 +79,9 @@ def test_a_pulse_is_a_problem_when_it_is_overdue() -> None:
 def test_metrics_count_a_finished_job() -> None:
     metrics = Metrics("q", "tiny")
     metrics.request_finished(result(), "standard")
-    metrics.watch(lambda: [counter("steps", "Steps", 7), gauge("now", "Now", 2), gauge("away", "Away", None)])
+    metrics.watch(
+        lambda: [counter("steps", "Steps", 7), gauge("now", "Now", 2), gauge("away", "Away", None)]
+    )
     text = generate_latest(metrics.registry).decode()
     for name, labels, value in (
         ("jobs_finished_total", {"priority": "standard", "status": "succeeded"}, 1.0),
@@ -87,7 +93,9 @@ def test_metrics_count_a_finished_job() -> None:
         ("now", {}, 2.0),
     ):
         wanted = {"queue": "q", "model_name": "tiny", **labels}
-        assert metrics.registry.get_sample_value(f"tokenmill:{name}", wanted) == pytest.approx(value), name
+        assert metrics.registry.get_sample_value(f"tokenmill:{name}", wanted) == pytest.approx(
+            value
+        ), name
     assert "away" not in text
     assert "acme" not in text  # no tenant is a label
 
@@ -96,7 +104,10 @@ def test_two_workers_in_one_process_do_not_meet() -> None:
     one, two = Metrics(), Metrics()
     one.left.labels("lost").inc()
     labels = {"queue": "", "model_name": "", "reason": "lost"}
-    values = [metrics.registry.get_sample_value("tokenmill:jobs_left_total", labels) for metrics in (one, two)]
+    values = [
+        metrics.registry.get_sample_value("tokenmill:jobs_left_total", labels)
+        for metrics in (one, two)
+    ]
     assert values == [1.0, 0.0]
 
 
@@ -108,9 +119,21 @@ def test_a_tally_is_a_histogram_that_prometheus_reads() -> None:
     tally.observe(99.0)
     families = {family.name: family for family in parse(generate_latest(metrics.registry).decode())}
     samples = families["tokenmill:inter_token_latency_seconds"].samples
-    buckets = {sample.labels["le"]: sample.value for sample in samples if sample.name.endswith("_bucket")}
-    assert (buckets["0.005"], buckets["0.01"], buckets["0.02"], buckets["10.0"], buckets["+Inf"]) == (0, 1, 4, 4, 5)
-    sums = {sample.name.rsplit("_", 1)[1]: sample.value for sample in samples if "le" not in sample.labels}
+    buckets = {
+        sample.labels["le"]: sample.value for sample in samples if sample.name.endswith("_bucket")
+    }
+    assert (
+        buckets["0.005"],
+        buckets["0.01"],
+        buckets["0.02"],
+        buckets["10.0"],
+        buckets["+Inf"],
+    ) == (0, 1, 4, 4, 5)
+    sums = {
+        sample.name.rsplit("_", 1)[1]: sample.value
+        for sample in samples
+        if "le" not in sample.labels
+    }
     assert sums == {"count": 5, "sum": pytest.approx(99.043)}
 
 
@@ -152,12 +175,17 @@ async def test_health_says_what_fails_and_whether_a_restart_helps(
     problems["sql"] = "connection refused"
     assert await look() == [503, 503, 200]
     _, body = await _get(server, "GET /healthz HTTP/1.1\r\n\r\n")
-    assert json.loads(body) == {"status": "failing", "checks": {"steps": "ok", "sql": "connection refused"}}
+    assert json.loads(body) == {
+        "status": "failing",
+        "checks": {"steps": "ok", "sql": "connection refused"},
+    }
     problems["steps"] = "no step for 200 s"
     assert await look() == [503, 503, 503]
 
 
-async def test_the_server_answers_only_what_it_serves(watched: tuple[WatchServer, dict[str, str | None]]) -> None:
+async def test_the_server_answers_only_what_it_serves(
+    watched: tuple[WatchServer, dict[str, str | None]],
+) -> None:
     server, _ = watched
     status, body = await _get(server, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n")
     assert status == 200

@@ -54,7 +54,9 @@ class Collector:
     def take(self, path: str, body: bytes) -> None:
         assert path == "/v1/traces"
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resources.append({a.key: a.value.string_value for a in resource.resource.attributes})
+            self.resources.append(
+                {a.key: a.value.string_value for a in resource.resource.attributes}
+            )
             for scope in resource.scope_spans:
                 self.spans += scope.spans
 
@@ -87,21 +89,29 @@ async def test_a_job_s_trace_goes_from_its_producer_to_its_row(
     """The producer and the worker each export what they know; in the collector it is one tree."""
     database = database_url(tmp_path)
     backend = TracerProvider(shutdown_on_exit=False)
-    backend.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")))
+    backend.add_span_processor(
+        SimpleSpanProcessor(OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces"))
+    )
     asked = {"prompt": "my secret", "max_tokens": 12, "ignore_eos": True, "tenant": "acme"}
     async with (
         running_worker(redis_url, database, otel_endpoint=collector.url + "/", worker_id="w7"),
         client_of(redis_url) as client,
     ):
-        with producing("q", [build_request(asked)], backend) as (request,):  # as submit does, with the program's own
+        with producing("q", [build_request(asked)], backend) as (
+            request,
+        ):  # as submit does, with the program's own
             job = await client.submit(request)
         result = await client.result(job, timeout=60)
         bare = await client.submit(prompt="no producer", max_tokens=2, ignore_eos=True)
         await client.result(bare, timeout=60)
     backend.shutdown()
     # the worker has ended, so everything was flushed
-    (sent,) = (span for span in collector.spans if span.name == "send q" and not span.parent_span_id)
-    spans = [span for span in collector.spans if span.trace_id == sent.trace_id and span is not sent]
+    (sent,) = (
+        span for span in collector.spans if span.name == "send q" and not span.parent_span_id
+    )
+    spans = [
+        span for span in collector.spans if span.trace_id == sent.trace_id and span is not sent
+    ]
     by_name = {span.name: span for span in spans}
     assert sorted(by_name) == ["decode", "job q", "prefill", "queue wait", "record"]
     root = by_name["job q"]
@@ -114,7 +124,9 @@ async def test_a_job_s_trace_goes_from_its_producer_to_its_row(
     assert attributes["tokenmill.worker"].string_value == "w7"
     order = [by_name[name] for name in ("queue wait", "prefill", "decode", "record")]
     for earlier, later in itertools.pairwise(order):
-        assert earlier.start_time_unix_nano <= earlier.end_time_unix_nano <= later.start_time_unix_nano
+        assert (
+            earlier.start_time_unix_nano <= earlier.end_time_unix_nano <= later.start_time_unix_nano
+        )
     assert root.start_time_unix_nano == order[0].start_time_unix_nano
     assert root.end_time_unix_nano == order[-1].end_time_unix_nano
     assert "w7" in {resource.get("service.instance.id") for resource in collector.resources}
@@ -130,10 +142,16 @@ async def test_every_worker_that_had_the_job_is_in_its_trace(
     redis_url: str, tmp_path: Path, collector: Collector
 ) -> None:
     database = database_url(tmp_path)
-    options: dict[str, Any] = {"otel_endpoint": collector.url, "model": "synthetic?step_ms=10", "drain_seconds": 0.0}
+    options: dict[str, Any] = {
+        "otel_endpoint": collector.url,
+        "model": "synthetic?step_ms=10",
+        "drain_seconds": 0.0,
+    }
     async with client_of(redis_url) as client:
         async with running_worker(redis_url, database, worker_id="first", **options):
-            job = await client.submit(prompt="long", max_tokens=60, ignore_eos=True, traceparent=PRODUCER)
+            job = await client.submit(
+                prompt="long", max_tokens=60, ignore_eos=True, traceparent=PRODUCER
+            )
             async for chunk in client.stream(job):
                 if chunk.index >= 3:
                     break
@@ -166,22 +184,32 @@ def test_submitting_makes_a_producer_span_under_the_current_one(
     assert span.kind is trace.SpanKind.PRODUCER
     assert first.traceparent is not None
     version, trace_id, span_id, flags = first.traceparent.split("-")
-    assert (version, trace_id, span_id) == ("00", f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}")
+    assert (version, trace_id, span_id) == (
+        "00",
+        f"{span.context.trace_id:032x}",
+        f"{span.context.span_id:016x}",
+    )
     assert int(flags, 16) & 1  # sampled
     assert span.attributes is not None
     assert span.attributes["messaging.batch.message_count"] == 2
 
 
-def test_a_malformed_traceparent_begins_a_new_trace(memory: tuple[TracerProvider, InMemorySpanExporter]) -> None:
+def test_a_malformed_traceparent_begins_a_new_trace(
+    memory: tuple[TracerProvider, InMemorySpanExporter],
+) -> None:
     provider, exporter = memory
     for odd in ("", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 10_000):
         assert Tracing(provider).tell(Story("job", odd, [Phase("decode", 5, 3)])) is not None
     assert all(span.parent is None for span in exporter.get_finished_spans() if span.name == "job")
 
 
-def test_a_producer_that_did_not_sample_is_heeded(memory: tuple[TracerProvider, InMemorySpanExporter]) -> None:
+def test_a_producer_that_did_not_sample_is_heeded(
+    memory: tuple[TracerProvider, InMemorySpanExporter],
+) -> None:
     provider, exporter = memory
-    assert Tracing(provider).tell(Story("job", PRODUCER[:-1] + "0", [Phase("decode", 1, 2)])) is None
+    assert (
+        Tracing(provider).tell(Story("job", PRODUCER[:-1] + "0", [Phase("decode", 1, 2)])) is None
+    )
     assert not exporter.get_finished_spans()
 
 

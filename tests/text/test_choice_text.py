@@ -17,7 +17,14 @@ def stream_of(tokenizer, ids, stop=(), min_tokens=0):
 
 
 def state(stream):
-    return stream.token_ids, stream.pieces, stream.rest, stream.text, stream.text_ends, stream.stopped
+    return (
+        stream.token_ids,
+        stream.pieces,
+        stream.rest,
+        stream.text,
+        stream.text_ends,
+        stream.stopped,
+    )
 
 
 @st.composite
@@ -39,7 +46,9 @@ def test_text_is_the_whole_text_up_to_its_first_stop_string(output):
     assert stream.stopped == bool(found)
     assert stream.text == (whole[: min(found)[1]] if found else whole)
     assert "".join(stream.pieces) == stream.text
-    assert [stream.text[:end] for end in stream.text_ends][-1:] == ([stream.text] if stream.pieces else [])
+    assert [stream.text[:end] for end in stream.text_ends][-1:] == (
+        [stream.text] if stream.pieces else []
+    )
 
 
 @given(outputs())

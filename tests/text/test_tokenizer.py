@@ -17,7 +17,9 @@ CHAT = (Message("system", "Be brief."), Message("user", "Why is the sky blue?"))
 async def test_a_chat_is_what_transformers_makes_of_it():
     theirs = AutoTokenizer.from_pretrained(str(resolve("smollm2-135m-instruct")))
     expected = theirs.apply_chat_template(
-        [{"role": m.role, "content": m.content} for m in CHAT], add_generation_prompt=True, return_dict=False
+        [{"role": m.role, "content": m.content} for m in CHAT],
+        add_generation_prompt=True,
+        return_dict=False,
     )
     assert list(await smollm2().encode_chat(CHAT)) == expected
     assert smollm2().render_chat(CHAT).endswith("<|im_start|>assistant\n")
@@ -33,7 +35,14 @@ async def test_a_prompt_gets_the_models_own_beginning():
 @pytest.mark.parametrize("make", [byte_level, llama_like, metaspace, smollm2, gemma3])
 def test_ids_are_those_that_transformers_gives(make, special):
     tokenizer = make()
-    for text in ("", "Hello world", " two  spaces\n", "é 日本 🙂", "<|im_start|>user <end><pad> </s>", "a" * 500):
+    for text in (
+        "",
+        "Hello world",
+        " two  spaces\n",
+        "é 日本 🙂",
+        "<|im_start|>user <end><pad> </s>",
+        "a" * 500,
+    ):
         expected = tokenizer._tokenizer.encode(text, add_special_tokens=special)
         assert list(tokenizer.encode(text, special)) == expected, text
 
@@ -47,7 +56,9 @@ async def test_no_template_and_a_refusing_template_are_said_in_a_sentence():
 
 
 async def test_a_given_template_replaces_the_models_own():
-    other = Tokenizer(byte_level()._tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}!")
+    other = Tokenizer(
+        byte_level()._tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}!"
+    )
     assert other.decode(await other.encode_chat(CHAT)) == "Be brief.Why is the sky blue?!"
 
 

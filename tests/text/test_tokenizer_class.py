@@ -37,7 +37,9 @@ def folder(tmp_path):
         made = tmp_path / f"{model_type}-{named}"
         made.mkdir()
         shutil.copy(TOKENIZER / "tokenizer.json", made)
-        (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} | settings), "utf-8")
+        (made / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": named} | settings), "utf-8"
+        )
         if model_type:
             (made / "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
         return str(made)
@@ -47,7 +49,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["", "Fast"])
 @pytest.mark.parametrize(
-    ("model_type", "named"), [(kind, named) for kind, names in AS_NAMED.items() for named in sorted(names)]
+    ("model_type", "named"),
+    [(kind, named) for kind, names in AS_NAMED.items() for named in sorted(names)],
 )
 def test_by_name_is_what_transformers_chooses(folder, model_type, named, suffix):
     where = folder(model_type, named + suffix)
@@ -67,14 +70,26 @@ def test_where_transformers_has_rules_of_its_own_it_decides(folder, named):
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "gemma3-270m"])
 def test_a_real_models_tokenizer_costs_no_torch(model):
     where = str(resolve(model))
-    said = subprocess.run([sys.executable, "-c", LOADS, where], capture_output=True, text=True, timeout=300, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", LOADS, where],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     chosen = AutoTokenizer.from_pretrained(where, local_files_only=True)
     assert said.stdout.split() == [type(chosen).__name__, "False"]
 
 
-def test_a_tokenizer_with_code_of_its_own_is_loaded_where_that_is_trusted(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    where = folder("", "OwnTokenizer", auto_map={"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]})
+def test_a_tokenizer_with_code_of_its_own_is_loaded_where_that_is_trusted(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    where = folder(
+        "", "OwnTokenizer", auto_map={"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}
+    )
     (Path(where) / "own_tokenizer.py").write_text(OWN_TOKENIZER, "utf-8")
     plain = Tokenizer.load(TOKENIZER)
     own = Tokenizer.load(where, trust_remote_code=True)

@@ -51,8 +51,14 @@ RESIGN_S = 5.0
 
 def run(settings: Settings) -> int:
     """Serve until a signal; returns the exit status. Raises SettingsError, SchemaOutdated, EngineDied."""
-    context = {"worker": settings.worker_name, "queue": settings.queue_name} if settings.log_format == "json" else {}
-    configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts, context=context)
+    context = (
+        {"worker": settings.worker_name, "queue": settings.queue_name}
+        if settings.log_format == "json"
+        else {}
+    )
+    configure_logging(
+        settings.log_level, settings.log_format, with_private=settings.log_prompts, context=context
+    )
     return asyncio.run(Worker(settings, has_process=True).serve())
 
 
@@ -86,9 +92,13 @@ class Worker:
         sharded = parse_url(settings.redis_url).is_cluster
         self._redis = connect_async(settings.redis_url, REDIS_LINK)
         self._redis_control = connect_async(settings.redis_url, REDIS_LINK)
-        self.stream = stream_type(self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded)
+        self.stream = stream_type(
+            self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded
+        )
         self.stream.on_call, self.stream.on_refused = observer.called, observer.refused
-        self._store = store_type(settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts)
+        self._store = store_type(
+            settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts
+        )
         self._finalizer = Finalizer(
             self._store,
             self.stream,
@@ -140,9 +150,20 @@ class Worker:
             on_cancel=self.service.cancel,
             on_drain=self.drain,
         )
-        parts = Parts(settings, self.service, self.stream, self._lease, self._publisher, self._finalizer, observer)
+        parts = Parts(
+            settings,
+            self.service,
+            self.stream,
+            self._lease,
+            self._publisher,
+            self._finalizer,
+            observer,
+        )
         self.watch = Watch(
-            parts, self._config.model, max_running=self._config.max_num_seqs, is_stopping=self._stop.is_set
+            parts,
+            self._config.model,
+            max_running=self._config.max_num_seqs,
+            is_stopping=self._stop.is_set,
         )
 
     # ── life ──
@@ -161,7 +182,9 @@ class Worker:
     async def serve(self) -> int:
         """Serve until drained. Raises errors that make a start pointless: wrong settings, old schema, broken model."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on the main thread (tests)
+        with contextlib.suppress(
+            NotImplementedError, RuntimeError
+        ):  # not on the main thread (tests)
             loop.add_signal_handler(signal.SIGTERM, self.drain)
             loop.add_signal_handler(signal.SIGINT, self.end_now)
         async with contextlib.AsyncExitStack() as undo:
@@ -222,7 +245,9 @@ class Worker:
                 if error.is_misconfigured or time.monotonic() >= deadline:
                     raise
                 if str(error) != said:
-                    log.warning("not ready, trying for %.0f s more: %s", deadline - time.monotonic(), error)
+                    log.warning(
+                        "not ready, trying for %.0f s more: %s", deadline - time.monotonic(), error
+                    )
                 said = str(error)
                 await wait_at_most(self._stop, 1.0)
             else:
@@ -236,12 +261,16 @@ class Worker:
             return EngineProcess(self._config, self.settings.cache_dir, self.settings.stall_seconds)
         from tokenmill_worker.engine.engine import Engine
 
-        return EngineThread(lambda: Engine.load(self._config, self.settings.cache_dir), self.settings.stall_seconds)
+        return EngineThread(
+            lambda: Engine.load(self._config, self.settings.cache_dir), self.settings.stall_seconds
+        )
 
     async def _admission(self, ready: Ready) -> Admission:
         settings = self.settings
         template = read_template(settings.chat_template)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, ready.model_path, template, self._config.trust_remote_code)
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load, ready.model_path, template, self._config.trust_remote_code
+        )
         served = ServedModel(
             names=(self._config.model, settings.queue_name),
             max_model_len=ready.max_model_len,
@@ -270,7 +299,9 @@ class Worker:
         self.metrics.watch(self.watch.readings)
         if settings.metrics_port is None:
             return
-        server = WatchServer(settings.metrics_host, settings.metrics_port, self.metrics.registry, self.watch.checks())
+        server = WatchServer(
+            settings.metrics_host, settings.metrics_port, self.metrics.registry, self.watch.checks()
+        )
         await server.start()
         self.watch_port = server.port
         undo.push_async_callback(server.stop)
@@ -278,7 +309,9 @@ class Worker:
         log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
 
     async def _watch_queue(self, undo: contextlib.AsyncExitStack) -> None:
-        client = AsyncClient(self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix)
+        client = AsyncClient(
+            self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix
+        )
         undo.push_async_callback(client.close)
         watch = QueueWatch(client)
         self.metrics.watch_queues(lambda: queue_readings([watch]))
@@ -311,7 +344,9 @@ def stream_options(settings: Settings) -> StreamOptions:
         idempotency_ttl_s=settings.idempotency_ttl_seconds,
         tenant_concurrency=settings.tenant_max_running,
         tenant_rate=settings.tenant_jobs_per_minute / 60,
-        tenant_burst=max(1, round(settings.tenant_jobs_per_minute)) if settings.tenant_jobs_per_minute else 0,
+        tenant_burst=max(1, round(settings.tenant_jobs_per_minute))
+        if settings.tenant_jobs_per_minute
+        else 0,
     )
 
 
@@ -324,7 +359,9 @@ def open_tracing(settings: Settings) -> Tracing | None:
         "service.instance.id": settings.worker_name,
         "service.version": package_version(),
     }
-    return Tracing.open(settings.otel_endpoint, sample_ratio=settings.otel_sample_ratio, resource=resource)
+    return Tracing.open(
+        settings.otel_endpoint, sample_ratio=settings.otel_sample_ratio, resource=resource
+    )
 
 
 async def _first(*events: asyncio.Event) -> None:

@@ -23,7 +23,9 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 db = typer.Typer(help="The SQL store's tables.", no_args_is_help=True)
 app.add_typer(db, name="db")
 
-DatabaseUrl = Annotated[str | None, typer.Option(help="SQL store (default: TOKENMILL_DATABASE_URL).")]
+DatabaseUrl = Annotated[
+    str | None, typer.Option(help="SQL store (default: TOKENMILL_DATABASE_URL).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -55,7 +57,11 @@ def dev(flags: dict[str, object]) -> None:
     """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C stops it all."""
     with _sentences():
         if "redis_url" in flags:
-            raise SettingsError(["--redis-url: this command starts a server of its own; `tokenmill worker` takes one"])
+            raise SettingsError(
+                [
+                    "--redis-url: this command starts a server of its own; `tokenmill worker` takes one"
+                ]
+            )
         port = _port(flags.pop("port", None))
         settings = load_settings(flags)
         from tokenmill_worker.local.dev import run
@@ -74,7 +80,9 @@ def _port(text: object) -> int | None:
 
 
 def _register(command: Callable[[dict[str, object]], None], **others: Any) -> None:
-    app.command(command.__name__, cls=SettingsCommand, epilog=variables_epilog())(with_settings(command, others))
+    app.command(command.__name__, cls=SettingsCommand, epilog=variables_epilog())(
+        with_settings(command, others)
+    )
 
 
 _register(worker)
@@ -91,17 +99,22 @@ def upgrade(database_url: DatabaseUrl = None) -> None:
 
         with _database(settings):
             before, after = migrate(settings.database_url)
-        words = f"is at revision {after} already" if before == after else f"{before or 'new'} → {after}"
+        words = (
+            f"is at revision {after} already" if before == after else f"{before or 'new'} → {after}"
+        )
         out().print(f"{_place(settings)}: {words}")
 
 
 @db.command()
 def downgrade(
-    revision: Annotated[str, typer.Argument(help="The last one to keep, as `0003`; `base` removes all tables.")],
+    revision: Annotated[
+        str, typer.Argument(help="The last one to keep, as `0003`; `base` removes all tables.")
+    ],
     database_url: DatabaseUrl = None,
     *,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it: what later revisions brought is lost, data included.")
+        bool,
+        typer.Option("--yes", help="Do it: what later revisions brought is lost, data included."),
     ] = False,
 ) -> None:
     """Take back what came after a revision, with the data in it. Stop the workers of this version first."""
@@ -114,7 +127,9 @@ def downgrade(
         if revision not in known:
             raise TokenmillError(f"there is no revision {revision}, only {', '.join(known)}")
         if not yes:
-            raise TokenmillError("this loses the data that later revisions hold: say --yes to do it")
+            raise TokenmillError(
+                "this loses the data that later revisions hold: say --yes to do it"
+            )
         with _database(settings):
             before, after = migrate(settings.database_url, revision)
         words = "nothing to take back" if before == after else f"{before} → {after or 'no tables'}"
@@ -139,7 +154,9 @@ def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
             emit({"current": found.current, "head": found.head, "is_behind": found.is_behind})
         else:
             note = "run `tokenmill db upgrade`" if found.is_behind else "up to date"
-            out().print(f"revision {found.current or 'none'}, this version needs {found.head}: {note}")
+            out().print(
+                f"revision {found.current or 'none'}, this version needs {found.head}: {note}"
+            )
         if found.is_behind:
             raise typer.Exit(1)
 
@@ -152,13 +169,16 @@ def doctor(
     queue: Annotated[str | None, typer.Option(help="(default: TOKENMILL_QUEUE).")] = None,
     model: Annotated[str | None, typer.Option(help="(default: TOKENMILL_MODEL).")] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Only servers, only what is wrong: for health checks.")
+        bool,
+        typer.Option("--quiet", "-q", help="Only servers, only what is wrong: for health checks."),
     ] = False,
     json: Json = False,
 ) -> None:
     """Check settings, servers, model and machine; say what is missing and how to get it. Exits with 1 on any error."""
     with _sentences():
-        settings = load_settings({"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model})
+        settings = load_settings(
+            {"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model}
+        )
         from tokenmill_worker.local.doctor import examine, show
 
         findings = examine(settings, servers_only=quiet)
@@ -175,15 +195,22 @@ def exporter(
     *,
     redis_url: Annotated[str | None, typer.Option(help="(default: TOKENMILL_REDIS_URL).")] = None,
     queue: Annotated[
-        list[str] | None, typer.Option(help="Repeat it for several (default: TOKENMILL_QUEUE, or the model's).")
+        list[str] | None,
+        typer.Option(help="Repeat it for several (default: TOKENMILL_QUEUE, or the model's)."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="(default: TOKENMILL_METRICS_HOST).")] = None,
-    port: Annotated[int | None, typer.Option(help="0: any (default: TOKENMILL_METRICS_PORT, or 9091).")] = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at Redis.")] = 5.0,
+    port: Annotated[
+        int | None, typer.Option(help="0: any (default: TOKENMILL_METRICS_PORT, or 9091).")
+    ] = None,
+    every: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks at Redis.")
+    ] = 5.0,
 ) -> None:
     """Serve /metrics and /healthz of queues, from Redis alone: for alerts and autoscaling when no worker runs."""
     with _sentences():
-        settings = load_settings({"redis_url": redis_url, "metrics_host": host, "metrics_port": port})
+        settings = load_settings(
+            {"redis_url": redis_url, "metrics_host": host, "metrics_port": port}
+        )
         from tokenmill_worker.telemetry import configure_logging
         from tokenmill_worker.telemetry.exporter import Exporter
 
@@ -192,7 +219,12 @@ def exporter(
         names = list(dict.fromkeys(queue or [settings.queue_name]))
         asyncio.run(
             Exporter(
-                settings.redis_url, names, settings.key_prefix, settings.metrics_host, chosen, every_s=every
+                settings.redis_url,
+                names,
+                settings.key_prefix,
+                settings.metrics_host,
+                chosen,
+                every_s=every,
             ).serve()
         )
 

@@ -51,7 +51,9 @@ class Replaced(TokenmillError):
     """
 
     def __init__(self) -> None:
-        super().__init__("a worker that started later has this one's name: each that runs needs a worker_id of its own")
+        super().__init__(
+            "a worker that started later has this one's name: each that runs needs a worker_id of its own"
+        )
 
 
 class Unavailable(TokenmillError):

@@ -72,7 +72,9 @@ class Admitted:
         return self.generation.request_id
 
 
-class Append(msgspec.Struct, frozen=True, gc=False):  # made for every token: a dataclass takes ten times as long
+class Append(
+    msgspec.Struct, frozen=True, gc=False
+):  # made for every token: a dataclass takes ten times as long
     """One chunk to log and publish, under a fencing token. `checkpoint` chunks are logged and not
     published.
 
@@ -95,7 +97,9 @@ class Append(msgspec.Struct, frozen=True, gc=False):  # made for every token: a 
 class AppendReply(StrEnum):
     OK = "ok"
     DUPLICATE = "duplicate"  # a retried call: the chunk is there already
-    LOST = "lost"  # another worker holds the job, or it is gone: drop the sequence, write nothing more
+    LOST = (
+        "lost"  # another worker holds the job, or it is gone: drop the sequence, write nothing more
+    )
     CANCELLED = "cancelled"  # appended, and the user wants it stopped
     GAP = "gap"  # the log is shorter than this worker believed (Redis lost its tail): send again from its end
 

@@ -38,7 +38,9 @@ def conclude(
         status=status,
         model=(request.model if request is not None else "") or model,
         tenant=request.tenant if request is not None else "",
-        choices=answer.results() if answer is not None and (generated or answer.is_finished) else (),
+        choices=answer.results()
+        if answer is not None and (generated or answer.is_finished)
+        else (),
         usage=usage,
         error=error,
         attempt=delivery.attempt,
@@ -53,8 +55,14 @@ def conclude(
 
 def _deadline_error(request: JobRequest | None) -> JobError:
     """Return the error of a job whose deadline passed after a worker had claimed it."""
-    when = f" ({request.deadline_ms} ms)" if request is not None and request.deadline_ms is not None else ""
-    return JobError("deadline_exceeded", f"the deadline{when} passed before the answer was complete")
+    when = (
+        f" ({request.deadline_ms} ms)"
+        if request is not None and request.deadline_ms is not None
+        else ""
+    )
+    return JobError(
+        "deadline_exceeded", f"the deadline{when} passed before the answer was complete"
+    )
 
 
 def _usage(delivery: Delivery, answer: Answer | None, now_ms: int) -> Usage:

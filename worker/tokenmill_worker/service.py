@@ -34,7 +34,9 @@ from tokenmill_worker.telemetry.logs import log_progress
 
 log = logging.getLogger(__name__)
 
-LOOKAHEAD = 4  # jobs claimed beyond the free places, so that the next step fills a place that becomes free
+LOOKAHEAD = (
+    4  # jobs claimed beyond the free places, so that the next step fills a place that becomes free
+)
 HAND_OVER_S = 10.0  # limits the wait for a server that does not answer
 RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
@@ -71,8 +73,12 @@ class Service:
         self._finalizer = finalizer
         self._checks = Checks(self._record)
         self._quarantine = Quarantine(max_num_seqs)
-        self._events_at_once = max(EVENTS_AT_ONCE, max_num_seqs)  # the events of one step are never split
-        self._held: dict[str, Delivery] = {}  # owned jobs: claimed, and not yet finished or given back
+        self._events_at_once = max(
+            EVENTS_AT_ONCE, max_num_seqs
+        )  # the events of one step are never split
+        self._held: dict[
+            str, Delivery
+        ] = {}  # owned jobs: claimed, and not yet finished or given back
         self._in_engine: set[str] = set()  # request ids
         self._deaths = 0  # consecutive deaths of engines
         self._urgent: set[str] = set()  # the request ids of the most urgent class
@@ -104,9 +110,13 @@ class Service:
         ):
             return Credits()
         capacity = self._host.capacity
-        in_flight = max(0, len(self._in_engine) - capacity.running - capacity.waiting)  # sent, not yet in a frame
+        in_flight = max(
+            0, len(self._in_engine) - capacity.running - capacity.waiting
+        )  # sent, not yet in a frame
         free = max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight)
-        return Credits(free, max(0, capacity.free_urgent - free - min(in_flight, len(self._urgent))))
+        return Credits(
+            free, max(0, capacity.free_urgent - free - min(in_flight, len(self._urgent)))
+        )
 
     async def take(self, deliveries: list[Delivery]) -> None:
         """Start the jobs that the consumer claimed."""
@@ -114,9 +124,13 @@ class Service:
             self._held[delivery.job_id] = delivery
         self._watcher.claimed(deliveries)
         self._idle.clear()
-        ended = [delivery for delivery in deliveries if delivery.verdict != "run"]  # they only have to be recorded
+        ended = [
+            delivery for delivery in deliveries if delivery.verdict != "run"
+        ]  # they only have to be recorded
         try:
-            await self._start([*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])])
+            await self._start(
+                [*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])]
+            )
         except Exception:  # the consumer gives them back to the queue
             held = [delivery for delivery in deliveries if self._is_held(delivery)]
             for delivery in held:
@@ -130,13 +144,17 @@ class Service:
         if self._admission is None or self._host is None:
             raise RuntimeError("jobs were claimed before the engine was there")
         admitted: list[Admitted] = []
-        outcomes = await asyncio.gather(*(self._admission.admit(delivery) for delivery in deliveries))
+        outcomes = await asyncio.gather(
+            *(self._admission.admit(delivery) for delivery in deliveries)
+        )
         for outcome in await self._finalizer.recall(outcomes):
             if isinstance(outcome, Finished):
                 await self._finish(outcome)
             elif self._is_held(outcome.delivery):
                 admitted.append(outcome)
-        if not self.health.engine_ready:  # the engine died during admission; these jobs never reached it
+        if (
+            not self.health.engine_ready
+        ):  # the engine died during admission; these jobs never reached it
             await self._release([job.delivery for job in admitted], crash=False)
             return
         for job in admitted:
@@ -152,7 +170,9 @@ class Service:
         """Record a job's end. An answer with a schema is validated first; the job stays owned meanwhile."""
         if not self._checks.take(finished):
             await self._record(finished)
-        elif (delivery := self._held.get(finished.result.job_id)) is not None and delivery.token == finished.token:
+        elif (
+            delivery := self._held.get(finished.result.job_id)
+        ) is not None and delivery.token == finished.token:
             self._leave_engine(delivery)
 
     async def _record(self, finished: Finished) -> None:
@@ -188,7 +208,9 @@ class Service:
                 await self._pump()
             except EngineDied as death:
                 self.health.engine_ready = False
-                if self._in_engine and not death.any_step:  # the suspects soon run in smaller groups
+                if (
+                    self._in_engine and not death.any_step
+                ):  # the suspects soon run in smaller groups
                     self._deaths = min(self._deaths, 1)
                 self.health.stats = EngineStats()
                 if self._host is not None:
@@ -199,7 +221,9 @@ class Service:
                     raise
                 log.error("engine died: %s", death)
                 await self._give_back_suspects()
-                await wait_at_most(self._stopping, RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)])
+                await wait_at_most(
+                    self._stopping, RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)]
+                )
                 self._deaths += 1
                 self.health.engine_restarts += 1
 
@@ -209,8 +233,12 @@ class Service:
         if self._admission is None:
             try:
                 self._admission = await self._admission_factory(ready)
-            except OSError as error:  # files are unreadable, or were removed after the engine read them
-                raise EngineDied(f"the tokenizer cannot be loaded: {error}", at_start=True) from error
+            except (
+                OSError
+            ) as error:  # files are unreadable, or were removed after the engine read them
+                raise EngineDied(
+                    f"the tokenizer cannot be loaded: {error}", at_start=True
+                ) from error
         log.info("engine ready: %s", ready.description)
         self.health.engine_ready = True
         self.started.set()
@@ -222,7 +250,9 @@ class Service:
             if self._deaths > 1 and any(event.token_ids for event in frame.events):
                 self._deaths = 1
             if frame.events or self._publisher.has_pending:
-                for number, part in enumerate(in_turn(frame.events, self._urgent, self._events_at_once)):
+                for number, part in enumerate(
+                    in_turn(frame.events, self._urgent, self._events_at_once)
+                ):
                     if number:
                         await asyncio.sleep(0)
                     await self._act_on(await self._publisher.handle(part))
@@ -249,7 +279,9 @@ class Service:
                 order = self._retries[0]
                 delivery = order.delivery
                 if self._is_held(delivery):
-                    await self._stream.retry(delivery.job_id, delivery.token, order.delay_ms, order.reason)
+                    await self._stream.retry(
+                        delivery.job_id, delivery.token, order.delay_ms, order.reason
+                    )
                     self._leave([delivery], "retry")
                 self._retries.pop(0)
 
@@ -278,7 +310,10 @@ class Service:
             self._leave([delivery], "lost")
 
     def _stop_generating(
-        self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.CANCELLED,
+        choice: int | None = None,
     ) -> None:
         if self._host is not None:
             self._host.cancel(request_id, reason, choice)
@@ -339,7 +374,9 @@ class Service:
                     self._stop_generating(delivery.request_id)
                 await self._release(deliveries, crash=False)
         except (RedisUnavailable, TimeoutError) as error:
-            log.warning("the jobs are free when the lease has run out, for Redis does not answer: %s", error)
+            log.warning(
+                "the jobs are free when the lease has run out, for Redis does not answer: %s", error
+            )
 
     async def stop(self) -> None:
         """Stop the engine; `run_engine` returns."""

@@ -20,7 +20,14 @@ from typing import Final
 import msgspec
 
 from tokenmill.errors import ConfigurationError
-from tokenmill_schemas.openai import BatchError, BatchErrors, BatchObject, BatchUsage, CachedDetails, RequestCounts
+from tokenmill_schemas.openai import (
+    BatchError,
+    BatchErrors,
+    BatchObject,
+    BatchUsage,
+    CachedDetails,
+    RequestCounts,
+)
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -39,7 +46,12 @@ class BatchState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED)
+        return self in (
+            BatchState.COMPLETED,
+            BatchState.FAILED,
+            BatchState.EXPIRED,
+            BatchState.CANCELLED,
+        )
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +71,9 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         return self.completed + self.failed
 
     def plus(self, other: Totals) -> Totals:
-        return Totals(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+        return Totals(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +124,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             total_tokens=used.input_tokens + used.output_tokens,
             input_tokens_details=CachedDetails(used.cached_tokens),
         )
-        ended = {name: _second(self.finished_ms) if state is BatchState(name) else None for name in _ENDS}
+        ended = {
+            name: _second(self.finished_ms) if state is BatchState(name) else None for name in _ENDS
+        }
         return BatchObject(
             id=self.id,
             endpoint=self.endpoint or "/v1/chat/completions",
@@ -155,7 +171,9 @@ def window_ms(text: str) -> int:
     """Parse a completion window such as `24h`, `30m` or `7d`. Raises ConfigurationError."""
     match = _WINDOW.fullmatch(text.strip())
     if match is None:
-        raise ConfigurationError(f"a completion window is a number with s, m, h or d, as 24h, not {text!r}")
+        raise ConfigurationError(
+            f"a completion window is a number with s, m, h or d, as 24h, not {text!r}"
+        )
     return int(match[1]) * _SECONDS[match[2]] * 1000
 
 

@@ -75,7 +75,8 @@ class Collector:
         self.generated += sum(
             result.usage.completion_tokens
             for result in results
-            if result.finished_ms >= self._began_ms and not self.has(line_of(self._batch_id, result.job_id))
+            if result.finished_ms >= self._began_ms
+            and not self.has(line_of(self._batch_id, result.job_id))
         )
         self._take([of_result(self._batch_id, result) for result in results])
 

@@ -52,7 +52,11 @@ def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
 
 
 def collect(
-    client: Client, job_ids: Sequence[str], in_files: Sequence[str] = (), *, max_bytes: int = MAX_COLLECTED_BYTES
+    client: Client,
+    job_ids: Sequence[str],
+    in_files: Sequence[str] = (),
+    *,
+    max_bytes: int = MAX_COLLECTED_BYTES,
 ) -> Ends:
     """Return the ended jobs of a page, with their results, in one call. Redis drops the jobs
     `in_files` after COLLECTED_TTL_S seconds.
@@ -77,7 +81,9 @@ def collect(
 _UNRECORDED: Final = b"?"  # collect.lua: over, but not recorded (no result is one byte long); "!": the key is no hash
 
 
-def _collect(job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int) -> Program[Sequence[bytes | None]]:
+def _collect(
+    job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int
+) -> Program[Sequence[bytes | None]]:
     limits = (COLLECTED_TTL_S, len(in_files), max_bytes)
     replies: Sequence[bytes | None] = yield RunScript(COLLECT, (*limits, *in_files, *job_ids))
     return replies
@@ -89,7 +95,9 @@ def standing(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
     """
     found: dict[str, bool] = {}
     for page in _pages(job_ids):
-        replies = client.perform(ask_each([("HGET", client.keys.job(job_id), "state") for job_id in page]))
+        replies = client.perform(
+            ask_each([("HGET", client.keys.job(job_id), "state") for job_id in page])
+        )
         for name, state in zip(page, replies, strict=True):
             if state is not None:
                 found[name] = is_wrong_type(state) or state in _OVER

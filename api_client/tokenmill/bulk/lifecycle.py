@@ -18,7 +18,14 @@ from tokenmill.bulk.batch import Batch, BatchState, Totals, now_ms
 from tokenmill.bulk.collector import Collector
 from tokenmill.bulk.formats.input_file import job_id, read
 from tokenmill.bulk.formats.output_files import OutputFiles, Paths
-from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED, LOST, of_bad_line, of_result, unanswered
+from tokenmill.bulk.formats.output_line import (
+    CANCELLED,
+    EXPIRED,
+    LOST,
+    of_bad_line,
+    of_result,
+    unanswered,
+)
 from tokenmill.bulk.progress import WINDOW
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
@@ -56,7 +63,11 @@ def _has_runner(store: BatchStore, batch: Batch) -> bool:
     the run counts those in its files.
     """
     is_alive = now_ms() - batch.seen_ms <= _ALIVE_MS
-    return is_alive and batch.state is BatchState.IN_PROGRESS and store.totals(batch, with_tokens=False) is None
+    return (
+        is_alive
+        and batch.state is BatchState.IN_PROGRESS
+        and store.totals(batch, with_tokens=False) is None
+    )
 
 
 def _running(client: Client, batch: Batch) -> Iterator[bool]:
@@ -90,7 +101,11 @@ def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
     store.progress(batch.id, **lines, totals=totals)
     if not store.move(batch.id, BatchState.CANCELLED, [BatchState.CANCELLING]):
         store.move(batch.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS])
-        store.move(batch.id, BatchState.EXPIRED if is_late else BatchState.COMPLETED, [BatchState.FINALIZING])
+        store.move(
+            batch.id,
+            BatchState.EXPIRED if is_late else BatchState.COMPLETED,
+            [BatchState.FINALIZING],
+        )
     return store.get(batch.id)
 
 
@@ -105,7 +120,9 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
         for result in job_queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
     every = [*([known] if known else []), batch.totals, totals]
-    return max(every, key=lambda each: each.ended)  # the queue drops jobs whose answers are in a run's files
+    return max(
+        every, key=lambda each: each.ended
+    )  # the queue drops jobs whose answers are in a run's files
 
 
 def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
@@ -165,7 +182,11 @@ def fill(client: Client, store: BatchStore, batch: Batch, collector: Collector) 
 def _fill_rest(batch: Batch, collector: Collector, source: Path) -> None:
     why = REASONS[batch.state]
     try:
-        rest = (line for line in read(source) if not collector.has(line.line) and line.line <= batch.last_line)
+        rest = (
+            line
+            for line in read(source)
+            if not collector.has(line.line) and line.line <= batch.last_line
+        )
         for page in _paged(unanswered(line.line, line.custom_id, why) for line in rest):
             collector.take_bad(page)
     except ConfigurationError:  # the input file is on another machine, and with it the names

@@ -66,7 +66,9 @@ class Pump:
         self._pacing = pacing
         self._is_resumed = is_resumed
         self._patience = Patience(pacing.patience_s, self._tell)
-        self._reached = 0 if collector.keeps_answers else batch.over_line  # this run has handled all lines up to it
+        self._reached = (
+            0 if collector.keeps_answers else batch.over_line
+        )  # this run has handled all lines up to it
         self._noted = batch.submitted
         self._state = BatchState.IN_PROGRESS
         self._looked_at = 0.0
@@ -95,7 +97,10 @@ class Pump:
 
     @property
     def _is_long_late(self) -> bool:
-        return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms + self._pacing.late_s * 1000
+        return (
+            bool(self._batch.expires_ms)
+            and now_ms() >= self._batch.expires_ms + self._pacing.late_s * 1000
+        )
 
     def hand_in(self, path: Path) -> None:
         """Submit every line that is not done, until all are in the queue or the batch is cancelled
@@ -110,7 +115,9 @@ class Pump:
             if not self.goes_on:  # perhaps not all of them were submitted
                 break
             self._reached = last_line
-            self._look(force=last_line - self._noted > WINDOW)  # readers expect no open job further behind
+            self._look(
+                force=last_line - self._noted > WINDOW
+            )  # readers expect no open job further behind
         if self.goes_on:
             self._reached = self._batch.last_line
         self._look(force=True)
@@ -145,7 +152,9 @@ class Pump:
 
     # ── lines in ──
 
-    def _groups(self, path: Path) -> Iterator[tuple[list[JobRequest], list[input_file.BadLine], int]]:
+    def _groups(
+        self, path: Path
+    ) -> Iterator[tuple[list[JobRequest], list[input_file.BadLine], int]]:
         jobs: list[JobRequest] = []
         bad: list[input_file.BadLine] = []
         last_line = 0
@@ -165,16 +174,25 @@ class Pump:
     def _undone(self, path: Path) -> Iterator[input_file.GoodLine | input_file.BadLine]:
         start, collector = 0 if self._collector.keeps_answers else self._reached, self._collector
         for line in read_again(path, self._batch.digest):
-            if line.line > start and line.line not in collector.jobs and not collector.has(line.line):
+            if (
+                line.line > start
+                and line.line not in collector.jobs
+                and not collector.has(line.line)
+            ):
                 yield line
 
-    def _job_of(self, line: input_file.GoodLine | input_file.BadLine) -> JobRequest | input_file.BadLine:
+    def _job_of(
+        self, line: input_file.GoodLine | input_file.BadLine
+    ) -> JobRequest | input_file.BadLine:
         if isinstance(line, input_file.BadLine):
             return line
         if line.line in self._repeated:
             return repeated(line)
         batch = self._batch
-        return to_request(line, input_file.Order(batch.id, batch.tenant, batch.expires_ms or None, batch.any_model))
+        return to_request(
+            line,
+            input_file.Order(batch.id, batch.tenant, batch.expires_ms or None, batch.any_model),
+        )
 
     def _answer_bad(self, bad: Sequence[input_file.BadLine]) -> None:
         if bad:
@@ -196,7 +214,9 @@ class Pump:
         if not self._is_resumed or self._collector.keeps_answers:
             return lines
         names = [job_id(self._batch.id, bad.line) for bad in lines]
-        known = self._patience.ask(lambda: {*job_queries.standing(self._client, names), *self._store.recorded(names)})
+        known = self._patience.ask(
+            lambda: {*job_queries.standing(self._client, names), *self._store.recorded(names)}
+        )
         return [bad for name, bad in zip(names, lines, strict=True) if name not in known]
 
     def _submit(self, jobs: Sequence[JobRequest]) -> None:
@@ -251,7 +271,10 @@ class Pump:
 
     def _is_full(self) -> bool:
         group = min(GROUP, self._pacing.window)
-        return len(self._collector.jobs) > self._pacing.window - group or self._collector.num_bytes > WINDOW_BYTES
+        return (
+            len(self._collector.jobs) > self._pacing.window - group
+            or self._collector.num_bytes > WINDOW_BYTES
+        )
 
     def _turn(self) -> None:
         time.sleep(max(0.0, self._polled_at + POLL_S - time.monotonic()))
@@ -269,9 +292,13 @@ class Pump:
         lines = list(self._collector.jobs)
         for start in range(0, len(lines), GROUP):
             names = [job_id(self._batch.id, line) for line in lines[start : start + GROUP]]
-            ends = self._patience.ask(partial(job_queries.collect, self._client, names, self._in_files))
+            ends = self._patience.ask(
+                partial(job_queries.collect, self._client, names, self._in_files)
+            )
             self._collector.take([self._in_time(result) for result in ends.results])
-            self._in_files = [result.job_id for result in ends.results] if self._collector.keeps_answers else []
+            self._in_files = (
+                [result.job_id for result in ends.results] if self._collector.keeps_answers else []
+            )
             for job in self._not_recorded(ends.unknown):
                 self._collector.drop(job)
                 self._lost.append(job)
@@ -287,7 +314,11 @@ class Pump:
     def _in_time(self, result: JobResult) -> JobResult:
         """Return the result, as expired if this run cancelled the job because its deadline had
         passed."""
-        if self._has_given_up and result.status is JobStatus.CANCELLED and self._state is not BatchState.CANCELLING:
+        if (
+            self._has_given_up
+            and result.status is JobStatus.CANCELLED
+            and self._state is not BatchState.CANCELLING
+        ):
             return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
         return result
 
@@ -297,11 +328,18 @@ class Pump:
             return []
         known = self._patience.ask(lambda: self._store.recorded(names))
         self._collector.take(list(known.values()))
-        return [self._collector.jobs[line_of(self._batch.id, name)] for name in names if name not in known]
+        return [
+            self._collector.jobs[line_of(self._batch.id, name)]
+            for name in names
+            if name not in known
+        ]
 
     def _unanswered(self, jobs: Sequence[JobRequest], why: LineError) -> list[input_file.BadLine]:
         batch_id = self._batch.id
-        return [unanswered(line_of(batch_id, job.job_id), job.metadata["custom_id"], why) for job in jobs]
+        return [
+            unanswered(line_of(batch_id, job.job_id), job.metadata["custom_id"], why)
+            for job in jobs
+        ]
 
     def _hand_in_lost(self) -> None:
         lost, self._lost = self._lost, []
@@ -323,9 +361,14 @@ class Pump:
         over_line = min([self._reached + 1, *self._collector.jobs, *lost]) - 1
         totals = self._collector.up_to(over_line)
         self._patience.ask(
-            lambda: self._store.progress(self._batch.id, submitted=self._noted, over_line=over_line, totals=totals)
+            lambda: self._store.progress(
+                self._batch.id, submitted=self._noted, over_line=over_line, totals=totals
+            )
         )
-        before, self._state = self._state, self._patience.ask(lambda: self._store.get(self._batch.id)).state
+        before, self._state = (
+            self._state,
+            self._patience.ask(lambda: self._store.get(self._batch.id)).state,
+        )
         if self._state is BatchState.CANCELLING and before is not BatchState.CANCELLING:
             self._cancel_open()
         self._notice_idleness()
@@ -340,11 +383,15 @@ class Pump:
         is_idle = ended == self._num_ended and bool(self._collector.jobs)
         self._num_ended, self._num_idle_looks = ended, self._num_idle_looks + 1 if is_idle else 0
         if self._num_idle_looks >= IDLE_LOOKS:
-            self._waits = "" if self._patience.ask(self._client.workers) else "no worker serves this queue"
+            self._waits = (
+                "" if self._patience.ask(self._client.workers) else "no worker serves this queue"
+            )
         elif not is_idle:
             self._waits = ""
 
     def _tell(self) -> None:
         note = self._patience.note or self._waits
         jobs, totals = self._collector.jobs, self._collector.totals
-        self._pacing.watch(Progress(self._batch.total, len(jobs), totals, note, self._collector.generated))
+        self._pacing.watch(
+            Progress(self._batch.total, len(jobs), totals, note, self._collector.generated)
+        )

@@ -119,7 +119,9 @@ def run_batch(
             pacing=pacing,
             is_resumed=before is not None,
         )
-        if batch.state is not BatchState.IN_PROGRESS or pump.is_late:  # collect the jobs that ended since the last run
+        if (
+            batch.state is not BatchState.IN_PROGRESS or pump.is_late
+        ):  # collect the jobs that ended since the last run
             fill(client, store, batch, collector)
         if batch.state.is_final:  # another process ended it
             pump.refuse_rest(path, REASONS[batch.state])
@@ -140,7 +142,9 @@ def _pump_to_the_end(pump: Pump, path: Path) -> None:
 def _ended(store: BatchStore, files: OutputFiles, batch_id: str, totals: Totals) -> Batch:
     paths = files.paths
     errors = str(paths.errors.resolve()) if paths.errors.exists() else None
-    named = msgspec.structs.replace(store.get(batch_id), output_file=str(paths.output.resolve()), error_file=errors)
+    named = msgspec.structs.replace(
+        store.get(batch_id), output_file=str(paths.output.resolve()), error_file=errors
+    )
     store.describe(named)
     ended = conclude(store, named, totals)
     files.save_record(ended)
@@ -157,7 +161,11 @@ def _refuse_another(before: Batch, found: Survey, terms: Terms | None, paths: Pa
             f"or remove it and {paths.record}"
         )
     names = msgspec.structs.asdict(before)
-    changed = [term.name for term in fields(Terms) if terms and names[term.name] != getattr(terms, term.name)]
+    changed = [
+        term.name
+        for term in fields(Terms)
+        if terms and names[term.name] != getattr(terms, term.name)
+    ]
     if changed:
         raise ConfigurationError(
             f"{paths.output} belongs to batch {before.id}, which was begun with another {' and '.join(changed)}: "
@@ -215,7 +223,10 @@ def _surveying(pacing: Pacing) -> Callable[[int], object]:
 
 
 def _described(batch: Batch, found: Survey) -> Batch:
-    listed = [BatchError(code=bad.code, message=bad.message, line=bad.line, param=bad.param) for bad in found.first_bad]
+    listed = [
+        BatchError(code=bad.code, message=bad.message, line=bad.line, param=bad.param)
+        for bad in found.first_bad
+    ]
     if not found.total:
         listed = [BatchError(code="empty_file", message="The input file has no requests.")]
     return msgspec.structs.replace(
@@ -233,5 +244,9 @@ def _stored(store: BatchStore, batch: Batch) -> Batch:
     """Store the batch, start it (or fail it if the file has no requests), and return it."""
     store.create(batch)
     store.describe(batch)
-    store.move(batch.id, BatchState.IN_PROGRESS if batch.total else BatchState.FAILED, [BatchState.VALIDATING])
+    store.move(
+        batch.id,
+        BatchState.IN_PROGRESS if batch.total else BatchState.FAILED,
+        [BatchState.VALIDATING],
+    )
     return store.get(batch.id)

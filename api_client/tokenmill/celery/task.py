@@ -71,7 +71,9 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     chat = False
     wait_s = 1.0
     pauses_s = (0.2, 0.5, 1.0, 2.0, 5.0)
-    unserved_s: float | None = 120.0  # limit of the wait in a queue that no worker has ever served; None: none
+    unserved_s: float | None = (
+        120.0  # limit of the wait in a queue that no worker has ever served; None: none
+    )
 
     abstract = True
     max_retries = None
@@ -91,7 +93,11 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
             if os.getpid() not in self._clients:
                 options = ClientOptions(unserved_s=self.unserved_s)
                 self._clients[os.getpid()] = Client(
-                    self.url, queue=self.job_queue, database=self.database, prefix=self.prefix, options=options
+                    self.url,
+                    queue=self.job_queue,
+                    database=self.database,
+                    prefix=self.prefix,
+                    options=options,
                 )
             return self._clients[os.getpid()]
 
@@ -109,13 +115,17 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         """Submit the job. `countdown` and `eta` set its `not_before`, and `expires` its `deadline`.
         Raises the exceptions of `submit`.
         """
-        is_alone = not (task_id or link or link_error or any(options.get(name) for name in _PART_OF_MORE))
+        is_alone = not (
+            task_id or link or link_error or any(options.get(name) for name in _PART_OF_MORE)
+        )
         task_id = task_id or new_job_id()
         if not self._get_app().conf.task_always_eager and not options.get("retries"):
             self._submit(task_id, args or (), kwargs or {}, options)
             if is_alone:
                 return self.AsyncResult(task_id)
-        return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
+        return super().apply_async(
+            args, kwargs, task_id, producer, link, link_error, shadow, **options
+        )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the job's result, in a Celery worker. Retry later if the job has not ended or the
@@ -159,21 +169,29 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     def _waited_s(self) -> float:
         """Return the seconds that the Celery task has waited and paused so far."""
         last = len(self.pauses_s) - 1
-        return sum(self.wait_s + self.pauses_s[min(turn, last)] for turn in range(self.request.retries))
+        return sum(
+            self.wait_s + self.pauses_s[min(turn, last)] for turn in range(self.request.retries)
+        )
 
     def _end_as_revoked(self, job_id: str) -> NoReturn:
         """Store REVOKED for the task and for the tasks after it in its chain. Raises Celery's
         Ignore, so that the state is kept.
         """
         request = self.request
-        self.backend.mark_as_failure(job_id, _revoked(job_id), request=request, state=states.REVOKED)
+        self.backend.mark_as_failure(
+            job_id, _revoked(job_id), request=request, state=states.REVOKED
+        )
         raise celery.exceptions.Ignore
 
     def AsyncResult(self, task_id: str, **kwargs: Any) -> GenerationResult:
         """Return a result that reads the job's own state. Celery prescribes the name."""
-        return GenerationResult(task_id, task=self, backend=self.backend, task_name=self.name, app=self._get_app())
+        return GenerationResult(
+            task_id, task=self, backend=self.backend, task_name=self.name, app=self._get_app()
+        )
 
-    def _submit(self, task_id: str, args: Any, kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def _submit(
+        self, task_id: str, args: Any, kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
         fields = fields_of(args, {**self.defaults, **kwargs}, chat=self.chat)
         countdown = options.get("countdown")
         if options.get("eta"):
@@ -191,7 +209,11 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
         """
         with contextlib.suppress(ValueError):  # an unparsable text is rejected by `submit`
             given = maybe_iso8601(given) if isinstance(given, str) else given
-        return maybe_make_aware(given, self._get_app().timezone) if isinstance(given, datetime) else given
+        return (
+            maybe_make_aware(given, self._get_app().timezone)
+            if isinstance(given, datetime)
+            else given
+        )
 
 
 class GenerationResult(_BaseResult):  # type: ignore[misc]
@@ -251,7 +273,11 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
 
     def _get_task_meta(self) -> dict[str, Any]:
         if self._cache is None:
-            kept = {} if isinstance(self.backend, DisabledBackend) else self.backend.get_task_meta(self.id)
+            kept = (
+                {}
+                if isinstance(self.backend, DisabledBackend)
+                else self.backend.get_task_meta(self.id)
+            )
             known = kept if kept.get("status") in states.READY_STATES else self._job_meta() or kept
             return self._maybe_set_cache(known or {"status": states.PENDING, "result": None}) or {}
         cached: dict[str, Any] = self._cache
@@ -270,7 +296,11 @@ class GenerationResult(_BaseResult):  # type: ignore[misc]
         if result.status is JobStatus.CANCELLED:
             return {**meta, "status": states.REVOKED, "result": _revoked(self.id)}
         try:
-            return {**meta, "status": states.SUCCESS, "result": value_of(result, self._task.returns)}
+            return {
+                **meta,
+                "status": states.SUCCESS,
+                "result": value_of(result, self._task.returns),
+            }
         except GenerationFailed as error:
             return {**meta, "status": states.FAILURE, "result": error}
 
@@ -280,12 +310,16 @@ def _revoked(job_id: str) -> Exception:
     return error
 
 
-def generation_task(app: Any, *, queue: str, name: str = "tokenmill.generate", **attributes: Any) -> GenerationTask:
+def generation_task(
+    app: Any, *, queue: str, name: str = "tokenmill.generate", **attributes: Any
+) -> GenerationTask:
     """Register and return a task. `attributes`: url, database, prefix, defaults, chat, wait_s, or
     any of Celery's own.
     """
     kind = type(
-        "GenerationTask", (GenerationTask,), {"job_queue": queue, "name": name, "abstract": False, **attributes}
+        "GenerationTask",
+        (GenerationTask,),
+        {"job_queue": queue, "name": name, "abstract": False, **attributes},
     )
     task: GenerationTask = app.register_task(kind())
     return task

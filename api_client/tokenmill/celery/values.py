@@ -31,7 +31,9 @@ class GenerationFailed(TokenmillError):
 def value_of(result: JobResult, returns: str) -> Any:
     """Return the JSON value of a result. Raises GenerationFailed."""
     if result.status is not JobStatus.SUCCEEDED:
-        raise GenerationFailed(result.job_id, result.status.value, result.error.message if result.error else "")
+        raise GenerationFailed(
+            result.job_id, result.status.value, result.error.message if result.error else ""
+        )
     if returns == "text":
         return result.text
     return {
@@ -40,7 +42,11 @@ def value_of(result: JobResult, returns: str) -> Any:
         "text": result.text,
         "finish_reason": result.finish_reason.value if result.finish_reason else None,
         "choices": [
-            {"index": one.index, "text": one.text, "finish_reason": one.finish_reason and one.finish_reason.value}
+            {
+                "index": one.index,
+                "text": one.text,
+                "finish_reason": one.finish_reason and one.finish_reason.value,
+            }
             for one in result.choices
         ],
         "usage": {name: getattr(result.usage, name) for name in result.usage.__struct_fields__},
@@ -48,7 +54,9 @@ def value_of(result: JobResult, returns: str) -> Any:
     }
 
 
-def fields_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, chat: bool = False) -> dict[str, Any]:
+def fields_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, chat: bool = False
+) -> dict[str, Any]:
     """Return the arguments of `Client.submit` for the arguments of a task. Raises InvalidRequest.
 
     The only positional argument is a prompt, messages, or the value of a task before this one: a
@@ -66,11 +74,16 @@ def fields_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, chat: bool = Fa
         return {**fields, "messages": given}
     text = _text(given)
     text = text if template is None else str(template).replace("{text}", text)
-    return {**fields, **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text})}
+    return {
+        **fields,
+        **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
+    }
 
 
 def _is_chat(given: Any) -> bool:
-    return isinstance(given, list | tuple) and bool(given) and all(_is_message(item) for item in given)
+    return (
+        isinstance(given, list | tuple) and bool(given) and all(_is_message(item) for item in given)
+    )
 
 
 def _is_message(item: Any) -> bool:
@@ -86,4 +99,6 @@ def _text(given: Any) -> str:
         return str(given["text"])
     if isinstance(given, list | tuple) and given:
         return "\n\n".join(_text(item) for item in given)
-    raise InvalidRequest([f"neither a prompt, nor messages, nor what a generation gave: {type(given).__name__}"])
+    raise InvalidRequest(
+        [f"neither a prompt, nor messages, nor what a generation gave: {type(given).__name__}"]
+    )

@@ -29,7 +29,8 @@ def _show_version(is_wanted: bool) -> None:
 def _options(
     *,
     _version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version),
     ] = False,
 ) -> None:
     pass

@@ -67,7 +67,9 @@ def state(value: str) -> Text:
     return Text(value, style=STATE_STYLES.get(value, ""))
 
 
-def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, notes: bool = False) -> None:
+def table(
+    columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, notes: bool = False
+) -> None:
     """Print a table. Columns are titles, or (title, justification).
 
     Nothing is cut, so that ids can be copied; a long line wraps. With `notes`, the last column is
@@ -79,7 +81,9 @@ def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]
         title, justify = (column, "left") if isinstance(column, str) else column
         grid.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
-        cells = [cell if isinstance(cell, Text) else Text(" ".join(str(cell).split())) for cell in row]
+        cells = [
+            cell if isinstance(cell, Text) else Text(" ".join(str(cell).split())) for cell in row
+        ]
         if notes and is_terminal:
             cells[-1].truncate(60, overflow="ellipsis")
         grid.add_row(*cells)
@@ -106,7 +110,9 @@ def seconds(milliseconds: float) -> str:
 
 def clock(moment_ms: int) -> str:
     """Return a time in the local zone, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_ms / 1000)) if moment_ms else "–"
+    return (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_ms / 1000)) if moment_ms else "–"
+    )
 
 
 def show_redriven(revived: Sequence[str], asked: Sequence[str], noun: str, *, json: bool) -> bool:

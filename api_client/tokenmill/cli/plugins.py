@@ -35,7 +35,9 @@ class CommandGroup(TyperGroup):
         if command is None:
             command = _plugins().get(cmd_name)
         if command is None and cmd_name in _NEEDS_WORKER:
-            complain(f"`tokenmill {cmd_name}` needs the worker: pip install '.[worker]' in tokenmill's folder")
+            complain(
+                f"`tokenmill {cmd_name}` needs the worker: pip install '.[worker]' in tokenmill's folder"
+            )
             raise typer.Exit(1)
         return command
 
@@ -44,12 +46,18 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except TokenmillError as error:
             complain(str(error))
-            if isinstance(error.__cause__, redis.exceptions.AuthenticationError):  # a ConnectionError
+            if isinstance(
+                error.__cause__, redis.exceptions.AuthenticationError
+            ):  # a ConnectionError
                 complain(
-                    "the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)", "hint"
+                    "the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)",
+                    "hint",
                 )
             elif isinstance(error.__cause__, redis.exceptions.ConnectionError):
-                complain("--redis-url or TOKENMILL_REDIS_URL says where it is; `tokenmill dev` starts one", "hint")
+                complain(
+                    "--redis-url or TOKENMILL_REDIS_URL says where it is; `tokenmill dev` starts one",
+                    "hint",
+                )
             raise typer.Exit(1) from error
         except UnicodeEncodeError as error:
             complain("an argument, or a variable, is not UTF-8")

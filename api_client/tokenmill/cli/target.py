@@ -39,22 +39,39 @@ Job = Annotated[str, typer.Argument(help="Id of the job.", metavar="JOB")]
 @dataclass(frozen=True, slots=True)
 class Target:
     redis_url: Annotated[
-        str, typer.Option(envvar="TOKENMILL_REDIS_URL", help="Redis or Valkey.", rich_help_panel=_PANEL)
+        str,
+        typer.Option(envvar="TOKENMILL_REDIS_URL", help="Redis or Valkey.", rich_help_panel=_PANEL),
     ] = "redis://localhost:6379/0"
     database_url: Annotated[
         str,
-        typer.Option(envvar="TOKENMILL_DATABASE_URL", help="SQL store of the results.", rich_help_panel=_PANEL),
+        typer.Option(
+            envvar="TOKENMILL_DATABASE_URL",
+            help="SQL store of the results.",
+            rich_help_panel=_PANEL,
+        ),
     ] = DEFAULT_DATABASE
     queue: Annotated[
         str,
-        typer.Option(envvar="TOKENMILL_QUEUE", help="Queue.", rich_help_panel=_PANEL, show_default="the model's name"),
+        typer.Option(
+            envvar="TOKENMILL_QUEUE",
+            help="Queue.",
+            rich_help_panel=_PANEL,
+            show_default="the model's name",
+        ),
     ] = ""
     model: Annotated[
         str,
-        typer.Option(envvar="TOKENMILL_MODEL", help="Model; names the queue without --queue.", rich_help_panel=_PANEL),
+        typer.Option(
+            envvar="TOKENMILL_MODEL",
+            help="Model; names the queue without --queue.",
+            rich_help_panel=_PANEL,
+        ),
     ] = DEFAULT_MODEL
     key_prefix: Annotated[
-        str, typer.Option(envvar="TOKENMILL_KEY_PREFIX", help="First part of every key.", rich_help_panel=_PANEL)
+        str,
+        typer.Option(
+            envvar="TOKENMILL_KEY_PREFIX", help="First part of every key.", rich_help_panel=_PANEL
+        ),
     ] = "tm:"
 
     @property
@@ -66,10 +83,18 @@ class Target:
         """Open a client. It looks up results in SQL too, if a database was named or the default one
         exists.
         """
-        database = self.database_url if self.database_url != DEFAULT_DATABASE or not why_no_database() else None
+        database = (
+            self.database_url
+            if self.database_url != DEFAULT_DATABASE or not why_no_database()
+            else None
+        )
         options = ClientOptions(on_trouble=_tell_trouble)
         client = Client(
-            self.redis_url, queue=self.queue_name, database=database, prefix=self.key_prefix, options=options
+            self.redis_url,
+            queue=self.queue_name,
+            database=database,
+            prefix=self.key_prefix,
+            options=options,
         )
         try:
             yield client
@@ -97,7 +122,10 @@ def _tell_trouble(trouble: TokenmillError) -> None:
     if isinstance(trouble, QueueUnserved):
         complain(str(trouble), "note")
         return
-    complain(f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s (Ctrl-C ends this, the job goes on)", "note")
+    complain(
+        f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s (Ctrl-C ends this, the job goes on)",
+        "note",
+    )
 
 
 def why_no_database() -> str:
@@ -118,9 +146,14 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     hints = typing.get_type_hints(command, include_extras=True)
     target_hints = typing.get_type_hints(Target, include_extras=True)
     own = list(inspect.signature(command).parameters.values())[1:]
-    parameters = [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    parameters = [
+        p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own
+    ]
     fields = inspect.signature(Target).parameters.values()
-    shared = [p.replace(annotation=target_hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in fields]
+    shared = [
+        p.replace(annotation=target_hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for p in fields
+    ]
 
     def run(**values: Any) -> None:
         target = Target(**{p.name: values.pop(p.name) for p in shared})

@@ -96,7 +96,9 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
     """
     unknown = sorted(set(arguments) - _SAMPLING - _REQUEST - _OTHER_NAMES)
     if unknown:
-        raise InvalidRequest([f"{name} is neither a job field nor a sampling parameter" for name in unknown])
+        raise InvalidRequest(
+            [f"{name} is neither a job field nor a sampling parameter" for name in unknown]
+        )
     now_ms = round(time.time() * 1000)
     moments = {name: arguments.get(name) for name in ("deadline", "not_before")}
     try:
@@ -105,13 +107,22 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
         given = {name: value for name, value in given.items() if value is not None}
         params = {name: value for name, value in given.items() if name in _SAMPLING}
         fields = {name: value for name, value in given.items() if name in _REQUEST}
-        fields |= {"job_id": given.get("job_id") or new_job_id(), "created_ms": now_ms, "params": params}
+        fields |= {
+            "job_id": given.get("job_id") or new_job_id(),
+            "created_ms": now_ms,
+            "params": params,
+        }
         for name, origin_ms in (("deadline", now_ms), ("not_before", 0)):
             fields[f"{name}_ms"] = _moment_ms(name, moments[name], now_ms, origin_ms)
         request = msgspec.convert(fields, JobRequest)
     except InvalidRequest:
         raise
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # msgspec's ValidationError is a ValueError
         raise InvalidRequest([str(error)]) from error
     return checked(request, is_decoded=True)
 
@@ -137,7 +148,9 @@ def _moment_ms(name: str, value: Any, now_ms: int, origin_ms: int) -> int | None
     if isinstance(value, timedelta):
         return now_ms + round(value.total_seconds() * 1000)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: a time is a number of seconds, a datetime or a timedelta, not {value!r}")
+        raise TypeError(
+            f"{name}: a time is a number of seconds, a datetime or a timedelta, not {value!r}"
+        )
     if not math.isfinite(value * 1000) or abs(value * 1000) > 2 * MAX_MS:
         raise ValueError(f"{name} is no time: {value!r}")
     return origin_ms + round(value * 1000)
@@ -153,7 +166,13 @@ def fingerprint(request: JobRequest) -> str:
     key, its times and its trace context do not count.
     """
     same = msgspec.structs.replace(
-        request, job_id="", idempotency_key=None, created_ms=0, deadline_ms=None, not_before_ms=None, traceparent=None
+        request,
+        job_id="",
+        idempotency_key=None,
+        created_ms=0,
+        deadline_ms=None,
+        not_before_ms=None,
+        traceparent=None,
     )
     return hashlib.blake2b(encode(same), digest_size=16).hexdigest()
 

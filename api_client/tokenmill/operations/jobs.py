@@ -23,7 +23,17 @@ from tokenmill.errors import (  # fmt: skip
     RateLimited,
     TokenmillError,
 )
-from tokenmill.operations.io_requests import Commands, Follow, Listen, LookUp, Program, Receive, RunScript, Sleep, Tell
+from tokenmill.operations.io_requests import (
+    Commands,
+    Follow,
+    Listen,
+    LookUp,
+    Program,
+    Receive,
+    RunScript,
+    Sleep,
+    Tell,
+)
 from tokenmill.operations.job_request import JobHandle, estimated_tokens, fingerprint
 from tokenmill.operations.records import (
     FIELDS,
@@ -63,8 +73,12 @@ class QueueView:
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     patience_s: float = 120.0
-    on_trouble: Callable[[TokenmillError], None] | None = None  # called once per error that is waited out
-    unserved_s: float | None = 120.0  # limit of the wait in a queue that no worker has ever served; None: none
+    on_trouble: Callable[[TokenmillError], None] | None = (
+        None  # called once per error that is waited out
+    )
+    unserved_s: float | None = (
+        120.0  # limit of the wait in a queue that no worker has ever served; None: none
+    )
 
 
 # ── submit ──
@@ -139,7 +153,9 @@ def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]
 
 def ask_records(view: QueueView, job_ids: Sequence[str]) -> Program[list[tuple[str, Any, Any]]]:
     """Return the arguments of `read_record` for each job."""
-    replies = yield from ask_each([command for job_id in job_ids for command in questions(view.keys, job_id)])
+    replies = yield from ask_each(
+        [command for job_id in job_ids for command in questions(view.keys, job_id)]
+    )
     return list(zip(job_ids, replies[::2], replies[1::2], strict=True))
 
 
@@ -173,7 +189,9 @@ def cancel(view: QueueView, job_id: str) -> Program[str]:
 # ── waiting and following ──
 
 
-def follow(view: QueueView, job_id: str, starting_after: str | int, timeout: float | None) -> Program[None]:
+def follow(
+    view: QueueView, job_id: str, starting_after: str | int, timeout: float | None
+) -> Program[None]:
     """Emit every chunk after the position `starting_after` once.
 
     Args:
@@ -204,11 +222,15 @@ def follow(view: QueueView, job_id: str, starting_after: str | int, timeout: flo
                 yield Sleep(patience.bear(trouble))
 
 
-def _look_again(view: QueueView, cursor: StreamCursor, patience: Patience, *, was_silent: bool) -> Program[None]:
+def _look_again(
+    view: QueueView, cursor: StreamCursor, patience: Patience, *, was_silent: bool
+) -> Program[None]:
     """Read the log when the messages do not show how the answer continues."""
     before = cursor.num_tokens
     yield from _catch_up(view, cursor, patience)
-    if was_silent and cursor.num_tokens > before:  # the log had tokens without a message: the subscription is dead
+    if (
+        was_silent and cursor.num_tokens > before
+    ):  # the log had tokens without a message: the subscription is dead
         yield Listen(view.keys.chunks(cursor.job_id))
 
 
@@ -287,7 +309,9 @@ def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResu
             if listens:
                 yield from _until_last(patience)
             else:
-                yield Listen(view.keys.chunks(job_id))  # then read again: the job may have ended meanwhile
+                yield Listen(
+                    view.keys.chunks(job_id)
+                )  # then read again: the job may have ended meanwhile
                 listens = True
         except (QueueUnavailable, JobNotFound) as trouble:
             listens = False

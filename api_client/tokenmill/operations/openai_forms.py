@@ -17,10 +17,18 @@ from typing import Any, Final, TypeGuard
 from tokenmill.errors import InvalidRequest
 from tokenmill_schemas.size_limits import WHOLE_NUMBER
 
-_ROLES: Final = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES: Final = {
+    "developer": "system",
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 _MESSAGE_KEYS: Final = frozenset({"role", "content", "refusal"})
 # OpenAI's answers contain these keys with empty values, and a chat's history consists of answers
-_UNSUPPORTED_KEYS: Final = frozenset({"name", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"})
+_UNSUPPORTED_KEYS: Final = frozenset(
+    {"name", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"}
+)
 _PART_KINDS: Final = ("text", "refusal")
 _OWN_FORMAT_KEYS: Final = ("json_schema", "regex", "grammar", "strict")
 _SCHEMA_KEYS: Final = ("name", "description", "schema", "strict")
@@ -49,11 +57,19 @@ def read_forms(fields: dict[str, Any]) -> None:
 def _read_prompt(fields: dict[str, Any]) -> None:
     """A prompt of token ids becomes `prompt_ids`; a list of one prompt is that prompt."""
     prompt = fields["prompt"]
-    if isinstance(prompt, list | tuple) and len(prompt) == 1 and isinstance(prompt[0], str | list | tuple):
+    if (
+        isinstance(prompt, list | tuple)
+        and len(prompt) == 1
+        and isinstance(prompt[0], str | list | tuple)
+    ):
         prompt = fields["prompt"] = prompt[0]
     if isinstance(prompt, str):
         return
-    if not isinstance(prompt, list | tuple) or not prompt or not all(type(item) is int for item in prompt):
+    if (
+        not isinstance(prompt, list | tuple)
+        or not prompt
+        or not all(type(item) is int for item in prompt)
+    ):
         words = "prompt must be one text or one list of token ids; several prompts are several jobs"
         raise FormError(words, "prompt")
     if fields.get("prompt_ids") is not None:
@@ -77,7 +93,9 @@ def _read_stop(fields: dict[str, Any]) -> None:
 def _read_biases(fields: dict[str, Any]) -> None:
     """Convert token ids that are texts to integers, because keys of JSON objects are texts."""
     given = fields["logit_bias"]
-    if not isinstance(given, Mapping) or not all(_is_token_id(key) and _is_number(bias) for key, bias in given.items()):
+    if not isinstance(given, Mapping) or not all(
+        _is_token_id(key) and _is_number(bias) for key, bias in given.items()
+    ):
         raise FormError("logit_bias must be a map from token ids to numbers", "logit_bias")
     try:
         fields["logit_bias"] = {int(key): float(bias) for key, bias in given.items()}
@@ -99,8 +117,12 @@ def _is_number(value: object) -> TypeGuard[float]:
 def _read_messages(fields: dict[str, Any]) -> None:
     messages = fields["messages"]
     if not isinstance(messages, list | tuple):
-        raise FormError("messages must be a list of messages, each with role and content", "messages")
-    fields["messages"] = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+        raise FormError(
+            "messages must be a list of messages, each with role and content", "messages"
+        )
+    fields["messages"] = [
+        _message(message, f"messages[{place}]") for place, message in enumerate(messages)
+    ]
 
 
 def _message(message: Any, where: str) -> dict[str, str]:
@@ -109,10 +131,14 @@ def _message(message: Any, where: str) -> dict[str, str]:
     given = _present(message)
     role = given.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise FormError(f"{where}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}", f"{where}.role")
+        raise FormError(
+            f"{where}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}", f"{where}.role"
+        )
     for name in given:
         if name in _UNSUPPORTED_KEYS and given[name]:
-            raise FormError(f"{where}.{name} is not supported here", f"{where}.{name}", "unsupported_parameter")
+            raise FormError(
+                f"{where}.{name} is not supported here", f"{where}.{name}", "unsupported_parameter"
+            )
     _refuse_unknown(given, _MESSAGE_KEYS | _UNSUPPORTED_KEYS, where)
     return {"role": _ROLES[role], "content": _content(_said(given, role, where), where)}
 
@@ -125,7 +151,9 @@ def _said(given: Mapping[str, Any], role: str, where: str) -> Any:
     if role != "assistant":
         raise FormError(f"{where}.refusal is an assistant's only", f"{where}.refusal")
     if content:
-        raise FormError(f"{where} has a refusal beside its content: give one of them", f"{where}.refusal")
+        raise FormError(
+            f"{where} has a refusal beside its content: give one of them", f"{where}.refusal"
+        )
     return refusal
 
 
@@ -133,15 +161,21 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise FormError(f"{where}.content must be a text or a list of text parts", f"{where}.content")
+        raise FormError(
+            f"{where}.content must be a text or a list of text parts", f"{where}.content"
+        )
     return "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
 
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _PART_KINDS:
-        what = f"is a part of type {_shown(kind)}" if kind is not None else "is a part without a type"
-        raise FormError(f"{where} {what}; only text parts are supported", where, "unsupported_parameter")
+        what = (
+            f"is a part of type {_shown(kind)}" if kind is not None else "is a part without a type"
+        )
+        raise FormError(
+            f"{where} {what}; only text parts are supported", where, "unsupported_parameter"
+        )
     given = _present(part)
     _refuse_unknown(given, ("type", kind), where)
     text = given.get(kind)
@@ -196,7 +230,9 @@ def _schema_format(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise FormError(f"{where}.schema must be a JSON schema", f"{where}.schema")
     if not isinstance(strict, bool):
-        raise FormError(f"{where}.strict must be true or false, not {_shown(strict)}", f"{where}.strict")
+        raise FormError(
+            f"{where}.strict must be true or false, not {_shown(strict)}", f"{where}.strict"
+        )
     for name in ("name", "description"):
         if not isinstance(inner.get(name, ""), str):
             raise FormError(f"{where}.{name} must be a text", f"{where}.{name}")
@@ -225,12 +261,16 @@ def _present(given: Mapping[Any, Any]) -> dict[Any, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _refuse_unknown(given: Mapping[Any, Any], known: Iterable[str], where: str, hint: str = "") -> None:
+def _refuse_unknown(
+    given: Mapping[Any, Any], known: Iterable[str], where: str, hint: str = ""
+) -> None:
     known = tuple(known)
     for name in given:
         if name not in known:
             word = str(name)[:64]
-            words = f"{where} has the unknown key {word!r}" + (f"{hint} {', '.join(known)}" if hint else "")
+            words = f"{where} has the unknown key {word!r}" + (
+                f"{hint} {', '.join(known)}" if hint else ""
+            )
             raise FormError(words, f"{where}.{word}", "unknown_parameter")
 
 

@@ -87,8 +87,12 @@ def overview(view: QueueView) -> Program[QueueState]:
     keys = view.keys
     counts = (("ZCARD", keys.delayed), ("ZCARD", keys.ended), ("XLEN", keys.dead))
     returned = tuple(_first_returned(view, priority) for priority in PRIORITY_ORDER)
-    tenants = tuple(("ZRANGE", keys.lanes(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER)
-    meta, scheduled, unrecorded, dead, *rest = yield Commands((("HGETALL", keys.meta), *counts, *returned, *tenants))
+    tenants = tuple(
+        ("ZRANGE", keys.lanes(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER
+    )
+    meta, scheduled, unrecorded, dead, *rest = yield Commands(
+        (("HGETALL", keys.meta), *counts, *returned, *tenants)
+    )
     lanes = yield from _lanes(view, rest[len(returned) :])
     since = _oldest_returned(rest[: len(returned)])
     yield from _oldest_in_lanes(view, lanes, since)
@@ -100,7 +104,16 @@ def overview(view: QueueView) -> Program[QueueState]:
 
 def _first_returned(view: QueueView, priority: Priority) -> tuple[Argument, ...]:
     low = priority.rank * _RETURNED_SPAN
-    return ("ZRANGEBYSCORE", view.keys.returned, low, low + _RETURNED_SPAN - 1, "WITHSCORES", "LIMIT", 0, 1)
+    return (
+        "ZRANGEBYSCORE",
+        view.keys.returned,
+        low,
+        low + _RETURNED_SPAN - 1,
+        "WITHSCORES",
+        "LIMIT",
+        0,
+        1,
+    )
 
 
 def _lanes(view: QueueView, tenants: Sequence[Sequence[bytes]]) -> Program[list[_Lane]]:
@@ -144,14 +157,23 @@ def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
     return since
 
 
-def _oldest_in_lanes(view: QueueView, lanes: Sequence[_Lane], since: dict[Priority, int]) -> Program[None]:
+def _oldest_in_lanes(
+    view: QueueView, lanes: Sequence[_Lane], since: dict[Priority, int]
+) -> Program[None]:
     """Lower `since` to the time of the first undelivered entry of each stream. An entry's id begins
     with the time at which it was added.
     """
     waiting = [lane for lane in lanes if lane.waiting]
     firsts = yield Commands(
         tuple(
-            ("XRANGE", view.keys.lane(lane.priority, lane.tenant), f"({lane.last_delivered}", "+", "COUNT", 1)
+            (
+                "XRANGE",
+                view.keys.lane(lane.priority, lane.tenant),
+                f"({lane.last_delivered}",
+                "+",
+                "COUNT",
+                1,
+            )
             for lane in waiting
         ),
         tolerant=True,
@@ -184,7 +206,9 @@ def _state(
     }
     scheduled, unrecorded, dead = counts
     ended = {
-        name.removeprefix("finished:"): int(value) for name, value in numbers.items() if name.startswith("finished:")
+        name.removeprefix("finished:"): int(value)
+        for name, value in numbers.items()
+        if name.startswith("finished:")
     }
     return QueueState(
         queue=view.keys.queue,
@@ -201,7 +225,9 @@ def _state(
     )
 
 
-def _count_due(due: Sequence[DueJob], numbers: defaultdict[str, float], since: dict[Priority, int]) -> None:
+def _count_due(
+    due: Sequence[DueJob], numbers: defaultdict[str, float], since: dict[Priority, int]
+) -> None:
     for job in due:
         priority = Priority(job.priority)
         since[priority] = min(job.due_ms, since.get(priority, job.due_ms))
@@ -225,12 +251,17 @@ def _tenants(lanes: Sequence[_Lane], living: Sequence[WorkerStatus]) -> list[Ten
             pace[name] = pace.get(name, 0.0) + load.tokens_per_s
     states = [
         TenantState(
-            tenant=name, waiting=waiting[name], running=running[name], tokens_per_s=round(pace.get(name, 0.0), 1)
+            tenant=name,
+            waiting=waiting[name],
+            running=running[name],
+            tokens_per_s=round(pace.get(name, 0.0), 1),
         )
         for name in {*waiting, *running, *pace}
     ]
     busy = [state for state in states if state.waiting or state.running or state.tokens_per_s]
-    return sorted(busy, key=lambda state: (-state.tokens_per_s, -state.running, -state.waiting, state.tenant))
+    return sorted(
+        busy, key=lambda state: (-state.tokens_per_s, -state.running, -state.waiting, state.tenant)
+    )
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,14 @@ import msgspec
 from tokenmill.errors import ConfigurationError, UnreadableRecord
 from tokenmill.operations.io_requests import Commands, Program, RunScript
 from tokenmill.operations.jobs import QueueView
-from tokenmill.operations.records import JobInfo, QueueDepth, questions, read_depth, read_record, readable
+from tokenmill.operations.records import (
+    JobInfo,
+    QueueDepth,
+    questions,
+    read_depth,
+    read_record,
+    readable,
+)
 from tokenmill.transport.scripts import REDRIVE
 from tokenmill_schemas.codec import DecodeError, decode_status
 from tokenmill_schemas.control import WorkerStatus
@@ -66,14 +73,25 @@ def due_jobs(view: QueueView) -> Program[list[DueJob]]:
     keys, now_ms = view.keys, round(time.time() * 1000)
     (ids,) = yield Commands((("ZRANGEBYSCORE", keys.delayed, "-inf", now_ms, "LIMIT", 0, MAX_DUE),))
     fields = ("class", "cost", "uncounted", "due_ms", "created_ms", "state")
-    names = [keys.job(job_id.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape") for job_id in ids]
+    names = [
+        keys.job(job_id.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+        for job_id in ids
+    ]
     replies = yield Commands(tuple(("HMGET", name, *fields) for name in names), tolerant=True)
-    return [_due_job(values) for values in replies if not isinstance(values, Exception) and values[-1] == b"scheduled"]
+    return [
+        _due_job(values)
+        for values in replies
+        if not isinstance(values, Exception) and values[-1] == b"scheduled"
+    ]
 
 
 def _due_job(values: Sequence[bytes | None]) -> DueJob:
-    priority, cost, uncounted, due, created = ((value or b"").decode("utf-8", "replace") for value in values[:5])
-    known = priority if priority in {each.value for each in PRIORITY_ORDER} else Priority.STANDARD.value
+    priority, cost, uncounted, due, created = (
+        (value or b"").decode("utf-8", "replace") for value in values[:5]
+    )
+    known = (
+        priority if priority in {each.value for each in PRIORITY_ORDER} else Priority.STANDARD.value
+    )
     since_ms = round(max(number_of(due), number_of(created)))
     return DueJob(priority=known, cost=number_of(cost), due_ms=since_ms, is_counted=not uncounted)
 
@@ -145,7 +163,9 @@ def _running(view: QueueView) -> Program[list[str]]:
 
 def _waiting(view: QueueView, limit: int) -> Program[list[str]]:
     keys = view.keys
-    tenants = yield Commands(tuple(("ZRANGE", keys.lanes(priority), 0, -1) for priority in PRIORITY_ORDER))
+    tenants = yield Commands(
+        tuple(("ZRANGE", keys.lanes(priority), 0, -1) for priority in PRIORITY_ORDER)
+    )
     lanes = [
         keys.lane(priority, tenant)
         for priority, names in zip(PRIORITY_ORDER, tenants, strict=True)
@@ -154,8 +174,12 @@ def _waiting(view: QueueView, limit: int) -> Program[list[str]]:
     # A stream begins with the entries of its running jobs, so read more entries than asked for.
     sets = ((keys.returned, limit), (keys.ended, limit))
     front = yield Commands(tuple(("ZRANGE", name, 0, count) for name, count in sets))
-    streams = yield Commands(tuple(("XRANGE", lane, "-", "+", "COUNT", limit + 1_000) for lane in lanes))
-    late = yield Commands((("ZRANGE", keys.delayed, 0, limit), ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit)))
+    streams = yield Commands(
+        tuple(("XRANGE", lane, "-", "+", "COUNT", limit + 1_000) for lane in lanes)
+    )
+    late = yield Commands(
+        (("ZRANGE", keys.delayed, 0, limit), ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit))
+    )
     ids = [value.decode() for members in front for value in members]
     ids += [_job_of(entry).decode() for entries in streams for entry in entries]
     ids += [value.decode() for value in late[0]]
@@ -177,10 +201,15 @@ def read_dead(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[De
     found = []
     with readable("the list of dead jobs"):
         for _, raw in entries:
-            fields = {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in raw.items()}
+            fields = {
+                key.decode("utf-8", "replace"): value.decode("utf-8", "replace")
+                for key, value in raw.items()
+            }
             history = tuple(fields.get("history", "").splitlines())
             died_ms, error = int(fields.get("died_ms", 0)), fields.get("error", "")
-            found.append(DeadJob(job_id=fields["job"], died_ms=died_ms, error=error, history=history))
+            found.append(
+                DeadJob(job_id=fields["job"], died_ms=died_ms, error=error, history=history)
+            )
     return found
 
 
@@ -205,11 +234,18 @@ def set_limits(view: QueueView, tenant: str, limits: dict[str, float | None]) ->
     limits of their own.
     """
     bad = [
-        f"{name} must be at least 0, not {value}" for name, value in limits.items() if value is not None and value < 0
+        f"{name} must be at least 0, not {value}"
+        for name, value in limits.items()
+        if value is not None and value < 0
     ]
     if bad:
         raise ConfigurationError("; ".join(bad))
-    given = [part for name, value in limits.items() if value is not None for part in (f"{name}:{tenant}", value)]
+    given = [
+        part
+        for name, value in limits.items()
+        if value is not None
+        for part in (f"{name}:{tenant}", value)
+    ]
     if given:
         yield Commands((("HSET", view.keys.meta, *given),))
 

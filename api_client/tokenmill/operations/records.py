@@ -119,7 +119,14 @@ def readable(what: str) -> Iterator[None]:
 
 def questions(keys: Keys, job_id: str) -> tuple[tuple[Argument, ...], ...]:
     """Return the commands whose replies `read_record` reads."""
-    return ("HMGET", keys.job(job_id), *FIELDS), ("XREVRANGE", keys.log(job_id), "+", "-", "COUNT", 1)
+    return ("HMGET", keys.job(job_id), *FIELDS), (
+        "XREVRANGE",
+        keys.log(job_id),
+        "+",
+        "-",
+        "COUNT",
+        1,
+    )
 
 
 def read_record(job_id: str, values: Any, last: Any = ()) -> Record | None:
@@ -176,7 +183,8 @@ def _read_record(job_id: str, values: Sequence[bytes | None], end: int) -> Recor
         attempt=number("attempt", 1),
         tokens=num_tokens_of(result) if result else end,
         worker_id=raw.get("worker", ""),
-        cancelling="cancel" in raw and raw["state"] in (JobStatus.RUNNING.value, JobStatus.QUEUED.value),
+        cancelling="cancel" in raw
+        and raw["state"] in (JobStatus.RUNNING.value, JobStatus.QUEUED.value),
         error=result.error if result else JobError(code, message) if code else None,
     )
     return Record(info, result)
@@ -210,7 +218,9 @@ def read_depth(meta: Mapping[bytes, bytes]) -> QueueDepth:
             for name, value in meta.items()
             if name.startswith(b"queued:")
         }
-        tokens = sum(float(value) for name, value in meta.items() if name.startswith(b"queued_tokens:"))
+        tokens = sum(
+            float(value) for name, value in meta.items() if name.startswith(b"queued_tokens:")
+        )
         return QueueDepth(queued, max(0.0, tokens), int(meta.get(b"running", 0)))
 
 
@@ -220,7 +230,8 @@ def is_wrong_type(reply: object) -> bool:
 
 
 def read_log(
-    entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], have: Mapping[int, int] = MappingProxyType({})
+    entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]],
+    have: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Chunk]:
     """Decode the chunks of a job's log from a reply to XRANGE.
 

@@ -22,7 +22,9 @@ RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 def is_served(view: QueueView) -> Program[bool]:
     """Return whether a worker has ever served this queue; submit.lua decides it in the same way."""
     finished = [f"finished:{state.value}" for state in JobStatus if state.is_final]
-    marks, workers = yield Commands((("HMGET", view.keys.meta, "served", *finished), ("SMEMBERS", view.keys.workers)))
+    marks, workers = yield Commands(
+        (("HMGET", view.keys.meta, "served", *finished), ("SMEMBERS", view.keys.workers))
+    )
     return bool(workers) or any(mark is not None for mark in marks)
 
 
@@ -82,7 +84,9 @@ class Patience:
         """
         now = time.monotonic()
         self._trouble_since = self._trouble_since or now
-        seen_before = self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
+        seen_before = (
+            self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
+        )
         if not seen_before or now - self._trouble_since > self._view.patience_s:
             raise trouble
         if not self._failures and self._view.on_trouble is not None:

@@ -117,7 +117,9 @@ class StreamCursor:
 
     def _retell(self, result: JobResult, choice: ChoiceResult) -> Iterator[Chunk]:
         first, ends, which = self._has[choice.index], (0, *choice.text_ends), choice.index
-        borders = pairwise(ends[min(i, len(ends) - 1)] for i in range(first, len(choice.token_ids) + 1))
+        borders = pairwise(
+            ends[min(i, len(ends) - 1)] for i in range(first, len(choice.token_ids) + 1)
+        )
         for index, (start, end) in enumerate(borders, first):
             self._has[which] = index + 1
             chunk = Chunk(
@@ -199,7 +201,9 @@ class StreamCursor:
         if self._num_choices == 1:
             return chunk
         ended = self._ended
-        after = ".".join(f"{has}{_ENDED}" if i in ended else str(has) for i, has in enumerate(self._has))
+        after = ".".join(
+            f"{has}{_ENDED}" if i in ended else str(has) for i, has in enumerate(self._has)
+        )
         return msgspec.structs.replace(chunk, after=after)
 
 
@@ -209,7 +213,9 @@ def read_position(value: str | int) -> tuple[list[int], set[int]]:
     """
     text = str(value)
     if not isinstance(value, str | int) or isinstance(value, bool) or not _POSITION.fullmatch(text):
-        raise ConfigurationError(f"starting_after is the position of a chunk, or a number of tokens, not {value!r}")
+        raise ConfigurationError(
+            f"starting_after is the position of a chunk, or a number of tokens, not {value!r}"
+        )
     parts = text.split(".")
     ended = {i for i, part in enumerate(parts) if part.endswith(_ENDED)}
     return [int(part.removesuffix(_ENDED)) for part in parts], ended

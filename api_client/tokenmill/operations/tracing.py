@@ -43,9 +43,14 @@ def producing(
     if len(requests) == 1:
         attributes["messaging.message.id"] = requests[0].job_id
     tracer = trace.get_tracer("tokenmill", tracer_provider=provider)
-    with tracer.start_as_current_span(f"send {queue}", kind=trace.SpanKind.PRODUCER, attributes=attributes) as span:
+    with tracer.start_as_current_span(
+        f"send {queue}", kind=trace.SpanKind.PRODUCER, attributes=attributes
+    ) as span:
         context = _traceparent(span.get_span_context())
-        yield [request if request.traceparent or not context else _with(request, context) for request in requests]
+        yield [
+            request if request.traceparent or not context else _with(request, context)
+            for request in requests
+        ]
 
 
 def _traceparent(context: Any) -> str | None:

@@ -33,7 +33,9 @@ class Database:
         self.sql = sqlalchemy
         scheme, separator, _ = url.partition("://")
         if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
-            raise ConfigurationError("the database URL begins with sqlite:/// or postgresql://; others are not served")
+            raise ConfigurationError(
+                "the database URL begins with sqlite:/// or postgresql://; others are not served"
+            )
         try:
             self._engine = sqlalchemy.create_engine(
                 _address(url), pool_pre_ping=True, connect_args=_options(url), hide_parameters=True
@@ -87,4 +89,8 @@ def _address(url: str) -> str:
 
 
 def _options(url: str) -> dict[str, Any]:
-    return {"connect_timeout": 5} if url.startswith("postgres") and "connect_timeout" not in url else {}
+    return (
+        {"connect_timeout": 5}
+        if url.startswith("postgres") and "connect_timeout" not in url
+        else {}
+    )

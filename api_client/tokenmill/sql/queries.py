@@ -46,7 +46,9 @@ class Cursor:
         """Parse the text of JobRow.cursor. Raises ConfigurationError."""
         moment, dot, job_id = text.partition(".")
         if not (dot and job_id and moment.isascii() and moment.isdigit() and len(moment) < 19):
-            raise ConfigurationError(f"{text!r} is no cursor: it is what the page before ended with")
+            raise ConfigurationError(
+                f"{text!r} is no cursor: it is what the page before ended with"
+            )
         return cls(int(moment), job_id)
 
 
@@ -77,7 +79,9 @@ def job_page(
     if until_ms is not None:
         page = page.where(jobs.c.finished_ms < until_ms)
     if after is not None:
-        page = page.where(sa.tuple_(jobs.c.finished_ms, jobs.c.id) < (after.finished_ms, after.job_id))
+        page = page.where(
+            sa.tuple_(jobs.c.finished_ms, jobs.c.id) < (after.finished_ms, after.job_id)
+        )
     page = page.order_by(jobs.c.finished_ms.desc(), jobs.c.id.desc()).limit(limit)
     part = (page.offset(offset) if offset else page).subquery("page")
     tokens = [usage.c[name] for name in NUMBERS[:3]]
@@ -108,7 +112,9 @@ def usage_sums(
         if until_day is not None:
             part = part.where(table.c.day <= until_day)
         if summed_before is not None:
-            part = part.where(table.c.day >= summed_before if table is usage else table.c.day < summed_before)
+            part = part.where(
+                table.c.day >= summed_before if table is usage else table.c.day < summed_before
+            )
         parts.append(part)
     both = sa.union_all(*parts).subquery("both")
     keys = [both.c[name] for name in by]
@@ -121,7 +127,9 @@ def _grouped(table: sa.TableClause, by: Sequence[str]) -> sa.Select[Any]:
     jobs_of = sa.literal(1) if table is usage else table.c.jobs
     good = sa.case((table.c.state == JobStatus.SUCCEEDED.value, jobs_of), else_=0)
     counts = [sa.func.sum(jobs_of).label("jobs"), sa.func.sum(good).label("succeeded")]
-    return sa.select(*keys, *counts, *(sa.func.sum(table.c[name]).label(name) for name in _SUMS)).group_by(*keys)
+    return sa.select(
+        *keys, *counts, *(sa.func.sum(table.c[name]).label(name) for name in _SUMS)
+    ).group_by(*keys)
 
 
 def _equal(table: sa.TableClause, wanted: dict[str, str | None]) -> list[Any]:

@@ -120,7 +120,13 @@ class SqlResults:
             offset: rows to skip. They are read all the same; prefer `after`.
         """
         statement = self._queries.job_page(
-            {"state": status, "tenant": tenant, "queue": queue, "model": model, "batch_id": batch_id},
+            {
+                "state": status,
+                "tenant": tenant,
+                "queue": queue,
+                "model": model,
+                "batch_id": batch_id,
+            },
             since_ms=since_ms,
             until_ms=until_ms,
             after=self._queries.Cursor.parse(after) if after is not None else None,
@@ -147,7 +153,9 @@ class SqlResults:
         """
         unknown = [name for name in by if name not in GROUPINGS]
         if unknown:
-            raise ConfigurationError(f"usage cannot be grouped by {', '.join(unknown)}, only by {', '.join(GROUPINGS)}")
+            raise ConfigurationError(
+                f"usage cannot be grouped by {', '.join(unknown)}, only by {', '.join(GROUPINGS)}"
+            )
         statement = self._queries.usage_sums(
             by,
             {"tenant": tenant, "model": model, "queue": queue},
@@ -168,9 +176,15 @@ class SqlResults:
         if not self._has_sums:
             return None
         with self._database.connection() as connection:
-            newest = connection.scalar(self._queries.newest_summed_day(datetime.now(UTC).date().isoformat()))
+            newest = connection.scalar(
+                self._queries.newest_summed_day(datetime.now(UTC).date().isoformat())
+            )
         try:
-            return (date.fromisoformat(newest) - timedelta(days=1)).isoformat() if newest is not None else None
+            return (
+                (date.fromisoformat(newest) - timedelta(days=1)).isoformat()
+                if newest is not None
+                else None
+            )
         except (ValueError, OverflowError):  # days before year 1 come from broken clocks
             return None
 
@@ -184,14 +198,20 @@ def _error(row: dict[str, Any]) -> JobError | None:
 
 def _job_row(row: dict[str, Any]) -> JobRow:
     names = set(JobRow.__struct_fields__) & set(row)
-    values = {name: row[name] for name in names if row[name] is not None or name in ("finish_reason", "batch_id")}
+    values = {
+        name: row[name]
+        for name in names
+        if row[name] is not None or name in ("finish_reason", "batch_id")
+    }
     if isinstance(values.get("metadata"), str):  # SQLite keeps JSON as text
         values["metadata"] = msgspec.json.decode(values["metadata"], type=dict[str, str])
     return JobRow(job_id=row["id"], status=row["state"], error=_error(row), **values)
 
 
 def _usage_row(row: tuple[Any, ...], num_keys: int) -> UsageRow:
-    jobs, succeeded, prompt, cached, completion, ttft, total = (int(value) for value in row[num_keys:])
+    jobs, succeeded, prompt, cached, completion, ttft, total = (
+        int(value) for value in row[num_keys:]
+    )
     return UsageRow(
         group=tuple(str(value) for value in row[:num_keys]),
         jobs=jobs,

@@ -52,7 +52,12 @@ class SqlWebhooks:
         self._webhooks = sql.table("webhooks", *map(sql.column, _COLUMNS))
 
     def list(
-        self, *, state: str | None = None, tenant: str | None = None, job_id: str | None = None, limit: int = 100
+        self,
+        *,
+        state: str | None = None,
+        tenant: str | None = None,
+        job_id: str | None = None,
+        limit: int = 100,
     ) -> Sequence[WebhookRow]:
         """List webhooks, the latest due first."""
         if state is not None and state not in STATES:
@@ -60,10 +65,15 @@ class SqlWebhooks:
         table = self._webhooks
         wanted = {"state": state, "tenant": tenant, "job_id": job_id}
         statement = self._database.sql.select(table)
-        statement = statement.where(*(table.c[name] == value for name, value in wanted.items() if value is not None))
+        statement = statement.where(
+            *(table.c[name] == value for name, value in wanted.items() if value is not None)
+        )
         statement = statement.order_by(table.c.due_ms.desc(), table.c.id).limit(limit)
         with self._database.connection() as connection:
-            rows = [msgspec.convert(dict(row), WebhookRow) for row in connection.execute(statement).mappings()]
+            rows = [
+                msgspec.convert(dict(row), WebhookRow)
+                for row in connection.execute(statement).mappings()
+            ]
         return [msgspec.structs.replace(row, url=redacted_url(row.url)) for row in rows]
 
     def redrive(self, ids: Sequence[str] | None = None, limit: int = 1000) -> Sequence[str]:
@@ -72,9 +82,19 @@ class SqlWebhooks:
         """
         sql, table = self._database.sql, self._webhooks
         dead = sql.select(table.c.id).where(table.c.state == "dead")
-        dead = dead.order_by(table.c.due_ms) if ids is None else dead.where(table.c.id.in_(list(ids)))
-        values: dict[str, Any] = {"state": "pending", "attempts": 0, "due_ms": round(time.time() * 1000)}
-        statement = sql.update(table).where(table.c.id.in_(dead.limit(limit)), table.c.state == "dead").values(values)
+        dead = (
+            dead.order_by(table.c.due_ms) if ids is None else dead.where(table.c.id.in_(list(ids)))
+        )
+        values: dict[str, Any] = {
+            "state": "pending",
+            "attempts": 0,
+            "due_ms": round(time.time() * 1000),
+        }
+        statement = (
+            sql.update(table)
+            .where(table.c.id.in_(dead.limit(limit)), table.c.state == "dead")
+            .values(values)
+        )
         with self._database.connection() as connection:
             return sorted(connection.execute(statement.returning(table.c.id)).scalars())
 

@@ -39,7 +39,9 @@ class Performance:
     it as in a real worker.
     """
 
-    def __init__(self, request: JobRequest, reply: str | Answer, worker_id: str, *, started_ms: int) -> None:
+    def __init__(
+        self, request: JobRequest, reply: str | Answer, worker_id: str, *, started_ms: int
+    ) -> None:
         self.answer = Answer(reply) if isinstance(reply, str) else reply
         self.told = 0  # tokens generated so far, of all choices
         self._request = request
@@ -49,7 +51,9 @@ class Performance:
         words = re.findall(r"\s*\S+|\s+$", self.answer.text)
         limit = request.params.max_tokens
         self._words = words[:limit]
-        self._reason = FinishReason.STOP if limit is None or len(words) <= limit else FinishReason.LENGTH
+        self._reason = (
+            FinishReason.STOP if limit is None or len(words) <= limit else FinishReason.LENGTH
+        )
         if self.answer.error:
             self._reason = FinishReason.ERROR
 
@@ -124,7 +128,10 @@ class Performance:
             if not words and self._status is not JobStatus.SUCCEEDED:
                 return
             ends = tuple(len("".join(words[: place + 1])) for place in range(len(words)))
-            is_whole = len(words) == len(self._words) and self._status in (JobStatus.SUCCEEDED, JobStatus.FAILED)
+            is_whole = len(words) == len(self._words) and self._status in (
+                JobStatus.SUCCEEDED,
+                JobStatus.FAILED,
+            )
             reason = self._reason if is_whole or not left else FinishReason.STOP
             yield ChoiceResult(
                 index=choice,
@@ -136,7 +143,9 @@ class Performance:
 
     def _error(self) -> JobError | None:
         if self._status is JobStatus.EXPIRED:
-            return JobError("deadline_exceeded", "the deadline passed before the answer was complete")
+            return JobError(
+                "deadline_exceeded", "the deadline passed before the answer was complete"
+            )
         return self.answer.error if self._status is JobStatus.FAILED else None
 
 

@@ -49,7 +49,9 @@ class InMemoryQueue:
     the thread and closes the clients.
     """
 
-    def __init__(self, queue: str = "test", *, default: Reply | Callable[[JobRequest], Reply] = "ok") -> None:
+    def __init__(
+        self, queue: str = "test", *, default: Reply | Callable[[JobRequest], Reply] = "ok"
+    ) -> None:
         try:
             import fakeredis
         except ImportError as error:
@@ -75,7 +77,9 @@ class InMemoryQueue:
     def client(self, options: ClientOptions | None = None) -> Client:
         connection = self._fakeredis.FakeRedis(server=self._server, protocol=2)
         client = Client(
-            queue=self._keys.queue, options=options or ClientOptions(idle_s=_IDLE_S), redis_client=connection
+            queue=self._keys.queue,
+            options=options or ClientOptions(idle_s=_IDLE_S),
+            redis_client=connection,
         )
         self._opened.append(client)
         return client
@@ -84,7 +88,9 @@ class InMemoryQueue:
         """Return a client bound to the event loop that uses it; close it in that loop."""
         connection = self._fakeredis.FakeAsyncRedis(server=self._server, protocol=2)
         return AsyncClient(
-            queue=self._keys.queue, options=options or ClientOptions(idle_s=_IDLE_S), redis_client=connection
+            queue=self._keys.queue,
+            options=options or ClientOptions(idle_s=_IDLE_S),
+            redis_client=connection,
         )
 
     def answer(self, *replies: Reply) -> None:
@@ -113,7 +119,10 @@ class InMemoryQueue:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop.set()
         self._thread.join()
@@ -128,7 +137,9 @@ class InMemoryQueue:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # an error in the test's own function, raised when the context is left
+        except (
+            BaseException
+        ) as error:  # an error in the test's own function, raised when the context is left
             self._error = error
 
     async def _serve(self) -> None:
@@ -147,7 +158,9 @@ class InMemoryQueue:
 
     def _queued(self) -> Iterator[str]:
         for priority in PRIORITY_ORDER:
-            tenants = [name.decode() for name in self._redis.zrange(self._keys.lanes(priority), 0, -1)]
+            tenants = [
+                name.decode() for name in self._redis.zrange(self._keys.lanes(priority), 0, -1)
+            ]
             for tenant in dict.fromkeys(["", *tenants]):
                 for _, fields in self._redis.xrange(self._keys.lane(priority, tenant)):
                     yield fields[b"job"].decode()
@@ -167,7 +180,9 @@ class InMemoryQueue:
             if self._is_over_time(request):
                 break
             publishes = "1" if request.stream else "0"
-            if self._play("append", request.job_id, str(performance.told), encode(chunk), publishes):
+            if self._play(
+                "append", request.job_id, str(performance.told), encode(chunk), publishes
+            ):
                 performance.cancel()
                 break
             if performance.is_held:

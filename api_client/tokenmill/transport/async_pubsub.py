@@ -26,7 +26,9 @@ from tokenmill.transport.raw_protocol import Wire
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4_096  # messages queued per subscriber; beyond it they are dropped and it reads the log
+MAX_WAITING = (
+    4_096  # messages queued per subscriber; beyond it they are dropped and it reads the log
+)
 _CONFIRM_S = 5.0
 _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -38,7 +40,16 @@ class HubSubscription:
     timer. It fires at the latest time for which a receiver waited when it was set, and is set again
     if a receiver then waits for longer."""
 
-    __slots__ = ("_hub", "_loop", "_messages", "_rings_at", "_timer", "_wait_until", "_waiter", "channel")
+    __slots__ = (
+        "_hub",
+        "_loop",
+        "_messages",
+        "_rings_at",
+        "_timer",
+        "_wait_until",
+        "_waiter",
+        "channel",
+    )
 
     def __init__(self, hub: ChannelHub, channel: bytes) -> None:
         self.channel = channel
@@ -73,7 +84,9 @@ class HubSubscription:
         try:
             message = await waiter
         except asyncio.CancelledError:
-            if not waiter.cancelled() and (message := waiter.result()) is not None:  # a message came too
+            if (
+                not waiter.cancelled() and (message := waiter.result()) is not None
+            ):  # a message came too
                 self._messages.appendleft(message)
             raise
         finally:
@@ -110,7 +123,12 @@ class _Session:
     it. A send during a close would break redis-py, so a lock separates them."""
 
     def __init__(
-        self, client: Any, hand_on: Callable[[list[Any]], bool], *, sharded: bool, owned: redis.asyncio.Redis | None
+        self,
+        client: Any,
+        hand_on: Callable[[list[Any]], bool],
+        *,
+        sharded: bool,
+        owned: redis.asyncio.Redis | None,
     ) -> None:
         self._pubsub = client.pubsub()
         self._hand_on = hand_on
@@ -147,7 +165,11 @@ class _Session:
 
     async def read(self) -> None:
         """Return when the connection has to be opened again. Raises SERVER_TROUBLE if it is lost."""
-        listener = asyncio.create_task(self._listen(), name="channel-listener") if self._wire is None else None
+        listener = (
+            asyncio.create_task(self._listen(), name="channel-listener")
+            if self._wire is None
+            else None
+        )
         try:
             await self._over.wait()
         finally:
@@ -170,7 +192,10 @@ class _Session:
             while not self._over.is_set():
                 self._take(
                     await self._pubsub.connection.read_response(
-                        disable_decoding=True, timeout=math.inf, disconnect_on_error=False, push_request=True
+                        disable_decoding=True,
+                        timeout=math.inf,
+                        disconnect_on_error=False,
+                        push_request=True,
                     )
                 )
         except (*SERVER_TROUBLE, AttributeError) as error:  # AttributeError: it is closed
@@ -258,7 +283,9 @@ class ChannelHub:
 
     async def _wait_confirmed(self, channel: bytes) -> None:
         if not await wait_at_most(self._confirmed[channel], _CONFIRM_S):
-            raise QueueUnavailable(f"cannot subscribe: {self._trouble or 'no answer'}") from self._trouble
+            raise QueueUnavailable(
+                f"cannot subscribe: {self._trouble or 'no answer'}"
+            ) from self._trouble
         self._check_open()
 
     async def _stop_reader(self) -> None:
@@ -294,13 +321,17 @@ class ChannelHub:
             node = client.get_node_from_key(next(iter(self._subscribers), b""))
             if node is None:
                 raise QueueUnavailable("no cluster node serves the queue's slot")
-            client = owned = redis.asyncio.Redis(host=str(node.host), port=int(node.port), **_node_options(node))
+            client = owned = redis.asyncio.Redis(
+                host=str(node.host), port=int(node.port), **_node_options(node)
+            )
         session = _Session(client, self._hand_on, sharded=self._is_cluster, owned=owned)
         try:
             channels = list(self._subscribers)
             await session.open(channels)
             self._session = session
-            for channel in self._subscribers.keys() - set(channels):  # subscribed during the connect
+            for channel in self._subscribers.keys() - set(
+                channels
+            ):  # subscribed during the connect
                 await session.tell(channel, lambda channel=channel: channel in self._subscribers)  # type: ignore[misc]
         except BaseException:
             await session.close()
@@ -327,7 +358,9 @@ class ChannelHub:
 def _node_options(node: Any) -> dict[str, Any]:
     taken = ("username", "password", "ssl", "socket_timeout", "socket_connect_timeout", "protocol")
     options = {
-        name: value for name, value in node.connection_kwargs.items() if name in taken or name.startswith("ssl_")
+        name: value
+        for name, value in node.connection_kwargs.items()
+        if name in taken or name.startswith("ssl_")
     }
     if issubclass(node.connection_class, redis.asyncio.SSLConnection):
         options["ssl"] = True

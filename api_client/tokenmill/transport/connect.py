@@ -34,9 +34,7 @@ from tokenmill.transport.failover import leave_replicas
 # Every error of redis-py about a server; a cluster's own errors do not derive from RedisError.
 SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
 
-_NO_PORT = (
-    "the Redis URL does not name host:port where it should; is a character of its password not quoted (%2F for /)?"
-)
+_NO_PORT = "the Redis URL does not name host:port where it should; is a character of its password not quoted (%2F for /)?"
 _MAX_CONNECTIONS = 4096  # redis-py's default of 100 rejects the 101st thread that streams
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 
@@ -95,8 +93,12 @@ def parse_url(url: str) -> Endpoint:
     if not kind:
         _check_port(parts)
         if scheme != "unix" and not re.fullmatch(r"(/[0-9]*)?/?", parts.path):
-            raise ConfigurationError("the path of a Redis URL is a database number: redis://host:6379/0")
-        return Endpoint("single", url.strip())  # kept as it is: rebuilding would lose a slash of unix://
+            raise ConfigurationError(
+                "the path of a Redis URL is a database number: redis://host:6379/0"
+            )
+        return Endpoint(
+            "single", url.strip()
+        )  # kept as it is: rebuilding would lose a slash of unix://
     options: dict[str, Any] = dict(parse_qsl(parts.query))
     if scheme == "rediss":
         options["ssl"] = True
@@ -138,9 +140,13 @@ def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
             raise ConfigurationError("a Redis Cluster has only database 0")
         return "", 0
     if not names:
-        raise ConfigurationError("a Sentinel URL names its service: redis+sentinel://host:26379/<service>/<db>")
+        raise ConfigurationError(
+            "a Sentinel URL names its service: redis+sentinel://host:26379/<service>/<db>"
+        )
     if len(names) > 2 or not all(name.isascii() and name.isdigit() for name in names[1:]):
-        raise ConfigurationError("the last part of a Sentinel URL is a database number: /<service>/<db>")
+        raise ConfigurationError(
+            "the last part of a Sentinel URL is a database number: /<service>/<db>"
+        )
     return names[0], int(names[1]) if len(names) > 1 else 0
 
 
@@ -187,7 +193,9 @@ def _options_of_urls() -> Iterator[None]:
     try:
         yield
     except TypeError:  # the option's name may be part of a password: do not repeat it
-        raise ConfigurationError("the Redis URL has an option that Redis clients do not know") from None
+        raise ConfigurationError(
+            "the Redis URL has an option that Redis clients do not know"
+        ) from None
     except ValueError as error:
         raise ConfigurationError(f"the Redis URL has an option that cannot be: {error}") from None
 
@@ -211,7 +219,9 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
     options = _options(link) | {"retry": redis.retry.Retry(_backoff(), link.retries)}
     if endpoint.kind == "single":
         with _options_of_urls():
-            client = cast("redis.Redis", _with_known_options(redis.Redis.from_url(endpoint.url, **options)))
+            client = cast(
+                "redis.Redis", _with_known_options(redis.Redis.from_url(endpoint.url, **options))
+            )
         leave_replicas(client)
         return client
     options |= endpoint.options
@@ -219,7 +229,9 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
         asked = _sentinel_options(options) | {"retry": redis.retry.Retry(_backoff(), 0)}
         sentinel = _sync_sentinel(list(endpoint.hosts), sentinel_kwargs=asked, **options)
         with _options_of_urls():
-            client = _with_known_options(sentinel.master_for(endpoint.service, redis_class=_ThroughSentinel))
+            client = _with_known_options(
+                sentinel.master_for(endpoint.service, redis_class=_ThroughSentinel)
+            )
         return cast("redis.Redis", client)
     nodes = [_sync_node(host, port) for host, port in endpoint.hosts]
     try:
@@ -243,11 +255,16 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
         asked = _sentinel_options(options) | {"retry": redis.asyncio.retry.Retry(_backoff(), 0)}
         sentinel = _async_sentinel(list(endpoint.hosts), sentinel_kwargs=asked, **options)
         with _options_of_urls():
-            client = _with_known_options(sentinel.master_for(endpoint.service, redis_class=_AsyncThroughSentinel))
+            client = _with_known_options(
+                sentinel.master_for(endpoint.service, redis_class=_AsyncThroughSentinel)
+            )
         return cast("redis.asyncio.Redis", client)
     nodes = [redis.asyncio.cluster.ClusterNode(host, port) for host, port in endpoint.hosts]
     with _options_of_urls():
-        return cast("redis.asyncio.Redis", redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options))
+        return cast(
+            "redis.asyncio.Redis",
+            redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options),
+        )
 
 
 class _ThroughSentinel(redis.Redis):
@@ -273,4 +290,8 @@ def _sentinel_options(options: dict[str, Any]) -> dict[str, Any]:
     The caller adds a retry policy without retries: redis-py would ask an unreachable sentinel ten
     times before it tries the next one.
     """
-    return {key: value for key, value in options.items() if key.startswith(("socket_", "ssl")) or key == "protocol"}
+    return {
+        key: value
+        for key, value in options.items()
+        if key.startswith(("socket_", "ssl")) or key == "protocol"
+    }

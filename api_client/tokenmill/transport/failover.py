@@ -20,7 +20,9 @@ def is_demotion(error: Exception) -> bool:
     """Return whether an error says that the server is a read-only replica. Servers before Redis 7
     wrap the error of a command inside a script in a sentence of their own.
     """
-    return isinstance(error, ReadOnlyError) or (isinstance(error, ResponseError) and "-READONLY " in str(error))
+    return isinstance(error, ReadOnlyError) or (
+        isinstance(error, ResponseError) and "-READONLY " in str(error)
+    )
 
 
 def leave_replicas(client: redis.Redis | redis.asyncio.Redis) -> None:

@@ -39,12 +39,16 @@ class Wire(asyncio.BufferedProtocol):
         self._on_reply = on_reply
         self._on_end: Callable[[Exception], None] | None = on_end
         self._buffer = bytearray(READ_BYTES)
-        self._replies = hiredis.Reader(protocolError=InvalidResponse, replyError=make_error, notEnoughData=_NOTHING)
+        self._replies = hiredis.Reader(
+            protocolError=InvalidResponse, replyError=make_error, notEnoughData=_NOTHING
+        )
         self._library: Any = transport.get_protocol()
         transport.set_protocol(self)
 
     @classmethod
-    def over(cls, connection: Any, on_reply: Callable[[Any], None], on_end: Callable[[Exception], None]) -> Wire | None:
+    def over(
+        cls, connection: Any, on_reply: Callable[[Any], None], on_end: Callable[[Exception], None]
+    ) -> Wire | None:
         """Take over an open connection on which no command is in progress.
 
         Returns None if it has no transport, as in tests without a server; redis-py must then read
@@ -52,7 +56,9 @@ class Wire(asyncio.BufferedProtocol):
         """
         transport = getattr(getattr(connection, "_writer", None), "transport", None)
         make_error = getattr(getattr(connection, "_parser", None), "parse_error", None)
-        if hasattr(transport, "set_protocol") and callable(make_error):  # uvloop's have no common base class
+        if hasattr(transport, "set_protocol") and callable(
+            make_error
+        ):  # uvloop's have no common base class
             return cls(transport, make_error, on_reply, on_end)
         return None
 

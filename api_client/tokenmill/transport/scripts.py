@@ -35,7 +35,9 @@ class Script:
 
 def load_script(*parts: tuple[str, str]) -> Script:
     """Join files named `<package>/lua/<name>.lua`; the last one names the script."""
-    text = "\n".join(files(package).joinpath("lua", f"{name}.lua").read_text("utf-8") for package, name in parts)
+    text = "\n".join(
+        files(package).joinpath("lua", f"{name}.lua").read_text("utf-8") for package, name in parts
+    )
     return Script(parts[-1][1], text, hashlib.sha1(text.encode()).hexdigest())
 
 
@@ -74,12 +76,18 @@ def call(client: redis.Redis, script: Script, key: str, *arguments: Argument) ->
         return client.eval(script.text, 1, key, *cast("tuple[str, ...]", arguments))
 
 
-async def call_async(client: redis.asyncio.Redis, script: Script, key: str, *arguments: Argument) -> Any:
+async def call_async(
+    client: redis.asyncio.Redis, script: Script, key: str, *arguments: Argument
+) -> Any:
     """Run a script from an event loop; see `call`."""
     with heeding_cancellation():
         try:
             return await client.evalsha(script.sha, 1, key, *cast("tuple[str, ...]", arguments))
         except NoScriptError:
             return await client.eval(script.text, 1, key, *cast("tuple[str, ...]", arguments))
-        except AttributeError as error:  # redis-py's cluster client closed a connection while opening it
-            raise redis.exceptions.ConnectionError(f"the connection was lost while it was opened: {error}") from error
+        except (
+            AttributeError
+        ) as error:  # redis-py's cluster client closed a connection while opening it
+            raise redis.exceptions.ConnectionError(
+                f"the connection was lost while it was opened: {error}"
+            ) from error

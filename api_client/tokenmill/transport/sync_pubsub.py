@@ -27,9 +27,9 @@ class Subscription:
     def __init__(self, client: redis.Redis, channel: str) -> None:
         self._pubsub = _open(client, channel)
         deadline = time.monotonic() + _CONFIRM_S
-        while (message := self._next(max(0.0, deadline - time.monotonic()))) is None or "subscribe" not in message[
-            "type"
-        ]:
+        while (
+            message := self._next(max(0.0, deadline - time.monotonic()))
+        ) is None or "subscribe" not in message["type"]:
             if time.monotonic() > deadline:
                 self.close()
                 raise QueueUnavailable("the server did not confirm a subscription")
@@ -52,7 +52,9 @@ class Subscription:
                 raise QueueUnavailable("the server ended a subscription: its slot has moved")
 
     def close(self) -> None:
-        with contextlib.suppress(*SERVER_TROUBLE):  # a lost connection has ended the subscription already
+        with contextlib.suppress(
+            *SERVER_TROUBLE
+        ):  # a lost connection has ended the subscription already
             self._pubsub.close()
 
     def _next(self, timeout: float) -> dict[str, Any] | None:

@@ -115,7 +115,10 @@ def _create_batches() -> None:
         *(sa.Column(name, sa.Text()) for name in ("input_file", "output_file", "error_file")),
         sa.Column("errors", _json()),
         sa.Column("metadata", _json()),
-        *(sa.Column(name, sa.Integer(), nullable=False) for name in ("total", "completed", "failed")),
+        *(
+            sa.Column(name, sa.Integer(), nullable=False)
+            for name in ("total", "completed", "failed")
+        ),
         _number("created_ms"),
         *(_number(name, nullable=True) for name in ("started_ms", "finished_ms", "expires_ms")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_batches")),
@@ -129,9 +132,13 @@ def _create_batches() -> None:
         _state(),
         sa.Column("error_code", sa.String(64)),
         sa.Column("error_message", sa.Text()),
-        sa.ForeignKeyConstraint(["batch_id"], ["batches.id"], name=op.f("fk_batch_items_batch_id"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["batch_id"], ["batches.id"], name=op.f("fk_batch_items_batch_id"), ondelete="CASCADE"
+        ),
         sa.PrimaryKeyConstraint("batch_id", "line", name=op.f("pk_batch_items")),
-        sa.UniqueConstraint("batch_id", "custom_id", name=op.f("uq_batch_items_batch_id_custom_id")),
+        sa.UniqueConstraint(
+            "batch_id", "custom_id", name=op.f("uq_batch_items_batch_id_custom_id")
+        ),
     )
 
 

@@ -58,7 +58,10 @@ def _create_webhooks() -> None:
     op.create_table(
         "webhooks",
         sa.Column("id", sa.String(300), nullable=False),
-        *(sa.Column(name, sa.String(255), nullable=False) for name in ("job_id", "queue", "tenant")),
+        *(
+            sa.Column(name, sa.String(255), nullable=False)
+            for name in ("job_id", "queue", "tenant")
+        ),
         sa.Column("event", sa.String(32), nullable=False),
         sa.Column("url", sa.Text(), nullable=False),
         sa.Column("host", sa.String(255), nullable=False),

@@ -80,4 +80,8 @@ def _outside_a_transaction() -> contextlib.AbstractContextManager[object]:
     SQLite has no such statement and keeps all changes in one transaction.
     """
     context = op.get_context()
-    return context.autocommit_block() if context.dialect.name == "postgresql" else contextlib.nullcontext()
+    return (
+        context.autocommit_block()
+        if context.dialect.name == "postgresql"
+        else contextlib.nullcontext()
+    )

@@ -21,7 +21,9 @@ _JSON = ("usage", "options")
 
 def upgrade() -> None:
     op.add_column("batches", sa.Column("completion_window", sa.String(16)))
-    op.add_column("batches", sa.Column("submitted", sa.Integer(), nullable=False, server_default=sa.text("0")))
+    op.add_column(
+        "batches", sa.Column("submitted", sa.Integer(), nullable=False, server_default=sa.text("0"))
+    )
     for name in _TIMES:
         op.add_column("batches", sa.Column(name, sa.BigInteger()))
     for name in _JSON:
@@ -29,7 +31,9 @@ def upgrade() -> None:
     op.create_index(op.f("ix_batches_created_ms_id"), "batches", ["created_ms", "id"])
     with op.batch_alter_table("batch_items") as table:
         table.drop_constraint(op.f(_UNIQUE), type_="unique")
-        table.alter_column("custom_id", existing_type=sa.String(255), type_=sa.Text(), nullable=True)
+        table.alter_column(
+            "custom_id", existing_type=sa.String(255), type_=sa.Text(), nullable=True
+        )
         table.add_column(sa.Column("error_param", sa.String(255)))
 
 
@@ -42,7 +46,9 @@ def downgrade() -> None:
     )
     with op.batch_alter_table("batch_items") as table:
         table.drop_column("error_param")
-        table.alter_column("custom_id", existing_type=sa.Text(), type_=sa.String(255), nullable=False)
+        table.alter_column(
+            "custom_id", existing_type=sa.Text(), type_=sa.String(255), nullable=False
+        )
         table.create_unique_constraint(op.f(_UNIQUE), ["batch_id", "custom_id"])
     op.drop_index(op.f("ix_batches_created_ms_id"), "batches")
     for name in (*_JSON, *_TIMES, "submitted", "completion_window"):

@@ -72,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each backend; every layer once a turn")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="turns of each backend; every layer once a turn"
+    )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
 
@@ -83,20 +85,31 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     device, shape = torch.device(options.device), SHAPES[options.shape]
     names = (options.backends or DEFAULT_BACKENDS[device.type]).split(",")
     figures: list[dict[str, object]] = []
-    print(f"{'':<26}{'KV':<9}{'backend':<13}{'median ms':>10}{'best':>8}{'GB/s':>8}{'GFLOP/s':>9}{'write ms':>10}")
+    print(
+        f"{'':<26}{'KV':<9}{'backend':<13}{'median ms':>10}{'best':>8}{'GB/s':>8}{'GFLOP/s':>9}{'write ms':>10}"
+    )
     for dtype_name in options.dtypes.split(","):
         dtype = DTYPES[dtype_name]
-        usable = [name for name in names if _is_usable(name, device, dtype, shape, options.block_size)]
+        usable = [
+            name for name in names if _is_usable(name, device, dtype, shape, options.block_size)
+        ]
         for problem in problems(options.seed):
-            contenders = {name: Contender(backend_class(name)(), problem, shape, dtype, options) for name in usable}
+            contenders = {
+                name: Contender(backend_class(name)(), problem, shape, dtype, options)
+                for name in usable
+            }
             for _ in range(options.rounds):
                 for contender in contenders.values():
                     contender.turn()
-            figures += [_report(name, contender, dtype_name) for name, contender in contenders.items()]
+            figures += [
+                _report(name, contender, dtype_name) for name, contender in contenders.items()
+            ]
     return {"attention": figures, "threads": torch.get_num_threads()}
 
 
-def _is_usable(name: str, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> bool:
+def _is_usable(
+    name: str, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
+) -> bool:
     reason = why_not(name, device, dtype, [shape], block_size)
     if reason is not None:
         print(f"{name} is left out: {reason}")
@@ -120,23 +133,42 @@ class Contender:
         random_numbers = torch.Generator().manual_seed(options.seed)
         self.metadata, num_blocks = _metadata(problem, options.block_size, device, random_numbers)
         block_shape = backend.block_shape(options.block_size, shape.num_kv_heads, shape.head_dim)
-        self.pool = torch.empty(num_blocks, options.layers, 2, *block_shape, dtype=dtype, device=device)
+        self.pool = torch.empty(
+            num_blocks, options.layers, 2, *block_shape, dtype=dtype, device=device
+        )
         self.pool.normal_()
         num_tokens = sum(query_len for query_len, _ in problem.lens)
 
         def rows(heads: int) -> Tensor:
-            return torch.randn(num_tokens, heads, shape.head_dim, generator=random_numbers).to(compute).to(device)
+            return (
+                torch.randn(num_tokens, heads, shape.head_dim, generator=random_numbers)
+                .to(compute)
+                .to(device)
+            )
 
-        self.query, self.key, self.value = rows(shape.num_heads), rows(shape.num_kv_heads), rows(shape.num_kv_heads)
+        self.query, self.key, self.value = (
+            rows(shape.num_heads),
+            rows(shape.num_kv_heads),
+            rows(shape.num_kv_heads),
+        )
         self.write_ms: list[float] = []
         self.attend_ms: list[float] = []
 
     def turn(self) -> None:
         views = [self.pool[:, layer] for layer in range(self.pool.shape[1])]
-        writes = [partial(self.backend.write, self.key, self.value, view, self.metadata) for view in views]
-        attends = [partial(self.backend.attend, self.query, view, self.metadata, self.shape) for view in views]
+        writes = [
+            partial(self.backend.write, self.key, self.value, view, self.metadata) for view in views
+        ]
+        attends = [
+            partial(self.backend.attend, self.query, view, self.metadata, self.shape)
+            for view in views
+        ]
         for calls, times in ((writes, self.write_ms), (attends, self.attend_ms)):
-            times.extend(self._on_device(calls) if self.pool.is_cuda else [self._time(call) for call in calls])
+            times.extend(
+                self._on_device(calls)
+                if self.pool.is_cuda
+                else [self._time(call) for call in calls]
+            )
 
     def _time(self, call: Callable[[], object]) -> float:
         started = time.perf_counter()
@@ -165,7 +197,9 @@ def _metadata(
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
     slots = []
     ends = list(itertools.accumulate(counts))
-    for row, count, end, (query_len, seq_len) in zip(table, counts, ends, problem.lens, strict=True):
+    for row, count, end, (query_len, seq_len) in zip(
+        table, counts, ends, problem.lens, strict=True
+    ):
         row[:count] = order[end - count : end]
         positions = torch.arange(seq_len - query_len, seq_len)
         slots.append(row[positions // block_size].long() * block_size + positions % block_size)
@@ -189,7 +223,9 @@ def _report(name: str, contender: Contender, dtype: str) -> dict[str, object]:
     shape, problem = contender.shape, contender.problem
     warm = contender.attend_ms[contender.pool.shape[1] :] or contender.attend_ms
     median, best = statistics.median(warm), min(warm)
-    num_bytes = 2 * problem.num_keys * shape.num_kv_heads * shape.head_dim * contender.pool.element_size()
+    num_bytes = (
+        2 * problem.num_keys * shape.num_kv_heads * shape.head_dim * contender.pool.element_size()
+    )
     operations = 4 * problem.num_pairs * shape.num_heads * shape.head_dim
     figure = {
         "problem": problem.name,

@@ -39,13 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--bulk-tokens", type=int, default=32, help="of each line's answer")
     parser.add_argument("--jobs", type=int, default=60, help="interactive ones, in each phase")
-    parser.add_argument("--pause", type=float, default=0.1, help="seconds between the end of one and the next")
+    parser.add_argument(
+        "--pause", type=float, default=0.1, help="seconds between the end of one and the next"
+    )
     parser.add_argument("--tokens", type=int, default=16, help="of each interactive answer")
-    parser.add_argument("--memory", type=int, metavar="LINES", help="instead: memory needed for so many")
-    parser.add_argument("--only-file", action="store_true", help="with --memory: not through the worker")
-    parser.add_argument("--only-way", action="store_true", help="with --memory: only through the worker")
-    parser.add_argument("--limit", type=float, default=420.0, help="with --memory: seconds through the worker")
-    parser.add_argument("--at-most", type=float, default=90.0, help="seconds of interactive jobs in each phase")
+    parser.add_argument(
+        "--memory", type=int, metavar="LINES", help="instead: memory needed for so many"
+    )
+    parser.add_argument(
+        "--only-file", action="store_true", help="with --memory: not through the worker"
+    )
+    parser.add_argument(
+        "--only-way", action="store_true", help="with --memory: only through the worker"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=420.0, help="with --memory: seconds through the worker"
+    )
+    parser.add_argument(
+        "--at-most", type=float, default=90.0, help="seconds of interactive jobs in each phase"
+    )
     parser.add_argument("--rest", type=float, default=15.0, help="seconds of the file alone")
 
 
@@ -83,13 +95,40 @@ class _BulkFile:
         source = stack.directory / "in.jsonl"
         with source.open("w") as file:
             for number in range(arguments.lines):
-                body = {"model": arguments.model, "prompt": f"Number {number} is", "max_tokens": arguments.bulk_tokens}
-                line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+                body = {
+                    "model": arguments.model,
+                    "prompt": f"Number {number} is",
+                    "max_tokens": arguments.bulk_tokens,
+                }
+                line = {
+                    "custom_id": str(number),
+                    "method": "POST",
+                    "url": "/v1/completions",
+                    "body": body,
+                }
                 file.write(json.dumps(line) + "\n")
-        where = ["--redis-url", stack.redis_url, "--queue", stack.queue, "--database-url", stack.database_url]
+        where = [
+            "--redis-url",
+            stack.redis_url,
+            "--queue",
+            stack.queue,
+            "--database-url",
+            stack.database_url,
+        ]
         output = ["-o", str(stack.directory / "out.jsonl")]
-        command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source), *output, *where]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "tokenmill.cli",
+            "bulk",
+            "run",
+            str(source),
+            *output,
+            *where,
+        ]
+        self._process = subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         self._client = Client(stack.redis_url, queue=stack.queue, database=stack.database_url)
         self._store = open_store(self._client)
 
@@ -120,7 +159,9 @@ class _BulkFile:
             time.sleep(0.2)
 
 
-def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int | None = None) -> list[Sample]:
+def _interactive(
+    stack: DemoStack, arguments: argparse.Namespace, count: int | None = None
+) -> list[Sample]:
     samples: list[Sample] = []
     until = time.monotonic() + arguments.at_most
     with Client(stack.redis_url, queue=stack.queue) as client:
@@ -129,9 +170,16 @@ def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int | N
                 break
             began = time.monotonic()
             job = client.submit(
-                prompt=f"Question {number}:", max_tokens=arguments.tokens, ignore_eos=True, priority="interactive"
+                prompt=f"Question {number}:",
+                max_tokens=arguments.tokens,
+                ignore_eos=True,
+                priority="interactive",
             )
-            told = [time.monotonic() for chunk in client.stream(job, timeout=300) for _ in chunk.token_ids]
+            told = [
+                time.monotonic()
+                for chunk in client.stream(job, timeout=300)
+                for _ in chunk.token_ids
+            ]
             ended = time.monotonic()
             samples.append(_sample(began, told, ended, client.result(job, timeout=60)))
             print(json.dumps(asdict(samples[-1])), file=sys.stderr)

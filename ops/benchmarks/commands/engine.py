@@ -29,4 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     floors = [f"{comparison.FLOOR} {kind}" for kind in arguments.floor]
-    return comparison.compare(arguments, [comparison.OURS, *dict.fromkeys([*arguments.peer, *floors])])
+    return comparison.compare(
+        arguments, [comparison.OURS, *dict.fromkeys([*arguments.peer, *floors])]
+    )

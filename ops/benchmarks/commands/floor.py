@@ -18,8 +18,12 @@ from tokenmill_worker.engine.model.model_files import resolve
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"with commas; default: {', '.join(KINDS)}")
-    parser.add_argument("--tokens", default="1,8,32,64,256", help="packed tokens of a step, with commas")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help=f"with commas; default: {', '.join(KINDS)}"
+    )
+    parser.add_argument(
+        "--tokens", default="1,8,32,64,256", help="packed tokens of a step, with commas"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="default: what torch chooses")
 
@@ -32,13 +36,17 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     kinds = options.kinds.split(",")
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        console.print(f"ops/bench: no kind {', '.join(unknown)}; there are {', '.join(KINDS)}", style="red")
+        console.print(
+            f"ops/bench: no kind {', '.join(unknown)}; there are {', '.join(KINDS)}", style="red"
+        )
         return {"ok": False}
     shapes = shapes_of(resolve(options.model))
     with torch.inference_mode(), console.status("packing weights"):
         stacks = [LinearStack(shapes, kind, max(sizes)) for kind in kinds]
     figures: list[dict[str, object]] = []
-    table = Table(title=f"{options.model}, {torch.get_num_threads()} threads: ms a step (best), tok/s")
+    table = Table(
+        title=f"{options.model}, {torch.get_num_threads()} threads: ms a step (best), tok/s"
+    )
     table.add_column("rows", justify="right")
     for kind in kinds:
         table.add_column(KINDS[kind], justify="right")
@@ -47,7 +55,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         cells = []
         for stack, measured in zip(stacks, times, strict=True):
             median, best = statistics.median(measured), min(measured)
-            figures.append({"kind": stack.kind, "rows": size, "median_ms": 1e3 * median, "best_ms": 1e3 * best})
+            figures.append(
+                {"kind": stack.kind, "rows": size, "median_ms": 1e3 * median, "best_ms": 1e3 * best}
+            )
             cells.append(f"{1e3 * median:,.1f} ({1e3 * best:,.1f})  {size / median:,.0f}")
         table.add_row(str(size), *cells)
     console.print(table)

@@ -29,7 +29,16 @@ from rich.console import Console
 
 from ops.benchmarks.gpu import report
 from ops.benchmarks.gpu.ceilings import Ceilings, measure_ceilings
-from ops.benchmarks.gpu.measures import DRAWN, GREEDY, configure, decode, engine_of, gaps, prefill, scatter
+from ops.benchmarks.gpu.measures import (
+    DRAWN,
+    GREEDY,
+    configure,
+    decode,
+    engine_of,
+    gaps,
+    prefill,
+    scatter,
+)
 from ops.benchmarks.gpu.models import SHAPES, describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu.peer import beside
 from tokenmill_worker.engine import Engine, EngineConfigError, SamplingParams
@@ -40,27 +49,42 @@ BESIDE_S = 150.0  # seconds that both engines need for the mixed load, warm-up i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", action="append", choices=SHAPES, help="repeatable; default: llama-3-8b, qwen3-4b")
-    parser.add_argument("--batch", action="append", type=int, help="of decode; repeatable; default: 1, 32, 128, 256")
+    parser.add_argument(
+        "--shape", action="append", choices=SHAPES, help="repeatable; default: llama-3-8b, qwen3-4b"
+    )
+    parser.add_argument(
+        "--batch", action="append", type=int, help="of decode; repeatable; default: 1, 32, 128, 256"
+    )
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--context", type=int, default=512, help="tokens of each decoding sequence")
-    parser.add_argument("--long", type=int, default=16_000, help="tokens of the one long sequence among short ones")
+    parser.add_argument(
+        "--long", type=int, default=16_000, help="tokens of the one long sequence among short ones"
+    )
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--attention", action="append", help="a backend to compare; repeatable; default: all")
+    parser.add_argument(
+        "--attention", action="append", help="a backend to compare; repeatable; default: all"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--share", type=float, default=4.0, help="scale the mixed load's 64 requests")
+    parser.add_argument(
+        "--share", type=float, default=4.0, help="scale the mixed load's 64 requests"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="of the mixed load")
     parser.add_argument("--no-peer", action="store_true", help="leave Transformers out")
     parser.add_argument(
-        "--limit", type=float, default=540.0, help="seconds after which nothing more is begun or waited for"
+        "--limit",
+        type=float,
+        default=540.0,
+        help="seconds after which nothing more is begun or waited for",
     )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console = report.console()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        console.print("ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same code)")
+        console.print(
+            "ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same code)"
+        )
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
@@ -79,8 +103,12 @@ class Session:
         self.options = options
         self._console = console
         self.until = time.monotonic() + options.limit
-        self._keep: Callable[[dict[str, Any]], None] = getattr(options, "keep", lambda _record: None)
-        self.ceilings: Ceilings = measure_ceilings(torch.device(options.device), getattr(torch, options.dtype))
+        self._keep: Callable[[dict[str, Any]], None] = getattr(
+            options, "keep", lambda _record: None
+        )
+        self.ceilings: Ceilings = measure_ceilings(
+            torch.device(options.device), getattr(torch, options.dtype)
+        )
         self.record: dict[str, Any] = {
             "ok": True,
             "device": report.describe(options.device),
@@ -107,7 +135,9 @@ class Session:
         started = time.perf_counter()
         try:
             found = work()
-        except EngineConfigError as error:  # not possible on this machine, for example a missing backend
+        except (
+            EngineConfigError
+        ) as error:  # not possible on this machine, for example a missing backend
             left_out[f"{shape}: {what}"] = str(error)
             report.tell(self._console, f"{shape}: {what} is left out", str(error))
             return None
@@ -120,20 +150,31 @@ class Session:
             self._keep(self.record)
         if found is not None:
             self.keep(shape, what, found)
-            report.tell(self._console, f"{shape}: {what} ({time.perf_counter() - started:.1f} s)", found)
+            report.tell(
+                self._console, f"{shape}: {what} ({time.perf_counter() - started:.1f} s)", found
+            )
         return found
 
 
 def measure(name: str, session: Session) -> None:
     """Measure the engine with its default settings, then beside its peer."""
     options, shape = session.options, SHAPES[name]
-    loaded = describe(random_model(shape, options.device, getattr(torch, options.dtype)), configure(shape, options))
+    loaded = describe(
+        random_model(shape, options.device, getattr(torch, options.dtype)),
+        configure(shape, options),
+    )
     whole(name, "default", session, loaded)
     if not options.no_peer:
         session.attempt(
             name,
             "mixed",
-            lambda: beside(shape, options, loaded, session.until, lambda found: session.keep(name, "mixed", found)),
+            lambda: beside(
+                shape,
+                options,
+                loaded,
+                session.until,
+                lambda found: session.keep(name, "mixed", found),
+            ),
             BESIDE_S,
         )
 
@@ -145,12 +186,26 @@ def vary(name: str, session: Session) -> None:
     base = configure(shape, options)
     loaded = describe(random_model(shape, options.device, dtype), base)
     middle = [sorted(options.batch)[len(options.batch) // 2]]
-    part(name, "8-bit keys and values", session, loaded, [*middle, largest], {"kv_dtype": "float8_e4m3fn"})
+    part(
+        name,
+        "8-bit keys and values",
+        session,
+        loaded,
+        [*middle, largest],
+        {"kv_dtype": "float8_e4m3fn"},
+    )
     part(name, "uneven lengths", session, loaded, middle, {}, long=options.long)
     part(name, "scattered blocks", session, loaded, [largest], {}, is_scattered=True)
     for backend in options.attention or ("triton", "flash", "torch_varlen", "reference"):
         block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
-        part(name, f"attention {backend}", session, loaded, middle, {"attention": backend, "block_size": block})
+        part(
+            name,
+            f"attention {backend}",
+            session,
+            loaded,
+            middle,
+            {"attention": backend, "block_size": block},
+        )
     settings: tuple[tuple[str, dict[str, Any]], ...] = (
         ("without graphs", {"cuda_graphs": False}),
         ("without running ahead", {"async_batching": False}),
@@ -179,7 +234,9 @@ def whole(name: str, what: str, session: Session, loaded: LoadedModel) -> None:
         session.attempt(name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options))
         largest = max(options.batch)
         session.attempt(
-            name, f"{what}: drawn {largest}", lambda: decode(engine, shape, largest, ceilings, options, DRAWN)
+            name,
+            f"{what}: drawn {largest}",
+            lambda: decode(engine, shape, largest, ceilings, options, DRAWN),
         )
         for batch in sorted({min(options.batch), max(options.batch)}):
             session.attempt(
@@ -219,7 +276,9 @@ def part(
                 lambda batch=batch: decode(engine, shape, batch, ceilings, options, params, long),  # type: ignore[misc]
             )
         if what.startswith("attention") or "modules" in what:
-            session.attempt(name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options))
+            session.attempt(
+                name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options)
+            )
 
     _with_engine(name, what, session, loaded, {**changes, "long": long}, work)
 
@@ -239,7 +298,12 @@ def _with_engine(
             counts = engine.runner.graph_counts
             refusal = getattr(getattr(engine.runner, "graphs", None), "refusal", None)
             fused = fused_modules(loaded.model)
-            return {"engine": engine.runner.description, "graphs": counts, "refusal": refusal, "fused": fused}
+            return {
+                "engine": engine.runner.description,
+                "graphs": counts,
+                "refusal": refusal,
+                "fused": fused,
+            }
         finally:
             engine.stop(drain=False)
 

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--long", type=int, default=2048, help="tokens of the long prompt")
     parser.add_argument("--short", type=int, default=16)
-    parser.add_argument("--chunk", type=int, action="append", help="max_num_batched_tokens; repeatable")
+    parser.add_argument(
+        "--chunk", type=int, action="append", help="max_num_batched_tokens; repeatable"
+    )
     parser.add_argument("--rounds", type=int, default=3)
 
 
@@ -48,7 +50,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         chunk: {name: statistics.median(each[name] for each in done) for name in SHOWN}
         for chunk, done in rounds.items()
     }
-    table = Table(title=f"{options.streams} streams, a prompt of {options.long} tokens, then one of {options.short}")
+    table = Table(
+        title=f"{options.streams} streams, a prompt of {options.long} tokens, then one of {options.short}"
+    )
     table.add_column("steps of at most")
     for chunk in chunks:
         table.add_column(f"{chunk} tokens", justify="right")
@@ -61,14 +65,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _engine(options: argparse.Namespace, chunk: int) -> Engine:
     blocks = (options.long + options.short + 64 + options.streams * 256) // 16 + options.streams + 8
     config = EngineConfig(
-        model=options.model, dtype="float32", num_blocks=blocks, max_num_batched_tokens=chunk, prefix_cache=False
+        model=options.model,
+        dtype="float32",
+        num_blocks=blocks,
+        max_num_batched_tokens=chunk,
+        prefix_cache=False,
     )
     return Engine.load(config)
 
 
 def _measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, float]:
     forever = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
-    streams = set(engine.add_requests([_prompt(16, 7 * seed + n) for n in range(options.streams)], forever))
+    streams = set(
+        engine.add_requests([_prompt(16, 7 * seed + n) for n in range(options.streams)], forever)
+    )
     before = _watch(engine, streams, 12)
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     started = time.perf_counter()

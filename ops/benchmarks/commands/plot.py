@@ -9,8 +9,12 @@ from ops.benchmarks import pictures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE.json", help=f"written by {', '.join(pictures.COMMANDS)}")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .pdf")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE.json", help=f"written by {', '.join(pictures.COMMANDS)}"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .pdf"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

@@ -49,14 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--windows", type=int, default=16, help="pieces of text")
     parser.add_argument("--length", type=int, default=256, help="tokens of a piece")
-    parser.add_argument("--answers", type=int, default=32, help="greedy tokens after the first half of a piece")
+    parser.add_argument(
+        "--answers", type=int, default=32, help="greedy tokens after the first half of a piece"
+    )
     parser.add_argument("--threads", type=int)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     console = Console()
     try:
-        configs = {kind: config_of(options, kind) for kind in ["float32", *options.kinds.split(",")]}
+        configs = {
+            kind: config_of(options, kind) for kind in ["float32", *options.kinds.split(",")]
+        }
     except EngineConfigError as error:
         raise SystemExit(f"ops/bench quality: {error}") from error
     windows = text_windows(options.model, options.windows, options.length)
@@ -65,9 +69,18 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         with console.status(f"{kind}: {len(windows)} pieces of {options.length} tokens"):
             measured[kind] = measure(options, config, windows)
     table = Table(
-        title=f"{options.model} on {len(windows)} × {options.length} tokens of {SOURCE}", title_justify="left"
+        title=f"{options.model} on {len(windows)} × {options.length} tokens of {SOURCE}",
+        title_justify="left",
     )
-    for heading in ("", "perplexity", "loss", "× float32", "equal answers", "tokens before a difference", "s"):
+    for heading in (
+        "",
+        "perplexity",
+        "loss",
+        "× float32",
+        "equal answers",
+        "tokens before a difference",
+        "s",
+    ):
         table.add_column(heading, justify="right")
     exact = measured["float32"]
     figures = {kind: _figures(one, exact) for kind, one in measured.items()}
@@ -84,7 +97,9 @@ def text_windows(model: str, count: int, length: int) -> list[list[int]]:
     """Cut pieces of the text, spread evenly over it."""
     topics: dict[str, str] = importlib.import_module(SOURCE).topics
     tokenizer = AutoTokenizer.from_pretrained(resolve(model))
-    ids: list[int] = tokenizer("\n".join(topics[name] for name in sorted(topics)), verbose=False)["input_ids"]
+    ids: list[int] = tokenizer("\n".join(topics[name] for name in sorted(topics)), verbose=False)[
+        "input_ids"
+    ]
     step = max(length, len(ids) // count)
     return [ids[start : start + length] for start in range(0, len(ids) - length + 1, step)][:count]
 
@@ -103,7 +118,9 @@ def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
     )  # fmt: skip
 
 
-def measure(options: argparse.Namespace, config: EngineConfig, windows: Sequence[list[int]]) -> Measured:
+def measure(
+    options: argparse.Namespace, config: EngineConfig, windows: Sequence[list[int]]
+) -> Measured:
     started = time.perf_counter()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -112,7 +129,9 @@ def measure(options: argparse.Namespace, config: EngineConfig, windows: Sequence
         params = SamplingParams(temperature=0.0, max_tokens=options.answers, ignore_eos=True)
         prompts = [window[: options.length // 2] for window in windows]
         outputs = engine.generate_batch(prompts, [params] * len(prompts))
-    return Measured(nll, tuple(output.token_ids for output in outputs), time.perf_counter() - started)
+    return Measured(
+        nll, tuple(output.token_ids for output in outputs), time.perf_counter() - started
+    )
 
 
 def _figures(one: Measured, exact: Measured) -> dict[str, float]:
@@ -130,4 +149,6 @@ def _figures(one: Measured, exact: Measured) -> dict[str, float]:
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Count the equal tokens before the first difference."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

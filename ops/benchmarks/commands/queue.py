@@ -31,7 +31,11 @@ SHOWN = {
     "start_p99_ms": "submit to first token, ms p99",
     "token_p50_ms": "engine to subscriber (32 streams), ms p50",
     "token_p99_ms": "engine to subscriber, ms p99",
-    **{f"stage_{name}_{rank}_ms": f"… {words}, ms {rank}" for name, words in STAGES.items() for rank in ("p50", "p99")},
+    **{
+        f"stage_{name}_{rank}_ms": f"… {words}, ms {rank}"
+        for name, words in STAGES.items()
+        for rank in ("p50", "p99")
+    },
     "script_ms": "… a script in the server, ms mean",
     "chunks_s": "chunks to subscribers, 1/s",
     "scripts_per_step": "scripts per engine step (32 streams)",
@@ -48,19 +52,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", action="append", default=[], choices=sorted(SYSTEMS), help="repeatable")
+    parser.add_argument(
+        "--peer", action="append", default=[], choices=sorted(SYSTEMS), help="repeatable"
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
-    kinds: list[type[QueueSystem]] = [Tokenmill, *(SYSTEMS[name] for name in dict.fromkeys(options.peer))]
+    kinds: list[type[QueueSystem]] = [
+        Tokenmill,
+        *(SYSTEMS[name] for name in dict.fromkeys(options.peer)),
+    ]
     rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
     LOG.parent.mkdir(parents=True, exist_ok=True)
     with LOG.open("wb") as log:
         for number in range(options.rounds):
             for kind in kinds if number % 2 == 0 else reversed(kinds):
-                with console.status(f"round {number + 1} of {options.rounds}: {kind.name}") as status:
-                    rounds[kind.name].append(kind(status.update, log).measure(options.jobs, options.tokens))
+                with console.status(
+                    f"round {number + 1} of {options.rounds}: {kind.name}"
+                ) as status:
+                    rounds[kind.name].append(
+                        kind(status.update, log).measure(options.jobs, options.tokens)
+                    )
     medians = {name: _medians(measured) for name, measured in rounds.items()}
     _show(medians, options)
     return {"results": medians, "rounds": rounds}

@@ -24,7 +24,9 @@ WORKLOADS = {
     "top_k 50": SamplingParams(top_k=50),
     "top_p 0.9": SamplingParams(top_p=0.9),
     "temperature 0.7, top_p 0.9": SamplingParams(temperature=0.7, top_p=0.9),
-    "penalties": SamplingParams(frequency_penalty=0.2, presence_penalty=0.2, repetition_penalty=1.1),
+    "penalties": SamplingParams(
+        frequency_penalty=0.2, presence_penalty=0.2, repetition_penalty=1.1
+    ),
     "everything": SamplingParams(
         temperature=0.7,
         top_k=50,
@@ -53,7 +55,10 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     device = torch.device(options.device)
     kernel = None if options.torch else draw_kernel(device)
     sampler = Sampler(options.vocab, device, frozenset({2}), kernel=kernel)
-    logits = torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0)) * options.spread
+    logits = (
+        torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0))
+        * options.spread
+    )
     logits = logits.to(device)
     figures: dict[str, dict[str, float]] = {}
     for name, params in WORKLOADS.items():
@@ -61,7 +66,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         sampler.sample(logits, items).finish()
         times = [_time(sampler, logits, items) for _ in range(options.repeat)]
         figures[name] = {"median_ms": statistics.median(times), "best_ms": min(times)}
-        print(f"{name:<28}{figures[name]['median_ms']:8.2f} ms median {figures[name]['best_ms']:8.2f} ms best")
+        print(
+            f"{name:<28}{figures[name]['median_ms']:8.2f} ms median {figures[name]['best_ms']:8.2f} ms best"
+        )
         for item in items:
             sampler.release(item.sequence)
     return {"sampler": figures}

@@ -64,7 +64,9 @@ def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, fl
 
 
 def _sequence(index: int, max_tokens: int) -> Sequence:
-    length = PROMPT - index % BLOCK  # lengths differ, so that sequences cross block borders in different steps
+    length = (
+        PROMPT - index % BLOCK
+    )  # lengths differ, so that sequences cross block borders in different steps
     prompt = [(index * 31 + position * 7) % 1000 + 2 for position in range(length)]
     return Sequence(
         request_id=f"r{index}",
@@ -94,13 +96,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    rows = [measure(running, waiting, options.policy, options.steps) for waiting in WAITING for running in RUNNING]
-    table = Table(title=f"plan + commit of one step, {options.policy}, microseconds: median (99th percentile)")
+    rows = [
+        measure(running, waiting, options.policy, options.steps)
+        for waiting in WAITING
+        for running in RUNNING
+    ]
+    table = Table(
+        title=f"plan + commit of one step, {options.policy}, microseconds: median (99th percentile)"
+    )
     table.add_column("waiting", justify="right")
     for running in RUNNING:
         table.add_column(f"{running:,} running", justify="right")
     for waiting in WAITING:
-        cells = [f"{row['median_us']:,.0f} ({row['p99_us']:,.0f})" for row in rows if row["waiting"] == waiting]
+        cells = [
+            f"{row['median_us']:,.0f} ({row['p99_us']:,.0f})"
+            for row in rows
+            if row["waiting"] == waiting
+        ]
         table.add_row(f"{waiting:,}", *cells)
     Console().print(table)
     return {"policy": options.policy, "steps": options.steps, "rows": rows}

@@ -51,7 +51,9 @@ TYPED: list[dict[str, Any]] = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", type=Path, help="a folder of the JSON-Schema-Test-Suite: tests/draft2020-12")
+    parser.add_argument(
+        "--suite", type=Path, help="a folder of the JSON-Schema-Test-Suite: tests/draft2020-12"
+    )
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--answers", type=int, default=6, help="of each schema")
     parser.add_argument("--max-tokens", type=int, default=200)
@@ -70,7 +72,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def suite(folder: Path) -> list[dict[str, Any]]:
-    groups = [group for file in sorted(folder.glob("*.json")) for group in json.loads(file.read_text())]
+    groups = [
+        group for file in sorted(folder.glob("*.json")) for group in json.loads(file.read_text())
+    ]
     return [group["schema"] for group in groups if isinstance(group["schema"], dict)]
 
 
@@ -100,7 +104,13 @@ async def count(
     await checker.close()
     for sentence, times in refused.most_common():
         print(f"{times:4} refused: {sentence}")
-    found = {"schemas": len(schemas), "refused": refused.total(), "finished": finished, "told": told, "silent": silent}
+    found = {
+        "schemas": len(schemas),
+        "refused": refused.total(),
+        "finished": finished,
+        "told": told,
+        "silent": silent,
+    }
     print(*(f"{name} {value}" for name, value in found.items()), sep=", ")
     return dict(found)
 
@@ -116,7 +126,9 @@ class Writer:
         self._max_tokens = max_tokens
         self._draw = np.random.default_rng(0)
         self._ends = np.zeros(self._width, np.bool_)
-        self._ends[: len(self._vocab)] = [any(byte in word for byte in b'"}],') for word in self._vocab]
+        self._ends[: len(self._vocab)] = [
+            any(byte in word for byte in b'"}],') for word in self._vocab
+        ]
 
     def write(self, matcher: Any) -> str | None:
         """Draw an answer; return None if it is not finished within `max_tokens`."""
@@ -126,12 +138,18 @@ class Writer:
             if matcher.is_terminated():
                 return text.decode("utf-8", "replace")
             matcher.fill_next_token_bitmask(words, 0)
-            allowed = np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8)[0], bitorder="little")[: self._width])
+            allowed = np.flatnonzero(
+                np.unpackbits(words.numpy().view(np.uint8)[0], bitorder="little")[: self._width]
+            )
             open_ids = allowed[~np.isin(allowed, self._stops)]
             if len(open_ids) < len(allowed) and (not len(open_ids) or self._draw.random() < 0.5):
                 return text.decode("utf-8", "replace")
             closing = open_ids[self._ends[open_ids]]
-            token_id = int(self._draw.choice(closing if len(closing) and self._draw.random() < 0.35 else open_ids))
+            token_id = int(
+                self._draw.choice(
+                    closing if len(closing) and self._draw.random() < 0.35 else open_ids
+                )
+            )
             if not matcher.accept_token(token_id):
                 raise RuntimeError(f"token {token_id} is allowed and not accepted")
             text += self._vocab[token_id]
@@ -146,5 +164,9 @@ def is_broken(schema: dict[str, Any], text: str) -> bool:
         if make(schema).is_valid(json.loads(text)):
             return False
         return not make(exact).is_valid(json.loads(text, parse_float=Decimal))
-    except (ArithmeticError, RecursionError, re.error):  # numbers and patterns that Python cannot hold
+    except (
+        ArithmeticError,
+        RecursionError,
+        re.error,
+    ):  # numbers and patterns that Python cannot hold
         return False

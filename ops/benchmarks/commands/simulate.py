@@ -14,13 +14,17 @@ from ops.benchmarks.simulation import calibration, engine_report, queue_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--load", type=float, action="append", default=[], help="share of capacity; repeatable")
+    parser.add_argument(
+        "--load", type=float, action="append", default=[], help="share of capacity; repeatable"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="of virtual time")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=("all", "engine", "queue"), default="all")
     parser.add_argument(
-        "--stored-costs", action="store_true", help="of the queue's scripts: those in calibration.py, not measured now"
+        "--stored-costs",
+        action="store_true",
+        help="of the queue's scripts: those in calibration.py, not measured now",
     )
 
 

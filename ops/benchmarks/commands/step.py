@@ -31,7 +31,11 @@ PARTS = {
     "tokenmill_move_rows_member": "rows moved (embedding, head)",
     "tokenmill_highest_member": "highest logits joined",
 }
-AROUND, WHOLE, OUTSIDE = "around the kernels", "whole step", "share outside of linear layers and attention"
+AROUND, WHOLE, OUTSIDE = (
+    "around the kernels",
+    "whole step",
+    "share outside of linear layers and attention",
+)
 SHARED = (PARTS["tokenmill_linear_member"], PARTS["tokenmill_attend_member"])
 GOAL, GOAL_SEQUENCES = 0.10, 32  # of a step, at so many sequences
 WARM_UP = 8  # steps
@@ -39,12 +43,18 @@ WARM_UP = 8  # steps
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--sequences", type=int, action="append", help="repeatable; default: 1, 8, 32, 64")
-    parser.add_argument("--context", type=int, default=64, help="tokens of each sequence at the start")
+    parser.add_argument(
+        "--sequences", type=int, action="append", help="repeatable; default: 1, 8, 32, 64"
+    )
+    parser.add_argument(
+        "--context", type=int, default=64, help="tokens of each sequence at the start"
+    )
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="0: what torch chooses")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting (EngineConfig)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting (EngineConfig)"
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -52,7 +62,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     sizes = options.sequences or [1, 8, 32, 64]
     engine, times = _engine(options, max(sizes))
     if times is None:
-        console.print("ops/bench step: the passes of this model are not one program: only whole steps can be timed")
+        console.print(
+            "ops/bench step: the passes of this model are not one program: only whole steps can be timed"
+        )
     found = {size: _measure(engine, times, size, options) for size in sizes}
     engine.stop(drain=False)
     _show(found, engine.runner.description, console)
@@ -75,12 +87,19 @@ def _engine(options: argparse.Namespace, most: int) -> tuple[Engine, KernelTimes
     return engine, times
 
 
-def _measure(engine: Engine, times: KernelTimes | None, size: int, options: argparse.Namespace) -> dict[str, float]:
+def _measure(
+    engine: Engine, times: KernelTimes | None, size: int, options: argparse.Namespace
+) -> dict[str, float]:
     """Return medians over the steps: milliseconds of each part, and the share of overhead."""
     params = SamplingParams(
-        temperature=options.temperature, seed=1, ignore_eos=True, max_tokens=options.steps + WARM_UP + size + 8
+        temperature=options.temperature,
+        seed=1,
+        ignore_eos=True,
+        max_tokens=options.steps + WARM_UP + size + 8,
     )
-    prompts = [tuple(1 + (7919 * n + 31 * i) % 250 for i in range(options.context)) for n in range(size)]
+    prompts = [
+        tuple(1 + (7919 * n + 31 * i) % 250 for i in range(options.context)) for n in range(size)
+    ]
     requests = engine.add_requests(prompts, params)
     begun: set[str] = set()
     while len(begun) < size:
@@ -121,13 +140,23 @@ def _show(found: dict[int, dict[str, float]], engine: str, console: Console) -> 
         table.add_column(str(size), justify="right", no_wrap=True)
     for part in (*PARTS.values(), AROUND, WHOLE):
         if any(figures.get(part) for figures in found.values()):
-            table.add_row(part, *(f"{f[part]:.2f} {f[part] / f[WHOLE]:>4.0%}" for f in found.values()))
+            table.add_row(
+                part, *(f"{f[part]:.2f} {f[part] / f[WHOLE]:>4.0%}" for f in found.values())
+            )
     console.print(table)
-    said = ", ".join(_overhead(size, figures[OUTSIDE]) for size, figures in found.items() if OUTSIDE in figures)
+    said = ", ".join(
+        _overhead(size, figures[OUTSIDE]) for size, figures in found.items() if OUTSIDE in figures
+    )
     if said:
-        console.print(f"outside of linear layers and attention: {said}", highlight=False, soft_wrap=True)
+        console.print(
+            f"outside of linear layers and attention: {said}", highlight=False, soft_wrap=True
+        )
 
 
 def _overhead(size: int, share: float) -> str:
-    goal = f" ({'≤' if share <= GOAL else '>'} the goal of {GOAL:.0%})" if size == GOAL_SEQUENCES else ""
+    goal = (
+        f" ({'≤' if share <= GOAL else '>'} the goal of {GOAL:.0%})"
+        if size == GOAL_SEQUENCES
+        else ""
+    )
     return f"{share:.1%} at {size}{goal}"

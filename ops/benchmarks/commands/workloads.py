@@ -9,7 +9,9 @@ from ops.benchmarks.measure.workload_files import SHAPES, generate
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--share", type=float, default=1.0, help="scale the number of requests (0.25: a quarter)")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="scale the number of requests (0.25: a quarter)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:

@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of generated shapes")
-    parser.add_argument("--share", type=float, default=1.0, help="scale the number of requests of generated shapes")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="scale the number of requests of generated shapes"
+    )
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=0, help="0: what torch chooses")
@@ -123,21 +125,33 @@ def _measure(
     console: Console,
 ) -> dict[str, object]:
     options = _options(arguments)
-    logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))  # removed at the end; an error leaves them
+    logs = Path(
+        tempfile.mkdtemp(prefix="tokenmill-bench-")
+    )  # removed at the end; an error leaves them
     with ExitStack() as stack, console.status("starting the engines") as status:
         children = []
         for name in names:
             kind = _kind(name, options, status.update)
-            child = Child(kind, options_for(name, options, status.update), logs / f"{name.replace(' ', '-')}.log")
+            child = Child(
+                kind,
+                options_for(name, options, status.update),
+                logs / f"{name.replace(' ', '-')}.log",
+            )
             stack.callback(child.close)
             child.wait_ready(status.update)
-            console.print(f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False)
+            console.print(
+                f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False
+            )
             journal.engines[name] = child.description
             children.append(child)
         for workload in workloads:
             quantization = str(options.settings.get(QUANTIZATION, ""))
-            measurement = Measurement(workload, tuple(names), frozenset(filter(is_floor, names)), quantization)
-            run_rounds(children, measurement, arguments.rounds, status.update, journal.begin(measurement))
+            measurement = Measurement(
+                workload, tuple(names), frozenset(filter(is_floor, names)), quantization
+            )
+            run_rounds(
+                children, measurement, arguments.rounds, status.update, journal.begin(measurement)
+            )
             journal.show()
     shutil.rmtree(logs, ignore_errors=True)
     strict = options.dtype == "float32" and QUANTIZATION not in options.settings
@@ -163,7 +177,9 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    return Kind(name, module, PeerEnvironment(name).ensure_vllm(waiting), tuple(environment.items()))
+    return Kind(
+        name, module, PeerEnvironment(name).ensure_vllm(waiting), tuple(environment.items())
+    )
 
 
 def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
@@ -173,13 +189,19 @@ def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOp
     GGUF file (llama.cpp).
     """
     if is_floor(name):
-        return dataclasses.replace(options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")})
+        return dataclasses.replace(
+            options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")}
+        )
     if name in (UNQUANTISED, WIDE):
         kept = {key: value for key, value in options.settings.items() if key != QUANTIZATION}
-        return dataclasses.replace(options, settings={**kept, "narrow_weights": False} if name == WIDE else kept)
+        return dataclasses.replace(
+            options, settings={**kept, "narrow_weights": False} if name == WIDE else kept
+        )
     if name == LLAMA_CPP:
         kind = gguf_weights.KINDS[str(options.settings.get(QUANTIZATION, "none"))]
-        path = gguf_weights.weights_for(options.model, kind, ROOT / ".cache" / "bench-models", waiting)
+        path = gguf_weights.weights_for(
+            options.model, kind, ROOT / ".cache" / "bench-models", waiting
+        )
         asked = {key: value for key, value in options.settings.items() if key == QUANTIZATION}
         return dataclasses.replace(options, model=str(path), settings=asked)
     if name != VLLM:

@@ -46,7 +46,9 @@ class Journal:
             self._keep(
                 {**self.results, "complete": False}
             )  # written before printed, so that the file has every printed turn
-            self._console.print(turn_line(measurement, name, turn, self._rounds), markup=False, soft_wrap=True)
+            self._console.print(
+                turn_line(measurement, name, turn, self._rounds), markup=False, soft_wrap=True
+            )
 
         return told
 

@@ -35,7 +35,10 @@ DETAILS = {
     **{
         key: text
         for name, words in STAGES.items()
-        for key, text in ((f"stage_{name}_p50_ms", f"{words} {{:.2f}}"), (f"stage_{name}_p99_ms", "p99 {:.1f}"))
+        for key, text in (
+            (f"stage_{name}_p50_ms", f"{words} {{:.2f}}"),
+            (f"stage_{name}_p99_ms", "p99 {:.1f}"),
+        )
     },
     "calls_per_step": "{:.2f} scripts a step",
     "script_ms": "of {:.2f} ms in the server",
@@ -58,7 +61,9 @@ def turn_line(measurement: Measurement, name: str, turn: Turn, rounds: int) -> s
 def record(measurement: Measurement) -> dict[str, Any]:
     """Return a measurement for the JSON; it may be unfinished."""
     workload = measurement.workload
-    comparisons = {name: _comparison(measurement, name) for name in measurement.peers if measurement.num_rounds}
+    comparisons = {
+        name: _comparison(measurement, name) for name in measurement.peers if measurement.num_rounds
+    }
     compared = [found for name, found in comparisons.items() if name not in measurement.floors]
     return {
         "workload": workload.name,
@@ -66,8 +71,14 @@ def record(measurement: Measurement) -> dict[str, Any]:
         "prompt_tokens": workload.num_prompt_tokens,
         "output_tokens": workload.num_output_tokens,
         "quantization": measurement.quantization,
-        "rounds": {name: [turn.figures for turn in turns] for name, turns in measurement.turns.items()},
-        "summary": {name: summary(measurement.figures(name)) for name in measurement.names if measurement.num_rounds},
+        "rounds": {
+            name: [turn.figures for turn in turns] for name, turns in measurement.turns.items()
+        },
+        "summary": {
+            name: summary(measurement.figures(name))
+            for name in measurement.names
+            if measurement.num_rounds
+        },
         "comparisons": comparisons,
         "equal": all(found["equal_requests"] == found["requests"] for found in compared),
     }
@@ -80,7 +91,11 @@ def _comparison(measurement: Measurement, name: str) -> dict[str, Any]:
         pairs = measurement.pairs(name)
         equal = min(equal_requests(ours, theirs)[0] for ours, theirs in pairs)
         share = min(equal_tokens(ours, theirs) for ours, theirs in pairs)
-        found |= {"equal_requests": equal, "requests": len(measurement.workload.requests), "equal_tokens": share}
+        found |= {
+            "equal_requests": equal,
+            "requests": len(measurement.workload.requests),
+            "equal_tokens": share,
+        }
     return found
 
 
@@ -107,7 +122,11 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_column("same\ntokens", justify="right", no_wrap=True)
     for name in names:
         comparison = result["comparisons"].get(name, {})
-        table.add_row(name, *_cells(result["summary"][name]), *(_comparison_cells(comparison) if others else ()))
+        table.add_row(
+            name,
+            *_cells(result["summary"][name]),
+            *(_comparison_cells(comparison) if others else ()),
+        )
     console.print(table)
     for line in _lines(result):
         console.print(line, soft_wrap=True)
@@ -115,13 +134,20 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def _cells(figures: dict[str, dict[str, float]]) -> list[str]:
     spread = f"{figures['output_tok_s']['spread']:.0%}"
-    return [spread if key == "spread" else _number(figures[key]["median"]) if key in figures else "" for key in COLUMNS]
+    return [
+        spread if key == "spread" else _number(figures[key]["median"]) if key in figures else ""
+        for key in COLUMNS
+    ]
 
 
 def _comparison_cells(comparison: dict[str, Any]) -> tuple[str, str]:
     if not comparison:
         return "", ""
-    same = f"{comparison['equal_requests']}/{comparison['requests']}" if "requests" in comparison else ""
+    same = (
+        f"{comparison['equal_requests']}/{comparison['requests']}"
+        if "requests" in comparison
+        else ""
+    )
     return f"{comparison['ratio']:.2f}", same
 
 
@@ -130,9 +156,13 @@ def _lines(result: dict[str, Any]) -> list[str]:
     lines = []
     for name, figures in result["summary"].items():
         found = result["comparisons"].get(name, {})
-        said = [text.format(figures[key]["median"]) for key, text in DETAILS.items() if key in figures]
+        said = [
+            text.format(figures[key]["median"]) for key, text in DETAILS.items() if key in figures
+        ]
         if found:
-            said.insert(0, f"ratio by round {', '.join(f'{ratio:.2f}' for ratio in found['ratios'])}")
+            said.insert(
+                0, f"ratio by round {', '.join(f'{ratio:.2f}' for ratio in found['ratios'])}"
+            )
         if found.get("equal_requests") != found.get("requests"):
             said.append(f"{found['equal_tokens']:.1%} of the tokens come before a first difference")
         if said:
@@ -151,9 +181,13 @@ def show_summary(results: Sequence[dict[str, Any]], console: Console) -> None:
     for name in others:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for result in results:
-        is_reading = result["output_tokens"] == result["requests"]  # one token each: the speed is that of the prompts
+        is_reading = (
+            result["output_tokens"] == result["requests"]
+        )  # one token each: the speed is that of the prompts
         speed = result["summary"][ours]["prompt_tok_s" if is_reading else "output_tok_s"]["median"]
-        cells = [_with_goal(result["comparisons"][name]["ratio"], _goal(result, name)) for name in others]
+        cells = [
+            _with_goal(result["comparisons"][name]["ratio"], _goal(result, name)) for name in others
+        ]
         table.add_row(result["workload"], _number(speed) + (" in" if is_reading else ""), *cells)
     goals = any(_goal(result, name) for result in results for name in others)
     console.print(f"\n[b]all[/b]: {ours}'s tok/s over each{'; ≥ or < the goal' if goals else ''}")
@@ -168,7 +202,11 @@ def _goal(result: dict[str, Any], other: str) -> float | None:
 def _with_goal(ratio: float, goal: float | None) -> str:
     if goal is None:
         return f"{ratio:.2f}"
-    return f"[green]{ratio:.2f} ≥ {goal:g}[/green]" if ratio >= goal else f"[yellow]{ratio:.2f} < {goal:g}[/yellow]"
+    return (
+        f"[green]{ratio:.2f} ≥ {goal:g}[/green]"
+        if ratio >= goal
+        else f"[yellow]{ratio:.2f} < {goal:g}[/yellow]"
+    )
 
 
 def _number(value: float) -> str:

@@ -53,12 +53,19 @@ def summarise(spans: Iterable[tuple[float, float, str]], steps: int) -> dict[str
             reached, last = end, name
     whole = reached - first
     kernels = [(name, took) for name, took in _largest(worked) if took > LEAST_SHARE * whole]
-    named = sorted(((took, between) for between, took in idle.items() if took > LEAST_SHARE * whole), reverse=True)
+    named = sorted(
+        ((took, between) for between, took in idle.items() if took > LEAST_SHARE * whole),
+        reverse=True,
+    )
     return {
         "busy": 1.0 - sum(idle.values()) / whole,
         "step_ms": whole / 1e3 / steps,
-        "kernels": [{"name": n, "ms": took / 1e3 / steps, "share": took / whole} for n, took in kernels],
-        "gaps": [{"between": b, "ms": took / 1e3 / steps, "share": took / whole} for took, b in named],
+        "kernels": [
+            {"name": n, "ms": took / 1e3 / steps, "share": took / whole} for n, took in kernels
+        ],
+        "gaps": [
+            {"between": b, "ms": took / 1e3 / steps, "share": took / whole} for took, b in named
+        ],
     }
 
 

@@ -91,7 +91,9 @@ def decode(
     synchronise(torch.device(options.device))
     _end(engine, requests)
     step_s = statistics.median(times)
-    weights, kept = (getattr(torch, name).itemsize for name in (options.dtype, engine.runner.config.kv_dtype))
+    weights, kept = (
+        getattr(torch, name).itemsize for name in (options.dtype, engine.runner.config.kv_dtype)
+    )
     read = sum(contexts) + batch * options.steps // 2
     moved = shape.num_weights * weights + shape.kv_bytes(read, kept)
     computed = 2 * shape.num_weights * batch + shape.attention_operations(read)
@@ -105,11 +107,15 @@ def decode(
     }
 
 
-def prefill(engine: Engine, shape: Shape, ceilings: Ceilings, options: argparse.Namespace) -> dict[str, float]:
+def prefill(
+    engine: Engine, shape: Shape, ceilings: Ceilings, options: argparse.Namespace
+) -> dict[str, float]:
     times = []
     for seed in range(4):
         started = time.perf_counter()
-        engine.add_request(_prompt(shape, options.prefill, seed), SamplingParams(temperature=0, max_tokens=1))
+        engine.add_request(
+            _prompt(shape, options.prefill, seed), SamplingParams(temperature=0, max_tokens=1)
+        )
         while engine.has_work:
             engine.step()
         times.append(time.perf_counter() - started)
@@ -131,7 +137,10 @@ def mixed_load(shape: Shape, share: float) -> Workload:
     return Workload(
         workload.name,
         tuple(
-            WorkloadRequest(tuple(1 + token % (shape.vocab_size - 1) for token in request.prompt), request.max_tokens)
+            WorkloadRequest(
+                tuple(1 + token % (shape.vocab_size - 1) for token in request.prompt),
+                request.max_tokens,
+            )
             for request in workload.requests
         ),
     )
@@ -146,7 +155,11 @@ class Ours(Tokenmill):
 
 
 def _start(
-    engine: Engine, shape: Shape, contexts: Sequence[int], options: argparse.Namespace, params: SamplingParams
+    engine: Engine,
+    shape: Shape,
+    contexts: Sequence[int],
+    options: argparse.Namespace,
+    params: SamplingParams,
 ) -> list[str]:
     """Start sequences of these lengths.
 
@@ -157,7 +170,9 @@ def _start(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed, ignore_eos=True,
         max_tokens=options.steps + spare,
     )  # fmt: skip
-    requests = engine.add_requests([_prompt(shape, count, seed) for seed, count in enumerate(contexts)], limits)
+    requests = engine.add_requests(
+        [_prompt(shape, count, seed) for seed, count in enumerate(contexts)], limits
+    )
     seen: set[str] = set()
     while len(seen) < len(contexts):
         seen |= {event.request_id for event in engine.step() if event.token_ids}

@@ -39,14 +39,24 @@ class Shape:
         """Number of weights that one token is multiplied with."""
         heads = self.num_attention_heads + 2 * self.num_key_value_heads
         attention = self.hidden_size * self.head_dim * (heads + self.num_attention_heads)
-        return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size) + self.head_weights
+        return (
+            self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+            + self.head_weights
+        )
 
     @property
     def head_weights(self) -> int:
         return self.hidden_size * self.vocab_size
 
     def kv_bytes(self, tokens: int, itemsize: int) -> int:
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * tokens * itemsize
+        return (
+            2
+            * self.num_hidden_layers
+            * self.num_key_value_heads
+            * self.head_dim
+            * tokens
+            * itemsize
+        )
 
     def attention_operations(self, pairs: int) -> int:
         """Count the operations of attention for (query, key) pairs: logits and the sum of values."""
@@ -71,7 +81,9 @@ def random_model(shape: Shape, device: str, dtype: torch.dtype) -> Any:
 
     register()
     fields = asdict(shape)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields, tie_word_embeddings=False, eos_token_id=0)
+    config = AutoConfig.for_model(
+        fields.pop("model_type"), **fields, tie_word_embeddings=False, eos_token_id=0
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

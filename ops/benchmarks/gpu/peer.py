@@ -37,7 +37,11 @@ def beside(
     largest = max(options.batch)
     pool = min(POOL_TOKENS, largest * 1024)
     config = configure(
-        shape, options, num_blocks=pool // 16 + 1, max_num_batched_tokens=min(8192, options.prefill), prefix_cache=True
+        shape,
+        options,
+        num_blocks=pool // 16 + 1,
+        max_num_batched_tokens=min(8192, options.prefill),
+        prefix_cache=True,
     )
     engine = engine_of(loaded, config)
     theirs = random_model(shape, options.device, getattr(torch, options.dtype))
@@ -58,11 +62,17 @@ def beside(
 
 
 def take_turns(
-    contenders: dict[str, MeasuredEngine], load: Workload, rounds: int, keep: Callable[[dict[str, Any]], None]
+    contenders: dict[str, MeasuredEngine],
+    load: Workload,
+    rounds: int,
+    keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     found: dict[str, list[float]] = {name: [] for name in contenders}
     answers: dict[str, list[list[int]]] = {}
-    record: dict[str, Any] = {"requests": len(load.requests), "peer": contenders["transformers"].description}
+    record: dict[str, Any] = {
+        "requests": len(load.requests),
+        "peer": contenders["transformers"].description,
+    }
     for _ in range(rounds):
         for name, contender in contenders.items():
             measured = contender.run(load.requests)

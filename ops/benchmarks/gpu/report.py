@@ -21,7 +21,11 @@ def describe(device: str) -> dict[str, Any]:
     """Return the device's properties and the versions of torch and transformers."""
     import transformers
 
-    found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, "name": device}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "name": device,
+    }
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
         found |= {
@@ -39,7 +43,8 @@ def tell(console: Console, what: str, found: Any) -> None:
 def show(console: Console, record: dict[str, Any]) -> None:
     ceilings = record["ceilings"]
     console.print(
-        f"ceilings: {ceilings['bytes_s'] / 1e9:,.1f} GB/s, {ceilings['operations_s'] / 1e12:,.2f} TFLOP/s", markup=False
+        f"ceilings: {ceilings['bytes_s'] / 1e9:,.1f} GB/s, {ceilings['operations_s'] / 1e12:,.2f} TFLOP/s",
+        markup=False,
     )
     for name, found in record["results"].items():
         console.print(_table(name, found))
@@ -65,7 +70,9 @@ def goals(record: dict[str, Any]) -> list[str]:
 
 
 def _table(name: str, found: dict[str, Any]) -> Table:
-    table = Table(title=f"{name}: share of the ceilings, measured in this run", title_justify="left")
+    table = Table(
+        title=f"{name}: share of the ceilings, measured in this run", title_justify="left"
+    )
     for column in ("", "tokens/s", "ms", "of the bandwidth", "of the roofline"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for what, figures in found.items():
@@ -81,7 +88,9 @@ def _table(name: str, found: dict[str, Any]) -> Table:
             for engine, rate in figures["tokens_s"].items():
                 table.add_row(f"{what}: {engine}", f"{rate:,.0f}", "", "", "")
         if "times_transformers" in figures:
-            table.add_row(f"{what}: times Transformers", f"{figures['times_transformers']:.2f}", "", "", "")
+            table.add_row(
+                f"{what}: times Transformers", f"{figures['times_transformers']:.2f}", "", "", ""
+            )
     return table
 
 
@@ -98,8 +107,11 @@ def _profile(title: str, figures: dict[str, Any]) -> Table:
 
 def _short(found: Any) -> str:
     if isinstance(found, dict):
-        pairs = ((name, value) for name, value in found.items() if not isinstance(value, list | dict))
+        pairs = (
+            (name, value) for name, value in found.items() if not isinstance(value, list | dict)
+        )
         return ", ".join(
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in pairs
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in pairs
         )
     return found if isinstance(found, str) else json.dumps(found)

@@ -21,10 +21,14 @@ def cpu_seconds(pid: int) -> float:
 
     Raises OSError where the system has no such clock; Linux has it.
     """
-    return time.clock_gettime(~pid << 3 | 2)  # the process's CPU clock id, as clock_getcpuclockid(3) builds it
+    return time.clock_gettime(
+        ~pid << 3 | 2
+    )  # the process's CPU clock id, as clock_getcpuclockid(3) builds it
 
 
-def wait_until_quiet(proc: Path = Path("/proc"), pause: Callable[[float], None] = time.sleep) -> None:
+def wait_until_quiet(
+    proc: Path = Path("/proc"), pause: Callable[[float], None] = time.sleep
+) -> None:
     """Wait until the cores are nearly idle, for QUIET_LIMIT_S at most.
 
     Work that an engine does after its turn must not count in the next engine's turn.
@@ -33,7 +37,11 @@ def wait_until_quiet(proc: Path = Path("/proc"), pause: Callable[[float], None] 
     for _ in range(round(QUIET_LIMIT_S / QUIET_LOOK_S)):
         pause(QUIET_LOOK_S)
         after = _cores(proc)
-        if before is None or after is None or after.busy - before.busy <= QUIET_SHARE * (after.total - before.total):
+        if (
+            before is None
+            or after is None
+            or after.busy - before.busy <= QUIET_SHARE * (after.total - before.total)
+        ):
             return
         before = after
 

@@ -34,7 +34,9 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
     num_output = sum(len(tokens) for tokens in measured.tokens)
     tpot = [
         (last - first) / (len(tokens) - 1)
-        for first, last, tokens in zip(measured.first_s, measured.last_s, measured.tokens, strict=True)
+        for first, last, tokens in zip(
+            measured.first_s, measured.last_s, measured.tokens, strict=True
+        )
         if len(tokens) > 1
     ]
     figures = {
@@ -85,7 +87,10 @@ def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
     for name in rounds[0]:
         values = [figures[name] for figures in rounds]
         median = statistics.median(values)
-        result[name] = {"median": median, "spread": (max(values) - min(values)) / median if median else 0.0}
+        result[name] = {
+            "median": median,
+            "spread": (max(values) - min(values)) / median if median else 0.0,
+        }
     return result
 
 

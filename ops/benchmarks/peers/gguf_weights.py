@@ -40,9 +40,13 @@ def _source(model: str) -> Path:
     from tokenmill_worker.engine.model.model_files import BUILT_IN
 
     path = Path(model).expanduser()
-    files = BUILT_IN[model].files() if model in BUILT_IN else [path] if path.suffix == ".gguf" else []
+    files = (
+        BUILT_IN[model].files() if model in BUILT_IN else [path] if path.suffix == ".gguf" else []
+    )
     if len(files) != 1 or not files[0].is_file():
-        raise ValueError(f"llama.cpp reads GGUF files, and {model} does not come as one file of that kind")
+        raise ValueError(
+            f"llama.cpp reads GGUF files, and {model} does not come as one file of that kind"
+        )
     return files[0]
 
 
@@ -80,10 +84,14 @@ def _announce(writer: Any, name: str, shape: list[int], *, is_packed: bool) -> N
     if is_packed:
         bytes_ = quant_shape_to_byte_shape(shape, GGMLQuantizationType.Q8_0)
         size = int(numpy.prod(bytes_))
-        writer.add_tensor_info(name, bytes_, numpy.dtype(numpy.uint8), size, GGMLQuantizationType.Q8_0)
+        writer.add_tensor_info(
+            name, bytes_, numpy.dtype(numpy.uint8), size, GGMLQuantizationType.Q8_0
+        )
     else:
         size = 4 * int(numpy.prod(shape))
-        writer.add_tensor_info(name, shape, numpy.dtype(numpy.float32), size, GGMLQuantizationType.F32)
+        writer.add_tensor_info(
+            name, shape, numpy.dtype(numpy.float32), size, GGMLQuantizationType.F32
+        )
 
 
 def _packed(values: Any) -> Any:

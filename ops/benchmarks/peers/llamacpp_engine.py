@@ -84,13 +84,17 @@ class LlamaCpp:
         params.no_perf = True
         if self._is_float:
             params.type_k = params.type_v = self._api.GGML_TYPE_F32
-            params.flash_attn_type = _NO_FLASH  # its flash attention rounds more: other tokens, not faster here
+            params.flash_attn_type = (
+                _NO_FLASH  # its flash attention rounds more: other tokens, not faster here
+            )
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
             raise RuntimeError("llama.cpp could not make a context")
         return context
 
-    def _serve(self, context: Any, batch: Any, requests: tuple[WorkloadRequest, ...], slots: int) -> Round:
+    def _serve(
+        self, context: Any, batch: Any, requests: tuple[WorkloadRequest, ...], slots: int
+    ) -> Round:
         memory = self._api.llama_get_memory(context)
         waiting = deque(enumerate(requests))
         free = list(range(slots))
@@ -160,7 +164,9 @@ def fill(batch: Any, running: Sequence[Running], limit: int) -> list[tuple[int, 
     for sequence in running:
         prompt = sequence.request.prompt
         room = limit - batch.n_tokens
-        for token in prompt[sequence.position : sequence.position + room] if not sequence.tokens else ():
+        for token in (
+            prompt[sequence.position : sequence.position + room] if not sequence.tokens else ()
+        ):
             is_last = sequence.position + 1 == len(prompt)
             row = _add(batch, sequence, token, wants_logits=is_last)
             if is_last:

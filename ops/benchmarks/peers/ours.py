@@ -11,7 +11,9 @@ from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
 class Tokenmill:
     def __init__(self, options: EngineOptions) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the worker sets it for the engine's process
+        os.environ.setdefault(
+            "OMP_WAIT_POLICY", "PASSIVE"
+        )  # as the worker sets it for the engine's process
         fields: dict[str, object] = {"block_size": 16, **options.settings}
         fields.setdefault("num_blocks", options.pool_tokens // int(str(fields["block_size"])) + 1)
         config = EngineConfig(
@@ -34,7 +36,10 @@ class Tokenmill:
         engine = self._engine
         engine.scheduler.reset_prefix_cache()  # otherwise a later round finds the prompts of an earlier one
         before = engine.stats()
-        params = [SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
+        params = [
+            SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True)
+            for r in requests
+        ]
         first: dict[str, float] = {}
         last: dict[str, float] = {}
         batch_sizes = []

@@ -63,7 +63,8 @@ class Notes:
             num_tokens: number of tokens of all jobs.
         """
         return self.num_tokens >= num_tokens and all(
-            count in self.frames[job] and count in self.appends[job] for job, count in lengths.items()
+            count in self.frames[job] and count in self.appends[job]
+            for job, count in lengths.items()
         )
 
 
@@ -110,7 +111,9 @@ class TimedClient(AsyncClient):
         self.hub = self._hub = TimedHub(self._redis)
 
 
-def latencies(notes: Notes, heard: dict[str, Passage], told: dict[str, Passage]) -> tuple[list[float], dict[str, Any]]:
+def latencies(
+    notes: Notes, heard: dict[str, Passage], told: dict[str, Passage]
+) -> tuple[list[float], dict[str, Any]]:
     """Return the latencies per chunk, from its step's end to the subscriber, and the same by stage.
 
     The stages are of the chunks that came by pub/sub.
@@ -123,7 +126,13 @@ def latencies(notes: Notes, heard: dict[str, Passage], told: dict[str, Passage])
                 continue
             whole.append(when - notes.ends[job][count])
             if count in notes.appends[job] and count in heard[job]:
-                times = (notes.ends[job], notes.frames[job], notes.appends[job], heard[job], told[job])
+                times = (
+                    notes.ends[job],
+                    notes.frames[job],
+                    notes.appends[job],
+                    heard[job],
+                    told[job],
+                )
                 moments = [passage[count] for passage in times]
                 for name, before, after in zip(stages, moments, moments[1:], strict=False):
                     stages[name].append(after - before)

@@ -73,9 +73,12 @@ class Notes:
                 self._appends.append((now, job, item.chunk.end))
 
     def write(self) -> None:
-        self._file.writelines(f"step {end} {sequences} {tokens}\n" for end, sequences, tokens in self._steps)
         self._file.writelines(
-            f"token {end} {now} {job_of(request)} {count}\n" for end, now, request, count in self._tokens
+            f"step {end} {sequences} {tokens}\n" for end, sequences, tokens in self._steps
+        )
+        self._file.writelines(
+            f"token {end} {now} {job_of(request)} {count}\n"
+            for end, now, request, count in self._tokens
         )
         self._file.writelines(f"append {now} {job} {count}\n" for now, job, count in self._appends)
         self._file.flush()

@@ -18,7 +18,9 @@ PAGE_SIZE = 32
 
 
 class TransformersBatching:
-    def __init__(self, options: EngineOptions, model: Any = None, deadline: float = math.inf) -> None:
+    def __init__(
+        self, options: EngineOptions, model: Any = None, deadline: float = math.inf
+    ) -> None:
         """Set up; `model` is already on its device, or None to load it where our engine would.
 
         A round raises TimeoutError at `deadline`, a time of the monotonic clock.
@@ -35,24 +37,32 @@ class TransformersBatching:
         self._model: Any = _load(options) if model is None else model
         self._model.generation_config.do_sample = False
         self._model.generation_config.eos_token_id = -1  # means: none
-        self.description = f"Transformers {__version__} continuous batching, sdpa, page_size={PAGE_SIZE}"
+        self.description = (
+            f"Transformers {__version__} continuous batching, sdpa, page_size={PAGE_SIZE}"
+        )
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         from transformers import ContinuousBatchingConfig
 
         names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
         settings: dict[str, Any] = {
-            "page_size" if "page_size" in names else "block_size": PAGE_SIZE,  # name in older releases
+            "page_size"
+            if "page_size" in names
+            else "block_size": PAGE_SIZE,  # name in older releases
             "num_blocks": self._options.pool_tokens // PAGE_SIZE,
             "max_batch_tokens": self._options.max_batch_tokens,
         }
         config = ContinuousBatchingConfig(**settings)
         finished: dict[int, Any] = {}
-        with self._model.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        with self._model.continuous_batching_context_manager(
+            continuous_batching_config=config
+        ) as manager:
             self._wake(manager)
             started = time.perf_counter()
             # Its add_requests takes one max_new_tokens for all; the order is its own, for prefix hits.
-            for index in sorted(range(len(requests)), key=lambda i: requests[i].prompt, reverse=True):
+            for index in sorted(
+                range(len(requests)), key=lambda i: requests[i].prompt, reverse=True
+            ):
                 request = requests[index]
                 manager.add_request(
                     list(request.prompt),

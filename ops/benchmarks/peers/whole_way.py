@@ -69,28 +69,38 @@ class WholeWay:
     ) -> None:
         self._one_in = one_in  # one job in so many is noted
         self._undo = ExitStack()
-        folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-")))
+        folder = Path(
+            self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-"))
+        )
         self._notes = folder / "notes"
         self._notes.touch()
         socket = folder / "valkey.sock"
-        self._valkey = EmbeddedValkey(settings={"unixsocket": str(socket)}, at_death=signal.SIGKILL).start()
+        self._valkey = EmbeddedValkey(
+            settings={"unixsocket": str(socket)}, at_death=signal.SIGKILL
+        ).start()
         self._undo.callback(self._valkey.stop)
         self.url = self._valkey.url if by_tcp else f"unix://{socket}"
         self.database = f"sqlite:///{folder / 'results.db'}"
         migrate.upgrade(self.database)
         settings = os.environ | self._settings(options)
         command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
-        self._worker = Tether(command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer)
+        self._worker = Tether(
+            command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer
+        )
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
         asyncio.run(self._wait_ready())
         self._loop = self._undo.enter_context(asyncio.Runner())
-        self._client = self._loop.run(self._connect())  # lives longer than a job, as a web backend's client does
+        self._client = self._loop.run(
+            self._connect()
+        )  # lives longer than a job, as a web backend's client does
         self._undo.callback(lambda: self._loop.run(self._client.close()))
         gc.collect()
         gc.freeze()  # garbage collection skips the benchmark's own objects from here on
         link = "TCP" if by_tcp else "a Unix socket"
-        self.description = f"Valkey (append-only, by {link}), worker, SQLite (WAL), a subscriber per job"
+        self.description = (
+            f"Valkey (append-only, by {link}), worker, SQLite (WAL), a subscriber per job"
+        )
 
     @classmethod
     def model_free(cls, model: str, log: BinaryIO) -> Self:
@@ -98,7 +108,9 @@ class WholeWay:
 
         It uses TCP, as its peers do. The worker's output goes to `log`.
         """
-        options = EngineOptions(model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18)
+        options = EngineOptions(
+            model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18
+        )
         return cls(options, log, one_in=1, by_tcp=True)
 
     def _settings(self, options: EngineOptions) -> dict[str, str]:
@@ -152,7 +164,10 @@ class WholeWay:
             **stage_figures(done),
             "scripts_per_job": (done.script_calls or 0) / jobs,
             "scripts_per_step": (done.script_calls or 0) / max(1, len(done.batch_sizes)),
-            **{f"cpu_{part}_us": 1e6 * seconds / (jobs * tokens) for part, seconds in done.cpu_s.items()},
+            **{
+                f"cpu_{part}_us": 1e6 * seconds / (jobs * tokens)
+                for part, seconds in done.cpu_s.items()
+            },
         }
 
     def single_jobs(self, count: int) -> dict[str, float]:
@@ -162,7 +177,10 @@ class WholeWay:
         token.
         """
         rounds = [self.run(_plain_requests(1, 4)) for _ in range(count)]
-        waits = {"submit": [done.engine_s[0] for done in rounds], "start": [done.first_s[0] for done in rounds]}
+        waits = {
+            "submit": [done.engine_s[0] for done in rounds],
+            "start": [done.first_s[0] for done in rounds],
+        }
         return {
             f"{name}_{rank}_ms": 1e3 * percentile(values, share)
             for name, values in waits.items()
@@ -210,7 +228,9 @@ class WholeWay:
     def _read_notes(self, offset: int, readings: list[Reading]) -> Notes:
         """Read the worker's notes; the worker writes its file a moment after the last chunk."""
         deadline = time.monotonic() + 10.0
-        lengths = {reading.job: len(reading.tokens) for reading in readings if reading.times is not None}
+        lengths = {
+            reading.job: len(reading.tokens) for reading in readings if reading.times is not None
+        }
         num_tokens = sum(len(reading.tokens) for reading in readings)
         while not (notes := Notes.read(self._notes, offset)).are_complete(lengths, num_tokens):
             if time.monotonic() > deadline:
@@ -220,7 +240,11 @@ class WholeWay:
 
     def _cpu(self) -> dict[str, float]:
         """Return the CPU seconds of each process so far; the worker's do not include its engine's."""
-        pids = {"worker": self._worker.process.pid, "server": self._valkey.pid, "subscribers": os.getpid()}
+        pids = {
+            "worker": self._worker.process.pid,
+            "server": self._valkey.pid,
+            "subscribers": os.getpid(),
+        }
         return {part: cpu_seconds(pid) for part, pid in pids.items()}
 
     def _scripts(self) -> tuple[int, float]:
@@ -236,7 +260,9 @@ class WholeWay:
 
 
 def _plain_requests(count: int, tokens: int) -> tuple[WorkloadRequest, ...]:
-    return tuple(WorkloadRequest(prompt=tuple(range(97, 113)), max_tokens=tokens) for _ in range(count))
+    return tuple(
+        WorkloadRequest(prompt=tuple(range(97, 113)), max_tokens=tokens) for _ in range(count)
+    )
 
 
 def _round(started: float, wall_s: float, readings: list[Reading], notes: Notes) -> Round:

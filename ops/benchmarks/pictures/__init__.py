@@ -30,7 +30,11 @@ def draw(record: dict[str, Any], path: Path) -> Path:
     check(path)
     command = record["command"]
     if command not in COMMANDS:
-        raise PictureError(f"there is no picture of {command}; there is one of {', '.join(COMMANDS)}")
-    figure = importlib.import_module(f"ops.benchmarks.pictures.{COMMANDS[command]}").figure_of(record)
+        raise PictureError(
+            f"there is no picture of {command}; there is one of {', '.join(COMMANDS)}"
+        )
+    figure = importlib.import_module(f"ops.benchmarks.pictures.{COMMANDS[command]}").figure_of(
+        record
+    )
     figure.savefig(path, dpi=150)
     return path

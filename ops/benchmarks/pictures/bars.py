@@ -72,11 +72,19 @@ def _throughput(axes: Axes, result: dict[str, Any], names: Sequence[str]) -> Non
     key = "prompt_tok_s" if is_reading else "output_tok_s"
     axes.set_title(result["workload"])
     axes.set_xlabel(f"{'prompt' if is_reading else 'output'} tokens per second")
-    _bars(axes, [_values(result, name, key) for name in names], [_colour(name, names) for name in names])
+    _bars(
+        axes,
+        [_values(result, name, key) for name in names],
+        [_colour(name, names) for name in names],
+    )
 
 
 def _latency(
-    axes: Axes, result: dict[str, Any], names: Sequence[str], title: str, keys: tuple[str, str, float]
+    axes: Axes,
+    result: dict[str, Any],
+    names: Sequence[str],
+    title: str,
+    keys: tuple[str, str, float],
 ) -> None:
     """Draw the median request as the bar and the 99th percentile as a mark."""
     median, slow, scale = keys
@@ -85,9 +93,18 @@ def _latency(
     _bars(axes, values, [_colour(name, names) for name in names], labels=False)
     for place, name in enumerate(names):
         if tail := _values(result, name, slow):
-            axes.plot(scale * statistics.median(tail), place, marker="|", markersize=11, color=INK, markeredgewidth=1.6)
+            axes.plot(
+                scale * statistics.median(tail),
+                place,
+                marker="|",
+                markersize=11,
+                color=INK,
+                markeredgewidth=1.6,
+            )
     if not any(values):
-        axes.text(0.02, 0.5, "none: one token each", transform=axes.transAxes, color=INK, va="center")
+        axes.text(
+            0.02, 0.5, "none: one token each", transform=axes.transAxes, color=INK, va="center"
+        )
         axes.set_xticks([])
         axes.spines["bottom"].set_visible(False)
 
@@ -102,18 +119,32 @@ def _colour(name: str, names: Sequence[str]) -> str:
     return PALE if name.startswith("floor") else PEER
 
 
-def _bars(axes: Axes, values: Sequence[Sequence[float]], colours: Sequence[str], *, labels: bool = True) -> None:
+def _bars(
+    axes: Axes, values: Sequence[Sequence[float]], colours: Sequence[str], *, labels: bool = True
+) -> None:
     for place, (rounds, colour) in enumerate(zip(values, colours, strict=True)):
         if not rounds:
             continue
         middle = statistics.median(rounds)
         hatch = "///" if colour == PALE else None
-        axes.barh(place, middle, height=0.66, color=colour, hatch=hatch, edgecolor="white" if hatch else colour)
+        axes.barh(
+            place,
+            middle,
+            height=0.66,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white" if hatch else colour,
+        )
         whisker = [[middle - min(rounds)], [max(rounds) - middle]]
         axes.errorbar(middle, place, xerr=whisker, color=INK, linewidth=1, capsize=2.5, capthick=1)
         if labels:
             axes.annotate(
-                number(middle), (max(rounds), place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+                number(middle),
+                (max(rounds), place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
             )
 
 

@@ -23,7 +23,9 @@ def figure_of(record: dict[str, Any]) -> Figure:
     if not any(rows for *_, rows in shown):
         raise PictureError("the record holds no simulation")
     figure = new_figure(
-        12, 0.5 + 3.2 * len(shown), "In virtual time: an H200 by its cost model, the queue by its scripts' costs"
+        12,
+        0.5 + 3.2 * len(shown),
+        "In virtual time: an H200 by its cost model, the queue by its scripts' costs",
     )
     grid = figure.subplots(len(shown), 3, squeeze=False)
     for row, (fill, name, rows) in zip(grid, shown, strict=True):
@@ -35,12 +37,20 @@ def _load(row: Sequence[Axes], _name: str, rows: Rows) -> None:
     goodput, first, gap = row
     _curves(goodput, rows, ("load", "policy"), [("goodput", "-")])
     offered = sorted({(each["load"], each["offered"]) for each in rows})
-    goodput.plot(*zip(*offered, strict=True), color=INK, linestyle=":", linewidth=1, label="offered")
-    goodput.set(title="Goodput: requests/s within their limits", xlabel="load, share of capacity", ylim=(0, None))
+    goodput.plot(
+        *zip(*offered, strict=True), color=INK, linestyle=":", linewidth=1, label="offered"
+    )
+    goodput.set(
+        title="Goodput: requests/s within their limits",
+        xlabel="load, share of capacity",
+        ylim=(0, None),
+    )
     _curves(first, rows, ("load", "policy"), [("ttft_p50_s", "--"), ("ttft_p99_s", "-")])
     first.set(title="Time to first token, interactive, s", xlabel="load (solid: p99, dashed: p50)")
     _curves(gap, rows, ("load", "policy"), [("tpot_p50_ms", "--"), ("tpot_p99_ms", "-")])
-    gap.set(title="Time per output token, ms", xlabel="load (solid: p99, dashed: p50)", ylim=(0, None))
+    gap.set(
+        title="Time per output token, ms", xlabel="load (solid: p99, dashed: p50)", ylim=(0, None)
+    )
     _logarithmic(first)
     goodput.legend(frameon=False, fontsize=8)
 
@@ -50,7 +60,13 @@ def _workers(row: Sequence[Axes], name: str, rows: Rows) -> None:
     key = ("workers", "kind")
     _curves(speed, rows, key, [("tokens_s", "-")])
     best = sorted({(each["workers"], each["offered_tokens_s"]) for each in rows})
-    speed.plot(*zip(*best, strict=True), color=INK, linestyle=":", linewidth=1, label="what the devices could do")
+    speed.plot(
+        *zip(*best, strict=True),
+        color=INK,
+        linestyle=":",
+        linewidth=1,
+        label="what the devices could do",
+    )
     speed.set(title=f"One queue, {name}: tokens/s of all workers", xlabel="workers")
     speed.legend(frameon=False, fontsize=8)
     _curves(use, rows, key, [("utilisation", "-")])
@@ -66,7 +82,9 @@ def _workers(row: Sequence[Axes], name: str, rows: Rows) -> None:
         axes.minorticks_off()
 
 
-def _curves(axes: Axes, rows: Rows, key: tuple[str, str], figures: Sequence[tuple[str, str]]) -> None:
+def _curves(
+    axes: Axes, rows: Rows, key: tuple[str, str], figures: Sequence[tuple[str, str]]
+) -> None:
     """Draw a colour and mark per kind, a line style per figure; infinite values have no point."""
     across, kind = key
     for number, name in enumerate(dict.fromkeys(row[kind] for row in rows)):

@@ -107,7 +107,9 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
             print(json.dumps(report, indent=2), file=sys.stderr)
             report["whole way"] = _whole_way(stack, source, arguments.memory, arguments.limit)
         if not arguments.only_way:
-            report["export"] = _apart("export", source, arguments.memory, stack.redis_url, stack.database_url)
+            report["export"] = _apart(
+                "export", source, arguments.memory, stack.redis_url, stack.database_url
+            )
     print(json.dumps(report, indent=2))
     return report
 
@@ -115,8 +117,18 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def write_lines(path: Path, count: int, tokens: int) -> None:
     with path.open("w") as file:
         for number in range(count):
-            body = {"model": "synthetic", "prompt": f"Number {number} is", "max_tokens": tokens, "ignore_eos": True}
-            line = {"custom_id": f"line-{number}", "method": "POST", "url": COMPLETIONS_URL, "body": body}
+            body = {
+                "model": "synthetic",
+                "prompt": f"Number {number} is",
+                "max_tokens": tokens,
+                "ignore_eos": True,
+            }
+            line = {
+                "custom_id": f"line-{number}",
+                "method": "POST",
+                "url": COMPLETIONS_URL,
+                "body": body,
+            }
             file.write(json.dumps(line) + "\n")
 
 
@@ -194,15 +206,27 @@ def _row(batch: Batch, line: int) -> JobRow:
     name, now = f"{batch.id}-{line}", 1_700_000_000_000
     ids = tuple(range(8))
     choice = ChoiceResult(
-        text="abcdefgh", token_ids=ids, text_ends=tuple(range(1, 9)), finish_reason=FinishReason.LENGTH
+        text="abcdefgh",
+        token_ids=ids,
+        text_ends=tuple(range(1, 9)),
+        finish_reason=FinishReason.LENGTH,
     )
-    used, metadata = Usage(prompt_tokens=12, completion_tokens=8), {"custom_id": name, "endpoint": COMPLETIONS_URL}
+    used, metadata = (
+        Usage(prompt_tokens=12, completion_tokens=8),
+        {"custom_id": name, "endpoint": COMPLETIONS_URL},
+    )
     result = JobResult(
         job_id=name, status=JobStatus.SUCCEEDED, model="synthetic", choices=(choice,), created_ms=now,
         finished_ms=now + line, usage=used, metadata=metadata,
     )  # fmt: skip
     request = JobRequest(job_id=name, batch_id=batch.id, prompt="x", metadata=metadata)
-    chunk = Chunk(job_id=name, index=8, finish_reason=FinishReason.LENGTH, status=JobStatus.SUCCEEDED, usage=used)
+    chunk = Chunk(
+        job_id=name,
+        index=8,
+        finish_reason=FinishReason.LENGTH,
+        status=JobStatus.SUCCEEDED,
+        usage=used,
+    )
     return JobRow.of(Finished(1, result, chunk, request=request), queue="bench")
 
 
@@ -215,15 +239,35 @@ def _num_bytes(path: Path) -> int:
 
 def _whole_way(stack: DemoStack, source: Path, count: int, limit_s: float) -> dict[str, object]:
     output = source.with_name("out.jsonl")
-    where = ["--redis-url", stack.redis_url, "--queue", stack.queue, "--database-url", stack.database_url]
-    command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source), "-o", str(output), *where]
+    where = [
+        "--redis-url",
+        stack.redis_url,
+        "--queue",
+        stack.queue,
+        "--database-url",
+        stack.database_url,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenmill.cli",
+        "bulk",
+        "run",
+        str(source),
+        "-o",
+        str(output),
+        *where,
+    ]
     size = [1.0]
 
     def at() -> float:
         return min(1.0, _num_bytes(output) / (count * size[0]))
 
     began = time.monotonic()
-    with redis.Redis.from_url(stack.redis_url) as server, subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
+    with (
+        redis.Redis.from_url(stack.redis_url) as server,
+        subprocess.Popen(command, stderr=subprocess.DEVNULL) as child,
+    ):
         while not _num_bytes(output) and child.poll() is None:
             time.sleep(_STEP_S)
         with output.open("rb") as file:
@@ -237,14 +281,20 @@ def _whole_way(stack: DemoStack, source: Path, count: int, limit_s: float) -> di
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, min(_TOLD_EVERY_S, began + limit_s - time.monotonic())))
             mib = {name: round(meter.last, 1) for name, meter in meters.items()}
-            by_time.append({"seconds": round(time.monotonic() - began), "lines": counter.count(), **mib})
+            by_time.append(
+                {"seconds": round(time.monotonic() - began), "lines": counter.count(), **mib}
+            )
             print(json.dumps(by_time[-1]), file=sys.stderr, flush=True)
         is_whole = child.poll() is not None
         child.kill()
         seconds = time.monotonic() - began
     answered = counter.count()
     told: dict[str, object] = {"came to its end": is_whole, "lines answered": answered}
-    told |= {"seconds": round(seconds, 1), "lines/s": round(answered / seconds, 1), "over time": by_time}
+    told |= {
+        "seconds": round(seconds, 1),
+        "lines/s": round(answered / seconds, 1),
+        "over time": by_time,
+    }
     return told | {name: meter.stop() for name, meter in meters.items()}
 
 
@@ -259,7 +309,9 @@ def worker_pids(stack: DemoStack) -> dict[str, int]:
             continue
         if place == stack.directory.resolve() and b"worker" in words:
             found["worker"] = int(entry.name)
-        elif place == stack.directory.resolve() and b"tokenmill_worker.engine.process.child" in words:
+        elif (
+            place == stack.directory.resolve() and b"tokenmill_worker.engine.process.child" in words
+        ):
             found["engine"] = int(entry.name)
     return found
 

@@ -44,7 +44,10 @@ class QueueSystem(ABC):
         self._say, self._log = say, log
 
     def measure(self, jobs: int, tokens: int) -> dict[str, float]:
-        with EmbeddedValkey(at_death=signal.SIGKILL) as server, redis.Redis.from_url(server.url) as probe:
+        with (
+            EmbeddedValkey(at_death=signal.SIGKILL) as server,
+            redis.Redis.from_url(server.url) as probe,
+        ):
             self._say(f"{self.name}: handing in")
             few = jobs // 4
             figures = {"submit_one_jobs_s": few / self.submit_one_by_one(server.url, few, tokens)}
@@ -119,7 +122,9 @@ async def _run_all(url: str, database: str, jobs: int, tokens: int) -> float:
     async with AsyncClient(url, queue=QUEUE, database=database) as client:
         started = time.perf_counter()
         handles = await client.submit_many(_job(number, tokens) for number in range(jobs))
-        results = await asyncio.gather(*(client.result(str(handle), timeout=300) for handle in handles))
+        results = await asyncio.gather(
+            *(client.result(str(handle), timeout=300) for handle in handles)
+        )
         seconds = time.perf_counter() - started
     wrong = [result for result in results if result.usage.completion_tokens != tokens]
     if wrong:
@@ -128,7 +133,11 @@ async def _run_all(url: str, database: str, jobs: int, tokens: int) -> float:
 
 
 def _job(number: int, tokens: int) -> dict[str, Any]:
-    return {"prompt": f"Question {number}: why is the sky blue?", "max_tokens": tokens, "ignore_eos": True}
+    return {
+        "prompt": f"Question {number}: why is the sky blue?",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+    }
 
 
 class CeleryTasks(QueueSystem):
@@ -158,16 +167,25 @@ class CeleryTasks(QueueSystem):
                             output=self._log)  # fmt: skip
             undo.callback(worker.end, signal.SIGTERM)
             task = celery_app.make_task(server.url)
-            ResultSet([task.delay("warm up", tokens) for _ in range(_WARM_UP)]).join_native(timeout=_START_TIMEOUT_S)
+            ResultSet([task.delay("warm up", tokens) for _ in range(_WARM_UP)]).join_native(
+                timeout=_START_TIMEOUT_S
+            )
             self._say(f"{self.name}: the whole way")
             with _counted(server.url) as commands:
                 started = time.perf_counter()
                 answers = ResultSet(
-                    [task.delay(f"Question {number}: why is the sky blue?", tokens) for number in range(jobs)]
+                    [
+                        task.delay(f"Question {number}: why is the sky blue?", tokens)
+                        for number in range(jobs)
+                    ]
                 ).join_native(timeout=600)
                 seconds = time.perf_counter() - started
         _check(len(answers), jobs)
-        return {"jobs_s": jobs / seconds, "tokens_s": jobs * tokens / seconds, "commands_per_job": commands[0] / jobs}
+        return {
+            "jobs_s": jobs / seconds,
+            "tokens_s": jobs * tokens / seconds,
+            "commands_per_job": commands[0] / jobs,
+        }
 
 
 class Arq(QueueSystem):
@@ -183,13 +201,19 @@ class Arq(QueueSystem):
 
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
         with EmbeddedValkey(at_death=signal.SIGKILL) as server, ExitStack() as undo:
-            worker = Tether([*self._driver(), "worker", server.url], at_death=signal.SIGKILL, output=self._log)
+            worker = Tether(
+                [*self._driver(), "worker", server.url], at_death=signal.SIGKILL, output=self._log
+            )
             undo.callback(worker.end, signal.SIGTERM)
             self._drive(server.url, "whole", _WARM_UP, tokens)
             self._say(f"{self.name}: the whole way")
             with _counted(server.url) as commands:
                 seconds = self._drive(server.url, "whole", jobs, tokens)
-        return {"jobs_s": jobs / seconds, "tokens_s": jobs * tokens / seconds, "commands_per_job": commands[0] / jobs}
+        return {
+            "jobs_s": jobs / seconds,
+            "tokens_s": jobs * tokens / seconds,
+            "commands_per_job": commands[0] / jobs,
+        }
 
     def _driver(self) -> list[str]:
         python = PeerEnvironment("arq").ensure([f"arq=={ARQ_VERSION}"], self._say)

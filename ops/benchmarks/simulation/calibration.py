@@ -27,7 +27,11 @@ from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.jobs import Append, Delivery, Finished
 from tokenmill_worker.local.valkey_server import EmbeddedValkey
 
-NUM_JOBS, NUM_SINGLE, GROUP = 256, 64, 16  # jobs; those claimed and finished one by one; jobs per group of the others
+NUM_JOBS, NUM_SINGLE, GROUP = (
+    256,
+    64,
+    16,
+)  # jobs; those claimed and finished one by one; jobs per group of the others
 NUM_STEPS = 40
 NUM_SUBSCRIBERS = 8  # connections; a backend shares one between its streams
 
@@ -82,11 +86,17 @@ async def _measure(url: str) -> ScriptCosts:
         beat_all = await meter.per_call(lambda: stream.heartbeat(status), NUM_STEPS)
         idle = JobStream(connection, keys, "idle")
         beat_none = await meter.per_call(lambda: idle.heartbeat(status), NUM_STEPS)
-        finish_one = await meter.per_call(lambda: stream.finish([_finished(deliveries.pop())]), NUM_SINGLE)
-        finish_many = await meter.per_call(
-            lambda: stream.finish([_finished(deliveries.pop()) for _ in range(GROUP)]), len(deliveries) // GROUP
+        finish_one = await meter.per_call(
+            lambda: stream.finish([_finished(deliveries.pop())]), NUM_SINGLE
         )
-    claimed, finished = (claim_many - claim_one) / (GROUP - 1), (finish_many - finish_one) / (GROUP - 1)
+        finish_many = await meter.per_call(
+            lambda: stream.finish([_finished(deliveries.pop()) for _ in range(GROUP)]),
+            len(deliveries) // GROUP,
+        )
+    claimed, finished = (
+        (claim_many - claim_one) / (GROUP - 1),
+        (finish_many - finish_one) / (GROUP - 1),
+    )
     return ScriptCosts(
         append=append,
         chunk=chunk,
@@ -167,16 +177,24 @@ _JOB: dict[str, Any] = {"prompt": "calibration " * 20, "max_tokens": 128}
 
 def _append(delivery: Delivery, index: int, cutting: Cutting) -> Append:
     tokens = tuple(17_000 + index + n for n in range(cutting.tokens))
-    chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=tokens, text=" word" * cutting.tokens)
+    chunk = Chunk(
+        job_id=delivery.job_id, index=index, token_ids=tokens, text=" word" * cutting.tokens
+    )
     return Append(delivery.token, chunk, index, checkpoint=not cutting.is_published)
 
 
 def _finished(delivery: Delivery) -> Finished:
     usage = Usage(prompt_tokens=50, completion_tokens=180)
     choices = (
-        ChoiceResult(text=" word" * 180, token_ids=tuple(range(17_000, 17_180)), finish_reason=FinishReason.LENGTH),
+        ChoiceResult(
+            text=" word" * 180,
+            token_ids=tuple(range(17_000, 17_180)),
+            finish_reason=FinishReason.LENGTH,
+        ),
     )
-    result = JobResult(job_id=delivery.job_id, status=JobStatus.SUCCEEDED, choices=choices, usage=usage)
+    result = JobResult(
+        job_id=delivery.job_id, status=JobStatus.SUCCEEDED, choices=choices, usage=usage
+    )
     final = Chunk(
         job_id=delivery.job_id,
         index=10_000,

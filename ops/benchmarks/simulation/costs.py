@@ -42,7 +42,9 @@ class ModelShape:
 
 
 H200 = Device("H200", bandwidth=4.8e12, flops=989e12, memory=141e9)
-LLAMA_8B = ModelShape("Llama-3-8B", 8.03e9, num_layers=32, hidden_size=4096, num_kv_heads=8, head_dim=128)
+LLAMA_8B = ModelShape(
+    "Llama-3-8B", 8.03e9, num_layers=32, hidden_size=4096, num_kv_heads=8, head_dim=128
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class CostModel:
         flops = device.flops * device.sustained_flops
         linear = max(model.weight_bytes / bandwidth, 2 * model.parameters * num_tokens / flops)
         attention = max(
-            read * model.kv_bytes_per_token / bandwidth, 4 * pairs * model.hidden_size * model.num_layers / flops
+            read * model.kv_bytes_per_token / bandwidth,
+            4 * pairs * model.hidden_size * model.num_layers / flops,
         )
         return device.overhead_s + linear + attention

@@ -18,7 +18,10 @@ GAP_LIMIT_S = {0: 0.2, 1: 0.5, 2: float("inf")}  # longest silence within an ans
 LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 
 _FIRST_COME: dict[str, object] = {"policy": "fifo", "max_bypass": 0, "safety_margin": 0.0}
-_CHUNKED: dict[str, object] = {"max_num_batched_tokens": 2_048, "long_prefill_token_threshold": 1_024}
+_CHUNKED: dict[str, object] = {
+    "max_num_batched_tokens": 2_048,
+    "long_prefill_token_threshold": 1_024,
+}
 # FCFS: first come, first served. Two sizes separate the effect of its large steps from that of its order.
 POLICIES: dict[str, dict[str, object]] = {
     "fcfs, 8k": {**_FIRST_COME, "max_num_batched_tokens": 8_192},
@@ -103,7 +106,17 @@ def is_good(outcome: Outcome) -> bool:
 def _table(rows: Rows) -> Table:
     """Format the results; times to the first token and gaps are those of interactive requests."""
     table = plain_table()
-    headings = ("good/s", "of", "TTFT s\np50", "\np99", "TPOT ms\np50", "\np99", "gap ms\np99", "tok/s", "bulk\ndone")
+    headings = (
+        "good/s",
+        "of",
+        "TTFT s\np50",
+        "\np99",
+        "TPOT ms\np50",
+        "\np99",
+        "gap ms\np99",
+        "tok/s",
+        "bulk\ndone",
+    )
     table.add_column("load", justify="right", no_wrap=True)
     table.add_column("policy", no_wrap=True)
     for heading in headings:

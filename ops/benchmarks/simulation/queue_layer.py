@@ -15,8 +15,13 @@ from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCos
 from ops.benchmarks.simulation.queue_worker import Worker
 
 MIXES = (Mix("short prompts", 64, 220), Mix("long prompts", 1_350, 1_500))
-SETTLE_S, SETTLE_PER_WORKER_S = 4.0, 0.4  # not counted: at first, the workers of an overloaded queue fill their buffers
-NO_COSTS = ScriptCosts(0.0, dict.fromkeys((cutting.tokens for cutting in CUTTINGS), 0.0), *(0.0,) * 8)
+SETTLE_S, SETTLE_PER_WORKER_S = (
+    4.0,
+    0.4,
+)  # not counted: at first, the workers of an overloaded queue fill their buffers
+NO_COSTS = ScriptCosts(
+    0.0, dict.fromkeys((cutting.tokens for cutting in CUTTINGS), 0.0), *(0.0,) * 8
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,9 @@ class QueueResult:
     jobs_s: float
     busy: dict[str, float] = field(default_factory=dict)  # share of the server's thread, by script
     claims_s: tuple[float, ...] = ()
-    added_s: tuple[float, ...] = ()  # per append, from its step's end to the publication of its chunks
+    added_s: tuple[
+        float, ...
+    ] = ()  # per append, from its step's end to the publication of its chunks
     beats_s: tuple[float, ...] = ()
 
     @property
@@ -54,7 +61,12 @@ class QueueResult:
 
 
 def simulate(
-    num_workers: int, mix: Mix, cutting: Cutting, costs: ScriptCosts, seconds: float = 0.0, seed: int = 0
+    num_workers: int,
+    mix: Mix,
+    cutting: Cutting,
+    costs: ScriptCosts,
+    seconds: float = 0.0,
+    seed: int = 0,
 ) -> QueueResult:
     """Simulate a queue; `seconds` of virtual time are counted.
 
@@ -69,7 +81,9 @@ def simulate(
 
     def replace(finished: int) -> None:
         for _ in range(finished):
-            server.call("submit", costs.submit)  # it wakes no worker: none is in the idle-worker set while jobs wait
+            server.call(
+                "submit", costs.submit
+            )  # it wakes no worker: none is in the idle-worker set while jobs wait
 
     for number in range(num_workers):
         worker = Worker(server, costs, device, mix, cutting, seen, source, replace)
@@ -78,7 +92,9 @@ def simulate(
     return QueueResult(
         num_workers,
         tokens_s=seen.tokens / seconds,
-        offered_tokens_s=num_workers * device_tokens_s(mix) if costs is not NO_COSTS else seen.tokens / seconds,
+        offered_tokens_s=num_workers * device_tokens_s(mix)
+        if costs is not NO_COSTS
+        else seen.tokens / seconds,
         jobs_s=seen.jobs / seconds,
         busy={script: busy / seconds for script, busy in sorted(server.busy.items())},
         claims_s=tuple(seen.claims_s),

@@ -26,7 +26,9 @@ class Cutting:
 
 TOKENS = Cutting("token chunks", 1)  # stream: true
 INTERACTIVE = Cutting("interactive", 1, is_urgent=True)  # stream: true, priority: interactive
-EIGHTS = Cutting("chunks of 8", 8)  # chunk_tokens = 8, and a chunk_wait_seconds in which chunks fill
+EIGHTS = Cutting(
+    "chunks of 8", 8
+)  # chunk_tokens = 8, and a chunk_wait_seconds in which chunks fill
 CHECKPOINTS = Cutting("checkpoints", CHECKPOINT_TOKENS, is_published=False)  # stream: false
 CUTTINGS = (TOKENS, INTERACTIVE, EIGHTS, CHECKPOINTS)
 

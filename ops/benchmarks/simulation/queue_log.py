@@ -49,9 +49,14 @@ class Steps:
 def together(steps: Sequence[Steps]) -> Steps:
     """Add up steps of the same jobs; some jobs may be missing in some steps."""
     sums = {
-        name: sum(getattr(step, name) for step in steps) for name in ("events", "tokens", "chunks", "opened", "ended")
+        name: sum(getattr(step, name) for step in steps)
+        for name in ("events", "tokens", "chunks", "opened", "ended")
     }
-    return Steps(tuple(at for step in steps for at in step.ats), jobs=max(step.jobs for step in steps), **sums)
+    return Steps(
+        tuple(at for step in steps for at in step.ats),
+        jobs=max(step.jobs for step in steps),
+        **sums,
+    )
 
 
 def in_parts(pile: Steps, at_once: int) -> list[Steps]:
@@ -73,7 +78,10 @@ def num_chunks(part: Steps, cutting: Cutting) -> int:
     """Return the number of chunks; tokens of one stream that come together share chunks."""
     if not cutting.is_published or not part.jobs:
         return part.chunks
-    return min(part.chunks, min(part.events, part.jobs) * math.ceil(part.events / part.jobs / MOST_TOGETHER))
+    return min(
+        part.chunks,
+        min(part.events, part.jobs) * math.ceil(part.events / part.jobs / MOST_TOGETHER),
+    )
 
 
 class Log:
@@ -125,7 +133,10 @@ class Log:
             self._steps.clear()
             return in_parts(together(steps), self._at_once)
         fitting = 1
-        while fitting < len(steps) and num_chunks(together(steps[: fitting + 1]), self._cutting) <= MAX_APPENDS:
+        while (
+            fitting < len(steps)
+            and num_chunks(together(steps[: fitting + 1]), self._cutting) <= MAX_APPENDS
+        ):
             fitting += 1
         self._steps = deque(steps[fitting:])
         return [together(steps[:fitting])]

@@ -30,7 +30,10 @@ def measure(costs: ScriptCosts, console: Console, waiting: Callable[[str], None]
         console.print(_title(mix), soft_wrap=True)
         console.print(_table([row for row in rows if row["mix"] == mix.name]))
         for name, limit in limits[mix.name].items():
-            console.print(_verdict(name, limit, [row for row in rows if row["mix"] == mix.name]), soft_wrap=True)
+            console.print(
+                _verdict(name, limit, [row for row in rows if row["mix"] == mix.name]),
+                soft_wrap=True,
+            )
     return {"costs": dataclasses.asdict(costs), "rows": rows, "carried": limits}
 
 
@@ -75,7 +78,17 @@ def _title(mix: Mix) -> str:
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = plain_table()
     table.add_column("answers as")
-    headings = ("workers", "tok/s", "kept", "server", "claim\np50 ms", "\np99", "token\np50 ms", "\np99", "beat\np99")
+    headings = (
+        "workers",
+        "tok/s",
+        "kept",
+        "server",
+        "claim\np50 ms",
+        "\np99",
+        "token\np50 ms",
+        "\np99",
+        "beat\np99",
+    )
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     times = ("claim_p50_ms", "claim_p99_ms", "added_p50_ms", "added_p99_ms", "heartbeat_p99_ms")
@@ -97,14 +110,22 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 def _verdict(name: str, limit: int, rows: Sequence[dict[str, Any]]) -> str:
     last = next(row for row in reversed(rows) if row["kind"] == name)
     total = sum(last["busy"].values()) or 1.0
-    shares = ", ".join(f"{script} {busy / total:.0%}" for script, busy in last["busy"].items() if busy / total >= 0.01)
+    shares = ", ".join(
+        f"{script} {busy / total:.0%}"
+        for script, busy in last["busy"].items()
+        if busy / total >= 0.01
+    )
     at_least = "at least " if limit == WORKERS[-1] else ""
-    return f"{name}: one server carries {at_least}{limit} workers; its time at {WORKERS[-1]}: {shares}"
+    return (
+        f"{name}: one server carries {at_least}{limit} workers; its time at {WORKERS[-1]}: {shares}"
+    )
 
 
 def _show_costs(costs: ScriptCosts, console: Console) -> None:
     """Print the cost of each script, in microseconds of the server's thread."""
-    chunks = ", ".join(f"{1e6 * seconds:.1f} (of {tokens})" for tokens, seconds in costs.chunk.items())
+    chunks = ", ".join(
+        f"{1e6 * seconds:.1f} (of {tokens})" for tokens, seconds in costs.chunk.items()
+    )
     console.print(
         f"\n[b]The queue server's thread[/b], µs: append {1e6 * costs.append:.0f} and per chunk {chunks}, a "
         f"job's first {1e6 * costs.opened:.1f}; claim "

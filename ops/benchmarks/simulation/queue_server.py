@@ -70,7 +70,9 @@ class QueueServer:
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _free_at: float = 0.0
 
-    def call(self, script: str, seconds: float, then: Callable[[float], None] | None = None) -> None:
+    def call(
+        self, script: str, seconds: float, then: Callable[[float], None] | None = None
+    ) -> None:
         """Send a call now; `then(effect)` runs at its reply, `effect` is the script's end."""
 
         def arrive() -> None:

@@ -43,17 +43,25 @@ class Worker:
         self._step = 0
         self._running = 0
         self._joining = 0
-        self._phases = [
-            0
-        ] * cutting.tokens  # number of sequences, by the step (modulo tokens) at which their chunk is full
+        self._phases = (
+            [0] * cutting.tokens
+        )  # number of sequences, by the step (modulo tokens) at which their chunk is full
         self._openings: dict[int, int] = defaultdict(int)  # step → jobs whose first chunk is full
-        self._ends: dict[int, list[int]] = defaultdict(list)  # step → lengths of the answers that end there
+        self._ends: dict[int, list[int]] = defaultdict(
+            list
+        )  # step → lengths of the answers that end there
         self._is_stepping = False
         self._in_hand = 0  # claimed jobs whose end is not logged
         self._records = Records(server, costs, seen, on_finished)
         self._claims = Claims(server, costs, seen, self._credits, self._take)
         self._log = Log(
-            server, costs, seen, cutting, mix.num_sequences, on_ended=self._ended, on_room=self._claims.notice_room
+            server,
+            costs,
+            seen,
+            cutting,
+            mix.num_sequences,
+            on_ended=self._ended,
+            on_room=self._claims.notice_room,
         )
 
     def start(self, delay: float) -> None:
@@ -91,7 +99,9 @@ class Worker:
         if self._is_stepping:
             read = self._running * self._mix.context
             new = joined * self._mix.prompt_tokens
-            seconds = self._device.seconds(self._running + new, read + new, read + new * self._mix.prompt_tokens // 2)
+            seconds = self._device.seconds(
+                self._running + new, read + new, read + new * self._mix.prompt_tokens // 2
+            )
             self._clock.at(self._clock.now + seconds, self._end_step)
 
     def _end_step(self) -> None:
@@ -123,7 +133,11 @@ class Worker:
 
     def _credits(self) -> int:
         """Return the credits as Service.credits would, for an engine that admits its jobs at once."""
-        return 0 if self._records.is_full else max(0, self._mix.num_sequences + LOOKAHEAD - self._in_hand)
+        return (
+            0
+            if self._records.is_full
+            else max(0, self._mix.num_sequences + LOOKAHEAD - self._in_hand)
+        )
 
     def _take(self, count: int) -> None:
         self._in_hand += count
@@ -155,7 +169,11 @@ class Records:
     """
 
     def __init__(
-        self, server: QueueServer, costs: ScriptCosts, seen: Observations, on_finished: Callable[[int], None]
+        self,
+        server: QueueServer,
+        costs: ScriptCosts,
+        seen: Observations,
+        on_finished: Callable[[int], None],
     ) -> None:
         self._server, self._clock, self._costs, self._seen = server, server.clock, costs, seen
         self._on_finished = on_finished

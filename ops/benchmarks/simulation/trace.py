@@ -33,7 +33,9 @@ def arrivals(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
     found: list[Arrival] = []
     for number, factor in enumerate(factors):
         start = now = number * BURST_S
-        while (now := now + source.expovariate(rate * factor / mean)) < min(start + BURST_S, seconds):
+        while (now := now + source.expovariate(rate * factor / mean)) < min(
+            start + BURST_S, seconds
+        ):
             found.append(_arrival(now, source))
     return found
 

@@ -29,7 +29,9 @@ def numbered(number: int) -> dict[str, Any]:
 
 
 def write(path: Path, lines: list[dict[str, Any] | str]) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
@@ -47,14 +49,19 @@ def names(path: Path) -> list[str]:
     return [line["custom_id"] for line in read(path)]
 
 
-def result(batch_id: str, line: int, status: JobStatus = JobStatus.SUCCEEDED, **changes: Any) -> JobResult:
+def result(
+    batch_id: str, line: int, status: JobStatus = JobStatus.SUCCEEDED, **changes: Any
+) -> JobResult:
     """Build the result of a chat job that answered "Hi ☁" in two tokens."""
     choice = ChoiceResult(
         text="Hi ☁",
         token_ids=(7, 9),
         text_ends=(3, 4),
         finish_reason=FinishReason.LENGTH,
-        logprobs=(TokenLogprob(-0.5, ((7, -0.5), (8, -2.0))), TokenLogprob(-0.25, ((9, -0.25), (3, -4.0)))),
+        logprobs=(
+            TokenLogprob(-0.5, ((7, -0.5), (8, -2.0))),
+            TokenLogprob(-0.25, ((9, -0.25), (3, -4.0))),
+        ),
     )
     values = {
         "job_id": f"{batch_id}-{line}",

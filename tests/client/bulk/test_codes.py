@@ -37,19 +37,33 @@ def codes_in(path: Path) -> set[str]:
     """Return the error codes in a source file: constructor arguments, defaults named `code`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in PLACES:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in PLACES
+        ):
             named = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
             placed = node.args[PLACES[node.func.id] : PLACES[node.func.id] + 1]
-            found |= {str(part.value) for part in (*named, *placed) if isinstance(part, ast.Constant)}
+            found |= {
+                str(part.value) for part in (*named, *placed) if isinstance(part, ast.Constant)
+            }
         elif isinstance(node, ast.FunctionDef):
-            names = [argument.arg for argument in node.args.args][-len(node.args.defaults) or len(node.args.args) :]
+            names = [argument.arg for argument in node.args.args][
+                -len(node.args.defaults) or len(node.args.args) :
+            ]
             pairs = zip(names, node.args.defaults, strict=True)
-            found |= {str(value.value) for name, value in pairs if name == "code" and isinstance(value, ast.Constant)}
+            found |= {
+                str(value.value)
+                for name, value in pairs
+                if name == "code" and isinstance(value, ast.Constant)
+            }
     return found
 
 
 def test_the_table_has_every_code_of_a_line_that_is_no_job_and_no_other() -> None:
-    refusals = {code for code, says in table().items() if "worker refused" not in says} - {VIOLATION}
+    refusals = {code for code, says in table().items() if "worker refused" not in says} - {
+        VIOLATION
+    }
     assert refusals == set().union(*map(codes_in, FILES))
 
 

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
 
 def line(number: int) -> JobRequest:
-    return JobRequest(job_id=f"b-{number}", batch_id="b", prompt="x", priority=Priority.BULK, stream=False)
+    return JobRequest(
+        job_id=f"b-{number}", batch_id="b", prompt="x", priority=Priority.BULK, stream=False
+    )
 
 
 async def finish(redis_url: str, count: int) -> Queue:
@@ -27,11 +29,15 @@ async def finish(redis_url: str, count: int) -> Queue:
     return queue
 
 
-async def collect(client: Client, names: Sequence[str], in_files: Sequence[str] = ()) -> job_queries.Ends:
+async def collect(
+    client: Client, names: Sequence[str], in_files: Sequence[str] = ()
+) -> job_queries.Ends:
     return await asyncio.to_thread(job_queries.collect, client, names, in_files)
 
 
-async def test_ends_come_with_their_results_and_the_unknown_are_named(client: Client, redis_url: str) -> None:
+async def test_ends_come_with_their_results_and_the_unknown_are_named(
+    client: Client, redis_url: str
+) -> None:
     await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(5)])
     queue = await finish(redis_url, 2)
     await asyncio.to_thread(job_queries.cancel, client, ["b-4"])
@@ -56,7 +62,9 @@ async def test_what_lies_in_files_leaves_the_queue_soon(client: Client, redis_ur
     await close_queue(queue)
 
 
-async def test_a_reply_that_is_full_leaves_the_rest_to_the_next(client: Client, redis_url: str) -> None:
+async def test_a_reply_that_is_full_leaves_the_rest_to_the_next(
+    client: Client, redis_url: str
+) -> None:
     await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(4)])
     queue = await finish(redis_url, 3)
     small = await asyncio.to_thread(job_queries.collect, client, ["b-0", "b-1", "b-2"], max_bytes=1)

@@ -23,7 +23,11 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 class Shell:
     def __init__(self, redis_url: str, database: str) -> None:
-        self.where = {"TOKENMILL_REDIS_URL": redis_url, "TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": QUEUE}
+        self.where = {
+            "TOKENMILL_REDIS_URL": redis_url,
+            "TOKENMILL_DATABASE_URL": database,
+            "TOKENMILL_QUEUE": QUEUE,
+        }
 
     async def start(self, *arguments: str | Path) -> asyncio.subprocess.Process:
         environment = {**os.environ, **self.where, "COLUMNS": "160"}  # noqa: TID251 - the child's
@@ -54,9 +58,14 @@ async def test_a_file_that_is_not_there_becomes_no_batch(shell: Shell, tmp_path:
     assert await shell("list") == (0, "", "no batches\n")
 
 
-async def test_a_folder_that_is_not_there_is_named_and_not_made(shell: Shell, tmp_path: Path) -> None:
+async def test_a_folder_that_is_not_there_is_named_and_not_made(
+    shell: Shell, tmp_path: Path
+) -> None:
     path, folder = write_many(tmp_path / "in.jsonl", 3), tmp_path / "none"
-    for paths in (("-o", folder / "o.jsonl"), ("-o", tmp_path / "o.jsonl", "--errors", folder / "e.jsonl")):
+    for paths in (
+        ("-o", folder / "o.jsonl"),
+        ("-o", tmp_path / "o.jsonl", "--errors", folder / "e.jsonl"),
+    ):
         status, said, error = await shell("run", path, *paths)
         assert (status, said, folder.exists()) == (1, "", False)
         assert f"there is no folder {folder}: make it first" in error
@@ -95,7 +104,10 @@ async def test_interrupted_it_says_how_to_go_on(
     await until(lambda: _num_queued(redis_url) == 5)
     process.send_signal(stop)
     _, error = await asyncio.wait_for(process.communicate(), 60)
-    assert (process.returncode, "run the same command again to go on" in error.decode()) == (130, True)
+    assert (process.returncode, "run the same command again to go on" in error.decode()) == (
+        130,
+        True,
+    )
     assert b"Traceback" not in error
     async with running_worker(redis_url, database):
         status, said, _ = await shell("run", path, "-o", out)
@@ -107,7 +119,9 @@ def _num_queued(redis_url: str) -> int:
         return client.depth().num_queued
 
 
-async def test_submit_status_results_and_list(shell: Shell, redis_url: str, database: str, tmp_path: Path) -> None:
+async def test_submit_status_results_and_list(
+    shell: Shell, redis_url: str, database: str, tmp_path: Path
+) -> None:
     path, out = write_many(tmp_path / "in.jsonl", 12), tmp_path / "out.jsonl"
     status, said, error = await shell("submit", path, "--metadata", "team=blue", "--tenant", "acme")
     assert status == 0, error
@@ -133,14 +147,18 @@ async def _completed(shell: Shell, batch: str) -> Any:
     raise TimeoutError
 
 
-async def test_cancel_and_a_status_that_says_so(shell: Shell, tmp_path: Path, allowed_keys: list[str]) -> None:
+async def test_cancel_and_a_status_that_says_so(
+    shell: Shell, tmp_path: Path, allowed_keys: list[str]
+) -> None:
     allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
     batch = (await shell("submit", write_many(tmp_path / "in.jsonl", 4)))[1].strip()
     assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"
     assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"
     status, said, _ = await shell("results", batch, "-o", tmp_path / "out.jsonl")
     assert (status, "0 of 4 answered" in said) == (1, True)
-    assert {line["error"]["code"] for line in read(tmp_path / "out.errors.jsonl")} == {"batch_cancelled"}
+    assert {line["error"]["code"] for line in read(tmp_path / "out.errors.jsonl")} == {
+        "batch_cancelled"
+    }
 
 
 @pytest.mark.parametrize(
@@ -162,7 +180,11 @@ async def test_cancel_and_a_status_that_says_so(shell: Shell, tmp_path: Path, al
 def test_an_error_is_one_sentence_and_a_status(
     shell: Shell, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
-    places = {"IN": write_many(tmp_path / "in.jsonl", 1), "OUT": tmp_path / "out.jsonl", "FOLDER": tmp_path}
+    places = {
+        "IN": write_many(tmp_path / "in.jsonl", 1),
+        "OUT": tmp_path / "out.jsonl",
+        "FOLDER": tmp_path,
+    }
     words = [str(places.get(word, word)) for word in arguments]
     done = CliRunner().invoke(app, ["bulk", *words], env=shell.where)
     assert (done.exit_code, says in done.output) == (1, True), done.output

@@ -49,7 +49,9 @@ def stop_after(seconds: float) -> Callable[[Any], None]:
 
 def begin(client: Client, store: BatchStore, path: Path, **terms: Any) -> Batch:
     with pytest.raises(Interrupted):
-        import_batch(client, store, path, terms=Terms(**terms), pacing=Pacing(WINDOW, watch=stop_after(1.2)))
+        import_batch(
+            client, store, path, terms=Terms(**terms), pacing=Pacing(WINDOW, watch=stop_after(1.2))
+        )
     return store.newest(1)[0]
 
 
@@ -59,12 +61,18 @@ def go_on(client: Client, store: BatchStore, path: Path, batch: Batch) -> Batch:
     return store.get(batch.id)
 
 
-def test_the_window_is_that_of_all_runs_together(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+def test_the_window_is_that_of_all_runs_together(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
     path = write_many(tmp_path / "in.jsonl", 40)
     batch = begin(any_client, store, path)
     for _ in range(2):
         batch = go_on(any_client, store, path, batch)
-        assert (any_client.depth().num_queued, batch.submitted, batch.over_line) == (WINDOW, WINDOW, 0)
+        assert (any_client.depth().num_queued, batch.submitted, batch.over_line) == (
+            WINDOW,
+            WINDOW,
+            0,
+        )
     cancel_batch(any_client, store, batch.id)
     assert any_client.depth().num_queued == 0
 
@@ -83,7 +91,11 @@ def test_each_line_is_counted_once(any_client: Client, store: BatchStore, tmp_pa
     end(any_client, batch, range(WINDOW + 1, 2 * WINDOW + 1))
     import_batch(any_client, store, path, batch=batch, pacing=Pacing(WINDOW))
     batch = store.get(batch.id)
-    assert (batch.over_line, batch.is_handed_in, batch.totals.failed) == (2 * WINDOW, True, 2 * WINDOW)
+    assert (batch.over_line, batch.is_handed_in, batch.totals.failed) == (
+        2 * WINDOW,
+        True,
+        2 * WINDOW,
+    )
 
 
 def end(client: Client, batch: Batch, lines: range) -> None:
@@ -91,7 +103,9 @@ def end(client: Client, batch: Batch, lines: range) -> None:
         client.cancel(job_id(batch.id, line))
 
 
-def test_what_waits_is_not_called_over_while_the_rest_is(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+def test_what_waits_is_not_called_over_while_the_rest_is(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
     path = write_many(tmp_path / "in.jsonl", WINDOW)
     with pytest.raises(Interrupted):  # they are in the queue, but that was not written down
         import_batch(any_client, store, path, pacing=Pacing(WINDOW, watch=_interrupt_when_full))
@@ -164,18 +178,26 @@ def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: s
         new_batch(client, write_many(tmp_path / "in.jsonl", 1), Terms(tenant=tenant))
 
 
-def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(client: Client, tmp_path: Path) -> None:
+def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(
+    client: Client, tmp_path: Path
+) -> None:
     store = open_store(client)
     batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
     seen = Totals(completed=3, output_tokens=12)
     store.progress(batch.id, submitted=5, over_line=3, totals=seen)
     assert refresh(client, store, batch.id).totals == seen
     cancelled = cancel_batch(client, store, batch.id)
-    assert (cancelled.state, cancelled.totals.completed, cancelled.totals.failed) == (BatchState.CANCELLED, 3, 2)
+    assert (cancelled.state, cancelled.totals.completed, cancelled.totals.failed) == (
+        BatchState.CANCELLED,
+        3,
+        2,
+    )
     store.close()
 
 
-def test_a_run_that_is_about_to_say_more_is_not_concluded_for(client: Client, redis_url: str, tmp_path: Path) -> None:
+def test_a_run_that_is_about_to_say_more_is_not_concluded_for(
+    client: Client, redis_url: str, tmp_path: Path
+) -> None:
     store = open_store(client)
     batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
     store.progress(batch.id, submitted=5, over_line=3, totals=Totals(completed=3))
@@ -186,12 +208,18 @@ def test_a_run_that_is_about_to_say_more_is_not_concluded_for(client: Client, re
     store.close()
 
 
-def test_what_a_full_queue_never_took_has_expired(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+def test_what_a_full_queue_never_took_has_expired(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
     path = write_many(tmp_path / "in.jsonl", 10)
     any_client.submit(prompt="x")
     any_client.set_queue_limit(1)
     batch = import_batch(any_client, store, path, terms=Terms(completion_window="1s"))
-    assert (batch.state, batch.totals.expired, any_client.depth().num_queued) == (BatchState.EXPIRED, 10, 1)
+    assert (batch.state, batch.totals.expired, any_client.depth().num_queued) == (
+        BatchState.EXPIRED,
+        10,
+        1,
+    )
 
 
 @pytest.mark.parametrize("limit", ["queue", "tenant"])
@@ -203,8 +231,12 @@ def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
         any_client.set_queue_limit(20)
     else:
         any_client.set_limits("*", rate=0.001, burst=20)
-        any_client.submit_many([{"prompt": "x"}] * 10)  # a full bucket would let a larger group pass
+        any_client.submit_many(
+            [{"prompt": "x"}] * 10
+        )  # a full bucket would let a larger group pass
     path = write_many(tmp_path / "in.jsonl", 60)
     with pytest.raises(Interrupted):
-        import_batch(any_client, store, path, terms=Terms(), pacing=Pacing(1000, watch=stop_after(4)))
+        import_batch(
+            any_client, store, path, terms=Terms(), pacing=Pacing(1000, watch=stop_after(4))
+        )
     assert 10 <= any_client.depth().num_queued <= 20

@@ -31,7 +31,11 @@ from tokenmill.bulk.batch import now_ms
 from tokenmill.errors import ConfigurationError
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
-SLOW: dict[str, Any] = {"model": "synthetic?step_ms=50", "aliases": "synthetic=synthetic?step_ms=50", "max_num_seqs": 2}
+SLOW: dict[str, Any] = {
+    "model": "synthetic?step_ms=50",
+    "aliases": "synthetic=synthetic?step_ms=50",
+    "max_num_seqs": 2,
+}
 
 
 @pytest.fixture
@@ -42,11 +46,16 @@ def desk(tmp_path: Path, redis_url: str, database: str) -> Desk:
 def half_endless(path: Path) -> Path:
     """Write a file of short jobs, followed by jobs that take minutes."""
     lines = [completion(f"short-{number}", max_tokens=1) for number in range(6)]
-    return write(path, [*lines, *(completion(f"long-{n}", max_tokens=2000, ignore_eos=True) for n in range(4))])
+    return write(
+        path,
+        [*lines, *(completion(f"long-{n}", max_tokens=2000, ignore_eos=True) for n in range(4))],
+    )
 
 
 @pytest.mark.slow
-async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expires(desk: Desk) -> None:
+async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expires(
+    desk: Desk,
+) -> None:
     path = half_endless(desk.folder / "in.jsonl")
     async with running_worker(desk.redis_url, str(desk.database), **SLOW):
         batch = await desk.run(path, terms=Terms(completion_window="8s"))
@@ -55,7 +64,10 @@ async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expire
     assert told.expired_at
     assert told.request_counts is not None
     answered, expired = names(desk.paths.output), read(desk.paths.errors)
-    assert (told.request_counts.completed, told.request_counts.failed) == (len(answered), len(expired))
+    assert (told.request_counts.completed, told.request_counts.failed) == (
+        len(answered),
+        len(expired),
+    )
     assert answered
     assert {line["error"]["code"] for line in expired} == {"batch_expired"}
     assert {f"long-{number}" for number in range(4)} <= {line["custom_id"] for line in expired}
@@ -65,21 +77,37 @@ async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expire
 async def test_cancelling_lasts_until_what_runs_has_stopped(desk: Desk) -> None:
     path = half_endless(desk.folder / "in.jsonl")
     async with running_worker(desk.redis_url, str(desk.database), **SLOW):
-        begun = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
-        await until(lambda: desk.do(_refreshed(begun.id, lambda batch: batch.totals.completed == 6)))
-        asked = await asyncio.to_thread(desk.do, lambda client, store: cancel_batch(client, store, begun.id))
+        begun = await asyncio.to_thread(
+            desk.do, lambda client, store: import_batch(client, store, path)
+        )
+        await until(
+            lambda: desk.do(_refreshed(begun.id, lambda batch: batch.totals.completed == 6))
+        )
+        asked = await asyncio.to_thread(
+            desk.do, lambda client, store: cancel_batch(client, store, begun.id)
+        )
         assert asked.state in (BatchState.CANCELLING, BatchState.CANCELLED)
         assert asked.cancelling_ms
-        batch = await until(lambda: desk.do(_refreshed(begun.id, lambda batch: batch.state.is_final)))
+        batch = await until(
+            lambda: desk.do(_refreshed(begun.id, lambda batch: batch.state.is_final))
+        )
     told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
-    assert (told.status, told.cancelling_at is not None, told.cancelled_at is not None) == ("cancelled", True, True)
+    assert (told.status, told.cancelling_at is not None, told.cancelled_at is not None) == (
+        "cancelled",
+        True,
+        True,
+    )
     assert (batch.totals.completed, batch.totals.failed) == (6, 4)
-    await asyncio.to_thread(desk.do, lambda client, store: export_batch(client, store, begun.id, desk.paths))
+    await asyncio.to_thread(
+        desk.do, lambda client, store: export_batch(client, store, begun.id, desk.paths)
+    )
     assert len(names(desk.paths.output)) == 6
     assert {line["error"]["code"] for line in read(desk.paths.errors)} == {"batch_cancelled"}
 
 
-def _refreshed(batch_id: str, is_it: Callable[[Batch], bool]) -> Callable[[Client, BatchStore], Batch | None]:
+def _refreshed(
+    batch_id: str, is_it: Callable[[Batch], bool]
+) -> Callable[[Client, BatchStore], Batch | None]:
     def look(client: Client, store: BatchStore) -> Batch | None:
         batch = refresh(client, store, batch_id)
         return batch if is_it(batch) else None
@@ -99,10 +127,16 @@ async def test_an_interrupted_import_goes_on_with_its_batch(desk: Desk) -> None:
     async with running_worker(desk.redis_url, str(desk.database)):
         with pytest.raises(Interrupted):
             await asyncio.to_thread(desk.do, hand_in)
-        begun += [batch.id for batch in await asyncio.to_thread(desk.do, lambda _, store: store.newest())]
+        begun += [
+            batch.id for batch in await asyncio.to_thread(desk.do, lambda _, store: store.newest())
+        ]
         await asyncio.to_thread(desk.do, hand_in)
-        await until(lambda: desk.do(_refreshed(begun[0], lambda batch: batch.state is BatchState.COMPLETED)))
-    await asyncio.to_thread(desk.do, lambda client, store: export_batch(client, store, begun[0], desk.paths))
+        await until(
+            lambda: desk.do(_refreshed(begun[0], lambda batch: batch.state is BatchState.COMPLETED))
+        )
+    await asyncio.to_thread(
+        desk.do, lambda client, store: export_batch(client, store, begun[0], desk.paths)
+    )
     assert sorted(names(desk.paths.output)) == sorted(f"line-{number}" for number in range(70))
 
 
@@ -116,7 +150,9 @@ async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(desk: De
     desk.do(lambda _, store: store.move(left.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS]))
     kept = desk.paths.output.read_bytes()
     with pytest.raises(ConfigurationError, match="goes on with"):
-        await asyncio.to_thread(desk.do, lambda client, store: export_batch(client, store, left.id, desk.paths))
+        await asyncio.to_thread(
+            desk.do, lambda client, store: export_batch(client, store, left.id, desk.paths)
+        )
     assert (desk.paths.output.read_bytes(), desk.paths.record.exists()) == (kept, True)
     batch = await desk.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)

@@ -59,7 +59,10 @@ class Desk:
     async def run(self, path: Path, *, terms: Terms | None = None, **pacing: Any) -> Any:
         given = Pacing(**pacing)
         return await asyncio.to_thread(
-            self.do, lambda client, store: run_batch(client, store, path, self.paths, terms=terms, pacing=given)
+            self.do,
+            lambda client, store: run_batch(
+                client, store, path, self.paths, terms=terms, pacing=given
+            ),
         )
 
 
@@ -79,7 +82,13 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str, databas
 
 async def test_every_line_is_answered_once_and_as_openai_does(desk: Desk, database: str) -> None:
     lines: list[dict[str, Any] | str] = [numbered(number) for number in range(40)]
-    lines += ["nonsense", chat("line-3"), chat("tools", tools=[{}]), completion("long", max_tokens=10**6), ""]
+    lines += [
+        "nonsense",
+        chat("line-3"),
+        chat("tools", tools=[{}]),
+        completion("long", max_tokens=10**6),
+        "",
+    ]
     path = write(desk.folder / "in.jsonl", lines)
     async with running_worker(desk.redis_url, database):
         batch = await desk.run(path)
@@ -87,9 +96,18 @@ async def test_every_line_is_answered_once_and_as_openai_does(desk: Desk, databa
     assert (batch.totals.completed, batch.totals.failed, batch.total) == (40, 4, 44)
     assert batch.totals.output_tokens == sum(_tokens(line) for line in read(desk.paths.output))
     assert sorted(names(desk.paths.output)) == sorted(f"line-{number}" for number in range(40))
-    assert {line["custom_id"] for line in read(desk.paths.errors)} == {None, "line-3", "tools", "long"}
+    assert {line["custom_id"] for line in read(desk.paths.errors)} == {
+        None,
+        "line-3",
+        "tools",
+        "long",
+    }
     for line in read(desk.paths.output):
-        kind = TheirChat if line["response"]["body"]["object"] == "chat.completion" else TheirCompletion
+        kind = (
+            TheirChat
+            if line["response"]["body"]["object"] == "chat.completion"
+            else TheirCompletion
+        )
         kind.model_validate(line["response"]["body"], strict=True)
     told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
     assert told.request_counts is not None
@@ -108,7 +126,9 @@ async def test_again_changes_nothing_and_another_input_is_refused(
         assert desk.paths.output.read_bytes() == before
         with pytest.raises(ConfigurationError, match="whose input was another"):
             await desk.run(write_many(desk.folder / "other.jsonl", 6))
-        with pytest.raises(ConfigurationError, match="begun with another tenant and any_model: say the same again"):
+        with pytest.raises(
+            ConfigurationError, match="begun with another tenant and any_model: say the same again"
+        ):
             await desk.run(path, terms=Terms(tenant="acme", any_model=True))
         assert desk.paths.output.read_bytes() == before
     desk.paths.record.unlink()
@@ -116,7 +136,9 @@ async def test_again_changes_nothing_and_another_input_is_refused(
         await desk.run(path)
 
 
-async def test_the_queue_never_holds_more_than_the_window(tmp_path: Path, redis_url: str, database: str) -> None:
+async def test_the_queue_never_holds_more_than_the_window(
+    tmp_path: Path, redis_url: str, database: str
+) -> None:
     desk = Desk(tmp_path, redis_url, None)
     path = write_many(tmp_path / "in.jsonl", 120)
     held: list[int] = []
@@ -186,7 +208,9 @@ def _all_over(batch_id: str, count: int) -> Callable[[Client, BatchStore], bool]
     return lambda _, store: len(list(store.results(batch_id))) == count
 
 
-async def test_jobs_that_the_queue_lost_are_handed_in_again(tmp_path: Path, redis_url: str, database: str) -> None:
+async def test_jobs_that_the_queue_lost_are_handed_in_again(
+    tmp_path: Path, redis_url: str, database: str
+) -> None:
     import redis
 
     desk = Desk(tmp_path, redis_url, None)
@@ -222,11 +246,15 @@ async def test_a_cancelled_run_names_every_line(desk: Desk, database: str) -> No
     assert batch.state is BatchState.CANCELLED
     answered, refused = names(desk.paths.output), read(desk.paths.errors)
     assert refused
-    assert sorted([*answered, *(line["custom_id"] for line in refused)]) == sorted(f"line-{n}" for n in range(60))
+    assert sorted([*answered, *(line["custom_id"] for line in refused)]) == sorted(
+        f"line-{n}" for n in range(60)
+    )
     assert {line["error"]["code"] for line in refused} == {"batch_cancelled"}
 
 
-async def test_without_a_worker_the_completion_window_ends_it(tmp_path: Path, redis_url: str) -> None:
+async def test_without_a_worker_the_completion_window_ends_it(
+    tmp_path: Path, redis_url: str
+) -> None:
     desk = Desk(tmp_path, redis_url, None)
     path = write_many(desk.folder / "in.jsonl", 30)
     batch = await desk.run(path, terms=Terms(completion_window="2s"), window=10, late_s=0.0)
@@ -256,17 +284,27 @@ async def test_an_empty_file_fails(tmp_path: Path, redis_url: str, database: str
 
 
 async def test_import_then_export_from_elsewhere(desk: Desk, database: str) -> None:
-    path = write(desk.folder / "in.jsonl", [*(numbered(number) for number in range(25)), "bad", numbered(3)])
+    path = write(
+        desk.folder / "in.jsonl", [*(numbered(number) for number in range(25)), "bad", numbered(3)]
+    )
     async with running_worker(desk.redis_url, database):
-        begun = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
+        begun = await asyncio.to_thread(
+            desk.do, lambda client, store: import_batch(client, store, path)
+        )
         path.unlink()
         batch = await until(lambda: desk.do(_refreshed_to_the_end(begun.id)))
-        assert (batch.state, batch.totals.completed, batch.totals.failed) == (BatchState.COMPLETED, 25, 2)
+        assert (batch.state, batch.totals.completed, batch.totals.failed) == (
+            BatchState.COMPLETED,
+            25,
+            2,
+        )
         assert batch.totals.output_tokens > 0
         for _ in range(2):  # over what was there
             ended, missing = await asyncio.to_thread(desk.do, _exported(begun.id, desk.paths))
             assert (ended.state, missing) == (BatchState.COMPLETED, 0)
-            assert sorted(names(desk.paths.output)) == sorted(f"line-{number}" for number in range(25))
+            assert sorted(names(desk.paths.output)) == sorted(
+                f"line-{number}" for number in range(25)
+            )
             assert [line["error"]["code"] for line in read(desk.paths.errors)] == [
                 "invalid_json_line",
                 "duplicate_custom_id",
@@ -288,17 +326,27 @@ def _exported(batch_id: str, paths: Paths) -> Callable[[Client, BatchStore], Any
 async def test_an_import_is_cancelled_while_it_waits(desk: Desk, allowed_keys: list[str]) -> None:
     allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
     path = write_many(desk.folder / "in.jsonl", 12)
-    batch = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
+    batch = await asyncio.to_thread(
+        desk.do, lambda client, store: import_batch(client, store, path)
+    )
     assert batch.state is BatchState.IN_PROGRESS
-    ended = await asyncio.to_thread(desk.do, lambda client, store: cancel_batch(client, store, batch.id))
+    ended = await asyncio.to_thread(
+        desk.do, lambda client, store: cancel_batch(client, store, batch.id)
+    )
     assert (ended.state, ended.totals.failed) == (BatchState.CANCELLED, 12)
     exported, missing = await asyncio.to_thread(desk.do, _exported(batch.id, desk.paths))
-    assert (missing, exported.output_file, exported.error_file) == (0, None, str(desk.paths.errors.resolve()))
+    assert (missing, exported.output_file, exported.error_file) == (
+        0,
+        None,
+        str(desk.paths.errors.resolve()),
+    )
     assert len(names(desk.paths.errors)) == 12
     assert not read(desk.paths.output)
 
 
-async def test_what_the_workers_record_elsewhere_is_counted(tmp_path: Path, redis_url: str, database: str) -> None:
+async def test_what_the_workers_record_elsewhere_is_counted(
+    tmp_path: Path, redis_url: str, database: str
+) -> None:
     """A producer whose database is not the workers' finds answers in the queue alone.
 
     Its jobs did not fail.
@@ -307,11 +355,17 @@ async def test_what_the_workers_record_elsewhere_is_counted(tmp_path: Path, redi
     desk = Desk(tmp_path, redis_url, database_url(tmp_path / "other"))
     path = write_many(tmp_path / "in.jsonl", 5)
     async with running_worker(redis_url, database):
-        begun = await asyncio.to_thread(desk.do, lambda client, store: import_batch(client, store, path))
+        begun = await asyncio.to_thread(
+            desk.do, lambda client, store: import_batch(client, store, path)
+        )
 
         def over() -> Batch | None:
             found = desk.do(lambda client, store: refresh(client, store, begun.id))
             return found if found.state.is_final else None
 
         batch = await until(over)
-    assert (batch.state, batch.totals.completed, batch.totals.failed) == (BatchState.COMPLETED, 5, 0)
+    assert (batch.state, batch.totals.completed, batch.totals.failed) == (
+        BatchState.COMPLETED,
+        5,
+        0,
+    )

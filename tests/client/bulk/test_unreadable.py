@@ -38,14 +38,18 @@ async def answer_badly(queue: Queue) -> None:
                 named = msgspec.structs.replace(end.result, metadata=metadata)
                 await worker.finish([dataclasses.replace(end, result=named)])
             elif line == "2":
-                await queue.redis.hset(key, mapping={"state": "succeeded", "settled": "1", "result": DAMAGED})
+                await queue.redis.hset(
+                    key, mapping={"state": "succeeded", "settled": "1", "result": DAMAGED}
+                )
             else:
                 await queue.redis.set(key, "no job")
             num_left -= 1
         await asyncio.sleep(0.05)
 
 
-async def test_a_run_names_what_it_cannot_read_and_comes_to_its_end(tmp_path: Path, redis_url: str) -> None:
+async def test_a_run_names_what_it_cannot_read_and_comes_to_its_end(
+    tmp_path: Path, redis_url: str
+) -> None:
     desk = Desk(tmp_path, redis_url, None)
     path = write(tmp_path / "in.jsonl", [completion(f"line-{number}") for number in (1, 2, 3)])
     queue = await open_queue(redis_url)

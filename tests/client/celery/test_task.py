@@ -69,7 +69,9 @@ def app(url: str) -> Celery:
 
 
 @pytest.fixture(scope="module")
-def celery_worker(app: Celery, url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def celery_worker(
+    app: Celery, url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """`celery -A tests.client.celery.backend_app worker`, another process."""
     log = tmp_path_factory.mktemp("celery") / "worker.log"
     command = [
@@ -86,7 +88,9 @@ def celery_worker(app: Celery, url: str, tmp_path_factory: pytest.TempPathFactor
     ]
     flags = ["--without-mingle", "--without-gossip", "--without-heartbeat", "-l", "info"]
     with log.open("w") as output:
-        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output, cwd=Path(__file__).parents[3])
+        process = subprocess.Popen(
+            [*command, *flags], stdout=output, stderr=output, cwd=Path(__file__).parents[3]
+        )
         yield
         process.terminate()
         assert process.wait(60) == 0, log.read_text()
@@ -125,13 +129,18 @@ class TestWithWorkers:
         assert answer.get() == f"<{second.get()['text']}>"
 
     def test_a_group_gives_all_answers_in_order(self, app: Celery) -> None:
-        answers = group(task(app).s(f"number {n}", max_tokens=n, ignore_eos=True) for n in range(1, 6)).delay()
+        answers = group(
+            task(app).s(f"number {n}", max_tokens=n, ignore_eos=True) for n in range(1, 6)
+        ).delay()
         values = answers.get(timeout=WAIT_S)
         assert [value["usage"]["completion_tokens"] for value in values] == [1, 2, 3, 4, 5]
         assert answers.successful()
 
     def test_a_chord_counts_what_it_got(self, app: Celery) -> None:
-        work = chord([task(app, "tell").s(f"number {n}", max_tokens=2) for n in range(4)], task(app, "count").s())
+        work = chord(
+            [task(app, "tell").s(f"number {n}", max_tokens=2) for n in range(4)],
+            task(app, "count").s(),
+        )
         assert work.delay().get(timeout=WAIT_S) == 4
 
     def test_a_generation_is_a_chords_body(self, app: Celery) -> None:
@@ -149,7 +158,9 @@ class TestWithWorkers:
             answer.get(timeout=WAIT_S)
 
     @pytest.mark.parametrize("in_chain", [False, True])
-    def test_a_revoked_generation_ends_as_celery_s_revoked_tasks_do(self, app: Celery, in_chain: bool) -> None:
+    def test_a_revoked_generation_ends_as_celery_s_revoked_tasks_do(
+        self, app: Celery, in_chain: bool
+    ) -> None:
         generation = task(app).s("a b c", max_tokens=4000, ignore_eos=True)
         last = chain(generation, task(app, "shout").s()).delay() if in_chain else generation.delay()
         answer = last.parent if in_chain else last
@@ -162,13 +173,20 @@ class TestWithWorkers:
         assert answer.state == "REVOKED"
         if in_chain:  # the Celery worker, which waits for the job, stores it as well: for those who do not ask the job
             until = time.monotonic() + WAIT_S
-            while {app.backend.get_task_meta(one.id)["status"] for one in (answer, last)} != {"REVOKED"}:
+            while {app.backend.get_task_meta(one.id)["status"] for one in (answer, last)} != {
+                "REVOKED"
+            }:
                 assert time.monotonic() < until
                 time.sleep(0.05)
 
     def test_a_deadline_that_passes_is_the_exception_s_reason(self, app: Celery) -> None:
-        answer = task(app).apply_async(("a b c",), {"max_tokens": 4000, "ignore_eos": True}, expires=0.7)
-        with pytest.raises(GenerationFailed, match=r"expired: the deadline .* passed before the answer was complete"):
+        answer = task(app).apply_async(
+            ("a b c",), {"max_tokens": 4000, "ignore_eos": True}, expires=0.7
+        )
+        with pytest.raises(
+            GenerationFailed,
+            match=r"expired: the deadline .* passed before the answer was complete",
+        ):
             answer.get(timeout=WAIT_S)
 
     def test_a_callback_gets_the_answer(self, app: Celery) -> None:
@@ -182,8 +200,15 @@ class TestWithWorkers:
         for written, real in (("smollm2-135m-instruct", QUEUE), ("redis://localhost:6379/0", url)):
             assert f'"{written}"' in code
             code = code.replace(f'"{written}"', f'"{real}"')
-        reader = Celery("reader", broker=url, backend=url, set_as_current=False)  # beside the one that has the name
-        shared = ("broker_transport_options", "result_backend_transport_options", "task_serializer", "accept_content")
+        reader = Celery(
+            "reader", broker=url, backend=url, set_as_current=False
+        )  # beside the one that has the name
+        shared = (
+            "broker_transport_options",
+            "result_backend_transport_options",
+            "task_serializer",
+            "accept_content",
+        )
         reader.conf.update({name: app.conf[name] for name in shared})
         names = {
             "app": reader, "chain": chain, "group": group, "generation_task": generation_task,
@@ -194,13 +219,21 @@ class TestWithWorkers:
     def test_by_itself_the_answer_comes_from_the_job(self, app: Celery) -> None:
         answer = task(app).delay("a b c", max_tokens=5, ignore_eos=True)
         value = answer.get(timeout=WAIT_S)
-        assert (value["usage"]["completion_tokens"], answer.state, answer.successful()) == (5, "SUCCESS", True)
+        assert (value["usage"]["completion_tokens"], answer.state, answer.successful()) == (
+            5,
+            "SUCCESS",
+            True,
+        )
         elsewhere = task(app).AsyncResult(answer.id)
         assert elsewhere.get(timeout=WAIT_S) == value
-        assert app.backend.get_task_meta(answer.id)["status"] == "PENDING"  # Celery had no part in it
+        assert (
+            app.backend.get_task_meta(answer.id)["status"] == "PENDING"
+        )  # Celery had no part in it
 
 
-def test_by_itself_it_is_on_the_stream_at_once(lonely: GenerationTask, redis_url: str, allowed_keys: list[str]) -> None:
+def test_by_itself_it_is_on_the_stream_at_once(
+    lonely: GenerationTask, redis_url: str, allowed_keys: list[str]
+) -> None:
     allowed_keys.append("tm:{q}:*")
     answer = lonely.apply_async(
         ({"text": "what came before"},), {"template": "Say: {text}", "tenant": "t"}, countdown=3600
@@ -237,7 +270,9 @@ def test_while_the_queue_is_away_a_task_is_put_off(queue: Any) -> None:
     app = Celery("away", broker="memory://", set_as_current=False)
     task = generation_task(app, queue=QUEUE, pauses_s=(7.0,))
     task._clients[os.getpid()] = queue
-    task.push_request(id="a", retries=0, is_eager=False, called_directly=False, args=("hi",), kwargs={})
+    task.push_request(
+        id="a", retries=0, is_eager=False, called_directly=False, args=("hi",), kwargs={}
+    )
     with pytest.raises(celery.exceptions.Retry) as caught:
         task.run("hi")
     assert caught.value.when == 7.0
@@ -250,24 +285,35 @@ NAIVE = datetime(2100, 1, 1, 12)  # noqa: DTZ001
 
 @pytest.mark.parametrize("moment", [NAIVE, "2100-01-01T12:00:00", "2100-01-01T13:00:00+01:00"])
 def test_moments_are_read_as_celery_reads_them(
-    monkeypatch: pytest.MonkeyPatch, lonely: GenerationTask, redis_url: str, allowed_keys: list[str], moment: Any
+    monkeypatch: pytest.MonkeyPatch,
+    lonely: GenerationTask,
+    redis_url: str,
+    allowed_keys: list[str],
+    moment: Any,
 ) -> None:
     allowed_keys.append("tm:{q}:*")
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
     try:
-        begins, ends = lonely.apply_async(("a",), eta=moment), lonely.apply_async(("a",), expires=moment)
+        begins, ends = (
+            lonely.apply_async(("a",), eta=moment),
+            lonely.apply_async(("a",), expires=moment),
+        )
     finally:
         monkeypatch.undo()
         time.tzset()
     noon_ms = datetime(2100, 1, 1, 12, tzinfo=UTC).timestamp() * 1000
     with Client(redis_url, queue=QUEUE) as client:
-        assert client.status(begins.id).not_before_ms == client.status(ends.id).deadline_ms == noon_ms
+        assert (
+            client.status(begins.id).not_before_ms == client.status(ends.id).deadline_ms == noon_ms
+        )
 
 
 @pytest.mark.parametrize("options", [{"eta": "soon"}, {"countdown": "5"}, {"expires": "never"}])
 def test_what_is_no_moment_is_refused(lonely: GenerationTask, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="a time is a number of seconds, a datetime or a timedelta"):
+    with pytest.raises(
+        InvalidRequest, match="a time is a number of seconds, a datetime or a timedelta"
+    ):
         lonely.apply_async(("a",), **options)
 
 
@@ -292,6 +338,8 @@ def test_a_bad_request_is_refused_where_it_is_made(lonely: GenerationTask) -> No
 def test_what_a_task_may_be_given(given: Any, expected: dict[str, Any]) -> None:
     assert fields_of((given,), {}) == expected
     if "prompt" in expected:
-        assert fields_of((given,), {"template": "{text}{x}"}) == {"prompt": expected["prompt"] + "{x}"}
+        assert fields_of((given,), {"template": "{text}{x}"}) == {
+            "prompt": expected["prompt"] + "{x}"
+        }
         told = [{"role": "user", "content": expected["prompt"]}]
         assert fields_of((given,), {}, chat=True) == {"messages": told}

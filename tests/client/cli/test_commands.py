@@ -32,8 +32,12 @@ class Shell:
         }
         self._runner = CliRunner()
 
-    def __call__(self, *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None) -> Result:
-        return self._runner.invoke(app, list(arguments), env=self._where | (environment or {}), input=stdin)
+    def __call__(
+        self, *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None
+    ) -> Result:
+        return self._runner.invoke(
+            app, list(arguments), env=self._where | (environment or {}), input=stdin
+        )
 
 
 @pytest.fixture
@@ -91,10 +95,18 @@ def test_an_absurd_deadline_is_refused_in_a_short_sentence(shell: Shell) -> None
 
 
 def test_a_queue_s_name_that_is_none_is_refused_by_every_command(shell: Shell) -> None:
-    for command in (("jobs",), ("usage", "--one-queue"), ("top", "--once"), ("dead", "list"), ("bulk", "list")):
+    for command in (
+        ("jobs",),
+        ("usage", "--one-queue"),
+        ("top", "--once"),
+        ("dead", "list"),
+        ("bulk", "list"),
+    ):
         done = shell(*command, "--queue", "bad name")
         assert done.exit_code == 1, command
-        assert done.stderr.startswith("Error: a queue's name must not be empty, nor contain braces"), command
+        assert done.stderr.startswith(
+            "Error: a queue's name must not be empty, nor contain braces"
+        ), command
 
 
 def test_without_a_database_its_whole_path_is_said_and_batches_are_kept_in_redis(
@@ -109,7 +121,10 @@ def test_without_a_database_its_whole_path_is_said_and_batches_are_kept_in_redis
     assert f"there is no database at {folder}/tokenmill.db" in done.stderr
     done = shell("bulk", "list", environment=default)
     assert done.exit_code == 0
-    assert f"Note: there is no database at {folder}/tokenmill.db: batches are kept in Redis" in done.stderr
+    assert (
+        f"Note: there is no database at {folder}/tokenmill.db: batches are kept in Redis"
+        in done.stderr
+    )
     assert list(folder.iterdir()) == []
     done = shell("db", "upgrade", environment=default)
     assert done.stdout.startswith(f"{folder}/tokenmill.db: new → ")
@@ -122,11 +137,16 @@ def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:
     assert done.exit_code == 1
     assert done.stderr.startswith("Error: Redis refuses this user: invalid username-password pair")
     assert "redis://user:password@host:6379/0" in done.stderr
-    with Client(wrong, queue="q") as client, pytest.raises(ConfigurationError, match="refuses this user"):
+    with (
+        Client(wrong, queue="q") as client,
+        pytest.raises(ConfigurationError, match="refuses this user"),
+    ):
         list(client.stream("any"))
 
 
-@pytest.mark.parametrize(("missing", "is_silent"), [("pydantic_settings", True), ("tokenmill_worker.cli", False)])
+@pytest.mark.parametrize(
+    ("missing", "is_silent"), [("pydantic_settings", True), ("tokenmill_worker.cli", False)]
+)
 def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, missing: str, is_silent: bool
 ) -> None:
@@ -140,7 +160,10 @@ def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
     assert ("Warning" not in done.stderr) is is_silent
     done = shell("worker")
     assert done.exit_code == 1
-    assert "`tokenmill worker` needs the worker: pip install '.[worker]' in tokenmill's folder" in done.stderr
+    assert (
+        "`tokenmill worker` needs the worker: pip install '.[worker]' in tokenmill's folder"
+        in done.stderr
+    )
 
 
 def test_a_bias_is_json_from_token_ids_to_numbers(shell: Shell, client: Client) -> None:
@@ -161,7 +184,8 @@ def test_an_unknown_job_keeps_no_other_from_being_cancelled(shell: Shell, client
 
 
 @pytest.mark.parametrize(
-    "command", ["jobs", "webhooks list", "webhooks redrive --all", "dead list", "dead redrive --all"]
+    "command",
+    ["jobs", "webhooks list", "webhooks redrive --all", "dead list", "dead redrive --all"],
 )
 def test_more_than_a_database_can_count_is_refused(shell: Shell, command: str) -> None:
     done = shell(*command.split(), "--limit", "99999999999999999999")
@@ -189,7 +213,9 @@ def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: P
         assert json.loads(done.stdout)["queue"] == "q"
 
 
-def test_a_model_is_who_answers_where_the_queue_is_named(shell: Shell, valkey: ValkeyServer) -> None:
+def test_a_model_is_who_answers_where_the_queue_is_named(
+    shell: Shell, valkey: ValkeyServer
+) -> None:
     def model_of(done: Result) -> str:
         with valkey.client() as redis:
             raw = cast("bytes", redis.hget(Keys("q").job(done.stdout.strip()), "request"))
@@ -197,12 +223,16 @@ def test_a_model_is_who_answers_where_the_queue_is_named(shell: Shell, valkey: V
 
     assert model_of(shell("submit", "x", "--model", "poet")) == "poet"
     assert model_of(shell("submit", "x")) == ""
-    assert model_of(shell("submit", "x", environment={"TOKENMILL_MODEL": "/models/base"})) == "", "it is the worker's"
+    assert model_of(shell("submit", "x", environment={"TOKENMILL_MODEL": "/models/base"})) == "", (
+        "it is the worker's"
+    )
 
 
 def test_a_model_alone_names_the_queue(shell: Shell, allowed_keys: list[str]) -> None:
     allowed_keys.append("tm:{base}:*")
-    done = shell("submit", "x", "--model", "/models/Base", "--json", environment={"TOKENMILL_QUEUE": ""})
+    done = shell(
+        "submit", "x", "--model", "/models/Base", "--json", environment={"TOKENMILL_QUEUE": ""}
+    )
     assert json.loads(done.stdout)["queue"] == "base"
 
 
@@ -225,7 +255,10 @@ def test_who_waits_is_told_that_nobody_works(shell: Shell) -> None:
         (("submit", "x", "--redis-url", "redis://127.0.0.1:1/0"), "TOKENMILL_REDIS_URL"),
         (("submit", "x", "--redis-url", "gopher://x"), "gopher"),
         (("status", "nope"), "no job nope"),
-        (("jobs", "--status", "succeeded", "--database-url", "sqlite:////no/such.db"), "no database at"),
+        (
+            ("jobs", "--status", "succeeded", "--database-url", "sqlite:////no/such.db"),
+            "no database at",
+        ),
         (("usage", "--since", "yesterday"), "YYYY-MM-DD"),
         (("usage", "--until", "2026-02-30"), "not '2026-02-30'"),
         (("usage", "--by", "mood"), "grouped by mood"),
@@ -233,7 +266,9 @@ def test_who_waits_is_told_that_nobody_works(shell: Shell) -> None:
         (("dead", "redrive", "nope"), "nope is not a dead job"),
     ],
 )
-def test_an_error_is_one_sentence_and_a_status(shell: Shell, arguments: tuple[str, ...], says: str) -> None:
+def test_an_error_is_one_sentence_and_a_status(
+    shell: Shell, arguments: tuple[str, ...], says: str
+) -> None:
     done = shell(*arguments)
     assert done.exit_code == 1
     assert says in done.output
@@ -261,9 +296,17 @@ def test_a_result_that_only_sql_remembers(shell: Shell) -> None:
 def test_jobs_lists_open_ones_and_then_ended_ones(shell: Shell) -> None:
     job = shell("submit", "Hello").stdout.strip()
     assert json.loads(shell("jobs", "--json").stdout)[0]["job_id"] == job
-    assert {row["job_id"] for row in json.loads(shell("jobs", "--json").stdout)} == {job, "good", "bad"}
-    assert [row["job_id"] for row in json.loads(shell("jobs", "--status", "failed", "--json").stdout)] == ["bad"]
-    assert [row["job_id"] for row in json.loads(shell("jobs", "--status", "open", "--json").stdout)] == [job]
+    assert {row["job_id"] for row in json.loads(shell("jobs", "--json").stdout)} == {
+        job,
+        "good",
+        "bad",
+    }
+    assert [
+        row["job_id"] for row in json.loads(shell("jobs", "--status", "failed", "--json").stdout)
+    ] == ["bad"]
+    assert [
+        row["job_id"] for row in json.loads(shell("jobs", "--status", "open", "--json").stdout)
+    ] == [job]
     text = shell("jobs").stdout
     assert job in text
     assert "the prompt is too long" in text
@@ -278,15 +321,18 @@ def test_jobs_shows_what_it_can_reach(shell: Shell) -> None:
 
 def test_usage(shell: Shell) -> None:
     rows = json.loads(shell("usage", "--by", "tenant", "--json").stdout)
-    assert [(row["tenant"], row["jobs"], row["succeeded"], row["completion_tokens"]) for row in rows] == [
-        ("acme", 2, 1, 3)
-    ]
+    assert [
+        (row["tenant"], row["jobs"], row["succeeded"], row["completion_tokens"]) for row in rows
+    ] == [("acme", 2, 1, 3)]
     assert "acme" in shell("usage").stdout
 
 
 def test_dead_list_when_there_are_none(shell: Shell) -> None:
     assert json.loads(shell("dead", "list", "--json").stdout) == []
-    assert json.loads(shell("dead", "redrive", "--all", "--json").stdout) == {"redriven": [], "not_dead": []}
+    assert json.loads(shell("dead", "redrive", "--all", "--json").stdout) == {
+        "redriven": [],
+        "not_dead": [],
+    }
 
 
 def test_top_without_a_terminal_looks_once(shell: Shell) -> None:
@@ -304,7 +350,9 @@ def test_top_without_a_terminal_looks_once(shell: Shell) -> None:
         (("top",), " [QUEUE]..."),
     ],
 )
-def test_what_may_be_several_has_its_dots_once(shell: Shell, command: tuple[str, ...], ends: str) -> None:
+def test_what_may_be_several_has_its_dots_once(
+    shell: Shell, command: tuple[str, ...], ends: str
+) -> None:
     usage = next(line for line in shell(*command, "--help").stdout.splitlines() if "Usage" in line)
     assert usage.rstrip().endswith(f"[OPTIONS]{ends}")
 
@@ -318,18 +366,34 @@ def test_a_file_without_an_end_is_refused(shell: Shell, option: str) -> None:
 
 def test_a_prompt_without_an_end_is_refused(shell: Shell) -> None:
     done = shell("submit", stdin="x" * 8_388_609)
-    assert (done.exit_code, done.stderr) == (1, "Error: the prompt has more than 8388608 characters\n")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        "Error: the prompt has more than 8388608 characters\n",
+    )
 
 
 @pytest.mark.parametrize("command", [("submit", "hi", "--wait"), ("tail", "x"), ("result", "x")])
 @pytest.mark.parametrize("timeout", ["-1", "nan"])
-def test_a_wait_of_no_length_is_refused(shell: Shell, command: tuple[str, ...], timeout: str) -> None:
+def test_a_wait_of_no_length_is_refused(
+    shell: Shell, command: tuple[str, ...], timeout: str
+) -> None:
     done = shell(*command, f"--timeout={timeout}")
-    assert (done.exit_code, done.stdout, "greater than or equal to 0" in done.stderr) == (2, "", True)
+    assert (done.exit_code, done.stdout, "greater than or equal to 0" in done.stderr) == (
+        2,
+        "",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
-    "command", [(), *[(name,) for name in ("submit", "tail", "status", "result", "cancel", "jobs", "usage", "top")]]
+    "command",
+    [
+        (),
+        *[
+            (name,)
+            for name in ("submit", "tail", "status", "result", "cancel", "jobs", "usage", "top")
+        ],
+    ],
 )
 def test_every_command_explains_itself(shell: Shell, command: tuple[str, ...]) -> None:
     done = shell(*command, "--help")

@@ -28,7 +28,12 @@ def database(tmp_path: Path) -> str:
 
 
 def run(database: str, *arguments: str, **variables: str) -> Result:
-    where = {"TOKENMILL_DATABASE_URL": database, "TOKENMILL_QUEUE": "q", "COLUMNS": "200", **variables}
+    where = {
+        "TOKENMILL_DATABASE_URL": database,
+        "TOKENMILL_QUEUE": "q",
+        "COLUMNS": "200",
+        **variables,
+    }
     return CliRunner().invoke(app, list(arguments), env=where)
 
 
@@ -64,10 +69,14 @@ def test_jobs_of_a_time_and_a_model(database: str) -> None:
     )
 
     def ids(*arguments: str) -> list[str]:
-        return [job["job_id"] for job in json.loads(run(database, "jobs", "--json", *arguments).stdout)]
+        return [
+            job["job_id"] for job in json.loads(run(database, "jobs", "--json", *arguments).stdout)
+        ]
 
     assert ids("--since", "2024-10-04T00:00:00+00:00") == ["other", "new"]
-    assert ids("--since", "2024-10-04T00:00:00+00:00", "--until", "2024-10-05T00:00:00+00:00") == ["new"]
+    assert ids("--since", "2024-10-04T00:00:00+00:00", "--until", "2024-10-05T00:00:00+00:00") == [
+        "new"
+    ]
     assert ids("--only-model", "big") == ["new"]
     assert ids("--since", "1h") == []
     assert "a moment is written" in run(database, "jobs", "--since", "yesterday").stderr
@@ -104,7 +113,11 @@ def test_usage_is_right_up_to_this_moment_between_two_roll_ups(database: str) ->
 
     now_ms = round(time.time() * 1000)
     engine = open_engine(database)
-    record(database, finished("a", finished_ms=now_ms - 9 * DAY_MS), finished("b", finished_ms=now_ms - DAY_MS))
+    record(
+        database,
+        finished("a", finished_ms=now_ms - 9 * DAY_MS),
+        finished("b", finished_ms=now_ms - DAY_MS),
+    )
     RollUp(engine).recent()
     record(database, finished("c", finished_ms=now_ms), finished("d", finished_ms=now_ms - DAY_MS))
     engine.dispose()
@@ -118,11 +131,19 @@ def test_json_or_csv(database: str) -> None:
 
 
 def test_webhooks_are_listed_and_redriven(database: str) -> None:
-    record(database, *(noticed(name, "https://hooks.example/x", finished_ms=n + 1) for n, name in enumerate("abc")))
+    record(
+        database,
+        *(
+            noticed(name, "https://hooks.example/x", finished_ms=n + 1)
+            for n, name in enumerate("abc")
+        ),
+    )
     engine = open_engine(database)
     with engine.begin() as connection:
         connection.execute(
-            sa.text("UPDATE webhooks SET state = 'dead', attempts = 10, last_error = 'gone' WHERE job_id != 'c'")
+            sa.text(
+                "UPDATE webhooks SET state = 'dead', attempts = 10, last_error = 'gone' WHERE job_id != 'c'"
+            )
         )
     engine.dispose()
     listed = run(database, "webhooks", "list", "--state", "dead")
@@ -133,14 +154,21 @@ def test_webhooks_are_listed_and_redriven(database: str) -> None:
     assert answer.stdout == "msg_a_1 redriven\nmsg_c_3 is not a dead webhook\n"
     (again,) = json.loads(run(database, "webhooks", "list", "--job", "a", "--json").stdout)
     assert (again["state"], again["attempts"]) == ("pending", 0)
-    assert json.loads(run(database, "webhooks", "redrive", "--all", "--json").stdout)["redriven"] == ["msg_b_2"]
+    assert json.loads(run(database, "webhooks", "redrive", "--all", "--json").stdout)[
+        "redriven"
+    ] == ["msg_b_2"]
     assert "no dead webhooks" in run(database, "webhooks", "redrive", "--all").stderr
-    assert "a webhook is pending, sending" in run(database, "webhooks", "list", "--state", "lost").stderr
+    assert (
+        "a webhook is pending, sending"
+        in run(database, "webhooks", "list", "--state", "lost").stderr
+    )
 
 
 def test_secrets(database: str) -> None:
     fresh = run(database, "webhooks", "secret", "--new").stdout.strip()
-    derived = run(database, "webhooks", "secret", "--tenant", "acme", TOKENMILL_WEBHOOK_SECRET=fresh).stdout.strip()
+    derived = run(
+        database, "webhooks", "secret", "--tenant", "acme", TOKENMILL_WEBHOOK_SECRET=fresh
+    ).stdout.strip()
     assert derived == tenant_secret(fresh, "acme") != tenant_secret(SECRET, "acme")
     assert "TOKENMILL_WEBHOOK_SECRET" in run(database, "webhooks", "secret").stderr
 
@@ -172,7 +200,9 @@ def test_a_revision_that_nobody_knows_is_no_way_back(database: str) -> None:
 
 
 @pytest.mark.parametrize("command", [("upgrade",), ("status",), ("downgrade", "0003", "--yes")])
-def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
     (tmp_path / "file").touch()
     said = run(f"sqlite:///{tmp_path}/file/t.db", "db", *command)
     words = "there is no database" if command == ("status",) else "cannot be made"
@@ -196,7 +226,9 @@ def test_looking_at_a_database_that_is_not_there_makes_none(tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_database_that_cannot_be_opened_is_named_as_it_was_given(tmp_path: Path, place: str, says: str) -> None:
+def test_a_database_that_cannot_be_opened_is_named_as_it_was_given(
+    tmp_path: Path, place: str, says: str
+) -> None:
     (tmp_path / "folder").mkdir()
     answer = run(f"sqlite:///{tmp_path}/{place}", "usage")
     assert (answer.exit_code, answer.stderr) == (1, "Error: " + says.format(tmp_path))
@@ -204,5 +236,8 @@ def test_a_database_that_cannot_be_opened_is_named_as_it_was_given(tmp_path: Pat
 
 def test_a_database_of_another_kind_is_refused_by_name() -> None:
     answer = run("mysql://user:secret@host/db", "usage")
-    assert (answer.exit_code, "begins with sqlite:/// or postgresql://" in answer.stderr) == (1, True)
+    assert (answer.exit_code, "begins with sqlite:/// or postgresql://" in answer.stderr) == (
+        1,
+        True,
+    )
     assert "secret" not in answer.stderr

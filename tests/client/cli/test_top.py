@@ -40,7 +40,10 @@ BUSY = msgspec.structs.replace(
     tenants=[TenantState(tenant="acme", waiting=9, running=60, tokens_per_s=1200.0), TenantState(tenant="", running=1)],
 )  # fmt: skip
 JOB = JobInfo(
-    job_id="0193a1b2-7c3d-7e4f-8a5b-000000000001", status=JobStatus.RUNNING, priority="interactive", tokens=17
+    job_id="0193a1b2-7c3d-7e4f-8a5b-000000000001",
+    status=JobStatus.RUNNING,
+    priority="interactive",
+    tokens=17,
 )
 
 
@@ -78,7 +81,9 @@ def test_everything_fits_and_numbers_are_whole(width: int) -> None:
 
 def test_headings_say_what_is_counted_and_short_ones_are_explained() -> None:
     text = shown(BUSY, 80, submitted_per_s=812.3, finished_per_s=9.5)
-    assert re.search(r"1,834 tokens/s +jobs: +120 running +1,234,579 waiting +812 in/s +9.5 out/s", text)
+    assert re.search(
+        r"1,834 tokens/s +jobs: +120 running +1,234,579 waiting +812 in/s +9.5 out/s", text
+    )
     assert text.splitlines()[-1].rstrip() == (
         "TTFT time to first token · ITL time between tokens · HITS prompt share in cache"
     )
@@ -89,7 +94,9 @@ def test_the_tables_say_who_uses_what() -> None:
     assert re.search(r"acme +60 +9 +1,200 ━+", text)
     assert re.search(r"\(none\) +1 +0 +0 ", text)
     assert "2 DEAD" in text
-    assert "acme" not in shown(msgspec.structs.replace(BUSY, tenants=[TenantState(tenant="", running=9)]), 100)
+    assert "acme" not in shown(
+        msgspec.structs.replace(BUSY, tenants=[TenantState(tenant="", running=9)]), 100
+    )
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
@@ -120,7 +127,9 @@ def test_a_queue_without_workers_says_so_first() -> None:
         ({"engine_restarts": 2}, "2 engine restarts since it started"),
     ],
 )
-def test_what_is_wrong_with_a_worker_is_said_in_words(changes: dict[str, object], words: str) -> None:
+def test_what_is_wrong_with_a_worker_is_said_in_words(
+    changes: dict[str, object], words: str
+) -> None:
     troubled = msgspec.structs.replace(WORKER, **changes)
     assert words in shown(msgspec.structs.replace(EMPTY, workers=[troubled]), 80)
     assert words not in shown(msgspec.structs.replace(EMPTY, workers=[WORKER]), 80)
@@ -146,13 +155,19 @@ def test_a_worker_that_loads_is_not_in_trouble() -> None:
     loading = msgspec.structs.replace(WORKER, model="", problems=("the engine is not ready",))
     assert "TROUBLE" not in shown(msgspec.structs.replace(EMPTY, workers=[loading]), 80)
     broken = msgspec.structs.replace(WORKER, problems=("SQL: connection refused",))
-    assert "TROUBLE" in shown(msgspec.structs.replace(EMPTY, workers=[loading, broken]), 80).splitlines()[0]
+    assert (
+        "TROUBLE"
+        in shown(msgspec.structs.replace(EMPTY, workers=[loading, broken]), 80).splitlines()[0]
+    )
 
 
 def test_the_last_look_is_kept_and_marked_as_old() -> None:
     text = shown(BUSY, 80, last=True)
     assert (
-        text.index("NO CONNECTION") < text.index("refused") < text.index("as it was at 12:00:00") < text.index("58/64")
+        text.index("NO CONNECTION")
+        < text.index("refused")
+        < text.index("as it was at 12:00:00")
+        < text.index("58/64")
     )
 
 
@@ -160,7 +175,16 @@ def test_the_last_look_is_kept_and_marked_as_old() -> None:
 def test_q_leaves_and_the_terminal_is_as_it_was(make_valkey: Callable[..., ValkeyServer]) -> None:
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    command = [sys.executable, "-m", "tokenmill.cli", "top", "--redis-url", make_valkey().url, "--interval", "60"]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenmill.cli",
+        "top",
+        "--redis-url",
+        make_valkey().url,
+        "--interval",
+        "60",
+    ]
     environment = {"PATH": "/usr/bin:/bin", "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True

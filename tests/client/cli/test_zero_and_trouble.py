@@ -53,12 +53,19 @@ async def test_a_zero_that_makes_sense_arrives(redis_url, allowed_keys):
         "--stop-token-ids",
         "0",
     ]
-    done = await asyncio.to_thread(CliRunner().invoke, app, ["submit", "hi", *zeros], env=where(redis_url))
+    done = await asyncio.to_thread(
+        CliRunner().invoke, app, ["submit", "hi", *zeros], env=where(redis_url)
+    )
     assert done.exit_code == 0, done.stderr
     async with AsyncClient(redis_url, queue="q") as client:
         payload = await client._redis.hget(client.keys.job(done.stdout.strip()), "request")
     params = decode_request(payload).params
-    assert (params.temperature, params.seed, params.logprobs, params.stop_token_ids) == (0.0, 0, 0, (0,))
+    assert (params.temperature, params.seed, params.logprobs, params.stop_token_ids) == (
+        0.0,
+        0,
+        0,
+        (0,),
+    )
     assert params.logprobs is not False
 
 
@@ -101,7 +108,10 @@ def test_a_wrong_password_is_no_server_that_is_elsewhere(redis_url: str) -> None
     done = CliRunner().invoke(app, ["status", "x"], env=where(url))
     error, hint = done.stderr.splitlines()
     assert (done.exit_code, "invalid username-password pair" in error) == (1, True)
-    assert hint == "Hint: the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)"
+    assert (
+        hint
+        == "Hint: the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)"
+    )
 
 
 def test_there_is_no_command_bench() -> None:
@@ -109,7 +119,9 @@ def test_there_is_no_command_bench() -> None:
     assert (done.exit_code, "No such command 'bench'" in done.stderr) == (2, True)
 
 
-def test_an_interruption_is_spoken_of_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_is_spoken_of_on_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Interrupted:
         def stream(self, job_id: str, **_: object) -> Iterator[Chunk]:
             yield Chunk(job_id=job_id, attempt=1, index=0, text="The sky is")

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tokenmill import ConfigurationError, InvalidRequest
-from tokenmill.operations.job_request import JobHandle, build_request, estimated_tokens, fingerprint, new_job_id
+from tokenmill.operations.job_request import (
+    JobHandle,
+    build_request,
+    estimated_tokens,
+    fingerprint,
+    new_job_id,
+)
 from tokenmill.transport.connect import parse_url
 from tokenmill_schemas.codec import decode_request, encode
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
@@ -32,7 +38,11 @@ def test_arguments_find_their_place() -> None:
         }
     )
     assert request.params == SamplingParams(
-        max_tokens=5, temperature=0, stop=("x",), logit_bias={5: 1.5}, response_format=ResponseFormat(regex="a+")
+        max_tokens=5,
+        temperature=0,
+        stop=("x",),
+        logit_bias={5: 1.5},
+        response_format=ResponseFormat(regex="a+"),
     )
     assert (request.priority, request.tenant, request.stream) == (Priority.BULK, "t", False)
     assert abs(request.created_ms - time.time() * 1000) < 60_000
@@ -50,11 +60,15 @@ def test_times_are_relative_or_absolute() -> None:
 
 
 def test_token_ids_may_come_as_json_has_them() -> None:
-    plain, from_json = (build_request({"prompt": "x", "logit_bias": {key: 1.5}}) for key in (5, "5"))
+    plain, from_json = (
+        build_request({"prompt": "x", "logit_bias": {key: 1.5}}) for key in (5, "5")
+    )
     assert from_json.params.logit_bias == plain.params.logit_bias == {5: 1.5}
     assert fingerprint(from_json) == fingerprint(plain)
     for key in ("x", "5.0", " 5", 5.0, True):
-        with pytest.raises(InvalidRequest, match="logit_bias must be a map from token ids to numbers"):
+        with pytest.raises(
+            InvalidRequest, match="logit_bias must be a map from token ids to numbers"
+        ):
             build_request({"prompt": "x", "logit_bias": {key: 1.5}})
 
 
@@ -88,12 +102,19 @@ def test_threads_make_no_id_twice() -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: [new_job_id() for _ in range(1_000)], range(8)))
     assert all(ids == sorted(ids) for ids in made)
-    assert len({job_id.rpartition("-")[0][:18] for ids in made for job_id in ids}) == 8_000, "all but the random part"
+    assert len({job_id.rpartition("-")[0][:18] for ids in made for job_id in ids}) == 8_000, (
+        "all but the random part"
+    )
 
 
 def test_a_handle_is_its_id() -> None:
     handle = JobHandle("abc", is_new=False)
-    assert (handle, handle.is_new, f"{handle}", dict[str, int]({handle: 1})["abc"]) == ("abc", False, "abc", 1)
+    assert (handle, handle.is_new, f"{handle}", dict[str, int]({handle: 1})["abc"]) == (
+        "abc",
+        False,
+        "abc",
+        1,
+    )
 
 
 def test_a_handle_travels_as_the_text_it_is() -> None:
@@ -107,9 +128,20 @@ def test_a_handle_travels_as_the_text_it_is() -> None:
 
 def test_a_fingerprint_sees_content_and_nothing_else() -> None:
     base: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
-    same = [base, {**base, "deadline": 5}, {**base, "idempotency_key": "k"}, {**base, "traceparent": "00-1-2-03"}]
+    same = [
+        base,
+        {**base, "deadline": 5},
+        {**base, "idempotency_key": "k"},
+        {**base, "traceparent": "00-1-2-03"},
+    ]
     assert len({fingerprint(build_request(arguments)) for arguments in same}) == 1
-    different = [base, {**base, "prompt": "y"}, {**base, "max_tokens": 4}, {**base, "tenant": "t"}, {**base, "seed": 1}]
+    different = [
+        base,
+        {**base, "prompt": "y"},
+        {**base, "max_tokens": 4},
+        {**base, "tenant": "t"},
+        {**base, "seed": 1},
+    ]
     assert len({fingerprint(build_request(arguments)) for arguments in different}) == len(different)
 
 
@@ -134,7 +166,12 @@ def test_urls_of_all_kinds(
     url: str, kind: str, hosts: tuple[tuple[str, int], ...], service: str, options: dict[str, Any]
 ) -> None:
     endpoint = parse_url(url)
-    assert (endpoint.kind, endpoint.hosts, endpoint.service, endpoint.options) == (kind, hosts, service, options)
+    assert (endpoint.kind, endpoint.hosts, endpoint.service, endpoint.options) == (
+        kind,
+        hosts,
+        service,
+        options,
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,18 @@ pytestmark = pytest.mark.redis
 Body = Mapping[str, Any]
 Entrance = Callable[[str, Body], JobRequest]  # raises InvalidRequest with the sentence
 QUEUE = "q"
-SCHEMA: dict[str, object] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+SCHEMA: dict[str, object] = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 _FLAGS = {"max_tokens": "--max-tokens", "top_p": "--top-p"}
-_JSON_FLAGS = {"messages": "--messages", "response_format": "--response-format", "logit_bias": "--logit-bias"}
+_JSON_FLAGS = {
+    "messages": "--messages",
+    "response_format": "--response-format",
+    "logit_bias": "--logit-bias",
+}
 
 
 def stored(url: str, job_id: str) -> JobRequest:
@@ -66,14 +74,18 @@ def by_command_line(url: str, body: Body) -> JobRequest:
         elif name == "stop":
             for text in [value] if isinstance(value, str) else value:
                 arguments += ["--stop", text]
-    done = CliRunner().invoke(app, arguments, env={"TOKENMILL_REDIS_URL": url, "TOKENMILL_QUEUE": QUEUE})
+    done = CliRunner().invoke(
+        app, arguments, env={"TOKENMILL_REDIS_URL": url, "TOKENMILL_QUEUE": QUEUE}
+    )
     if done.exit_code:
         raise InvalidRequest([" ".join(done.stderr.removeprefix("Error: ").split())])
     return stored(url, done.stdout.strip())
 
 
 def by_celery(url: str, body: Body) -> JobRequest:
-    task = generation_task(Celery("forms", broker="memory://", backend="cache+memory://"), queue=QUEUE, url=url)
+    task = generation_task(
+        Celery("forms", broker="memory://", backend="cache+memory://"), queue=QUEUE, url=url
+    )
     try:
         return stored(url, task.delay(**body).id)
     finally:
@@ -124,7 +136,9 @@ def formatted(wanted: Any) -> Body:
 
 
 def envelope(**inner: Any) -> Body:
-    return formatted({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, **inner}})
+    return formatted(
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, **inner}}
+    )
 
 
 def part(**given: Any) -> Body:
@@ -261,14 +275,23 @@ def fits(entrance: str, body: Body) -> bool:
     if entrance != "command line":
         return True
     is_text = isinstance(body.get("prompt", ""), str)
-    return is_text and not isinstance(body.get("stop"), dict) and "max_completion_tokens" not in body
+    return (
+        is_text and not isinstance(body.get("stop"), dict) and "max_completion_tokens" not in body
+    )
 
 
 def meant(fields: dict[str, Any]) -> dict[str, Any]:
     """Return all that a request shape decides about a job."""
-    params = {"max_tokens": 4, **{name: fields[name] for name in fields if name in SamplingParams.__struct_fields__}}
+    params = {
+        "max_tokens": 4,
+        **{name: fields[name] for name in fields if name in SamplingParams.__struct_fields__},
+    }
     what = {"prompt": None, "prompt_ids": None, "messages": (Message("user", "Hi"),)}
-    return {**what, **{name: fields[name] for name in fields if name in what}, "params": SamplingParams(**params)}
+    return {
+        **what,
+        **{name: fields[name] for name in fields if name in what},
+        "params": SamplingParams(**params),
+    }
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
@@ -278,7 +301,9 @@ def test_a_shape_gives_the_same_job(entrance: str, redis_url: str, allowed_keys:
         if not fits(entrance, body):
             continue
         request = ENTRANCES[entrance](redis_url, body)
-        found = {name: getattr(request, name) for name in ("prompt", "prompt_ids", "messages", "params")}
+        found = {
+            name: getattr(request, name) for name in ("prompt", "prompt_ids", "messages", "params")
+        }
         assert found == meant(fields), shape
 
 
@@ -296,14 +321,21 @@ def test_a_shape_is_refused_with_the_same_sentence(entrance: str, redis_url: str
 def test_a_worker_refuses_the_envelope_of_an_older_client(type_name: str | None) -> None:
     """An older client sends the envelope as the schema; as a schema it would admit any answer."""
     wanted = {"type": type_name, "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
-    packed = msgspec.msgpack.encode({"job_id": "a", "prompt": "x", "params": {"response_format": wanted}})
+    packed = msgspec.msgpack.encode(
+        {"job_id": "a", "prompt": "x", "params": {"response_format": wanted}}
+    )
     (sentence,) = problems(decode_request(packed), is_decoded=True)
     assert sentence.startswith("response_format.json_schema holds OpenAI's envelope")
 
 
 def test_a_schema_with_a_property_called_schema_is_no_envelope() -> None:
-    schema: dict[str, object] = {"type": "object", "properties": {"schema": {}, "name": {}, "strict": {}}}
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": {"schema": {}, "name": {}, "strict": {}},
+    }
     request = JobRequest(
-        job_id="a", prompt="x", params=SamplingParams(response_format=ResponseFormat(json_schema=schema))
+        job_id="a",
+        prompt="x",
+        params=SamplingParams(response_format=ResponseFormat(json_schema=schema)),
     )
     assert problems(decode_request(encode(request)), is_decoded=True) == []

@@ -22,23 +22,46 @@ async def queue(redis_url: str) -> AsyncIterator[Queue]:
 
 async def test_an_empty_queue(queue: Queue) -> None:
     state = await queue.client.overview()
-    assert (state.queue, state.waiting, state.running, state.dead, state.workers) == ("q", 0, 0, 0, [])
-    assert {name: one.oldest_ms for name, one in state.classes.items()} == dict.fromkeys(state.classes, 0)
+    assert (state.queue, state.waiting, state.running, state.dead, state.workers) == (
+        "q",
+        0,
+        0,
+        0,
+        [],
+    )
+    assert {name: one.oldest_ms for name, one in state.classes.items()} == dict.fromkeys(
+        state.classes, 0
+    )
 
 
 async def test_what_waits_runs_and_ended_is_told_apart(queue: Queue) -> None:
-    for priority, tenant in (("interactive", "acme"), ("interactive", ""), ("standard", "globex"), ("bulk", "acme")):
+    for priority, tenant in (
+        ("interactive", "acme"),
+        ("interactive", ""),
+        ("standard", "globex"),
+        ("bulk", "acme"),
+    ):
         await queue.submit(priority=priority, tenant=tenant)
     await queue.submit(priority="bulk", not_before=time.time() + 60)
     ended = await queue.submit(priority="bulk", tenant="acme")
     await queue.client.cancel(ended)
     worker = queue.worker()
-    await worker.heartbeat(WorkerStatus(worker_id="w1", tenants={"acme": TenantLoad(running=2, tokens_per_s=9.5)}))
+    await worker.heartbeat(
+        WorkerStatus(worker_id="w1", tenants={"acme": TenantLoad(running=2, tokens_per_s=9.5)})
+    )
     (first,) = [d for d in await worker.claim(1) if d.verdict == "run"]
     state = await queue.client.overview()
     waiting = {name: one.waiting for name, one in state.classes.items()}
-    assert waiting == {"interactive": 1, "standard": 1, "bulk": 1}  # the one that waits for its time is scheduled
-    assert (state.running, state.scheduled, state.submitted) == (2, 1, 6)  # the cancelled one is being written down
+    assert waiting == {
+        "interactive": 1,
+        "standard": 1,
+        "bulk": 1,
+    }  # the one that waits for its time is scheduled
+    assert (state.running, state.scheduled, state.submitted) == (
+        2,
+        1,
+        6,
+    )  # the cancelled one is being written down
     tenants = {one.tenant: (one.waiting, one.running, one.tokens_per_s) for one in state.tenants}
     assert tenants["acme"][1:] == (2, 9.5)
     assert sum(one[0] for one in tenants.values()) == 3

@@ -26,12 +26,15 @@ def words(start: int, end: int) -> str:
 def cut(num_tokens: int, borders: list[int]) -> list[Chunk]:
     edges = sorted({0, num_tokens, *(border % num_tokens for border in borders)})
     return [
-        Chunk(job_id=JOB, index=a, token_ids=tuple(range(a, b)), text=words(a, b)) for a, b in itertools.pairwise(edges)
+        Chunk(job_id=JOB, index=a, token_ids=tuple(range(a, b)), text=words(a, b))
+        for a, b in itertools.pairwise(edges)
     ]
 
 
 def last(num_tokens: int) -> Chunk:
-    return Chunk(job_id=JOB, index=num_tokens, status=JobStatus.SUCCEEDED, finish_reason=FinishReason.STOP)
+    return Chunk(
+        job_id=JOB, index=num_tokens, status=JobStatus.SUCCEEDED, finish_reason=FinishReason.STOP
+    )
 
 
 def result_of(num_tokens: int) -> JobResult:
@@ -43,15 +46,25 @@ def result_of(num_tokens: int) -> JobResult:
         finish_reason=FinishReason.STOP,
     )
     return JobResult(
-        job_id=JOB, status=JobStatus.SUCCEEDED, choices=(choice,), usage=Usage(completion_tokens=num_tokens)
+        job_id=JOB,
+        status=JobStatus.SUCCEEDED,
+        choices=(choice,),
+        usage=Usage(completion_tokens=num_tokens),
     )
 
 
 def told_of(chunks: list[Chunk]) -> tuple[list[int], str]:
-    return [token for chunk in chunks for token in chunk.token_ids], "".join(chunk.text for chunk in chunks)
+    return [token for chunk in chunks for token in chunk.token_ids], "".join(
+        chunk.text for chunk in chunks
+    )
 
 
-@given(st.integers(1, 30), st.lists(st.integers(0, 100)), st.randoms(use_true_random=False), st.booleans())
+@given(
+    st.integers(1, 30),
+    st.lists(st.integers(0, 100)),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
 def test_every_token_once_however_messages_arrive(
     num_tokens: int, borders: list[int], rng: random.Random, ends_in_result: bool
 ) -> None:
@@ -64,7 +77,9 @@ def test_every_token_once_however_messages_arrive(
         accepted = cursor.accept(message)
         if accepted is None:  # a gap: the log has everything up to this message
             logged = [chunk for chunk in chunks if chunk.end <= message.end]
-            told += cursor.accept_log(logged[rng.randint(0, len([c for c in logged if c.end <= cursor.num_tokens])) :])
+            told += cursor.accept_log(
+                logged[rng.randint(0, len([c for c in logged if c.end <= cursor.num_tokens])) :]
+            )
             accepted = cursor.accept(message)
         assert accepted is not None
         told += accepted
@@ -78,7 +93,9 @@ def test_every_token_once_however_messages_arrive(
     assert told_of(told) == (list(range(num_tokens)), text)
     assert cursor.is_over
     assert told[-1].status is JobStatus.SUCCEEDED
-    assert [chunk.index for chunk in told] == sorted({chunk.index for chunk in told if chunk.token_ids} | {num_tokens})
+    assert [chunk.index for chunk in told] == sorted(
+        {chunk.index for chunk in told if chunk.token_ids} | {num_tokens}
+    )
 
 
 @given(st.integers(1, 20), st.integers(0, 25), st.booleans())
@@ -87,7 +104,10 @@ def test_starting_after_tells_exactly_the_rest(num_tokens: int, after: int, is_o
     if is_over:
         told = list(cursor.accept_result(result_of(num_tokens)))
     else:
-        told = [*cursor.accept_log(cut(num_tokens, list(range(num_tokens)))), *(cursor.accept(last(num_tokens)) or [])]
+        told = [
+            *cursor.accept_log(cut(num_tokens, list(range(num_tokens)))),
+            *(cursor.accept(last(num_tokens)) or []),
+        ]
     assert told_of(told)[0] == list(range(after, num_tokens))
     if is_over:
         assert told_of(told)[1] == ("" if after > num_tokens else words(after, num_tokens) + "!")
@@ -104,7 +124,9 @@ def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
     """The server forgot the last two chunks; the worker sends the same tokens again in one piece."""
     cursor = StreamCursor(JOB)
     told = list(cursor.accept_log(cut(4, [1, 2, 3])))
-    again = Chunk(job_id=JOB, index=2, token_ids=(2, 3, 4, 5), text=words(2, 6), text_ends=(3, 6, 9, 12))
+    again = Chunk(
+        job_id=JOB, index=2, token_ids=(2, 3, 4, 5), text=words(2, 6), text_ends=(3, 6, 9, 12)
+    )
     told += cursor.accept(again) or []
     assert told_of(told) == (list(range(6)), words(0, 6))
     assert cursor.accept(again) == []
@@ -131,7 +153,15 @@ def two_choices() -> JobResult:
 def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) -> None:
     live = [
         Chunk(job_id=JOB, index=0, choice=1, token_ids=(10,), text="b0", n=2),
-        Chunk(job_id=JOB, index=1, choice=1, token_ids=(11,), text="b1", finish_reason=FinishReason.STOP, n=2),
+        Chunk(
+            job_id=JOB,
+            index=1,
+            choice=1,
+            token_ids=(11,),
+            text="b1",
+            finish_reason=FinishReason.STOP,
+            n=2,
+        ),
         Chunk(job_id=JOB, index=0, choice=0, token_ids=(0,), text="a0", n=2),
         Chunk(job_id=JOB, index=1, choice=0, token_ids=(1,), text="a1", n=2),
     ][:seen]
@@ -147,7 +177,9 @@ def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) ->
 def test_the_end_of_a_choice_without_a_token_is_told_once() -> None:
     cursor = StreamCursor(JOB)
     list(cursor.accept_log([Chunk(job_id=JOB, index=0, choice=1, token_ids=(1,), text="x", n=2)]))
-    end = Chunk(job_id=JOB, index=1, choice=1, text="rest", finish_reason=FinishReason.CANCELLED, n=2)
+    end = Chunk(
+        job_id=JOB, index=1, choice=1, text="rest", finish_reason=FinishReason.CANCELLED, n=2
+    )
     (told,) = cursor.accept(end) or [end]
     assert (told.text, told.position) == ("rest", "0.1e")
     assert cursor.accept(end) == []
@@ -162,13 +194,18 @@ def test_after_the_end_there_is_nothing() -> None:
 
 
 @given(st.integers(2, 20), st.data())
-def test_a_reader_that_begins_inside_a_checkpoint_gets_its_rest(num_tokens: int, data: st.DataObject) -> None:
+def test_a_reader_that_begins_inside_a_checkpoint_gets_its_rest(
+    num_tokens: int, data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, num_tokens))
     borders = data.draw(st.lists(st.integers(0, 100)))
     ends = [len(words(0, i + 1)) for i in range(num_tokens)]
     checkpoints = [
         msgspec.structs.replace(
-            chunk, text_ends=tuple(end - len(words(0, chunk.index)) for end in ends[chunk.index : chunk.end])
+            chunk,
+            text_ends=tuple(
+                end - len(words(0, chunk.index)) for end in ends[chunk.index : chunk.end]
+            ),
         )
         for chunk in cut(num_tokens, borders)
     ]
@@ -257,7 +294,9 @@ def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_a
 ) -> None:
     result = answer_of_several(lengths)
     reader, log = Reader(rng), list[Chunk]()
-    for _ in range(rng.randint(0, 3)):  # workers, after each of which the server lost the log's tail
+    for _ in range(
+        rng.randint(0, 3)
+    ):  # workers, after each of which the server lost the log's tail
         made = logged(result, log, rng)
         for chunk in made[: rng.randint(0, len(made))]:
             log.append(chunk)
@@ -274,7 +313,9 @@ def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_a
     assert ends_in_result or last_told is not None, "every choice has told its end"
     reader.told += reader.cursor.accept_result(result) if last_told is None else last_told
     for choice in result.choices:
-        mine = [chunk for chunk in reader.told if chunk.choice == choice.index and chunk.status is None]
+        mine = [
+            chunk for chunk in reader.told if chunk.choice == choice.index and chunk.status is None
+        ]
         assert told_of(mine) == (list(choice.token_ids), choice.text)
         assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.STOP]
     assert [chunk.is_last for chunk in reader.told].count(True) == 1
@@ -289,13 +330,22 @@ def test_a_position_says_where_each_choice_stands() -> None:
     for place, chunk in enumerate(told[:-1]):
         rest = list(StreamCursor(JOB, chunk.position).accept_result(result))
         assert rest == told[place + 1 :]
-    assert [chunk.position for chunk in StreamCursor(JOB).accept_result(result_of(2))] == ["1", "2", "2"]
+    assert [chunk.position for chunk in StreamCursor(JOB).accept_result(result_of(2))] == [
+        "1",
+        "2",
+        "2",
+    ]
 
 
 def test_a_number_does_not_say_where_several_choices_stand() -> None:
     chunk = Chunk(job_id=JOB, index=3, token_ids=(1,), n=2)
-    for takes in (lambda cursor: cursor.accept(chunk), lambda cursor: list(cursor.accept_log([chunk]))):
-        with pytest.raises(ConfigurationError, match="has several choices: starting_after must be the position"):
+    for takes in (
+        lambda cursor: cursor.accept(chunk),
+        lambda cursor: list(cursor.accept_log([chunk])),
+    ):
+        with pytest.raises(
+            ConfigurationError, match="has several choices: starting_after must be the position"
+        ):
             takes(StreamCursor(JOB, 3))
     with pytest.raises(ConfigurationError, match="several choices"):
         list(StreamCursor(JOB, 3).accept_result(two_choices()))
@@ -303,7 +353,24 @@ def test_a_number_does_not_say_where_several_choices_stand() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "x", "-1", -1, "1.", ".1", "1..2", "1e2", " 1", "1\n", "١", 1.5, True, "1" * 20, ".".join("1" * 129)]
+    "value",
+    [
+        "",
+        "x",
+        "-1",
+        -1,
+        "1.",
+        ".1",
+        "1..2",
+        "1e2",
+        " 1",
+        "1\n",
+        "١",
+        1.5,
+        True,
+        "1" * 20,
+        ".".join("1" * 129),
+    ],
 )
 def test_what_is_no_position_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="starting_after is the position of a chunk"):
@@ -315,11 +382,15 @@ def test_chunks_of_the_version_before_are_placed_by_choice() -> None:
     cursor = StreamCursor(JOB)
     told: list[Chunk] = []
     for index, (choice, place) in enumerate([(1, 0), (0, 0), (1, 1), (2, 0)]):
-        before = Chunk(job_id=JOB, index=index, choice=choice, token_ids=(index,), text="x", place=place)
+        before = Chunk(
+            job_id=JOB, index=index, choice=choice, token_ids=(index,), text="x", place=place
+        )
         told += cursor.accept(decode_chunk(encode(before))) or []
     assert [(chunk.choice, chunk.index) for chunk in told] == [(1, 0), (0, 0), (1, 1), (2, 0)]
     assert told[-1].position == "1.2.1"
-    assert cursor.accept(Chunk(job_id=JOB, index=4, status=JobStatus.SUCCEEDED)) is None, "no choice has told its end"
+    assert cursor.accept(Chunk(job_id=JOB, index=4, status=JobStatus.SUCCEEDED)) is None, (
+        "no choice has told its end"
+    )
 
 
 def test_a_choice_that_cannot_be_is_passed_over() -> None:

@@ -29,12 +29,16 @@ def url(redis_url: str, allowed_keys: list[str]) -> str:
     return redis_url
 
 
-def test_submit_warns_once_and_asks_nothing_more(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_submit_warns_once_and_asks_nothing_more(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Client(url, queue="nobody") as client, caplog.at_level(logging.WARNING):
         jobs = [client.submit(prompt="x"), *client.submit_many([{"prompt": "y"}, {"prompt": "z"}])]
         assert [(job.is_unserved, job.is_new) for job in jobs] == [(True, True)] * 3
         (warning,) = caplog.messages
-        assert warning.startswith(f"no worker has ever served the queue 'nobody', so job {jobs[0]} waits: ")
+        assert warning.startswith(
+            f"no worker has ever served the queue 'nobody', so job {jobs[0]} waits: "
+        )
         program = submit(client.view, [build_request({"prompt": "x"})])
         effect = next(program)
         assert isinstance(effect, RunScript)
@@ -47,7 +51,9 @@ def test_waiting_ends_with_a_sentence(url: str) -> None:
     with Client(url, queue="nobody", options=SOON) as client:
         job = client.submit(prompt="x")
         for wait in (lambda: client.result(job), lambda: list(client.stream(job))):
-            with pytest.raises(QueueUnserved, match="no worker has ever served the queue 'nobody'") as caught:
+            with pytest.raises(
+                QueueUnserved, match="no worker has ever served the queue 'nobody'"
+            ) as caught:
                 wait()
             assert (caught.value.queue, caught.value.job_id) == ("nobody", job)
         with pytest.raises(ResultTimeout):  # it was the shorter of the two
@@ -65,7 +71,9 @@ def test_a_job_that_is_not_due_waits(url: str) -> None:
             client.result(job, timeout=0.3)
 
 
-async def test_the_asynchronous_client_does_the_same(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_asynchronous_client_does_the_same(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with AsyncClient(url, queue="nobody", options=SOON) as client:
         with caplog.at_level(logging.WARNING):
             job = await client.submit(prompt="x")
@@ -104,19 +112,35 @@ def test_a_wait_of_any_length_can_be_asked_for(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "queue"), [(("--queue", "nobody"), "nobody"), (("--model", "gpt-4"), "gpt-4"), (("--json",), "q")]
+    ("flags", "queue"),
+    [(("--queue", "nobody"), "nobody"), (("--model", "gpt-4"), "gpt-4"), (("--json",), "q")],
 )
-def test_the_command_line_says_so_also_without_a_terminal(url: str, flags: tuple[str, ...], queue: str) -> None:
-    environment = {"TOKENMILL_REDIS_URL": url} | ({"TOKENMILL_QUEUE": "q"} if "--json" in flags else {})
-    done = CliRunner().invoke(app, ["submit", "Hello", *flags], env=environment | {"COLUMNS": "200"})
-    assert (done.exit_code, len(done.stdout.split())) == (0, 1 if "--json" not in flags else len(done.stdout.split()))
+def test_the_command_line_says_so_also_without_a_terminal(
+    url: str, flags: tuple[str, ...], queue: str
+) -> None:
+    environment = {"TOKENMILL_REDIS_URL": url} | (
+        {"TOKENMILL_QUEUE": "q"} if "--json" in flags else {}
+    )
+    done = CliRunner().invoke(
+        app, ["submit", "Hello", *flags], env=environment | {"COLUMNS": "200"}
+    )
+    assert (done.exit_code, len(done.stdout.split())) == (
+        0,
+        1 if "--json" not in flags else len(done.stdout.split()),
+    )
     assert f"no worker has ever served the queue '{queue}'" in done.stderr
     assert done.stderr.count("no worker") == 1
 
 
-async def test_the_command_line_tells_a_queue_whose_workers_are_away(queue: Queue, url: str) -> None:
+async def test_the_command_line_tells_a_queue_whose_workers_are_away(
+    queue: Queue, url: str
+) -> None:
     await queue.worker().open()
-    environment = {"TOKENMILL_REDIS_URL": url, "TOKENMILL_QUEUE": queue.keys.queue, "COLUMNS": "200"}
+    environment = {
+        "TOKENMILL_REDIS_URL": url,
+        "TOKENMILL_QUEUE": queue.keys.queue,
+        "COLUMNS": "200",
+    }
     done = CliRunner().invoke(app, ["submit", "Hello"], env=environment)
     assert "no worker serves the queue 'q' now; the job waits for one" in done.stderr
     assert "ever" not in done.stderr
@@ -124,7 +148,9 @@ async def test_the_command_line_tells_a_queue_whose_workers_are_away(queue: Queu
 
 def test_a_celery_task_ends_with_the_same_sentence(url: str) -> None:
     attributes: dict[str, Any] = {"queue": "nobody", "url": url, "unserved_s": 0.05}
-    task = generation_task(Celery("unserved", broker="memory://", backend="cache+memory://"), **attributes)
+    task = generation_task(
+        Celery("unserved", broker="memory://", backend="cache+memory://"), **attributes
+    )
     try:
         with pytest.raises(QueueUnserved, match="'nobody'"):
             task.delay("x").get(timeout=60)

@@ -46,7 +46,15 @@ _JOBS = {
     "id": "'job-' || n", **_NAMES, "priority": "'standard'", "attempts": "1", "worker_id": "'w'",
     "created_ms": "0", "started_ms": "0", "batch_id": "CASE WHEN n % 50 = 0 THEN 'batch-' || (n % 1000) END",
 }  # fmt: skip
-_NUMBERS = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "total_ms", "preemptions")
+_NUMBERS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "queue_ms",
+    "ttft_ms",
+    "total_ms",
+    "preemptions",
+)
 
 
 def fill(engine: sa.Engine) -> None:
@@ -65,7 +73,12 @@ def fill(engine: sa.Engine) -> None:
         if dialect == "postgresql":
             connection.exec_driver_sql("SET LOCAL maintenance_work_mem = '256MB'")
         else:
-            for pragma in ("synchronous = OFF", "journal_mode = OFF", "temp_store = MEMORY", "cache_size = -300000"):
+            for pragma in (
+                "synchronous = OFF",
+                "journal_mode = OFF",
+                "temp_store = MEMORY",
+                "cache_size = -300000",
+            ):
                 connection.exec_driver_sql(f"PRAGMA {pragma}")
         for table, columns in values.items():
             indexes = sorted(table.indexes, key=lambda index: str(index.name))
@@ -92,8 +105,12 @@ def _blob(dialect: str) -> str:
     return "x'00'" if dialect == "sqlite" else "'\\x00'::bytea"
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.Engine]:
+@pytest.fixture(
+    scope="module", params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
+)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[sa.Engine]:
     if request.param == "sqlite":
         folder: Path = tmp_path_factory.mktemp("million")
         url = f"sqlite:///{folder}/t.db"
@@ -124,7 +141,11 @@ def check(engine: sa.Engine, statement: Any) -> str:
     """Check that no table is read from end to end."""
     found = plan(engine, statement)
     assert "Seq Scan" not in found, found
-    whole = [line for line in found.splitlines() if line.startswith("SCAN ") and "USING INDEX" not in line]
+    whole = [
+        line
+        for line in found.splitlines()
+        if line.startswith("SCAN ") and "USING INDEX" not in line
+    ]
     assert set(whole) <= {"SCAN page", "SCAN both"}, found  # what has been cut, or summed up
     return found
 
@@ -137,10 +158,19 @@ def is_sorted_before_it_is_cut(engine: sa.Engine, found: str) -> bool:
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("tenant", "t7"), ("model", "m3"), ("queue", "q1"), ("state", "failed"), ("batch_id", "batch-50"), (None, None)],
+    [
+        ("tenant", "t7"),
+        ("model", "m3"),
+        ("queue", "q1"),
+        ("state", "failed"),
+        ("batch_id", "batch-50"),
+        (None, None),
+    ],
 )
 @pytest.mark.parametrize("is_deep", [False, True])
-def test_a_page_is_a_range_of_an_index(engine: sa.Engine, column: str | None, value: str | None, is_deep: bool) -> None:
+def test_a_page_is_a_range_of_an_index(
+    engine: sa.Engine, column: str | None, value: str | None, is_deep: bool
+) -> None:
     after = Cursor(MIDDLE_MS, "job-500000") if is_deep else None
     wanted = {column: value} if column else {}
     found = check(engine, job_page(wanted, after=after, limit=50))
@@ -152,11 +182,15 @@ def test_a_page_is_a_range_of_an_index(engine: sa.Engine, column: str | None, va
     with engine.connect() as connection:
         page = connection.execute(job_page(wanted, after=after, limit=50)).mappings().all()
     assert len(page) == 50
-    assert after is None or all((row["finished_ms"], row["id"]) < (MIDDLE_MS, "job-500000") for row in page)
+    assert after is None or all(
+        (row["finished_ms"], row["id"]) < (MIDDLE_MS, "job-500000") for row in page
+    )
 
 
 def test_a_page_between_two_moments(engine: sa.Engine) -> None:
-    statement = job_page({"tenant": "t7"}, since_ms=MIDDLE_MS, until_ms=MIDDLE_MS + DAY_MS, limit=50)
+    statement = job_page(
+        {"tenant": "t7"}, since_ms=MIDDLE_MS, until_ms=MIDDLE_MS + DAY_MS, limit=50
+    )
     assert "ix_jobs_tenant_finished_ms_id" in check(engine, statement)
 
 
@@ -168,8 +202,12 @@ def test_a_page_between_two_moments(engine: sa.Engine) -> None:
         ({}, "ix_usage_day_tenant_model"),
     ],
 )
-def test_sums_of_some_days_read_those_days(engine: sa.Engine, wanted: dict[str, str | None], index: str) -> None:
-    statement = usage_sums(("tenant", "day"), wanted, since_day="2024-11-20", until_day="2024-11-21")
+def test_sums_of_some_days_read_those_days(
+    engine: sa.Engine, wanted: dict[str, str | None], index: str
+) -> None:
+    statement = usage_sums(
+        ("tenant", "day"), wanted, since_day="2024-11-20", until_day="2024-11-21"
+    )
     assert index in check(engine, statement)
 
 
@@ -184,8 +222,17 @@ def test_sums_of_all_time_read_two_days_and_the_sums(engine: sa.Engine) -> None:
 
 def test_what_retention_and_webhooks_look_for(engine: sa.Engine) -> None:
     full = sa.select(jobs.c.id).where(jobs.c.result.is_not(None), jobs.c.finished_ms < MIDDLE_MS)
-    assert "ix_jobs_payload" in check(engine, full.order_by(jobs.c.finished_ms, jobs.c.id).limit(500))
-    old = sa.select(jobs.c.id).where(jobs.c.finished_ms < MIDDLE_MS).order_by(jobs.c.finished_ms, jobs.c.id).limit(500)
+    assert "ix_jobs_payload" in check(
+        engine, full.order_by(jobs.c.finished_ms, jobs.c.id).limit(500)
+    )
+    old = (
+        sa.select(jobs.c.id)
+        .where(jobs.c.finished_ms < MIDDLE_MS)
+        .order_by(jobs.c.finished_ms, jobs.c.id)
+        .limit(500)
+    )
     assert "ix_jobs_finished_ms_id" in check(engine, old)
-    due = sa.select(webhooks.c.id).where(webhooks.c.state.in_(("pending", "sending")), webhooks.c.due_ms <= 50_000)
+    due = sa.select(webhooks.c.id).where(
+        webhooks.c.state.in_(("pending", "sending")), webhooks.c.due_ms <= 50_000
+    )
     assert "ix_webhooks_state_due_ms" in check(engine, due)

@@ -23,7 +23,11 @@ from tokenmill_worker.record.threads import open_engine
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/t.db" if request.param == "sqlite" else str(request.getfixturevalue("postgres_url"))
+    url = (
+        f"sqlite:///{tmp_path}/t.db"
+        if request.param == "sqlite"
+        else str(request.getfixturevalue("postgres_url"))
+    )
     upgrade(url)
     return url
 
@@ -45,14 +49,19 @@ def results(url: str) -> Any:
 
 
 def test_a_result_is_the_one_that_was_recorded(url: str, results: SqlResults) -> None:
-    several = (ChoiceResult(text="a", token_ids=(1,)), ChoiceResult(index=1, text="b", token_ids=(2,)))
+    several = (
+        ChoiceResult(text="a", token_ids=(1,)),
+        ChoiceResult(index=1, text="b", token_ids=(2,)),
+    )
     jobs = [finished("a"), failed("b"), finished("c", choices=several)]
     _record(url, *jobs)
     assert [results.get(job.result.job_id) for job in jobs] == [job.result for job in jobs]
     assert results.get("unknown") is None
 
 
-def test_threads_of_one_client_open_one_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_one_client_open_one_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[str] = []
 
     class Slow(SqlResults):
@@ -75,16 +84,26 @@ def test_after_a_purge_of_payloads_the_rest_is_there(url: str, results: SqlResul
     _record(url, finished("a"))
     engine = open_engine(url)
     with engine.begin() as connection:
-        connection.execute(sqlalchemy.text("UPDATE jobs SET result = NULL, text = NULL, token_ids = NULL"))
+        connection.execute(
+            sqlalchemy.text("UPDATE jobs SET result = NULL, text = NULL, token_ids = NULL")
+        )
     engine.dispose()
     found = results.get("a")
     assert found is not None
-    assert (found.status, found.text, found.finish_reason) == (JobStatus.SUCCEEDED, "", FinishReason.STOP)
+    assert (found.status, found.text, found.finish_reason) == (
+        JobStatus.SUCCEEDED,
+        "",
+        FinishReason.STOP,
+    )
     assert found.usage == finished("a").result.usage
 
 
 def test_lists_are_filtered_and_newest_first(url: str, results: SqlResults) -> None:
-    _record(url, *(finished(f"a{n}", finished_ms=1000 + n) for n in range(5)), failed("bad", finished_ms=5000))
+    _record(
+        url,
+        *(finished(f"a{n}", finished_ms=1000 + n) for n in range(5)),
+        failed("bad", finished_ms=5000),
+    )
     _record(url, finished("other", tenant="zeta", finished_ms=9000), queue="second")
     assert [row.job_id for row in results.jobs(queue="q")] == ["bad", "a4", "a3", "a2", "a1", "a0"]
     assert [row.job_id for row in results.jobs(limit=2, offset=1)] == ["bad", "a4"]
@@ -98,7 +117,9 @@ def test_lists_are_filtered_and_newest_first(url: str, results: SqlResults) -> N
 
 def test_a_list_has_the_metadata_of_its_jobs(url: str, results: SqlResults) -> None:
     _record(
-        url, finished("a", metadata={"title": "Why is the sky “blue”?"}, finished_ms=2), finished("b", finished_ms=1)
+        url,
+        finished("a", metadata={"title": "Why is the sky “blue”?"}, finished_ms=2),
+        finished("b", finished_ms=1),
     )
     assert [row.metadata for row in results.jobs()] == [
         {"title": "Why is the sky “blue”?"},
@@ -109,16 +130,31 @@ def test_a_list_has_the_metadata_of_its_jobs(url: str, results: SqlResults) -> N
 def test_usage_sums_are_those_of_the_jobs(url: str, results: SqlResults) -> None:
     day = 86_400_000
     _record(
-        url, *(finished(f"a{n}", finished_ms=day * (20_000 + n % 2)) for n in range(10)), failed("bad", finished_ms=0)
+        url,
+        *(finished(f"a{n}", finished_ms=day * (20_000 + n % 2)) for n in range(10)),
+        failed("bad", finished_ms=0),
     )
     _record(url, finished("z", tenant="zeta", finished_ms=day * 20_000))
     rows = {row.group: row for row in results.usage(by=("tenant", "day"))}
-    assert set(rows) == {("acme", "1970-01-01"), ("acme", "2024-10-04"), ("acme", "2024-10-05"), ("zeta", "2024-10-04")}
+    assert set(rows) == {
+        ("acme", "1970-01-01"),
+        ("acme", "2024-10-04"),
+        ("acme", "2024-10-05"),
+        ("zeta", "2024-10-04"),
+    }
     row = rows["acme", "2024-10-04"]
-    assert (row.jobs, row.succeeded, row.prompt_tokens, row.cached_tokens, row.completion_tokens) == (5, 5, 55, 20, 15)
+    assert (
+        row.jobs,
+        row.succeeded,
+        row.prompt_tokens,
+        row.cached_tokens,
+        row.completion_tokens,
+    ) == (5, 5, 55, 20, 15)
     assert (row.mean_ttft_ms, row.mean_total_ms) == (20.0, 90.0)
     assert [(row.jobs, row.succeeded) for row in results.usage(by=())] == [(12, 11)]
-    assert [row.group for row in results.usage(by=("tenant",), since_day="2024-10-05")] == [("acme",)]
+    assert [row.group for row in results.usage(by=("tenant",), since_day="2024-10-05")] == [
+        ("acme",)
+    ]
     with pytest.raises(ConfigurationError, match="grouped by prompt"):
         results.usage(by=("prompt",))  # type: ignore[arg-type]
 

@@ -41,7 +41,9 @@ async def answer(worker: JobStream, delivery: Delivery, num_tokens: int, pause_s
 
 
 @contextlib.asynccontextmanager
-async def playing(queue: Queue, *, pause_s: float = 0.002, worker_id: str = "player") -> AsyncIterator[JobStream]:
+async def playing(
+    queue: Queue, *, pause_s: float = 0.002, worker_id: str = "player"
+) -> AsyncIterator[JobStream]:
     """Answer every job with as many tokens as it asks for."""
     worker = queue.worker(worker_id)
     tasks: list[asyncio.Task[None]] = []
@@ -59,7 +61,9 @@ async def playing(queue: Queue, *, pause_s: float = 0.002, worker_id: str = "pla
         yield worker
     finally:
         while waiting := [task for task in tasks if not task.done()]:
-            for task in waiting:  # again and again: Python 3.11's wait_for can swallow a cancellation
+            for (
+                task
+            ) in waiting:  # again and again: Python 3.11's wait_for can swallow a cancellation
                 task.cancel()
             await asyncio.wait(waiting, timeout=0.2)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
@@ -70,6 +74,8 @@ async def playing(queue: Queue, *, pause_s: float = 0.002, worker_id: str = "pla
 def assert_told(chunks: list[Chunk], num_tokens: int, first: int = 0) -> None:
     """Check that the tokens from `first` on came once each, in order, and then the end."""
     assert [i for chunk in chunks for i in chunk.token_ids] == list(range(first, num_tokens))
-    assert "".join(chunk.text for chunk in chunks) == "".join(f"{i} " for i in range(first, num_tokens))
+    assert "".join(chunk.text for chunk in chunks) == "".join(
+        f"{i} " for i in range(first, num_tokens)
+    )
     assert [chunk.index for chunk in chunks] == [*range(first, num_tokens), num_tokens]
     assert [chunk.is_last for chunk in chunks] == [False] * (num_tokens - first) + [True]

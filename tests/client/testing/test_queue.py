@@ -46,7 +46,11 @@ def test_a_scripted_answer_streams_and_ends(queue: InMemoryQueue, client: Client
     result = client.result(job, timeout=WAIT_S)
     assert [chunk.text for chunk in chunks] == ["The", " sky", " is", " blue.", "\n", ""]
     assert [chunk.index for chunk in chunks] == [0, 1, 2, 3, 4, 5]
-    assert (result.text, result.status, result.finish_reason) == ("The sky is blue.\n", "succeeded", FinishReason.STOP)
+    assert (result.text, result.status, result.finish_reason) == (
+        "The sky is blue.\n",
+        "succeeded",
+        FinishReason.STOP,
+    )
     assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (4, 5)
     assert (result.metadata, result.tenant) == ({"a": "b"}, "acme")
     assert text_of(list(client.stream(job, starting_after=2))) == " is blue.\n"
@@ -62,7 +66,9 @@ def test_a_function_may_answer_and_max_tokens_cuts() -> None:
 
     with InMemoryQueue("echoes", default=echo) as queue:
         client = queue.client()
-        jobs = client.submit_many([{"prompt": "one"}, {"prompt": "two", "max_tokens": 2}, {"prompt": "3", "n": 2}])
+        jobs = client.submit_many(
+            [{"prompt": "one"}, {"prompt": "two", "max_tokens": 2}, {"prompt": "3", "n": 2}]
+        )
         one, two, three = [client.result(job, timeout=WAIT_S) for job in jobs]
     assert one.text == "you said one"
     assert (two.text, two.finish_reason) == ("you said", FinishReason.LENGTH)
@@ -104,11 +110,15 @@ def test_cancel_while_it_runs_waits_or_is_over(queue: InMemoryQueue, client: Cli
     ended = client.result(running, timeout=WAIT_S)
     assert (ended.status, ended.finish_reason) == (JobStatus.CANCELLED, FinishReason.CANCELLED)
     assert ended.text.startswith("word word")
-    assert [chunk.status for chunk in client.stream(waiting, timeout=WAIT_S)] == [JobStatus.CANCELLED]
+    assert [chunk.status for chunk in client.stream(waiting, timeout=WAIT_S)] == [
+        JobStatus.CANCELLED
+    ]
     assert client.cancel(running) == "cancelled"
 
 
-def test_deadlines_idempotency_and_limits_are_the_real_ones(queue: InMemoryQueue, client: Client) -> None:
+def test_deadlines_idempotency_and_limits_are_the_real_ones(
+    queue: InMemoryQueue, client: Client
+) -> None:
     queue.answer(Answer("word " * 10_000, pause_s=0.01))
     late = client.submit(prompt="?", deadline=0.3)
     first = client.submit(prompt="a", idempotency_key="k")
@@ -168,7 +178,9 @@ async def test_the_real_worker_says_the_same_of_a_job(redis_url: str, tmp_path: 
             chunks, result = await ask(real)
             if len(chunks) == num_tokens + 1:
                 break
-    unhurried = Answer("a b c d e f", pause_s=0.05)  # else the stream starts after the end, and comes from the result
+    unhurried = Answer(
+        "a b c d e f", pause_s=0.05
+    )  # else the stream starts after the end, and comes from the result
     with InMemoryQueue(QUEUE, default=unhurried) as queue:
         async with queue.async_client() as client:
             ours, our_result = await ask(client)

@@ -38,7 +38,9 @@ async def test_silence_is_told_and_costs_no_message() -> None:
 
 
 @pytest.mark.parametrize("more", [[], [b"b", b"c"]])
-async def test_a_message_for_a_receiver_that_is_cancelled_meanwhile_is_the_next_one_s(more: list[bytes]) -> None:
+async def test_a_message_for_a_receiver_that_is_cancelled_meanwhile_is_the_next_one_s(
+    more: list[bytes],
+) -> None:
     mailbox = subscription()
     receiver = asyncio.create_task(mailbox.receive(5))
     await asyncio.sleep(0)

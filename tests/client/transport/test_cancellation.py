@@ -23,7 +23,9 @@ async def failing() -> str:
 
 
 @pytest.mark.parametrize("body", [forgetful, failing])
-async def test_a_swallowed_cancellation_is_raised_all_the_same(body: Callable[[], Awaitable[str]]) -> None:
+async def test_a_swallowed_cancellation_is_raised_all_the_same(
+    body: Callable[[], Awaitable[str]],
+) -> None:
     reached = []
 
     async def work() -> None:
@@ -44,7 +46,10 @@ async def test_without_one_nothing_happens() -> None:
         await asyncio.sleep(0)
     with pytest.raises(ConnectionError), heeding_cancellation():
         raise ConnectionError
-    with pytest.raises(TimeoutError), heeding_cancellation():  # a time limit cancels too, and takes it back
+    with (
+        pytest.raises(TimeoutError),
+        heeding_cancellation(),
+    ):  # a time limit cancels too, and takes it back
         async with asyncio.timeout(0.001):
             await asyncio.sleep(10)
 

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.redis
 
 
 @pytest.mark.parametrize("kind", [connect, connect_async])
-@pytest.mark.parametrize("url", ["redis://h?pass=hunter2", "redis+sentinel://h/main?pass=hunter2", "unix:///s?pass=x"])
+@pytest.mark.parametrize(
+    "url", ["redis://h?pass=hunter2", "redis+sentinel://h/main?pass=hunter2", "unix:///s?pass=x"]
+)
 def test_an_option_that_nobody_knows_is_refused_without_repeating_it(kind: Any, url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"has an option that Redis clients do not know$"):
         kind(url)
@@ -27,7 +29,10 @@ def test_a_socket_of_this_machine_may_be_named(kind: Any) -> None:
 
 async def test_sentinels_that_are_away_are_spoken_of_in_a_sentence() -> None:
     url = f"redis+sentinel://127.0.0.1:{free_port()}/main/0"
-    with Client(url, queue="q") as client, pytest.raises(QueueUnavailable, match=r"No master found for 'main'$"):
+    with (
+        Client(url, queue="q") as client,
+        pytest.raises(QueueUnavailable, match=r"No master found for 'main'$"),
+    ):
         client.depth()
     async with AsyncClient(url, queue="q") as aclient:
         with pytest.raises(QueueUnavailable, match=r"No master found for 'main'$"):
@@ -42,7 +47,9 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", refuse)
 
 
-def test_threads_connections_look_no_version_up(redis_url: str, request: pytest.FixtureRequest) -> None:
+def test_threads_connections_look_no_version_up(
+    redis_url: str, request: pytest.FixtureRequest
+) -> None:
     with connect(redis_url) as client:
         assert client.ping()
         request.getfixturevalue("nothing_installed")
@@ -53,7 +60,9 @@ def test_threads_connections_look_no_version_up(redis_url: str, request: pytest.
     assert names == {"redis-py"}
 
 
-async def test_a_loop_s_connections_look_no_version_up(redis_url: str, request: pytest.FixtureRequest) -> None:
+async def test_a_loop_s_connections_look_no_version_up(
+    redis_url: str, request: pytest.FixtureRequest
+) -> None:
     async with connect_async(redis_url) as client:
         assert await client.ping()
         request.getfixturevalue("nothing_installed")

@@ -39,7 +39,9 @@ class Failover:
 
 
 @pytest.fixture
-def failover(make_valkey: Callable[..., ValkeyServer], make_proxy: Callable[[int], FaultProxy]) -> Failover:
+def failover(
+    make_valkey: Callable[..., ValkeyServer], make_proxy: Callable[[int], FaultProxy]
+) -> Failover:
     servers = [make_valkey(persistent=False), make_valkey(persistent=False)]
     return Failover(servers, make_proxy(servers[0].port))
 
@@ -68,7 +70,11 @@ async def test_a_worker_goes_on_at_the_new_primary(failover: Failover) -> None:
 async def test_clients_go_on_at_the_new_primary(failover: Failover) -> None:
     with Client(failover.proxy.url, queue=QUEUE, options=ClientOptions()) as client:
         async with AsyncClient(failover.proxy.url, queue=QUEUE) as aclient:
-            await asyncio.gather(asyncio.to_thread(client.submit, prompt="a"), aclient.submit(prompt="b"))
+            await asyncio.gather(
+                asyncio.to_thread(client.submit, prompt="a"), aclient.submit(prompt="b")
+            )
             failover.happen()
-            await asyncio.gather(asyncio.to_thread(client.submit, prompt="c"), aclient.submit(prompt="d"))
+            await asyncio.gather(
+                asyncio.to_thread(client.submit, prompt="c"), aclient.submit(prompt="d")
+            )
             assert (await aclient.depth()).num_queued == 4

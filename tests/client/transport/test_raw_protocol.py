@@ -67,7 +67,9 @@ async def test_an_error_that_the_server_reports_is_a_reply(redis_url: str) -> No
         assert heard.replies[2] == b"a"
 
 
-async def test_it_ends_once_and_nothing_can_be_sent_then(make_valkey: Callable[..., ValkeyServer]) -> None:
+async def test_it_ends_once_and_nothing_can_be_sent_then(
+    make_valkey: Callable[..., ValkeyServer],
+) -> None:
     server = make_valkey(persistent=False)
     async with wired(server.url) as (wire, heard, _):
         server.halt(signal.SIGKILL)

@@ -83,7 +83,9 @@ async def test_a_connection_that_was_cut_while_idle_is_replaced(redis_url: str) 
         assert await line.call(ECHO, KEY, "b") == b"b"
 
 
-async def test_a_connection_that_is_cut_fails_the_calls_under_way(make_valkey: Callable[..., ValkeyServer]) -> None:
+async def test_a_connection_that_is_cut_fails_the_calls_under_way(
+    make_valkey: Callable[..., ValkeyServer],
+) -> None:
     server = make_valkey(persistent=False)
     async with held_on(server) as line:
         server.freeze()
@@ -95,7 +97,9 @@ async def test_a_connection_that_is_cut_fails_the_calls_under_way(make_valkey: C
         assert await line.call(ECHO, KEY, "b") == b"b"
 
 
-async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(make_valkey: Callable[..., ValkeyServer]) -> None:
+async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(
+    make_valkey: Callable[..., ValkeyServer],
+) -> None:
     """A late reply is dropped, after a cancelled call as after one that took too long."""
     server = make_valkey(persistent=False)
     async with held_on(server, timeout_s=0.3) as line:
@@ -120,13 +124,17 @@ async def test_what_the_server_tells_unasked_is_no_call_s_reply(redis_url: str) 
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         assert line._line is not None
-        await line._line.ask("CLIENT", "TRACKING", "ON", "BCAST")  # the server reports every key that changes
+        await line._line.ask(
+            "CLIENT", "TRACKING", "ON", "BCAST"
+        )  # the server reports every key that changes
         for number in range(5):
             await client.set(f"key{number}", number, ex=60)
             assert await line.call(ECHO, KEY, str(number)) == str(number).encode()
 
 
-async def test_a_call_s_time_counts_from_its_own_beginning(make_valkey: Callable[..., ValkeyServer]) -> None:
+async def test_a_call_s_time_counts_from_its_own_beginning(
+    make_valkey: Callable[..., ValkeyServer],
+) -> None:
     """The timer was set by an earlier one."""
     server = make_valkey(persistent=False)
     async with held_on(server, timeout_s=0.4) as line:
@@ -160,7 +168,9 @@ async def test_an_append_does_not_notice_a_cut_while_it_was_idle(queue: Queue) -
 
 
 @pytest.mark.slow
-async def test_the_new_primary_is_found_through_the_sentinels(sentinel_group: SentinelGroup) -> None:
+async def test_the_new_primary_is_found_through_the_sentinels(
+    sentinel_group: SentinelGroup,
+) -> None:
     async with held(sentinel_group.url) as (line, _):
         assert await line.call(ECHO, KEY, "a") == b"a"
         sentinel_group.fail_over()

@@ -31,7 +31,10 @@ async def running(queue: Queue, jobs: int = 1, **options: Any) -> tuple[JobStrea
     worker = queue.worker(**options)
     deliveries = await worker.claim(jobs)
     for index in (0, 1):
-        assert await appended(worker, [token(job, index) for job in deliveries]) == [(OK, index + 1)] * jobs
+        assert (
+            await appended(worker, [token(job, index) for job in deliveries])
+            == [(OK, index + 1)] * jobs
+        )
     return worker, deliveries
 
 
@@ -43,13 +46,17 @@ async def questions(queue: Queue) -> int:
 async def asked(queue: Queue, worker: JobStream, *steps: tuple[Delivery, int]) -> int:
     """Append tokens successfully and return how often that read a job's hash."""
     before = await questions(queue)
-    assert await appended(worker, [token(job, index) for job, index in steps]) == [(OK, i + 1) for _, i in steps]
+    assert await appended(worker, [token(job, index) for job, index in steps]) == [
+        (OK, i + 1) for _, i in steps
+    ]
     return await questions(queue) - before
 
 
 async def logged(queue: Queue, job: Delivery) -> list[int]:
     entries = await queue.redis.xrange(queue.keys.log(job.job_id))
-    return [token_id for _, fields in entries for token_id in decode_chunk(fields[b"chunk"]).token_ids]
+    return [
+        token_id for _, fields in entries for token_id in decode_chunk(fields[b"chunk"]).token_ids
+    ]
 
 
 async def test_what_a_worker_knows_is_not_asked_for(queue: Queue) -> None:
@@ -71,7 +78,9 @@ async def test_several_tokens_of_a_job_in_one_call_are_known_too(queue: Queue) -
     assert await questions(queue) == before
 
 
-async def test_a_cancel_is_told_at_the_next_append_of_its_job_and_the_others_go_on(queue: Queue) -> None:
+async def test_a_cancel_is_told_at_the_next_append_of_its_job_and_the_others_go_on(
+    queue: Queue,
+) -> None:
     worker, (a, b) = await running(queue, jobs=2)
     await queue.client.cancel(a.job_id)
     assert await appended(worker, [token(b, 2)]) == [(OK, 3)]
@@ -79,7 +88,9 @@ async def test_a_cancel_is_told_at_the_next_append_of_its_job_and_the_others_go_
     assert await asked(queue, worker, (b, 4)) == 0
 
 
-async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token_comes(queue: Queue) -> None:
+async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token_comes(
+    queue: Queue,
+) -> None:
     zombie, (a, b) = await running(queue, jobs=2)
     await queue.redis.delete(queue.keys.worker("w1"))
     heir = queue.worker("w2")
@@ -91,7 +102,9 @@ async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token
         assert await appended(zombie, [token(again, index)]) == [(OK, index + 1)]
     assert await appended(heir, [token(taken, 2)]) == [(OK, 3)]
     assert await appended(zombie, [token(theirs, 2), token(again, 4)]) == [(LOST, 3), (OK, 5)]
-    assert await appended(zombie, [token(mine, 5)]) == [(LOST, 5)], "the same job, as it held it before"
+    assert await appended(zombie, [token(mine, 5)]) == [(LOST, 5)], (
+        "the same job, as it held it before"
+    )
     assert await logged(queue, again) == [0, 1, 2, 3, 4]
     assert await logged(queue, taken) == [0, 1, 2]
 
@@ -126,7 +139,9 @@ async def test_a_server_that_lost_its_last_call_is_told_again(queue: Queue) -> N
     assert await appended(worker, [token(a, 3)]) == [(GAP, 2)]
     assert await appended(worker, [token(a, 2), token(a, 3)]) == [(OK, 3), (OK, 4)]
     assert await appended(worker, [token(a, 4)]) == [(OK, 5)]
-    assert await appended(worker, [token(b, 3)]) == [(GAP, 2)], "one that was not in the call that found it"
+    assert await appended(worker, [token(b, 3)]) == [(GAP, 2)], (
+        "one that was not in the call that found it"
+    )
     assert await appended(worker, [token(b, 2), token(b, 3)]) == [(OK, 3), (OK, 4)]
     assert await logged(queue, a) == [0, 1, 2, 3, 4]
     assert await logged(queue, b) == [0, 1, 2, 3]
@@ -179,13 +194,19 @@ async def test_a_log_that_is_gone_is_made_again(queue: Queue) -> None:
 
 async def test_a_log_that_is_made_again_has_its_choices_ends_again(queue: Queue) -> None:
     worker, (a,) = await running(queue)
-    ended = Append(a.token, Chunk(job_id=a.job_id, index=0, choice=1, finish_reason=FinishReason.STOP, n=2), 2)
+    ended = Append(
+        a.token, Chunk(job_id=a.job_id, index=0, choice=1, finish_reason=FinishReason.STOP, n=2), 2
+    )
     before = await questions(queue)
     assert await appended(worker, [ended]) == [(OK, 3)]
     assert await questions(queue) == before, "an end is known as well as a token"
     await queue.redis.delete(queue.keys.log(a.job_id))
     assert await appended(worker, [token(a, 3)]) == [(GAP, 0)]
-    assert await appended(worker, [token(a, 0, 2), ended, token(a, 3)]) == [(OK, 2), (OK, 3), (OK, 4)]
+    assert await appended(worker, [token(a, 0, 2), ended, token(a, 3)]) == [
+        (OK, 2),
+        (OK, 3),
+        (OK, 4),
+    ]
     assert await queue.redis.xlen(queue.keys.log(a.job_id)) == 3
 
 
@@ -230,7 +251,9 @@ async def test_checkpoints_are_known_too(queue: Queue) -> None:
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(a.job_id))
         await pubsub.get_message(timeout=30)
-        assert await appended(worker, [Append(a.token, token(a, 2, 32).chunk, 2, checkpoint=True)]) == [(OK, 34)]
+        assert await appended(
+            worker, [Append(a.token, token(a, 2, 32).chunk, 2, checkpoint=True)]
+        ) == [(OK, 34)]
         assert await pubsub.get_message(timeout=0.1) is None
     assert await questions(queue) == before
 

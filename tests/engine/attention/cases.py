@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, stored_as
+from tokenmill_worker.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+    stored_as,
+)
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -76,18 +81,24 @@ def make_problem(case: Case, device: str = "cpu") -> Problem:
     )
 
 
-def metadata_of(problem: Problem, lens: tuple[tuple[int, int], ...], rows: Tensor | None = None) -> AttentionMetadata:
+def metadata_of(
+    problem: Problem, lens: tuple[tuple[int, int], ...], rows: Tensor | None = None
+) -> AttentionMetadata:
     """Make a step's metadata: the last `query_len` tokens of each sequence that `rows` picks."""
     case, device = problem.case, problem.table.device
     table = problem.table if rows is None else problem.table[rows]
     slots = []
     for row, (query_len, seq_len) in zip(table.cpu(), lens, strict=True):
         positions = torch.arange(seq_len - query_len, seq_len)
-        slots.append(row[positions // case.block_size].long() * case.block_size + positions % case.block_size)
+        slots.append(
+            row[positions // case.block_size].long() * case.block_size + positions % case.block_size
+        )
     query_lens = [query_len for query_len, _ in lens]
     table = table.clone()
     for row, (query_len, seq_len) in zip(table, lens, strict=True):
-        if case.window is not None:  # blocks that no query of this step or a later one sees are gone
+        if (
+            case.window is not None
+        ):  # blocks that no query of this step or a later one sees are gone
             row[: max(0, seq_len - query_len - case.window + 1) // case.block_size] = 0
     return AttentionMetadata(
         query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
@@ -103,7 +114,9 @@ def metadata_of(problem: Problem, lens: tuple[tuple[int, int], ...], rows: Tenso
     )
 
 
-def filled_cache(backend: AttentionBackend, problem: Problem, kv_dtype: torch.dtype | None = None) -> Tensor:
+def filled_cache(
+    backend: AttentionBackend, problem: Problem, kv_dtype: torch.dtype | None = None
+) -> Tensor:
     """Return a layer's view of a pool of NaN with all keys and values written by the backend."""
     case = problem.case
     block_shape = backend.block_shape(case.block_size, case.num_kv_heads, case.head_dim)
@@ -111,7 +124,9 @@ def filled_cache(backend: AttentionBackend, problem: Problem, kv_dtype: torch.dt
     pool = torch.full(size, float("nan"), dtype=kv_dtype or case.dtype, device=problem.key.device)
     everything = tuple((seq_len, seq_len) for _, seq_len in case.lens)
     widest = Case(**{**{f: getattr(case, f) for f in case.__slots__}, "window": None})
-    whole = metadata_of(Problem(widest, *[getattr(problem, f) for f in problem.__slots__[1:]]), everything)
+    whole = metadata_of(
+        Problem(widest, *[getattr(problem, f) for f in problem.__slots__[1:]]), everything
+    )
     backend.write(problem.key, problem.value, pool[:, LAYER], whole)
     return pool[:, LAYER]
 
@@ -127,7 +142,9 @@ def attend(backend: AttentionBackend, problem: Problem, cache: Tensor) -> Tensor
     return backend.attend(problem.query, cache, metadata, problem.case.shape, problem.sinks)
 
 
-def with_threads(counts: Sequence[int], backend: AttentionBackend, problem: Problem, cache: Tensor) -> list[Tensor]:
+def with_threads(
+    counts: Sequence[int], backend: AttentionBackend, problem: Problem, cache: Tensor
+) -> list[Tensor]:
     """Call `attend` with that many torch threads each, then restore the number of threads."""
     before, results = torch.get_num_threads(), []
     try:
@@ -147,11 +164,15 @@ def dense(problem: Problem) -> Tensor:
         query_end, key_end = query_end + query_len, key_end + seq_len
         query = problem.query[query_end - query_len : query_end].double()
         key = problem.key[key_end - seq_len : key_end].double().repeat_interleave(per_key, dim=1)
-        value = problem.value[key_end - seq_len : key_end].double().repeat_interleave(per_key, dim=1)
+        value = (
+            problem.value[key_end - seq_len : key_end].double().repeat_interleave(per_key, dim=1)
+        )
         logits = torch.einsum("qhd,khd->hqk", query, key) * case.shape.scale
         if case.softcap is not None:
             logits = case.softcap * torch.tanh(logits / case.softcap)
-        distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)[None, :]
+        distance = (
+            torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)[None, :]
+        )
         hidden = (distance < 0) | (distance >= (case.window or seq_len + 1))
         weights = logits.masked_fill(hidden.to(logits.device), -torch.inf).exp()
         total = weights.sum(-1, keepdim=True)

@@ -8,7 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of, round_as_stored
+from tests.engine.attention.cases import (
+    Case,
+    attend,
+    dense,
+    filled_cache,
+    make_problem,
+    metadata_of,
+    round_as_stored,
+)
 from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionShape, stored_as
 from tokenmill_worker.engine.attention.registry import backend_class, backend_names
 
@@ -38,7 +46,9 @@ CASES = [
     Case("softcap", RAGGED, softcap=5.0),
     Case("sinks", RAGGED, has_sinks=True),
     Case("sinks and window", RAGGED, has_sinks=True, window=16),
-    Case("all at once", RAGGED, window=40, softcap=20.0, has_sinks=True, head_dim=96, block_size=32),
+    Case(
+        "all at once", RAGGED, window=40, softcap=20.0, has_sinks=True, head_dim=96, block_size=32
+    ),
     Case("other scale", SHORT, scale=0.3),
 ]
 HALF_CASES = [
@@ -46,7 +56,14 @@ HALF_CASES = [
     Case("fp16", RAGGED, dtype=torch.float16),
     Case("bf16, head 128, window", RAGGED, head_dim=128, window=24, dtype=torch.bfloat16),
     Case("fp16, blocks of 256", RAGGED, block_size=256, dtype=torch.float16),
-    Case("bf16, blocks of 256, window, sinks", RAGGED, block_size=256, window=50, has_sinks=True, dtype=torch.bfloat16),
+    Case(
+        "bf16, blocks of 256, window, sinks",
+        RAGGED,
+        block_size=256,
+        window=50,
+        has_sinks=True,
+        dtype=torch.bfloat16,
+    ),
 ]
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -61,17 +78,23 @@ TARGETS = [
 ]
 
 
-def make_backend(name: str, device: str, case: Case, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+def make_backend(
+    name: str, device: str, case: Case, kv_dtype: torch.dtype | None = None
+) -> AttentionBackend:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     backend = backend_class(name)
-    reason = backend.why_not(torch.device(device), kv_dtype or case.dtype, case.shape, case.block_size)
+    reason = backend.why_not(
+        torch.device(device), kv_dtype or case.dtype, case.shape, case.block_size
+    )
     if reason is not None:
         pytest.skip(reason)
     return backend()
 
 
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
+@pytest.mark.filterwarnings(
+    "ignore:Conversion of an array:DeprecationWarning"
+)  # Triton's interpreter
 @pytest.mark.parametrize(("name", "device"), TARGETS)
 @pytest.mark.parametrize("case", CASES + HALF_CASES, ids=lambda case: case.name)
 def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> None:
@@ -86,7 +109,9 @@ def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize(("name", "device"), TARGETS)
 @pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: f"8 bits, {case.name}")
-def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(name: str, device: str, case: Case) -> None:
+def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(
+    name: str, device: str, case: Case
+) -> None:
     dtype = torch.float8_e4m3fn
     backend = make_backend(name, device, case, dtype)
     problem = make_problem(case, device)
@@ -107,7 +132,9 @@ def test_every_number_is_rounded_to_the_nearest_of_8_bits(name: str, device: str
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     numbers = numbers[numbers.isfinite()].sort().values
     middles = (numbers[1:] + numbers[:-1]) / 2
-    each = torch.cat([numbers, middles, middles.nextafter(numbers[1:]), middles.nextafter(numbers[:-1])])
+    each = torch.cat(
+        [numbers, middles, middles.nextafter(numbers[1:]), middles.nextafter(numbers[:-1])]
+    )
     each = torch.cat([each, torch.tensor([449.0, 464.0, 1e9, -1e30])])
     values = torch.cat([each, torch.zeros(-len(each) % (64 * 64))]).view(-1, 64, 1, 64).to(device)
     problem = make_problem(case, device)

@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of
+from tests.engine.attention.cases import (
+    Case,
+    attend,
+    dense,
+    filled_cache,
+    make_problem,
+    metadata_of,
+)
 from tokenmill_worker.engine.attention import reference
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 
@@ -15,7 +22,9 @@ from tokenmill_worker.engine.attention.reference import ReferenceAttention
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_long_chunks_attend_in_pieces(window: int | None, has_sinks: bool) -> None:
-    problem = make_problem(Case("pieces", ((90, 100), (1, 40), (33, 33)), window=window, has_sinks=has_sinks))
+    problem = make_problem(
+        Case("pieces", ((90, 100), (1, 40), (33, 33)), window=window, has_sinks=has_sinks)
+    )
     backend = ReferenceAttention(max_scores=4 * 100 * 7)
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
@@ -35,7 +44,9 @@ def test_padding_rows_come_back_as_zeros_and_lengths_may_be_on_the_device_only()
     problem = make_problem(Case("padded", ((3, 20), (1, 9))))
     backend = ReferenceAttention()
     cache = filled_cache(backend, problem)
-    metadata = dataclasses.replace(metadata_of(problem, problem.case.lens), query_lens_host=(), seq_lens_host=())
+    metadata = dataclasses.replace(
+        metadata_of(problem, problem.case.lens), query_lens_host=(), seq_lens_host=()
+    )
     query = torch.cat([problem.query, torch.ones(2, 4, 64)])
     result = backend.attend(query, cache, metadata, problem.case.shape)
     torch.testing.assert_close(result[:4].double(), dense(problem), rtol=2e-5, atol=2e-5)

@@ -32,7 +32,9 @@ LENS = ((1, 700), (40, 300), (1, 17), (256, 256))
 
 @pytest.fixture(scope="module")
 def backend() -> CpuAttention:
-    reason = CpuAttention.why_not(torch.device("cpu"), torch.float32, AttentionShape(4, 2, 64, 1.0), 16)
+    reason = CpuAttention.why_not(
+        torch.device("cpu"), torch.float32, AttentionShape(4, 2, 64, 1.0), 16
+    )
     if reason is not None:
         pytest.skip(reason)
     return CpuAttention(uses_amx=False)
@@ -46,7 +48,11 @@ def one_by_one(backend: CpuAttention, case: Case) -> tuple[Tensor, Tensor]:
     for i, (query_len, seq_len) in enumerate(case.lens):
         for position in range(seq_len - query_len, seq_len):
             metadata = metadata_of(problem, ((1, position + 1),), torch.tensor([i]))
-            alone.append(backend.attend(problem.query[row : row + 1], cache, metadata, case.shape, problem.sinks))
+            alone.append(
+                backend.attend(
+                    problem.query[row : row + 1], cache, metadata, case.shape, problem.sinks
+                )
+            )
             row += 1
     return together, torch.cat(alone)
 
@@ -68,7 +74,9 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_alone(backend: CpuAttention, case
 
 
 def test_the_number_of_threads_changes_no_bit(backend: CpuAttention) -> None:
-    problem = make_problem(Case("threads", ((1, 900), (30, 500), (1, 80)), num_heads=6, num_kv_heads=2))
+    problem = make_problem(
+        Case("threads", ((1, 900), (30, 500), (1, 80)), num_heads=6, num_kv_heads=2)
+    )
     cache = filled_cache(backend, problem)
     results = with_threads((1, 2, 5), backend, problem, cache)
     assert torch.equal(results[0], results[1])
@@ -101,7 +109,9 @@ def test_rounding_is_torchs(backend: CpuAttention, kv_dtype: torch.dtype) -> Non
         backend.write(torch.zeros_like(value), value, cache, metadata)
         assert torch.equal(cache[1, 1, 0, 0].view(torch.uint8), stored[0, 0].view(torch.uint8))
         if stored.float().isfinite().all():
-            assert torch.equal(backend.attend(problem.query, cache, metadata, problem.case.shape), stored.float())
+            assert torch.equal(
+                backend.attend(problem.query, cache, metadata, problem.case.shape), stored.float()
+            )
 
 
 def test_inputs_may_be_views_of_one_packed_projection(backend: CpuAttention) -> None:
@@ -115,7 +125,9 @@ def test_inputs_may_be_views_of_one_packed_projection(backend: CpuAttention) -> 
     backend.write(packed[:, 4:6], packed[:, 6:8], cache, metadata)
     assert torch.equal(backend.attend(packed[:, :4], cache, metadata, case.shape), expected)
     cache.fill_(torch.nan)
-    by_head = packed.transpose(0, 1).contiguous().transpose(0, 1)  # as Transformers' rotary embedding leaves them
+    by_head = (
+        packed.transpose(0, 1).contiguous().transpose(0, 1)
+    )  # as Transformers' rotary embedding leaves them
     backend.write(by_head[:, 4:6], by_head[:, 6:8], cache, metadata)
     assert torch.equal(backend.attend(by_head[:, :4], cache, metadata, case.shape), expected)
 
@@ -131,7 +143,9 @@ def test_rope_and_write_does_what_its_parts_do(backend: CpuAttention, rotary_dim
     backend.write(rotate(problem.key, cos, sin), problem.value, cache, metadata)
     expected = cache.clone()
     cache.fill_(torch.nan)
-    rotated = backend.rope_and_write(problem.query, problem.key, problem.value, cos, sin, cache, metadata)
+    rotated = backend.rope_and_write(
+        problem.query, problem.key, problem.value, cos, sin, cache, metadata
+    )
     torch.testing.assert_close(rotated, rotate(problem.query, cos, sin), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cache, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
@@ -201,15 +215,21 @@ def test_without_a_compiler_the_choice_falls_on_the_reference_and_says_why(tmp_p
         ("cpu", torch.float32, 1024, "1024"),
     ],
 )
-def test_says_why_it_cannot_serve(device: str, dtype: torch.dtype, head_dim: int, word: str) -> None:
-    reason = CpuAttention.why_not(torch.device(device), dtype, AttentionShape(4, 2, head_dim, 1.0), 16)
+def test_says_why_it_cannot_serve(
+    device: str, dtype: torch.dtype, head_dim: int, word: str
+) -> None:
+    reason = CpuAttention.why_not(
+        torch.device(device), dtype, AttentionShape(4, 2, head_dim, 1.0), 16
+    )
     assert reason is not None
     assert word in reason
 
 
 def test_a_step_counted_up_in_place_is_another_step(backend: CpuAttention) -> None:
     """A call does not reuse what an earlier call derived from the same metadata object."""
-    problem = make_problem(Case("counted up", ((1, 600), (1, 30), (1, 270)), num_heads=6, num_kv_heads=2))
+    problem = make_problem(
+        Case("counted up", ((1, 600), (1, 30), (1, 270)), num_heads=6, num_kv_heads=2)
+    )
     cache = filled_cache(backend, problem)
     metadata = metadata_of(problem, ((1, 254), (1, 14), (1, 255)))
     for _ in range(4):

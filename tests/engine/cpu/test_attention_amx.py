@@ -26,16 +26,26 @@ LENS = ((300, 700), (1, 300), (513, 513), (40, 290), (130, 131))
 CASES = [
     Case("three queries a key", LENS, num_heads=9, num_kv_heads=3),
     Case("as many keys as queries", LENS, num_heads=2, num_kv_heads=2, head_dim=32),
-    Case("wide heads, one for eight", LENS, num_heads=16, num_kv_heads=2, head_dim=128, block_size=32),
+    Case(
+        "wide heads, one for eight", LENS, num_heads=16, num_kv_heads=2, head_dim=128, block_size=32
+    ),
     Case("window, softcap and sinks", LENS, head_dim=96, window=203, softcap=8.0, has_sinks=True),
     Case("a window within a panel", ((200, 600), (97, 640)), num_heads=6, num_kv_heads=2, window=7),
-    Case("more queries a key than a unit has rows", ((3, 300), (40, 50)), num_heads=400, num_kv_heads=1, head_dim=32),
+    Case(
+        "more queries a key than a unit has rows",
+        ((3, 300), (40, 50)),
+        num_heads=400,
+        num_kv_heads=1,
+        head_dim=32,
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def backend() -> CpuAttention:
-    reason = CpuAttention.why_not(torch.device("cpu"), torch.float32, AttentionShape(4, 2, 64, 1.0), 16)
+    reason = CpuAttention.why_not(
+        torch.device("cpu"), torch.float32, AttentionShape(4, 2, 64, 1.0), 16
+    )
     if reason is not None:
         pytest.skip(reason)
     if not LinearKernels().has_amx:
@@ -52,7 +62,9 @@ def stored(case: Case, dtype: torch.dtype) -> Problem:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_is_as_exact_as_the_vector_registers(backend: CpuAttention, case: Case, dtype: torch.dtype) -> None:
+def test_it_is_as_exact_as_the_vector_registers(
+    backend: CpuAttention, case: Case, dtype: torch.dtype
+) -> None:
     """A product of parts that was left out would show: its errors are tens of roundings."""
     problem = stored(case, dtype)
     vectors = CpuAttention(uses_amx=False)
@@ -60,7 +72,9 @@ def test_it_is_as_exact_as_the_vector_registers(backend: CpuAttention, case: Cas
     expected = dense(problem)
     torch.testing.assert_close(ours.double(), expected, rtol=2e-5, atol=2e-6)
     assert not torch.equal(ours, others), "these are not the matrix registers"
-    errors = [float((result.double() - expected).square().mean().sqrt()) for result in (ours, others)]
+    errors = [
+        float((result.double() - expected).square().mean().sqrt()) for result in (ours, others)
+    ]
     assert errors[0] < 1.1 * errors[1]
 
 
@@ -74,7 +88,9 @@ def test_the_number_of_threads_changes_no_bit(backend: CpuAttention, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_has_the_same_bits_with_others_as_alone(backend: CpuAttention, dtype: torch.dtype) -> None:
+def test_a_chunk_has_the_same_bits_with_others_as_alone(
+    backend: CpuAttention, dtype: torch.dtype
+) -> None:
     problem = stored(CASES[0], dtype)
     cache = filled_cache(backend, problem, dtype)
     together, row = attend(backend, problem, cache), 0
@@ -106,7 +122,9 @@ def test_a_nan_stays_in_its_row(backend: CpuAttention) -> None:
     assert result[78, 1].isnan().all()
     whole = result.isfinite().all(dim=-1)
     assert int((~whole).sum()) == 5
-    torch.testing.assert_close(result[whole].double(), _without_bad(problem)[whole], rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(
+        result[whole].double(), _without_bad(problem)[whole], rtol=2e-5, atol=2e-6
+    )
 
 
 def _without_bad(problem: Problem) -> Tensor:
@@ -121,4 +139,6 @@ def test_numbers_of_every_size(backend: CpuAttention) -> None:
     problem.key.mul_(torch.logspace(-6, 1, 64))
     result = attend(backend, problem, filled_cache(backend, problem))
     scale = problem.value.abs().max()
-    torch.testing.assert_close(result.double() / scale, dense(problem) / scale, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        result.double() / scale, dense(problem) / scale, rtol=1e-4, atol=1e-6
+    )

@@ -15,7 +15,9 @@ from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
 SIZE = 4
-CONFIG = CacheConfig(SIZE, (LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, window=6)), (1000, 1000), (0, 0))
+CONFIG = CacheConfig(
+    SIZE, (LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, window=6)), (1000, 1000), (0, 0)
+)
 CPU = torch.device("cpu")
 
 
@@ -35,7 +37,9 @@ class Schedule:
 
     def steps(self, count: int) -> Iterator[list[ScheduledSequence]]:
         for _ in range(count):
-            items = [self.item(sequence) for sequence in self.running if self.chance.random() > 0.02]
+            items = [
+                self.item(sequence) for sequence in self.running if self.chance.random() > 0.02
+            ]
             if not items:
                 continue
             yield items
@@ -66,12 +70,16 @@ class Schedule:
             beyond = max(0, sequence.num_computed_tokens + 1 - 6) // SIZE
             sequence.block_tables[1][:beyond] = [NULL_BLOCK] * beyond
             place, table = sequence.num_computed_tokens // SIZE, sequence.block_tables[0]
-            if self.chance.random() < 0.03 and place < len(table):  # what the next token is written to is a copy
+            if self.chance.random() < 0.03 and place < len(
+                table
+            ):  # what the next token is written to is a copy
                 table[place] = next(self.blocks) % 1000 or 1
             if self.chance.random() < 0.02:
                 sequence.block_tables, sequence.num_computed_tokens = [[], []], 0
                 sequence.epoch += 1
-            elif self.chance.random() < 0.02:  # it was offloaded, and its last block is back where it was
+            elif (
+                self.chance.random() < 0.02
+            ):  # it was offloaded, and its last block is back where it was
                 for table in sequence.block_tables:
                     table[:-1] = [block and (next(self.blocks) % 1000 or 1) for block in table[:-1]]
                 sequence.epoch += 1
@@ -79,11 +87,17 @@ class Schedule:
 
 def whole(inputs: StepInputs, items: list[ScheduledSequence]) -> list[object]:
     """Return all that a model reads; of block tables, the part that is seen."""
-    found: list[object] = [inputs.input_ids.tolist(), inputs.positions.tolist(), inputs.rows.tolist()]
+    found: list[object] = [
+        inputs.input_ids.tolist(),
+        inputs.positions.tolist(),
+        inputs.rows.tolist(),
+    ]
     for group, one in enumerate(inputs.metadata):
         seen = [
             row[(max(0, item.start + 1 - 6) // SIZE if group else 0) : -(-length // SIZE)]
-            for row, item, length in zip(one.block_table.tolist(), items, one.seq_lens.tolist(), strict=True)
+            for row, item, length in zip(
+                one.block_table.tolist(), items, one.seq_lens.tolist(), strict=True
+            )
         ]
         found += [one.query_start.tolist(), one.seq_lens.tolist(), one.slot_mapping.tolist(), seen]
         found += [
@@ -105,7 +119,11 @@ def test_counted_up_or_made_anew(seed: int) -> None:
         plan = StepPlan(number, tuple(items))
         inputs = builder.build(plan)
         assert whole(inputs, items) == whole(InputBuilder(CONFIG, 4096, CPU, 2).build(plan), items)
-        steps, kept, last = steps + 1, kept + (inputs.input_ids.data_ptr() == last), inputs.input_ids.data_ptr()
+        steps, kept, last = (
+            steps + 1,
+            kept + (inputs.input_ids.data_ptr() == last),
+            inputs.input_ids.data_ptr(),
+        )
     assert kept > steps / 10, "hardly any step was counted up"
 
 

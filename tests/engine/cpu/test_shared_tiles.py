@@ -19,7 +19,9 @@ DIM = 32
 
 
 @pytest.fixture(scope="module", params=["native", "x86-64-v3"])
-def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuAttention:
+def backend(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> CpuAttention:
     folder: Path | None = None if request.param == "native" else tmp_path_factory.mktemp("kernels")
     try:
         return CpuAttention(folder, request.param, uses_amx=False)
@@ -28,13 +30,20 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def decode(
-    backend: CpuAttention, tables: list[list[int]], lens: list[int], block_size: int, group: int, dtype: torch.dtype
+    backend: CpuAttention,
+    tables: list[list[int]],
+    lens: list[int],
+    block_size: int,
+    group: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the results of all sequences in one call, and of each in a call of its own."""
     generator = torch.Generator().manual_seed(3)
     heads, count, width = 2, len(tables), max(map(len, tables))
     num_blocks = 1 + max(max(table) for table in tables)
-    cache = torch.randn(num_blocks, 2, *backend.block_shape(block_size, heads, DIM), generator=generator).to(dtype)
+    cache = torch.randn(
+        num_blocks, 2, *backend.block_shape(block_size, heads, DIM), generator=generator
+    ).to(dtype)
     query = torch.randn(count, heads * group, DIM, generator=generator)
     shape = AttentionShape(heads * group, heads, DIM, 0.3)
     metadata = AttentionMetadata(
@@ -68,7 +77,9 @@ def blocks(first: int, positions: int, block_size: int) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64])  # 24: tiles are no whole blocks
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_common_prompt_changes_no_bit(backend: CpuAttention, block_size: int, group: int, dtype: torch.dtype) -> None:
+def test_a_common_prompt_changes_no_bit(
+    backend: CpuAttention, block_size: int, group: int, dtype: torch.dtype
+) -> None:
     """Two prompts of two tiles and a bit, in mixed order, and sequences that share nothing or end within a tile."""
     common = {name: blocks(1 + 200 * name, 2 * TILE + 80, block_size) for name in range(2)}
     tables, lens = [], []
@@ -85,7 +96,9 @@ def test_a_common_prompt_changes_no_bit(backend: CpuAttention, block_size: int, 
 
 def test_more_sequences_than_go_together(backend: CpuAttention) -> None:
     tables = [[*blocks(1, TILE, 16), 50 + index] for index in range(150)]
-    together, alone = decode(backend, tables, [TILE + 1 + index % 16 for index in range(150)], 16, 3, torch.float32)
+    together, alone = decode(
+        backend, tables, [TILE + 1 + index % 16 for index in range(150)], 16, 3, torch.float32
+    )
     assert torch.equal(together, alone)
 
 

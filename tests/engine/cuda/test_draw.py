@@ -20,7 +20,9 @@ from tokenmill_worker.engine.cuda.draw import TILE, DeviceDraw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
-    pytest.mark.skipif(DEVICE.type == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"),
+    pytest.mark.skipif(
+        DEVICE.type == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"
+    ),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     *([pytest.mark.gpu] if DEVICE.type == "cuda" else []),
 ]
@@ -32,7 +34,10 @@ def drawing(rows: list[tuple[float, int, float, float]]) -> Drawing:
     temperature, top_k, top_p, log_min_p = (np.array(column) for column in zip(*rows, strict=True))
     inverse = np.where(temperature == 0, 0.0, 1.0 / np.where(temperature == 0, 1.0, temperature))
     return Drawing(
-        inverse.astype(np.float32), log_min_p.astype(np.float32), top_p.astype(float), top_k.astype(np.int64)
+        inverse.astype(np.float32),
+        log_min_p.astype(np.float32),
+        top_p.astype(float),
+        top_k.astype(np.int64),
     )
 
 
@@ -44,7 +49,9 @@ def by_torch(logits: Tensor, wanted: Drawing, keys: np.ndarray) -> list[int]:
         torch.from_numpy(wanted.top_k)[:, None], torch.from_numpy(wanted.top_p)[:, None],
         torch.from_numpy(wanted.log_min_p)[:, None], max_top_k=0, bounded=False,
     )  # fmt: skip
-    drawn = draw_sorted(scaled, limits, torch.from_numpy(keys), torch.arange(vocab, dtype=torch.int32))
+    drawn = draw_sorted(
+        scaled, limits, torch.from_numpy(keys), torch.arange(vocab, dtype=torch.int32)
+    )
     return torch.where(inverse[:, 0] == 0, logits.argmax(dim=1), drawn).tolist()
 
 
@@ -81,29 +88,45 @@ def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
     tokens, _ = drawer.draw(logits.to(DEVICE), wanted, keys)
     assert tokens.tolist() == by_torch(logits, wanted, keys)
     for row, kind in enumerate(KINDS.values()):
-        alone, _ = drawer.draw(logits[row : row + 1].to(DEVICE), drawing([kind]), keys[row : row + 1])
+        alone, _ = drawer.draw(
+            logits[row : row + 1].to(DEVICE), drawing([kind]), keys[row : row + 1]
+        )
         assert alone.tolist() == tokens[row : row + 1].tolist()
 
 
 def test_a_vocabulary_of_several_tiles() -> None:
     """The first of equal logits in different tiles wins a greedy row."""
     vocab = 2 * TILE + 100
-    logits, keys = random_logits(4, vocab), row_keys(np.arange(4, dtype=np.uint64), np.arange(4) + 9)
+    logits, keys = (
+        random_logits(4, vocab),
+        row_keys(np.arange(4, dtype=np.uint64), np.arange(4) + 9),
+    )
     logits[0, [70, TILE + 3, 2 * TILE + 5]] = 50.0
     logits[1, [TILE + 9, 2 * TILE + 5]] = 50.0
-    wanted = drawing([(0.0, vocab, 1.0, OFF), (0.0, vocab, 1.0, OFF), (1.0, vocab, 1.0, OFF), (0.8, 40, 0.9, OFF)])
+    wanted = drawing(
+        [
+            (0.0, vocab, 1.0, OFF),
+            (0.0, vocab, 1.0, OFF),
+            (1.0, vocab, 1.0, OFF),
+            (0.8, 40, 0.9, OFF),
+        ]
+    )
     tokens, peaks = DeviceDraw(DEVICE).draw(logits.to(DEVICE), wanted, keys)
     assert tokens.tolist() == by_torch(logits, wanted, keys)
     assert tokens[:2].tolist() == [70, TILE + 9]
     assert torch.equal(peaks.cpu(), logits.amax(dim=1))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy, of infinities
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # the interpreter's numpy, of infinities
 def test_rows_that_are_broken_are_told_by_their_peak() -> None:
     logits = random_logits(4, 100)
     logits[0, 7], logits[1, :], logits[2, 3] = torch.nan, -torch.inf, torch.inf
     tokens, peaks = DeviceDraw(DEVICE).draw(
-        logits.to(DEVICE), drawing([KINDS["all"]] * 4), row_keys(np.zeros(4, np.uint64), np.arange(4))
+        logits.to(DEVICE),
+        drawing([KINDS["all"]] * 4),
+        row_keys(np.zeros(4, np.uint64), np.arange(4)),
     )
     assert torch.isfinite(peaks).tolist() == [False, False, False, True]
     assert all(0 <= token < 100 for token in tokens.tolist())
@@ -113,7 +136,9 @@ def test_a_token_that_is_masked_is_never_drawn() -> None:
     logits = random_logits(16, 200)
     logits[:, :150] = -torch.inf
     keys = row_keys(np.arange(16, dtype=np.uint64), np.arange(16))
-    tokens, _ = DeviceDraw(DEVICE).draw(logits.to(DEVICE), drawing([(3.0, 200, 0.99, OFF)] * 16), keys)
+    tokens, _ = DeviceDraw(DEVICE).draw(
+        logits.to(DEVICE), drawing([(3.0, 200, 0.99, OFF)] * 16), keys
+    )
     assert min(tokens.tolist()) >= 150
 
 

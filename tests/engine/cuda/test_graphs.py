@@ -17,7 +17,13 @@ from tests.engine.support import ChunkingPlanner, make_sequence
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import StaticInputs, padded_batch, padded_shape
-from tokenmill_worker.engine.cuda.graphs import LARGEST_MIXED, SIGHTINGS, CapturedGraph, CaptureError, GraphRunner
+from tokenmill_worker.engine.cuda.graphs import (
+    LARGEST_MIXED,
+    SIGHTINGS,
+    CapturedGraph,
+    CaptureError,
+    GraphRunner,
+)
 from tokenmill_worker.engine.execution.inputs import StepInputs
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.sequence import Sequence
@@ -39,11 +45,17 @@ def failing_capture(run: Callable[[], Tensor]) -> CapturedGraph:
 
 
 def config(**changes: object) -> EngineConfig:
-    settings: dict[str, object] = {"model": "none", "q_padding_interval": 16, "kv_padding_interval": 64}
+    settings: dict[str, object] = {
+        "model": "none",
+        "q_padding_interval": 16,
+        "kv_padding_interval": 64,
+    }
     return EngineConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def step(lens: list[tuple[int, int]], num_rows: int | None = None, first_token: int = 7) -> StepInputs:
+def step(
+    lens: list[tuple[int, int]], num_rows: int | None = None, first_token: int = 7
+) -> StepInputs:
     """`lens`: (query tokens, tokens in the cache). Ids, slots and tables are telling numbers."""
     num_tokens = sum(query_len for query_len, _ in lens)
     metadata = AttentionMetadata(
@@ -77,7 +89,12 @@ def test_batches_are_padded_little_where_they_are_small() -> None:
 
 def test_a_decode_and_a_mixed_step_have_shapes_of_their_own() -> None:
     decode = padded_shape(step([(1, 30)] * 5), config(), 512)
-    assert (decode.is_decode, decode.num_tokens, decode.num_seqs, decode.num_rows) == (True, 8, 8, 8)
+    assert (decode.is_decode, decode.num_tokens, decode.num_seqs, decode.num_rows) == (
+        True,
+        8,
+        8,
+        8,
+    )
     assert (decode.max_query_len, decode.max_seq_len) == (1, 64)
     mixed = padded_shape(step([(1, 65), (20, 20), (1, 2)], num_rows=2), config(), 512)
     assert (mixed.is_decode, mixed.num_tokens, mixed.num_seqs, mixed.num_rows) == (False, 32, 4, 2)
@@ -92,7 +109,9 @@ def test_lengths_are_not_padded_beyond_the_models() -> None:
 # ── static inputs ──
 
 
-@pytest.mark.parametrize("lens", [[(1, 30)] * 3, [(1, 30), (20, 64), (3, 3)]], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "lens", [[(1, 30)] * 3, [(1, 30), (20, 64), (3, 3)]], ids=["decode", "mixed"]
+)
 def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -> None:
     """A step loaded after a larger one leaves the same buffers as if it were the first."""
     larger = [(1, 60)] * 4 if lens[0] == lens[-1] else [(1, 60), (26, 64), (3, 3), (1, 2)]
@@ -154,7 +173,14 @@ def test_a_mixed_shape_is_captured_when_it_has_come_often() -> None:
     for count in (18, 20, 31, 25, 30):
         inputs = step([(count, 40), (1, 9)])
         assert torch.equal(graphs.run(inputs), expected(inputs))
-    assert forward.calls == [19, 21, 32, 32, 32, 32]  # eager and not padded; then captured, replayed twice
+    assert forward.calls == [
+        19,
+        21,
+        32,
+        32,
+        32,
+        32,
+    ]  # eager and not padded; then captured, replayed twice
     assert (graphs.num_captured, graphs.num_replays) == (1, 2)
 
 
@@ -187,7 +213,9 @@ def test_a_large_mixed_step_stays_eager_however_often_it_comes() -> None:
     assert (graphs.num_captured, graphs.num_replays) == (0, 0)
 
 
-def test_a_failing_capture_means_eager_steps_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_capture_means_eager_steps_and_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     forward = Recorder()
     graphs = GraphRunner(forward, config(), 512, failing_capture)
     for count in (3, 3, 8):
@@ -231,7 +259,9 @@ def test_a_step_that_samples_nothing_gives_no_rows() -> None:
 
 @pytest.mark.parametrize("attention", ["reference", "cpu"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_padded_steps_give_the_same_tokens(family: str, attention: str, folder_of: Callable[[str], Path]) -> None:
+def test_padded_steps_give_the_same_tokens(
+    family: str, attention: str, folder_of: Callable[[str], Path]
+) -> None:
     folder = folder_of(family)
     settings: dict[str, object] = {
         "model": str(folder), "dtype": "float32", "device": "cpu", "attention": attention, "block_size": 4,
@@ -254,7 +284,9 @@ def answers(runner: ModelRunner) -> list[list[int]]:
     sequences: list[Sequence] = []
     planner = ChunkingPlanner(runner.cache_config, 7)
     for i, (prompt_len, max_tokens) in enumerate(lengths):
-        sequences.append(make_sequence(f"s{i}", [draw.randint(3, 300) for _ in range(prompt_len)], max_tokens))
+        sequences.append(
+            make_sequence(f"s{i}", [draw.randint(3, 300) for _ in range(prompt_len)], max_tokens)
+        )
         planner.add(sequences[-1])
     while not (plan := planner.plan()).is_empty:
         planner.commit(plan, runner.execute(plan))
@@ -263,7 +295,9 @@ def answers(runner: ModelRunner) -> list[list[int]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_captured_graphs_give_the_eager_tokens_on_cuda(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_captured_graphs_give_the_eager_tokens_on_cuda(
+    family: str, folder_of: Callable[[str], Path]
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     folder = folder_of(family)
@@ -303,6 +337,8 @@ def test_a_capture_that_is_refused_leaves_everything_as_it_was() -> None:
     """A child process captures: after a broken capture, torch before 2.12 cannot capture again."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    child = subprocess.run([sys.executable, "-c", CAPTURES], cwd=ROOT, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", CAPTURES], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert child.returncode == 0, child.stderr
     assert "synchroniz" in child.stdout

@@ -22,14 +22,27 @@ FAST = (
     ATTENTION,
     *(f"{CASE}[{name}-triton]" for name in ("many heads a group", "window of 1")),
     f"{BACKENDS}::test_every_number_is_rounded_to_the_nearest_of_8_bits[triton]",
-    *(f"{FUSED}::{name}" for name in ("test_norm_after_an_addition", "test_gates", "test_one_pass_over_few_tokens")),
+    *(
+        f"{FUSED}::{name}"
+        for name in ("test_norm_after_an_addition", "test_gates", "test_one_pass_over_few_tokens")
+    ),
     f"{DRAWING}::test_each_kind_draws_torchs_tokens[top-p]",
 )
 
 
 def interpreted(*arguments: str) -> int:
     """Run tests under Triton's interpreter. Returns how many passed; none may fail."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
     environment = ("env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1")
     result = subprocess.run(
         [*environment, *command], capture_output=True, text=True, check=False, timeout=600, cwd=ROOT

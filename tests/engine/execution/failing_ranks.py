@@ -92,7 +92,9 @@ def serve(path: str, guilty: int) -> None:
         return
     engine = Engine.around((FailingLeader if guilty == 0 else LeadingRunner).load(config))
     try:
-        engine.generate_batch([[3, 4, 5]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+        engine.generate_batch(
+            [[3, 4, 5]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        )
     except EngineError as error:
         sys.stdout.write(f"LOST {error}\n")
         sys.stdout.flush()

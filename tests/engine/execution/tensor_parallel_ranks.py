@@ -13,7 +13,9 @@ def main(path: str, jobs: str) -> None:
     )  # fmt: skip
     with Engine.load(config) as engine:  # ranks above 0 follow in here, and never return
         prompts = json.loads(jobs)
-        outputs = engine.generate_batch(prompts, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+        outputs = engine.generate_batch(
+            prompts, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        )
         sys.stdout.write("TOKENS " + json.dumps([output.token_ids for output in outputs]) + "\n")
 
 

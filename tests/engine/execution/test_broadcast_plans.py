@@ -22,7 +22,9 @@ def told(telling: Telling, plan: StepPlan, others: dict[int, Sequence]) -> tuple
 
 @pytest.mark.parametrize("windows", [(None,), (None, 7)])
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
-def test_the_others_have_every_block_that_is_looked_at(windows: tuple[int | None, ...], num_host_blocks: int) -> None:
+def test_the_others_have_every_block_that_is_looked_at(
+    windows: tuple[int | None, ...], num_host_blocks: int
+) -> None:
     cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
     loop = Loop.build(cache, max_num_batched_tokens=16, max_num_seqs=4)
     telling, others = Telling(), dict[int, Sequence]()
@@ -32,7 +34,11 @@ def test_the_others_have_every_block_that_is_looked_at(windows: tuple[int | None
         theirs, _ = told(telling, plan, others)
         assert (theirs.swap_out, theirs.swap_in) == (plan.swap_out, plan.swap_in)
         for mine, item in zip(plan.scheduled, theirs.scheduled, strict=True):
-            assert (item.start, item.num_tokens, item.samples) == (mine.start, mine.num_tokens, mine.samples)
+            assert (item.start, item.num_tokens, item.samples) == (
+                mine.start,
+                mine.num_tokens,
+                mine.samples,
+            )
             for group, table in enumerate(mine.sequence.block_tables):
                 first = kv.first_visible(group, mine.start)
                 assert item.sequence.block_tables[group][first:] == table[first:]

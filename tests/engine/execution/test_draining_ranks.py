@@ -25,9 +25,15 @@ def test_a_follower_steps_on_until_rank_0_has_drained(model_path: Path) -> None:
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": "test", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        command = [sys.executable, str(Path(__file__).with_name("draining_ranks.py")), str(model_path)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("draining_ranks.py")),
+            str(model_path),
+        ]
         environment = dict(os.environ) | variables  # noqa: TID251 - for children
-        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT))
+        ranks.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        )
     try:
         assert ranks[0].stdout is not None
         assert ranks[0].stdout.readline() == "STEPPING\n"

@@ -49,7 +49,9 @@ class Pair:
     def wait(self, rank: int, timeout_s: float = 200.0) -> int:
         deadline = time.monotonic() + timeout_s
         while (status := self.status(rank)) is None:
-            assert time.monotonic() < deadline, (self._folder / "launcher.txt").read_text(errors="replace")
+            assert time.monotonic() < deadline, (self._folder / "launcher.txt").read_text(
+                errors="replace"
+            )
             time.sleep(0.05)
         return status
 
@@ -63,7 +65,9 @@ def pairs(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = ["env", *variables, sys.executable, str(script), str(model_path), str(folder)]
     command += [str(free_port()), str(free_port())]
     with (folder / "launcher.txt").open("wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
     try:
         yield [Pair(guilty, folder) for guilty in (0, 1)]
     finally:
@@ -79,5 +83,8 @@ def test_the_other_rank_does_not_wait_for_ever(guilty: int, pairs: list[Pair]) -
         assert pair.wait(1) != 0
     assert "this rank is broken" in pair.said(guilty), pair.said(guilty)
     if guilty == 0:
-        assert "LOST the device is lost: rank 0 failed in a step: RuntimeError: this rank is broken" in pair.said(0)
+        assert (
+            "LOST the device is lost: rank 0 failed in a step: RuntimeError: this rank is broken"
+            in pair.said(0)
+        )
         assert pair.status(0) is None  # alive, so the other has not ended for want of a peer

@@ -38,7 +38,9 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("gib", "expected"), [(0.01, 0.01), (None, 4.0)])
 def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected: float) -> None:
     folder = tiny_models.save("gemma3", tmp_path)
-    config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_memory_gib=gib, cpu_offload_gib=0.002)
+    config = EngineConfig(
+        model=str(folder), device="cpu", fuse=False, max_memory_gib=gib, cpu_offload_gib=0.002
+    )
     loaded = load_model(folder, config)
     backend = ReferenceAttention()
     cache, length = memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
@@ -64,12 +66,19 @@ def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
 def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
     """Each keeps its logits, and all together keep the activations of the largest one."""
     folder = tiny_models.save("llama", tmp_path)
-    config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True)
+    config = EngineConfig(
+        model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True
+    )
     loaded = load_model(folder, config)
     shapes = [
-        memory.memory_shape(loaded, config.replace(**change), ReferenceAttention(), torch.float32, 256)
+        memory.memory_shape(
+            loaded, config.replace(**change), ReferenceAttention(), torch.float32, 256
+        )
         for change in ({}, {"cuda_graphs": False}, {"max_cached_graphs": 2})
     ]
     assert [shape.graph_rows for shape in shapes] == [1 + 2 + 4 + 8 + 16 + 24, 0, 16 + 24]
     kept = shapes[0].graph_rows * loaded.vocab_size * 4
-    assert shapes[0].fixed - shapes[1].fixed == kept + shapes[0].activations * 1024 // config.max_num_batched_tokens
+    assert (
+        shapes[0].fixed - shapes[1].fixed
+        == kept + shapes[0].activations * 1024 // config.max_num_batched_tokens
+    )

@@ -54,9 +54,14 @@ def test_a_token_in_flight_is_found_beside_other_sequences(llama: Path) -> None:
     """The rows of two steps differ: the newcomer comes first in the second step."""
     runner = load(llama)
     wanted = answer(runner, make_sequence("a", [9], 2), make_sequence("b", [5, 6, 7], 2))
-    a, b = whole_table(make_sequence("a", [9], 2), 4), whole_table(make_sequence("b", [5, 6, 7], 2), 4, first=10)
+    a, b = (
+        whole_table(make_sequence("a", [9], 2), 4),
+        whole_table(make_sequence("b", [5, 6, 7], 2), 4, first=10),
+    )
     first = runner.launch(StepPlan(0, (ScheduledSequence(b, 0, 3, True),)))
-    second = runner.launch(StepPlan(1, (ScheduledSequence(a, 0, 1, True), ScheduledSequence(b, 3, 1, True))))
+    second = runner.launch(
+        StepPlan(1, (ScheduledSequence(a, 0, 1, True), ScheduledSequence(b, 3, 1, True)))
+    )
     assert runner.finish(first).token_ids == ((wanted[1][0],),)
     assert runner.finish(second).token_ids == ((wanted[0][0],), (wanted[1][1],))
 
@@ -84,15 +89,22 @@ def test_drafts_count_up_to_the_first_wrong_one(llama: Path, wrong_at: int) -> N
 
 def test_a_chunk_that_is_not_the_last_gives_no_token(llama: Path) -> None:
     runner = load(llama)
-    a, b = whole_table(make_sequence("a", [5, 6, 7, 8], 2), 4), whole_table(make_sequence("b", [9], 2), 4, first=10)
-    output = runner.execute(StepPlan(7, (ScheduledSequence(a, 0, 2, False), ScheduledSequence(b, 0, 1, True))))
+    a, b = (
+        whole_table(make_sequence("a", [5, 6, 7, 8], 2), 4),
+        whole_table(make_sequence("b", [9], 2), 4, first=10),
+    )
+    output = runner.execute(
+        StepPlan(7, (ScheduledSequence(a, 0, 2, False), ScheduledSequence(b, 0, 1, True)))
+    )
     assert output.step_id == 7
     assert len(output.token_ids) == 1
     assert runner.execute(StepPlan(8, (ScheduledSequence(a, 2, 1, False),))).token_ids == ()
 
 
 @pytest.mark.parametrize(("backend", "fuse"), [("reference", False), ("cpu", True)])
-def test_only_the_sequence_whose_logits_are_not_finite_fails(llama: Path, backend: str, fuse: bool) -> None:
+def test_only_the_sequence_whose_logits_are_not_finite_fails(
+    llama: Path, backend: str, fuse: bool
+) -> None:
     """The blocks that hold its NaN may be given to any sequence afterwards."""
     runner = load(llama, attention=backend, fuse=fuse, block_size=16)
     embedding = runner._loaded.model.get_input_embeddings()  # type: ignore[operator]
@@ -101,14 +113,18 @@ def test_only_the_sequence_whose_logits_are_not_finite_fails(llama: Path, backen
         embedding.weight[300] = float("nan")
     poisoned = whole_table(make_sequence("poisoned", [5, 300, 7], 4), 4)
     other = whole_table(make_sequence("other", range(3, 25), 5), 2, first=10)
-    plan = StepPlan(0, (ScheduledSequence(poisoned, 0, 3, True), ScheduledSequence(other, 0, 22, True)))
+    plan = StepPlan(
+        0, (ScheduledSequence(poisoned, 0, 3, True), ScheduledSequence(other, 0, 22, True))
+    )
     output = runner.execute(plan)
     assert list(output.errors) == [0]
     assert "not finite" in output.errors[0]
     assert output.token_ids == ((), (good[0],))
     heir = make_sequence("heir", range(3, 25), 5)
     heir.block_tables = [[2, 1]]  # the first is half filled, the second was never written by it
-    assert runner.execute(StepPlan(1, (ScheduledSequence(heir, 0, 22, True),))).token_ids == ((good[0],),)
+    assert runner.execute(StepPlan(1, (ScheduledSequence(heir, 0, 22, True),))).token_ids == (
+        (good[0],),
+    )
 
 
 def test_moved_blocks_keep_their_content(llama: Path) -> None:
@@ -136,7 +152,9 @@ def test_rows_are_reused_and_grow_with_need(llama: Path) -> None:
     sequences = [make_sequence(str(i), [5 + i, 6, 7], 3) for i in range(9)]
     together = answer(runner, *sequences)
     assert runner._inputs.num_rows_in_use == 0
-    assert together == [answer(runner, make_sequence("alone", [5 + i, 6, 7], 3))[0] for i in range(9)]
+    assert together == [
+        answer(runner, make_sequence("alone", [5 + i, 6, 7], 3))[0] for i in range(9)
+    ]
 
 
 def test_a_sequence_that_comes_back_elsewhere_is_read_from_its_new_blocks(llama: Path) -> None:
@@ -147,9 +165,14 @@ def test_a_sequence_that_comes_back_elsewhere_is_read_from_its_new_blocks(llama:
     first = runner.execute(StepPlan(0, (ScheduledSequence(sequence, 0, 17, True),)))
     sequence.block_tables = [[50, 51, 52, 53, 54]]
     sequence.epoch += 1
-    assert runner.execute(StepPlan(1, (ScheduledSequence(sequence, 0, 17, True),))).token_ids == first.token_ids
+    assert (
+        runner.execute(StepPlan(1, (ScheduledSequence(sequence, 0, 17, True),))).token_ids
+        == first.token_ids
+    )
     sequence.token_ids.extend(first.token_ids[0])
-    assert runner.execute(StepPlan(2, (ScheduledSequence(sequence, 17, 1, True),))).token_ids == ((wanted[1],),)
+    assert runner.execute(StepPlan(2, (ScheduledSequence(sequence, 17, 1, True),))).token_ids == (
+        (wanted[1],),
+    )
 
 
 def test_what_was_decided_is_told(llama: Path) -> None:
@@ -166,12 +189,17 @@ def test_what_was_decided_is_told(llama: Path) -> None:
 def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Path) -> None:
     per_token = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
     with pytest.raises(
-        EngineConfigError, match=r"max_memory_gib \(.*\) holds sequences of \d+ tokens, not 256: raise it"
+        EngineConfigError,
+        match=r"max_memory_gib \(.*\) holds sequences of \d+ tokens, not 256: raise it",
     ):
         load(llama, num_blocks=None, max_model_len=256, max_memory_gib=200 * per_token / 2**30)
-    with pytest.raises(EngineConfigError, match="holds sequences of"):  # too short to be worth running
+    with pytest.raises(
+        EngineConfigError, match="holds sequences of"
+    ):  # too short to be worth running
         load(llama, num_blocks=None, max_memory_gib=200 * per_token / 2**30)
-    with pytest.raises(EngineConfigError, match=r"max_memory_gib \(1e-06\) holds no sequence at all: raise it"):
+    with pytest.raises(
+        EngineConfigError, match=r"max_memory_gib \(1e-06\) holds no sequence at all: raise it"
+    ):
         load(llama, num_blocks=None, max_memory_gib=1e-6)
     with pytest.raises(EngineConfigError, match="holds no KV cache beside the activations"):
         load(llama, num_blocks=None, max_memory_percent=1e-9)
@@ -180,8 +208,12 @@ def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Pa
 def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:
     on_cuda = dataclasses.replace(load(llama)._loaded, device=torch.device("cuda"))
     assert _resolved(EngineConfig(model="any"), on_cuda).async_batching is True
-    assert _resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
-    with pytest.raises(EngineConfigError, match="speculative_tokens cannot be used with async_batching"):
+    assert (
+        _resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
+    )
+    with pytest.raises(
+        EngineConfigError, match="speculative_tokens cannot be used with async_batching"
+    ):
         EngineConfig(model="any", speculative_tokens=3, async_batching=True)
 
 

@@ -33,7 +33,9 @@ print(Tokenizer.load(TOKENIZER).encode("Grüße", special=True), "torch" in sys.
 
 
 def test_its_tokenizer_is_what_transformers_chooses_and_costs_no_torch():
-    said = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=120, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
     chosen = AutoTokenizer.from_pretrained(str(TOKENIZER), local_files_only=True)
     assert type(chosen) is type(Tokenizer.load(TOKENIZER)._tokenizer)
     assert said.strip() == f"{tuple(chosen.encode('Grüße'))} False"
@@ -54,10 +56,15 @@ def test_runners_share_the_packages_files():
     runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
     runner.close()
     assert runner.model_path == TOKENIZER
-    assert sorted(path.name for path in TOKENIZER.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in TOKENIZER.iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_a_killed_engine_leaves_no_files(tmp_path):
-    done = subprocess.run([sys.executable, "-c", DIES], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)  # noqa: TID251 - handed on
+    done = subprocess.run(
+        [sys.executable, "-c", DIES], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
+    )  # noqa: TID251 - handed on
     assert done.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

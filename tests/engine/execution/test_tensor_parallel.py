@@ -13,7 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-PROMPTS = [[(7 * i + j) % 120 + 1 for j in range(length)] for i, length in enumerate((3, 9, 17, 26, 5, 11))]
+PROMPTS = [
+    [(7 * i + j) % 120 + 1 for j in range(length)] for i, length in enumerate((3, 9, 17, 26, 5, 11))
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,13 @@ def model_path(tmp_path_factory):
 def generated_alone(path):
     from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
-    config = EngineConfig(model=str(path), dtype="float32", device="cpu", num_blocks=256, block_size=4, num_threads=1)
+    config = EngineConfig(
+        model=str(path), dtype="float32", device="cpu", num_blocks=256, block_size=4, num_threads=1
+    )
     engine = Engine.load(config)
-    outputs = engine.generate_batch(PROMPTS, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    outputs = engine.generate_batch(
+        PROMPTS, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    )
     return [list(output.token_ids) for output in outputs]
 
 
@@ -46,7 +52,9 @@ def test_two_ranks_equal_one(model_path):
         str(script), str(model_path), json.dumps(PROMPTS),
     ]  # fmt: skip
     root = Path(__file__).parents[3]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=root)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, cwd=root
+    )
     lines = [line for line in run.stdout.splitlines() if line.startswith("TOKENS ")]
     assert run.returncode == 0, run.stderr[-3000:]
     assert len(lines) == 1

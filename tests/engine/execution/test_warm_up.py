@@ -12,7 +12,15 @@ from tests.engine.lora.support import engine_with, greedy
 from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.process.loop import EngineLoop
-from tokenmill_worker.engine.process.mailbox import Broken, Mailbox, Progress, Ready, Report, Stop, Submit
+from tokenmill_worker.engine.process.mailbox import (
+    Broken,
+    Mailbox,
+    Progress,
+    Ready,
+    Report,
+    Stop,
+    Submit,
+)
 from tokenmill_worker.engine.types import GenerationRequest
 
 PROMPT = list(range(5, 25))
@@ -39,7 +47,9 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
     execute = runner.execute
 
     def noted(plan: StepPlan) -> StepOutput:
-        steps.append("decode" if all(item.num_tokens == 1 for item in plan.scheduled) else "prefill")
+        steps.append(
+            "decode" if all(item.num_tokens == 1 for item in plan.scheduled) else "prefill"
+        )
         output: StepOutput = execute(plan)
         return output
 
@@ -76,7 +86,9 @@ def test_a_lost_device_that_cannot_be_closed_is_told_once(
     mailbox = Mailbox()
     mailbox.put(Submit((GenerationRequest(request_id="a", prompt_ids=tuple(PROMPT)),)))
     EngineLoop(engine, mailbox, told).run()
-    assert [type(report) for report in reports[1:]] == ([Broken] if breaks == "warm_up" else [Ready, Broken])
+    assert [type(report) for report in reports[1:]] == (
+        [Broken] if breaks == "warm_up" else [Ready, Broken]
+    )
     assert "device lost" in reports[-1].message  # type: ignore[union-attr]
 
 
@@ -84,7 +96,8 @@ def test_answers_are_those_of_an_engine_that_was_not_warmed_up(folder: Path) -> 
     cold, warm = engine_with(folder, {}), engine_with(folder, {})
     reports_of(warm)
     assert (
-        warm.generate_batch([PROMPT], greedy(12))[0].token_ids == cold.generate_batch([PROMPT], greedy(12))[0].token_ids
+        warm.generate_batch([PROMPT], greedy(12))[0].token_ids
+        == cold.generate_batch([PROMPT], greedy(12))[0].token_ids
     )
 
 
@@ -97,4 +110,6 @@ def test_a_first_step_that_fails_ends_the_start(folder: Path) -> None:
 
     runner.execute = fails
     *_, last = reports_of(engine)
-    assert last == Broken("the first step failed: RuntimeError: no kernel image is available", at_start=True)
+    assert last == Broken(
+        "the first step failed: RuntimeError: no kernel image is available", at_start=True
+    )

@@ -50,7 +50,9 @@ class Recorder:
         self.steps: list[Lens] = []
 
     def execute(self, plan: StepPlan) -> None:
-        self.steps.append(tuple((item.num_tokens, item.start + item.num_tokens) for item in plan.scheduled))
+        self.steps.append(
+            tuple((item.num_tokens, item.start + item.num_tokens) for item in plan.scheduled)
+        )
 
     def release(self, _sequences: object) -> None: ...
 
@@ -65,10 +67,14 @@ def warmed(**changes: Any) -> list[Lens]:
 def metadata_of(lens: Lens, window: int | None) -> AttentionMetadata:
     empty = torch.zeros(len(lens), dtype=torch.int32)
     longest = max(context for _, context in lens)
-    return AttentionMetadata(empty, empty, empty, empty, max(count for count, _ in lens), longest, 16, window)
+    return AttentionMetadata(
+        empty, empty, empty, empty, max(count for count, _ in lens), longest, 16, window
+    )
 
 
-def builds_of(steps: Iterable[Lens], shape: AttentionShape, window: int | None, element_size: int) -> set[Launch]:
+def builds_of(
+    steps: Iterable[Lens], shape: AttentionShape, window: int | None, element_size: int
+) -> set[Launch]:
     """Return the launches, reduced to what a build depends on."""
     builds = set()
     for lens in steps:
@@ -76,7 +82,11 @@ def builds_of(steps: Iterable[Lens], shape: AttentionShape, window: int | None, 
             shape, metadata_of(lens, window), sum(count for count, _ in lens),
             element_size=element_size, num_multiprocessors=132, has_warp_groups=True, is_exact=element_size == 4,
         )  # fmt: skip
-        builds.add(dataclasses.replace(launch, num_programs=0, least_tiles=0, num_splits=min(launch.num_splits, 2)))
+        builds.add(
+            dataclasses.replace(
+                launch, num_programs=0, least_tiles=0, num_splits=min(launch.num_splits, 2)
+            )
+        )
     return builds
 
 
@@ -90,16 +100,24 @@ def service() -> Iterable[Lens]:
 
 @pytest.mark.parametrize("window", [None, 128, 1024])
 @pytest.mark.parametrize("element_size", [1, 2, 4])
-@pytest.mark.parametrize("shape", [LLAMA, SMOLLM, GEMMA, MULTI_HEAD], ids=["llama", "smollm", "gemma", "multi-head"])
-def test_no_build_is_left_for_the_service(shape: AttentionShape, element_size: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    "shape", [LLAMA, SMOLLM, GEMMA, MULTI_HEAD], ids=["llama", "smollm", "gemma", "multi-head"]
+)
+def test_no_build_is_left_for_the_service(
+    shape: AttentionShape, element_size: int, window: int | None
+) -> None:
     needed = builds_of(service(), shape, window, element_size)
     assert needed <= builds_of(warmed(), shape, window, element_size)
     assert len(needed) <= 6
 
 
 @pytest.mark.parametrize(("max_num_seqs", "largest"), [(5, 8), (60, 64), (256, 256), (1000, 1024)])
-def test_the_largest_batch_is_captured_and_so_are_small_ones(max_num_seqs: int, largest: int) -> None:
-    decodes = [lens for lens in warmed(cuda_graphs=True, max_num_seqs=max_num_seqs) if max(lens)[0] == 1]
+def test_the_largest_batch_is_captured_and_so_are_small_ones(
+    max_num_seqs: int, largest: int
+) -> None:
+    decodes = [
+        lens for lens in warmed(cuda_graphs=True, max_num_seqs=max_num_seqs) if max(lens)[0] == 1
+    ]
     assert max(map(len, decodes)) <= max_num_seqs
     config = EngineConfig(model="none")
     sizes = {padded_shape(step_of(lens), config, MAX_MODEL_LEN).num_seqs for lens in decodes}
@@ -116,8 +134,12 @@ def step_of(lens: Lens) -> StepInputs:
     return StepInputs(tokens, tokens, tokens, (metadata_of(lens, None),))
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_num_seqs": 1, "num_blocks": 8}, {"max_num_batched_tokens": 16}])
-def test_a_runner_takes_these_steps(folder_of: Callable[[str], Path], changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_num_seqs": 1, "num_blocks": 8}, {"max_num_batched_tokens": 16}]
+)
+def test_a_runner_takes_these_steps(
+    folder_of: Callable[[str], Path], changes: dict[str, Any]
+) -> None:
     runner: Any = engine_with(folder_of("llama"), {}, **changes).runner
     build_kernels(runner)
     assert runner._inputs.num_rows_in_use == 0

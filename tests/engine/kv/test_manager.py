@@ -10,7 +10,10 @@ from tokenmill_worker.engine.sequence import Sequence
 
 
 def manager(
-    num_blocks: int = 20, windows: tuple[int | None, ...] = (None,), host: int = 0, margin: float = 0.0
+    num_blocks: int = 20,
+    windows: tuple[int | None, ...] = (None,),
+    host: int = 0,
+    margin: float = 0.0,
 ) -> KVManager:
     cache = make_cache(num_blocks, windows=windows, num_host_blocks=host)
     return KVManager(cache, model_key="m", max_chunk=8, safety_margin=margin)
@@ -106,7 +109,9 @@ def test_a_hit_in_a_sliding_group_needs_only_the_last_blocks() -> None:
     kv.admit(again, hit, None)
     assert again.block_tables[1][:3] == [0, 0, 0]
     assert all(again.block_tables[1][4:])
-    assert again.block_tables[0][:6] == [kv.pools[0].cached[content] for content in first.block_hashes]
+    assert again.block_tables[0][:6] == [
+        kv.pools[0].cached[content] for content in first.block_hashes
+    ]
 
 
 def test_an_identical_prompt_computes_its_last_block() -> None:
@@ -166,7 +171,9 @@ def test_offload_and_restore_copy_what_is_visible() -> None:
         pool.forget_all()
     assert kv.restore(sequence, None)
     moves = kv.tier.take_moves()
-    assert {(copy.group, copy.source) for copy in moves.swap_in} == {(copy.group, copy.target) for copy in out}
+    assert {(copy.group, copy.source) for copy in moves.swap_in} == {
+        (copy.group, copy.target) for copy in out
+    }
     assert sequence.num_committed_tokens == 18
     assert kv.tier.pools[0].num_free == 7, "its host blocks are read by the step that is planned"
     kv.tier.settle(moves, kv.pools)

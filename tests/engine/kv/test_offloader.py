@@ -58,7 +58,9 @@ def test_one_step_moves_out_before_in() -> None:
 
 def test_blocks_of_8_bits_move_as_bytes() -> None:
     pools = [
-        KVCachePool.allocate(GROUPS, (4, 4), 4, ReferenceAttention(), torch.float8_e4m3fn, torch.device("cpu"))
+        KVCachePool.allocate(
+            GROUPS, (4, 4), 4, ReferenceAttention(), torch.float8_e4m3fn, torch.device("cpu")
+        )
         for _ in range(2)
     ]
     pool, host = pools
@@ -72,12 +74,19 @@ def test_blocks_of_8_bits_move_as_bytes() -> None:
 
 def test_swaps_without_a_host_pool_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="no host pool"):
-        Offloader(make_pool((4, 4), "cpu"), None).run(StepPlan(0, (), swap_out=(BlockCopy(0, 1, 0),)))
+        Offloader(make_pool((4, 4), "cpu"), None).run(
+            StepPlan(0, (), swap_out=(BlockCopy(0, 1, 0),))
+        )
 
 
 @pytest.mark.parametrize(
     ("ids", "expected"),
-    [([], []), ([3], [(0, 1)]), ([3, 4, 5], [(0, 3)]), ([3, 4, 6, 7, 7, 2], [(0, 2), (2, 4), (4, 5), (5, 6)])],
+    [
+        ([], []),
+        ([3], [(0, 1)]),
+        ([3, 4, 5], [(0, 3)]),
+        ([3, 4, 6, 7, 7, 2], [(0, 2), (2, 4), (4, 5), (5, 6)]),
+    ],
 )
 def test_runs_of_consecutive_blocks(ids: list[int], expected: list[tuple[int, int]]) -> None:
     assert list(runs(ids)) == expected
@@ -87,7 +96,9 @@ def test_large_moves_are_few_operations() -> None:
     """One gather and one scatter per group and direction, however many blocks."""
     pool, host = make_pool((100, 4), "cpu"), make_pool((100, 4), "cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        Offloader(pool, host).run(StepPlan(0, (), swap_out=tuple(BlockCopy(0, i, 99 - i) for i in range(1, 99))))
+        Offloader(pool, host).run(
+            StepPlan(0, (), swap_out=tuple(BlockCopy(0, i, 99 - i) for i in range(1, 99)))
+        )
     names = [event.name for event in profile.events() or ()]
     assert names.count("aten::index_select") == 1
     assert names.count("aten::index_copy_") == 1
@@ -131,6 +142,8 @@ def test_a_host_pool_is_pinned_where_it_lies_and_let_go() -> None:
 
 def test_memory_that_cannot_be_pinned_is_a_setting_that_cannot_work() -> None:
     runtime = Runtime(room=1)
-    with pytest.raises(EngineConfigError, match=r"cpu_offload_gib: the driver cannot pin .* error 2"):
+    with pytest.raises(
+        EngineConfigError, match=r"cpu_offload_gib: the driver cannot pin .* error 2"
+    ):
         PinnedPool(make_pool((5, 3), "cpu"), runtime)
     assert not runtime.registered

@@ -6,10 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.scheduler.loop import make_sequence
-from tokenmill_worker.engine.kv.prefix_cache import BlockHasher, first_visible_block, longest_hit, root_hash
+from tokenmill_worker.engine.kv.prefix_cache import (
+    BlockHasher,
+    first_visible_block,
+    longest_hit,
+    root_hash,
+)
 
 
-def hashes(tokens: list[int], salt: str = "", model: str = "m", generation: int = 0, size: int = 4) -> list[bytes]:
+def hashes(
+    tokens: list[int], salt: str = "", model: str = "m", generation: int = 0, size: int = 4
+) -> list[bytes]:
     hasher = BlockHasher(size, model)
     hasher.generation = generation
     return hasher.extend(make_sequence("r", tokens, cache_salt=salt))
@@ -29,7 +36,12 @@ def test_a_hash_covers_everything_before_it() -> None:
 
 def test_tenant_model_and_generation_part_the_caches() -> None:
     tokens = [1, 2, 3, 4]
-    variants = [hashes(tokens), hashes(tokens, salt="a"), hashes(tokens, model="n"), hashes(tokens, generation=1)]
+    variants = [
+        hashes(tokens),
+        hashes(tokens, salt="a"),
+        hashes(tokens, model="n"),
+        hashes(tokens, generation=1),
+    ]
     assert len({one[0] for one in variants}) == 4
 
 
@@ -77,12 +89,16 @@ def lookup(group: set[int]) -> Callable[[bytes], bool]:
 
 @given(
     groups=st.lists(
-        st.tuples(st.sets(st.integers(0, 9)), st.sampled_from([None, 1, 2, 4, 5, 9, 17])), min_size=1, max_size=3
+        st.tuples(st.sets(st.integers(0, 9)), st.sampled_from([None, 1, 2, 4, 5, 9, 17])),
+        min_size=1,
+        max_size=3,
     ),
     limit=st.integers(0, 10),
     size=st.sampled_from([1, 4]),
 )
-def test_the_longest_hit_of_mixed_groups(groups: list[tuple[set[int], int | None]], limit: int, size: int) -> None:
+def test_the_longest_hit_of_mixed_groups(
+    groups: list[tuple[set[int], int | None]], limit: int, size: int
+) -> None:
     contents = [bytes([index]) for index in range(10)]
     present, windows = [group for group, _ in groups], [window for _, window in groups]
     found = longest_hit(contents, limit, [lookup(group) for group in present], windows, size)

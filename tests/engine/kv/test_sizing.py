@@ -37,24 +37,32 @@ def make_shape(*groups: LayerGroup, **changes: Any) -> MemoryShape:
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING), (SLIDING, BIG), (FULL, SLIDING, BIG)])
 @pytest.mark.parametrize("budget", [6 << 20, 9_999_999, 50 << 20, 200 << 20])
-def test_the_pools_fill_the_budget_to_the_last_block(groups: tuple[LayerGroup, ...], budget: int) -> None:
+def test_the_pools_fill_the_budget_to_the_last_block(
+    groups: tuple[LayerGroup, ...], budget: int
+) -> None:
     shape = make_shape(*groups)
     counts = solve(shape, budget)
-    pool = KVCachePool.allocate(groups, counts, 16, ReferenceAttention(), torch.float32, torch.device("cpu"))
+    pool = KVCachePool.allocate(
+        groups, counts, 16, ReferenceAttention(), torch.float32, torch.device("cpu")
+    )
     left = budget - shape.fixed - pool.num_bytes
     assert 0 <= left < min(shape.block_bytes(group) for group in groups)
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)])
 @pytest.mark.parametrize("megabytes", [6, 12, 40, 300])
-def test_every_group_holds_a_sequence_of_the_models_length(groups: tuple[LayerGroup, ...], megabytes: int) -> None:
+def test_every_group_holds_a_sequence_of_the_models_length(
+    groups: tuple[LayerGroup, ...], megabytes: int
+) -> None:
     shape = make_shape(*groups)
     for group, count in zip(groups, solve(shape, megabytes << 20), strict=True):
         assert count - 1 >= shape.blocks_for(group, shape.max_model_len)
 
 
 def test_a_sliding_group_gets_only_what_its_window_needs() -> None:
-    full, sliding = solve(make_shape(FULL, SLIDING, max_model_len=16_384, max_num_seqs=4), 200 << 20)
+    full, sliding = solve(
+        make_shape(FULL, SLIDING, max_model_len=16_384, max_num_seqs=4), 200 << 20
+    )
     assert sliding < full / 4
 
 
@@ -83,7 +91,9 @@ def test_a_cap_bounds_the_pools_alone() -> None:
 def test_the_host_pool_is_shared_in_proportion() -> None:
     shape = make_shape(FULL, SLIDING)
     host = host_blocks(shape, (100, 50), 1 << 20)
-    used = sum(shape.block_bytes(group) * count for group, count in zip((FULL, SLIDING), host, strict=True))
+    used = sum(
+        shape.block_bytes(group) * count for group, count in zip((FULL, SLIDING), host, strict=True)
+    )
     assert used <= 1 << 20
     assert host[0] in (2 * host[1], 2 * host[1] + 1)
 
@@ -96,11 +106,20 @@ class PeakMemory(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
-        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs | self._known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage()._cdata not in inputs | self._known
+            ):
                 self._watch(tensor.untyped_storage())
         return result
 
@@ -120,7 +139,9 @@ class PeakMemory(TorchDispatchMode):
 def test_a_real_step_stays_within_the_estimate(name: str, folder_of: Callable[[str], Path]) -> None:
     """The estimate of activations and logits bounds what a step allocates, and not by an absurd factor."""
     folder = folder_of(name)
-    config = EngineConfig(model=str(folder), device="cpu", fuse=False, max_num_batched_tokens=128, max_num_seqs=16)
+    config = EngineConfig(
+        model=str(folder), device="cpu", fuse=False, max_num_batched_tokens=128, max_num_seqs=16
+    )
     loaded = load_model(folder, config)
     shape = memory_shape(loaded, config, ReferenceAttention(), torch.float32, loaded.max_model_len)
     tokens = torch.arange(128)

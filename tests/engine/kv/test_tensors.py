@@ -23,7 +23,9 @@ def resident_bytes() -> int:
 def test_a_pool_takes_its_memory_when_it_is_touched() -> None:
     group = LayerGroup(layers=(0, 1), num_kv_heads=4, head_dim=64, window=None)
     before = resident_bytes()
-    pool = KVCachePool.allocate([group], [4096], 16, ReferenceAttention(), torch.float32, torch.device("cpu"))
+    pool = KVCachePool.allocate(
+        [group], [4096], 16, ReferenceAttention(), torch.float32, torch.device("cpu")
+    )
     assert pool.num_bytes == 256 * MIB
     assert resident_bytes() - before < 32 * MIB
     pool.touch()

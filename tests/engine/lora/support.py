@@ -40,13 +40,17 @@ def save_adapter(model_folder: Path, folder: Path, seed: int, **changes: Any) ->
     return folder
 
 
-def peft_answers(model_folder: Path, adapter: Path | None, family: str, sizes: list[tuple[int, int]]) -> list[Expected]:
+def peft_answers(
+    model_folder: Path, adapter: Path | None, family: str, sizes: list[tuple[int, int]]
+) -> list[Expected]:
     """Return greedy answers for (prompt length, answer length), with the adapter or without."""
     attention = tiny_models.FAMILIES[family].attention
     model: Any = expected.load(model_folder, attention)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).eval()
-    return [expected.clear_answer(model, length, count, tiny_models.VOCAB) for length, count in sizes]
+    return [
+        expected.clear_answer(model, length, count, tiny_models.VOCAB) for length, count in sizes
+    ]
 
 
 def engine_with(model_folder: Path, adapters: dict[str, Path], **changes: object) -> Engine:
@@ -62,7 +66,9 @@ def greedy(max_tokens: int, lora: str = "") -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, lora=lora)
 
 
-def run(engine: Engine, wanted: list[tuple[str, Expected]], join_every: int = 1) -> list[tuple[int, ...]]:
+def run(
+    engine: Engine, wanted: list[tuple[str, Expected]], join_every: int = 1
+) -> list[tuple[int, ...]]:
     """Run requests (adapter's name, expected) that join one by one; return their answers."""
     ids = []
     for name, one in wanted:

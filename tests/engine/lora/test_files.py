@@ -32,7 +32,11 @@ def test_scaling_is_pefts_own(llama: Path, tmp_path: Path, rslora: bool) -> None
 
     patterns: dict[str, Any] = {
         "rank_pattern": {"v_proj": 2, "layers.1.self_attn.q_proj": 6},
-        "alpha_pattern": {"model.layers.0.*q_proj": 3, "down_proj": 32, "layers.2.mlp.down_proj": 5},
+        "alpha_pattern": {
+            "model.layers.0.*q_proj": 3,
+            "down_proj": 32,
+            "layers.2.mlp.down_proj": 5,
+        },
     }
     folder = save_adapter(llama, tmp_path / "a", 3, use_rslora=rslora, **patterns)
     base: Any = expected.load(llama)
@@ -71,7 +75,9 @@ def test_what_is_not_supported_is_refused_by_name(
         ({"lora_alpha": "much"}, "'much', which is no number"),
     ],
 )
-def test_configurations_that_cannot_be_meant(adapter: Path, changes: dict[str, Any], words: str) -> None:
+def test_configurations_that_cannot_be_meant(
+    adapter: Path, changes: dict[str, Any], words: str
+) -> None:
     change_config(adapter, **changes)
     with pytest.raises(AdapterError, match=words):
         read_adapter(adapter)
@@ -103,7 +109,9 @@ def test_files_that_are_not_there_or_not_readable(adapter: Path, tmp_path: Path)
         (["c_attn"], "this model has no such layer 'c_attn'"),
     ],
 )
-def test_layers_that_the_model_cannot_have_adapted(llama: Path, tmp_path: Path, targets: list[str], words: str) -> None:
+def test_layers_that_the_model_cannot_have_adapted(
+    llama: Path, tmp_path: Path, targets: list[str], words: str
+) -> None:
     base = llama if targets == ["embed_tokens"] else tiny_models.save("gpt2", tmp_path / "gpt2")
     folder = save_adapter(base, tmp_path / "a", 1, target_modules=targets)
     model: Any = expected.load(llama)
@@ -114,7 +122,10 @@ def test_layers_that_the_model_cannot_have_adapted(llama: Path, tmp_path: Path, 
 
 
 def test_an_adapter_of_a_larger_model(llama: Path, adapter: Path) -> None:
-    tensors = {name: torch.cat([t, t], dim=int("lora_A" in name)) for name, t in load_file(adapter / WEIGHTS).items()}
+    tensors = {
+        name: torch.cat([t, t], dim=int("lora_A" in name))
+        for name, t in load_file(adapter / WEIGHTS).items()
+    }
     save_file(tensors, adapter / WEIGHTS)
     model: Any = expected.load(llama)
     [problem] = Adapters(model, {"big": adapter}, max_cached=1).check(lambda _what, _fraction: None)

@@ -26,7 +26,10 @@ FUSED: dict[str, object] = {"attention": "cpu", "fuse": True, "block_size": 16}
 
 @pytest.fixture(scope="module")
 def four(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_adapter(llama, tmp_path_factory.mktemp(name), seed) for seed, name in enumerate("abcd")}
+    return {
+        name: save_adapter(llama, tmp_path_factory.mktemp(name), seed)
+        for seed, name in enumerate("abcd")
+    }
 
 
 def ask(engine: Engine, lora: str = "", prompt: list[int] = PROMPT) -> tuple[int, ...]:
@@ -56,19 +59,34 @@ def test_an_unknown_adapter_is_refused_at_the_door(llama: Path, four: dict[str, 
     assert event.error == "adapter 'a' is not served here; there are none"
 
 
-def test_bad_adapters_end_the_start_all_at_once(llama: Path, tmp_path: Path, four: dict[str, Path]) -> None:
+def test_bad_adapters_end_the_start_all_at_once(
+    llama: Path, tmp_path: Path, four: dict[str, Path]
+) -> None:
     with pytest.raises(EngineConfigError) as refusal:
-        engine_with(llama, {"good": four["a"], "gone": tmp_path / "gone", "empty": tmp_path}, max_cached_loras=4)
+        engine_with(
+            llama,
+            {"good": four["a"], "gone": tmp_path / "gone", "empty": tmp_path},
+            max_cached_loras=4,
+        )
     assert len(refusal.value.problems) == 2
     assert "adapter 'gone' cannot be used: there is no folder" in refusal.value.problems[0]
 
 
 def test_prefixes_are_shared_within_an_adapter_only(llama: Path, four: dict[str, Path]) -> None:
     with engine_with(llama, four) as engine:
-        assert [cached(engine, name) for name in ("", "a", "b", "", "a", "b")] == [0, 0, 0, 32, 32, 32]
+        assert [cached(engine, name) for name in ("", "a", "b", "", "a", "b")] == [
+            0,
+            0,
+            0,
+            32,
+            32,
+            32,
+        ]
 
 
-def test_a_replaced_adapter_is_a_new_version(llama: Path, four: dict[str, Path], tmp_path: Path) -> None:
+def test_a_replaced_adapter_is_a_new_version(
+    llama: Path, four: dict[str, Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(four["a"], folder)
     with engine_with(llama, {"mine": folder, "b": four["b"]}) as engine:
@@ -88,33 +106,46 @@ def test_more_adapters_than_slots(llama: Path, four: dict[str, Path]) -> None:
     with engine_with(llama, four) as engine:
         wanted = {name: ask(engine, name) for name in four}
     assert len(set(wanted.values())) == 4
-    with engine_with(llama, four, max_loras=2, max_cached_loras=2, num_blocks=400, prefix_cache=False) as engine:
+    with engine_with(
+        llama, four, max_loras=2, max_cached_loras=2, num_blocks=400, prefix_cache=False
+    ) as engine:
         names = [name for _ in range(3) for name in four]
         ids = [engine.add_request(PROMPT, greedy(8, name)) for name in names]
         outputs = [engine.get_result(request_id) for request_id in ids]
         runner: Any = engine.runner
         assert runner._adapters.num_loaded == 2
-    assert [output.token_ids for output in outputs if output is not None] == [wanted[name] for name in names]
+    assert [output.token_ids for output in outputs if output is not None] == [
+        wanted[name] for name in names
+    ]
 
 
 @pytest.mark.parametrize("settings", [{}, FUSED])
-def test_plain_steps_run_the_model_as_it_was(llama: Path, four: dict[str, Path], settings: dict[str, object]) -> None:
+def test_plain_steps_run_the_model_as_it_was(
+    llama: Path, four: dict[str, Path], settings: dict[str, object]
+) -> None:
     with engine_with(llama, four, **settings) as engine:
         runner: Any = engine.runner
         model = runner._loaded.model
         before = {id(module): dict(module.__dict__) for module in model.modules()}
         answer = ask(engine)
         ask(engine, "a")
-        assert any(module.__dict__ != before[id(module)] for module in model.modules()), "nothing was ever adapted"
+        assert any(module.__dict__ != before[id(module)] for module in model.modules()), (
+            "nothing was ever adapted"
+        )
         assert ask(engine) == answer
         for module in model.modules():
             ours = {name for name in module.__dict__ if not name.startswith("_")}
             assert ours == {name for name in before[id(module)] if not name.startswith("_")}
-            assert all(module.__dict__[name] is before[id(module)][name] for name in ours & {"qkv", "out", "gate_up"})
+            assert all(
+                module.__dict__[name] is before[id(module)][name]
+                for name in ours & {"qkv", "out", "gate_up"}
+            )
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_weights_take_adapters_too(llama: Path, four: dict[str, Path], quantization: str) -> None:
+def test_quantised_weights_take_adapters_too(
+    llama: Path, four: dict[str, Path], quantization: str
+) -> None:
     """A strong adapter decides the first token whatever the base's rounding; none leaves the base's own."""
     with engine_with(llama, four, **(FUSED | {"quantization": quantization})) as engine:
         answers = {name: ask(engine, name) for name in ("", "a", "b")}
@@ -170,7 +201,9 @@ def test_the_settings_of_adapters_are_checked() -> None:
             EngineConfig(model="m", adapters=wrong)
     with pytest.raises(EngineConfigError, match="tensor_parallel"):
         EngineConfig(model="m", adapters="a=/x", tensor_parallel=True)
-    with pytest.raises(EngineConfigError, match=r"max_cached_loras \(3\) must be at least max_loras \(4\)"):
+    with pytest.raises(
+        EngineConfigError, match=r"max_cached_loras \(3\) must be at least max_loras \(4\)"
+    ):
         EngineConfig(model="m", max_cached_loras=3)
 
 

@@ -29,7 +29,9 @@ Case = tuple[Path, dict[str, Path], list[tuple[str, Expected]]]
 
 
 @pytest.fixture(scope="session")
-def cases(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+def cases(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Case]:
     """Return a family's folder, two adapters, and peft's answers with each and none; made once."""
     made: dict[str, Case] = {}
 
@@ -39,7 +41,9 @@ def cases(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             narrow = {"target_modules": ["q_proj", "v_proj"]} | TARGETS[family]
             adapters = {
                 "a": save_adapter(folder, tmp_path_factory.mktemp("a"), 1, **TARGETS[family]),
-                "b": save_adapter(folder, tmp_path_factory.mktemp("b"), 2, r=7, lora_alpha=16, **narrow),
+                "b": save_adapter(
+                    folder, tmp_path_factory.mktemp("b"), 2, r=7, lora_alpha=16, **narrow
+                ),
             }
             wanted = [
                 (name, one)
@@ -64,7 +68,9 @@ def test_the_expected_answers_differ_by_adapter(family: str, cases: Callable[[st
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", TARGETS)
-def test_a_mixed_batch_answers_as_peft_does(family: str, path: str, cases: Callable[[str], Case]) -> None:
+def test_a_mixed_batch_answers_as_peft_does(
+    family: str, path: str, cases: Callable[[str], Case]
+) -> None:
     folder, adapters, wanted = cases(family)
     with engine_with(folder, adapters, **PATHS[path]) as engine:
         order = random.Random(f"{family}{path}").sample(wanted, len(wanted))
@@ -73,7 +79,9 @@ def test_a_mixed_batch_answers_as_peft_does(family: str, path: str, cases: Calla
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("path", PATHS)
-def test_any_schedule_gives_the_same_tokens(path: str, seed: int, cases: Callable[[str], Case]) -> None:
+def test_any_schedule_gives_the_same_tokens(
+    path: str, seed: int, cases: Callable[[str], Case]
+) -> None:
     draw = random.Random(seed)
     folder, adapters, wanted = cases(draw.choice(["llama", "gemma3"]))
     changes: dict[str, object] = {
@@ -89,7 +97,9 @@ def test_any_schedule_gives_the_same_tokens(path: str, seed: int, cases: Callabl
     with engine_with(folder, adapters, **(changes | PATHS[path])) as engine:
         for _ in range(2):  # the second time over a warm prefix cache
             order = draw.sample(wanted, len(wanted))
-            assert run(engine, order, join_every=draw.choice([0, 1, 3])) == [one.answer for _, one in order]
+            assert run(engine, order, join_every=draw.choice([0, 1, 3])) == [
+                one.answer for _, one in order
+            ]
         stats = engine.stats()
     assert stats.failed_steps == 0
 

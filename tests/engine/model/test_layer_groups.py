@@ -49,12 +49,17 @@ def test_a_window_is_what_the_layers_mask_has() -> None:
     types = ["full_attention", "sliding_attention"]
     found = describe([trait(), trait(-10.0)], sliding_window=9, layer_types=types)
     assert [layer.window for layer in found] == [None, 9]
-    assert [layer.window for layer in describe([trait()], sliding_window=9, use_sliding_window=False)] == [None]
+    assert [
+        layer.window for layer in describe([trait()], sliding_window=9, use_sliding_window=False)
+    ] == [None]
 
 
 def test_a_window_that_no_mask_has_bounds_the_context() -> None:
     assert [layer.window for layer in describe([trait()], length=9, sliding_window=9)] == [None]
-    with pytest.raises(EngineConfigError, match="window of 9 tokens that layer 0 does not build: set max_model_len to"):
+    with pytest.raises(
+        EngineConfigError,
+        match="window of 9 tokens that layer 0 does not build: set max_model_len to",
+    ):
         describe([trait(), trait()], length=10, sliding_window=9)
 
 
@@ -82,7 +87,9 @@ def test_the_window_of_a_mask_is_found(window: int) -> None:
     ],
 )
 def test_other_masks_are_not_served(mask_function: Any, size: int | None) -> None:
-    code = probing.mask_code(nn.Module(), probing._coded_mask(1, 2, 2, mask_function, local_size=size))
+    code = probing.mask_code(
+        nn.Module(), probing._coded_mask(1, 2, 2, mask_function, local_size=size)
+    )
     assert code is not None
     assert not probing.is_served(code)
 
@@ -101,10 +108,18 @@ def test_a_mask_of_the_models_own_is_told_from_those_it_was_given() -> None:
         ([trait(extras=("position_bias",))], {}, "layer 0 needs a bias on attention logits"),
         ([trait()], {"num_hidden_layers": 3}, "2 of its 3 layers do not go through"),
         ([trait()] * 3, {"num_hidden_layers": 2}, "3 layers attend, its configuration says 2"),
-        ([trait(), trait(NOT_CAUSAL)], {}, "layer 1 has an attention mask that is neither causal nor a sliding window"),
+        (
+            [trait(), trait(NOT_CAUSAL)],
+            {},
+            "layer 1 has an attention mask that is neither causal nor a sliding window",
+        ),
         ([trait(None)], {}, "layer 0 makes an attention mask of its own"),
         ([trait()], {"layer_types": ["linear_attention"]}, "layers are of type linear_attention"),
-        ([trait()], {"attn_temperature_tuning": True}, "attn_temperature_tuning scales queries by positions"),
+        (
+            [trait()],
+            {"attn_temperature_tuning": True},
+            "attn_temperature_tuning scales queries by positions",
+        ),
     ],
 )
 def test_what_the_cache_cannot_keep_is_refused_in_one_sentence(
@@ -119,7 +134,9 @@ def test_what_the_cache_cannot_keep_is_refused_in_one_sentence(
 def test_one_reason_is_given_once() -> None:
     with pytest.raises(EngineConfigError) as caught:
         describe([trait(None)] * 4)
-    assert caught.value.problems == ["some-model cannot be served: layer 0 makes an attention mask of its own"]
+    assert caught.value.problems == [
+        "some-model cannot be served: layer 0 makes an attention mask of its own"
+    ]
 
 
 def test_a_layer_whose_attention_runs_twice_is_refused() -> None:

@@ -18,7 +18,9 @@ from tokenmill_worker.engine.model.paged_attention import Probe
 
 
 def config(folder: Path, **changes: object) -> EngineConfig:
-    return EngineConfig(**{"model": str(folder), "dtype": "float32", "device": "cpu", "fuse": False, **changes})  # type: ignore[arg-type]
+    return EngineConfig(
+        **{"model": str(folder), "dtype": "float32", "device": "cpu", "fuse": False, **changes}
+    )  # type: ignore[arg-type]
 
 
 def test_layers_lengths_and_ends_are_read(llama: Path) -> None:
@@ -27,7 +29,9 @@ def test_layers_lengths_and_ends_are_read(llama: Path) -> None:
     assert loaded.max_model_len == 256
     assert loaded.eos_token_ids == {2}
     assert [group.layers for group in loaded.groups] == [(0, 1, 2, 3)]
-    assert {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in loaded.shapes} == {(4, 2, 16)}
+    assert {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in loaded.shapes} == {
+        (4, 2, 16)
+    }
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
 
 
@@ -77,7 +81,9 @@ def test_frequencies_that_depend_on_the_batch_bound_the_context() -> None:
 
 def test_attention_that_does_not_go_through_the_interface_is_refused(tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes)).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.MambaConfig(**sizes)
+    ).save_pretrained(tmp_path)  # type: ignore[arg-type]
     with pytest.raises(EngineConfigError, match=r"cannot be (served|loaded)"):
         load_model(tmp_path, config(tmp_path, max_model_len=64))
 

@@ -13,7 +13,12 @@ import transformers
 from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.model import gguf as convert
 from tokenmill_worker.engine.model import model_files
-from tokenmill_worker.engine.model.model_files import BuiltIn, ModelNotFoundError, ModelUnusableError, resolve
+from tokenmill_worker.engine.model.model_files import (
+    BuiltIn,
+    ModelNotFoundError,
+    ModelUnusableError,
+    resolve,
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,11 @@ def write_llama(path: Path) -> None:
     for layer in range(layers):
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             tensor(f"blk.{layer}.{name}.weight", size, size)
-        for name, shape in (("ffn_gate", (inner, size)), ("ffn_up", (inner, size)), ("ffn_down", (size, inner))):
+        for name, shape in (
+            ("ffn_gate", (inner, size)),
+            ("ffn_up", (inner, size)),
+            ("ffn_down", (size, inner)),
+        ):
             tensor(f"blk.{layer}.{name}.weight", *shape)
         for name in ("attn_norm", "ffn_norm"):
             tensor(f"blk.{layer}.{name}.weight", size)
@@ -91,7 +100,10 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     assert {path.name for path in folder.parent.iterdir()} <= {folder.name, folder.name + ".lock"}
     seen.clear()
-    assert resolve(str(gguf_file), tmp_path, lambda what, fraction: seen.append((what, fraction))) == folder
+    assert (
+        resolve(str(gguf_file), tmp_path, lambda what, fraction: seen.append((what, fraction)))
+        == folder
+    )
     assert seen == []
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.num_hidden_layers == 2
@@ -102,11 +114,15 @@ def test_a_folder_may_hold_one_gguf_file(gguf_file: Path, tmp_path: Path) -> Non
     assert resolve(str(gguf_file.parent), tmp_path) == resolve(str(gguf_file), tmp_path)
     several = tmp_path / "several"
     several.mkdir()
-    with pytest.raises(ModelNotFoundError, match=r"several holds neither a config\.json nor a \.gguf file"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"several holds neither a config\.json nor a \.gguf file"
+    ):
         resolve(str(several), tmp_path)
     for name in ("a.gguf", "b.gguf"):
         (several / name).write_bytes(gguf_file.read_bytes())
-    with pytest.raises(ModelNotFoundError, match=r"holds 2 \.gguf files \(a\.gguf, b\.gguf\): name one of them"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"holds 2 \.gguf files \(a\.gguf, b\.gguf\): name one of them"
+    ):
         resolve(str(several), tmp_path)
 
 
@@ -122,7 +138,9 @@ def test_a_conversion_says_how_far_it_is(gguf_file: Path, tmp_path: Path) -> Non
     assert told == [0.12, 0.57, 1.0]
 
 
-def test_other_content_under_the_same_name_is_another_model(gguf_file: Path, tmp_path: Path) -> None:
+def test_other_content_under_the_same_name_is_another_model(
+    gguf_file: Path, tmp_path: Path
+) -> None:
     changed = tmp_path / gguf_file.name
     data = bytearray(gguf_file.read_bytes())
     data[-1] ^= 1
@@ -140,7 +158,9 @@ def test_a_failed_conversion_leaves_nothing(gguf_file: Path, tmp_path: Path) -> 
 
 
 def _resolve_in_child(model: str, cache: str, answers: multiprocessing.Queue[str]) -> None:
-    answers.put(str(resolve(model, cache, lambda what, fraction: answers.put(f"{what} {fraction}"))))
+    answers.put(
+        str(resolve(model, cache, lambda what, fraction: answers.put(f"{what} {fraction}")))
+    )
 
 
 @pytest.mark.slow
@@ -157,7 +177,8 @@ def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     children = [
-        context.Process(target=_resolve_in_child, args=(str(gguf_file), str(tmp_path), answers)) for _ in range(2)
+        context.Process(target=_resolve_in_child, args=(str(gguf_file), str(tmp_path), answers))
+        for _ in range(2)
     ]
     for child in children:
         child.start()

@@ -27,7 +27,14 @@ pytestmark = pytest.mark.usefixtures("linear_kernels")
 
 
 def config(folder: Path, quantization: str | None, **changes: object) -> EngineConfig:
-    settings = {"model": str(folder), "device": "cpu", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, **changes}
+    settings = {
+        "model": str(folder),
+        "device": "cpu",
+        "block_size": 4,
+        "num_blocks": 200,
+        "max_num_seqs": 8,
+        **changes,
+    }
     return EngineConfig(**settings, quantization=quantization)  # type: ignore[arg-type]
 
 
@@ -44,7 +51,9 @@ def bits(model: nn.Module) -> dict[str, set[torch.dtype]]:
     return found
 
 
-def test_every_product_is_quantised_and_the_head_keeps_8_bits(folder_of: Callable[[str], Path]) -> None:
+def test_every_product_is_quantised_and_the_head_keeps_8_bits(
+    folder_of: Callable[[str], Path],
+) -> None:
     int8 = load_model(folder_of("llama"), config(folder_of("llama"), "int8")).model
     assert bits(int8) == {"attention": {torch.uint8}, "mlp": {torch.uint8}, "linear": {torch.uint8}}
     int4 = load_model(folder_of("llama"), config(folder_of("llama"), "int4")).model
@@ -55,18 +64,30 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Most checkpoints are bfloat16; float32 steps read these weights at half the traffic."""
-    original: Any = load_model(folder_of("llama"), config(folder_of("llama"), None, fuse=False)).model
+    original: Any = load_model(
+        folder_of("llama"), config(folder_of("llama"), None, fuse=False)
+    ).model
     original.bfloat16().save_pretrained(tmp_path)
     plain = config(tmp_path, None, dtype="float32", narrow_weights=False, amx=False)
     narrow = plain.replace(narrow_weights=True)
     half, whole = {torch.bfloat16}, {torch.float32}
-    assert bits(load_model(tmp_path, narrow).model) == {"attention": half, "mlp": half, "linear": half}
-    assert bits(load_model(tmp_path, plain).model) == {"attention": whole, "mlp": whole, "linear": whole}
+    assert bits(load_model(tmp_path, narrow).model) == {
+        "attention": half,
+        "mlp": half,
+        "linear": half,
+    }
+    assert bits(load_model(tmp_path, plain).model) == {
+        "attention": whole,
+        "mlp": whole,
+        "linear": whole,
+    }
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, top_logprobs=20)
     answers = []
     for one in (narrow, plain):
         with Engine.load(one) as engine:
-            outputs = engine.generate_batch([list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4)
+            outputs = engine.generate_batch(
+                [list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4
+            )
             answers.append([(output.token_ids, output.logprobs) for output in outputs])
     assert answers[0] == answers[1]
 
@@ -96,7 +117,9 @@ def test_what_does_not_fit_4_bits_takes_8() -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2"])
-def test_a_quantised_family_stays_near(name: str, quantization: str, folder_of: Callable[[str], Path]) -> None:
+def test_a_quantised_family_stays_near(
+    name: str, quantization: str, folder_of: Callable[[str], Path]
+) -> None:
     """The same likelihood of a text as with weights and activations rounded, within what rounding may cost."""
     ids = [(7 * i * i + 3) % tiny_models.VOCAB for i in range(60)]
     exact = Scorer(config(folder_of(name), None), 60).nll(ids)
@@ -106,14 +129,20 @@ def test_a_quantised_family_stays_near(name: str, quantization: str, folder_of: 
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_answers_do_not_depend_on_batch_or_chunks(quantization: str, folder_of: Callable[[str], Path]) -> None:
+def test_answers_do_not_depend_on_batch_or_chunks(
+    quantization: str, folder_of: Callable[[str], Path]
+) -> None:
     prompts = [list(range(3, 3 + n)) for n in (1, 5, 30, 41)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     answers = []
     for chunk, together in ((512, True), (7, True), (64, False)):
-        with Engine.load(config(folder_of("qwen3"), quantization, max_num_batched_tokens=chunk)) as engine:
+        with Engine.load(
+            config(folder_of("qwen3"), quantization, max_num_batched_tokens=chunk)
+        ) as engine:
             groups = [prompts] if together else [[prompt] for prompt in prompts]
-            outputs = [o for group in groups for o in engine.generate_batch(group, [params] * len(group))]
+            outputs = [
+                o for group in groups for o in engine.generate_batch(group, [params] * len(group))
+            ]
         answers.append([output.token_ids for output in outputs])
     assert answers[0] == answers[1] == answers[2]
 
@@ -131,7 +160,9 @@ def test_weights_that_stay_float32_are_named(
 
 def test_a_model_without_a_layer_that_fits_is_refused() -> None:
     with pytest.raises(EngineConfigError, match="no layer of odd can be quantised"):
-        optimise(nn.Sequential(nn.Bilinear(3, 3, 3)), EngineConfig(model="odd", quantization="int8"))
+        optimise(
+            nn.Sequential(nn.Bilinear(3, 3, 3)), EngineConfig(model="odd", quantization="int8")
+        )
 
 
 def test_ranks_and_quantization_do_not_go_together(folder_of: Callable[[str], Path]) -> None:
@@ -156,7 +187,9 @@ def test_the_loss_on_real_text_is_bounded() -> None:
     options = argparse.Namespace(model=name, length=128, answers=1, threads=None)
     windows = text_windows(name, 6, 128)
     kinds = ("float32", "int8", "int4", "float8_e4m3fn", "int8+float8_e4m3fn")
-    exact, int8, int4, narrow, both = (measure(options, config_of(options, kind), windows) for kind in kinds)
+    exact, int8, int4, narrow, both = (
+        measure(options, config_of(options, kind), windows) for kind in kinds
+    )
     assert 2.0 < exact.nll < 4.0, "a text that the model can read"
     assert 0.0 < abs(int8.nll - exact.nll) < 0.06
     assert 0.0 < abs(int4.nll - exact.nll) < 0.02

@@ -25,7 +25,12 @@ from tokenmill_worker.engine.model.loader import describe_model, load_model
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:
-    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "fuse": False, "max_model_len": 128}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "fuse": False,
+        "max_model_len": 128,
+    }
     return EngineConfig(model=str(folder), **{**settings, **changes})
 
 
@@ -44,10 +49,18 @@ def refusal(folder: Path, **changes: Any) -> str:
     [
         ("bart", "", "its forward takes no position_ids"),
         ("marian", "", "its forward takes no position_ids"),
-        ("moshi", "", "a window of 8 tokens that layer 0 does not build: set max_model_len to at most 8"),
+        (
+            "moshi",
+            "",
+            "a window of 8 tokens that layer 0 does not build: set max_model_len to at most 8",
+        ),
         ("doge", "", "layer 0 makes an attention mask of its own"),
         ("bert", "", "layer 0 has an attention mask that is neither causal nor a sliding window"),
-        ("gemma3_text", "bidirectional", "layer 0 has an attention mask that is neither causal nor a sliding window"),
+        (
+            "gemma3_text",
+            "bidirectional",
+            "layer 0 has an attention mask that is neither causal nor a sliding window",
+        ),
         ("llama4_text", "full layers only", "attn_temperature_tuning scales queries by positions"),
         ("falcon", "", "FalconForCausalLM does not go through Transformers' AttentionInterface"),
         ("gpt_neo", "", "GPTNeoForCausalLM does not go through Transformers' AttentionInterface"),
@@ -63,7 +76,13 @@ def test_a_family_that_would_be_served_wrong_is_refused_in_one_sentence(
 
 
 def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
     transformers.T5Config(**sizes).save_pretrained(tmp_path)
     assert refusal(tmp_path) == (
         "MODEL cannot be loaded as a causal language model: "
@@ -85,7 +104,9 @@ def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Pa
         ("mimo_v2_flash", "window"),
     ],
 )
-def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(family: str, setting: str) -> None:
+def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(
+    family: str, setting: str
+) -> None:
     found = trial.run(family, setting)
     assert (found.verdict, found.reason) == ("equal", "")
 
@@ -95,18 +116,23 @@ def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(family: str, 
 
 def add_to_rows(model: nn.Module, twist: Callable[[int], torch.Tensor]) -> None:
     """Change what the last norm gives in a way that no probe of the layers sees."""
-    model.model.norm.register_forward_hook(lambda _m, _a, out: out + 0.1 * twist(out.shape[1])[None, :, None])  # type: ignore[union-attr]
+    model.model.norm.register_forward_hook(
+        lambda _m, _a, out: out + 0.1 * twist(out.shape[1])[None, :, None]
+    )  # type: ignore[union-attr]
 
 
 def plain(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=probe.OWN)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=probe.OWN
+    )
 
 
 def test_rows_that_depend_on_their_place_in_the_step_are_refused(llama: Path) -> None:
     model = plain(llama)
     add_to_rows(model, lambda count: torch.arange(count) % 3)
     with pytest.raises(
-        EngineConfigError, match=r"its logits differ from those of its own forward pass: .* at position"
+        EngineConfigError,
+        match=r"its logits differ from those of its own forward pass: .* at position",
     ):
         describe_model(model, llama, config(llama))
 
@@ -123,18 +149,24 @@ def test_the_difference_is_float_noise(name: str, folder_of: Callable[[str], Pat
     assert found is None
 
 
-def verified(folder: Path, window: int | None = -1, tolerance: float = verify.TOLERANCE) -> str | None:
+def verified(
+    folder: Path, window: int | None = -1, tolerance: float = verify.TOLERANCE
+) -> str | None:
     """Return the difference found with these windows (-1: the model's own) in all layers."""
     loaded = load_model(folder, config(folder, verify_model=False))
     by_layer = {index: group.window for group in loaded.groups for index in group.layers}
     own = [LayerKind(shape, by_layer[index]) for index, shape in enumerate(loaded.shapes)]
     layers = own if window == -1 else [LayerKind(layer.shape, window) for layer in own]
     expected = verify._expected(loaded.model, own, "some-model", 128, seed=1)
-    return verify.difference(expected, loaded.logits, layers, ReferenceAttention(), tolerance=tolerance)
+    return verify.difference(
+        expected, loaded.logits, layers, ReferenceAttention(), tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize("window", [None, 10, 12])
-def test_a_window_that_is_off_by_one_shows(window: int | None, folder_of: Callable[[str], Path]) -> None:
+def test_a_window_that_is_off_by_one_shows(
+    window: int | None, folder_of: Callable[[str], Path]
+) -> None:
     assert verified(folder_of("mistral"), 11) is None
     difference = verified(folder_of("mistral"), window)
     assert difference is not None
@@ -167,7 +199,9 @@ def test_a_large_model_is_compared_by_its_first_layers(
 
 def test_half_precision_is_compared_in_float32_and_stays_what_it_was(llama: Path) -> None:
     model = plain(llama).to(torch.bfloat16)
-    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    before = {
+        name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()
+    }
     types: list[torch.dtype] = []
     model.model.norm.register_forward_hook(lambda _m, _a, out: types.append(out.dtype))
     describe_model(model, llama, config(llama, dtype="bfloat16"))
@@ -208,7 +242,11 @@ class _Broken(nn.Module):
 @pytest.mark.parametrize("how", ["raises", "differs"])
 @pytest.mark.parametrize("compared", ["all layers", "first layers"])
 def test_a_model_that_fused_modules_break_is_served_without(
-    how: str, compared: str, llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    how: str,
+    compared: str,
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if compared == "first layers":
         monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
@@ -222,14 +260,18 @@ def test_a_model_that_fused_modules_break_is_served_without(
     with caplog.at_level(logging.WARNING):
         loaded = load_model(llama, config(llama, fuse=True))
     assert not isinstance(loaded.model.model.norm, _Broken)
-    assert [record.message for record in caplog.records if "Transformers' own modules" in record.message]
+    assert [
+        record.message for record in caplog.records if "Transformers' own modules" in record.message
+    ]
 
 
 @pytest.mark.parametrize("family", ["hunyuan_v1_moe", "longcat_flash", "granitemoehybrid"])
 def test_routers_and_layers_without_rope_run_fused(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, linear_kernels: None
 ) -> None:
-    small.build(family, "full layers only" if family == "granitemoehybrid" else "").save_pretrained(tmp_path)
+    small.build(family, "full layers only" if family == "granitemoehybrid" else "").save_pretrained(
+        tmp_path
+    )
     with caplog.at_level(logging.WARNING):
         loaded = load_model(tmp_path, config(tmp_path, fuse=True))
     assert not [record.message for record in caplog.records if "own modules" in record.message]

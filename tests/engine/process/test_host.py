@@ -76,10 +76,17 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
     host = EngineProcess(EngineConfig(model=str(llama), dtype="float32", num_blocks=64))
     await host.start()
     await host.stop()
-    told = [(record.levelname, record.name, record.message.partition(":")[0]) for record in caplog.records]
+    told = [
+        (record.levelname, record.name, record.message.partition(":")[0])
+        for record in caplog.records
+    ]
     if has_compiler:
         where = "tokenmill_worker.engine.cpu.fused"
-        assert ("INFO", f"{where}.optimise", "weights in memory, each the same bits as in float32") in told
+        assert (
+            "INFO",
+            f"{where}.optimise",
+            "weights in memory, each the same bits as in float32",
+        ) in told
         (fused,) = [record.message for record in caplog.records if record.name == f"{where}.swap"]
         assert re.fullmatch(r"fused modules: \d+ \w+(, \d+ \w+)*", fused)
     else:
@@ -139,7 +146,9 @@ async def test_a_thread_that_hangs_is_left_behind() -> None:
 
     host = EngineThread(lambda: Engine.around(Hanging.load(CONFIG)), stall_s=0.5)
     await host.start()
-    host.submit([GenerationRequest(request_id="a", prompt_ids=(1, 2), params=SamplingParams(max_tokens=3))])
+    host.submit(
+        [GenerationRequest(request_id="a", prompt_ids=(1, 2), params=SamplingParams(max_tokens=3))]
+    )
     async with asyncio.timeout(60):
         with pytest.raises(EngineDied, match="hangs"):
             _ = [frame async for frame in host.frames()]
@@ -152,6 +161,13 @@ def test_without_a_parent_it_ends_without_a_word() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.close()
-        command = [sys.executable, "-m", "tokenmill_worker.engine.process.child", str(theirs.fileno())]
-        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, timeout=60, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "tokenmill_worker.engine.process.child",
+            str(theirs.fileno()),
+        ]
+        done = subprocess.run(
+            command, pass_fds=[theirs.fileno()], capture_output=True, timeout=60, check=False
+        )
     assert (done.returncode, done.stderr) == (PARENT_GONE, b"")

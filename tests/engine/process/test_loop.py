@@ -8,7 +8,9 @@ from tokenmill_worker.engine.process.loop import IDLE_REPORT_S, STATS_EVERY_S, E
 from tokenmill_worker.engine.process.mailbox import Command, Frame, Mailbox, Report
 from tokenmill_worker.engine.types import Capacity, EngineStats
 
-CAPACITY = Capacity(free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64)
+CAPACITY = Capacity(
+    free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64
+)
 
 
 class Steps:
@@ -45,7 +47,11 @@ def steps_told(seconds: list[float]) -> list[int | None]:
     loop = EngineLoop(engine, Mailbox(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
     while engine.has_work:
         assert loop._turn()
-    return [frame.stats.steps if frame.stats is not None else None for frame in told if isinstance(frame, Frame)]
+    return [
+        frame.stats.steps if frame.stats is not None else None
+        for frame in told
+        if isinstance(frame, Frame)
+    ]
 
 
 def test_short_steps_share_figures_and_the_last_has_them_always() -> None:

@@ -45,7 +45,11 @@ async def test_a_report_is_whole_however_it_arrives(cut: int) -> None:
 
 async def test_bytes_that_are_no_report_end_it() -> None:
     frames, reports, theirs = await connected()
-    theirs.send(framed(Progress("loading", 0.1)) + b"\x03\x00\x00\x00abc" + framed(Progress("never read", 0.2)))
+    theirs.send(
+        framed(Progress("loading", 0.1))
+        + b"\x03\x00\x00\x00abc"
+        + framed(Progress("never read", 0.2))
+    )
     async with asyncio.timeout(30):
         assert await reports.get() == Progress("loading", 0.1)
         assert isinstance(await reports.get(), Broken)
@@ -57,7 +61,9 @@ async def test_bytes_that_are_no_report_end_it() -> None:
 
 async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing() -> None:
     ours, theirs = socket.socketpair()
-    said = [Progress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)]  # more than a socket holds
+    said = [
+        Progress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)
+    ]  # more than a socket holds
 
     def say() -> None:
         for report in said:
@@ -69,7 +75,9 @@ async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing()
     talking.join(60)
     assert not talking.is_alive()  # although no byte was read
     reports: asyncio.Queue[Report | None] = asyncio.Queue()
-    await asyncio.get_running_loop().create_unix_connection(lambda: Frames(reports.put_nowait), sock=ours)
+    await asyncio.get_running_loop().create_unix_connection(
+        lambda: Frames(reports.put_nowait), sock=ours
+    )
     async with asyncio.timeout(60):
         assert [await reports.get() for _ in said] == said
         outlet.put(Progress("the last", 1.0))

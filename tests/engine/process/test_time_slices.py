@@ -22,7 +22,9 @@ def slice_ns(thread: int) -> int | None:
     return int(found[1]) if found else None
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="Linux's own")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="Linux's own"
+)
 def test_the_thread_and_those_it_starts_have_longer_slices_and_the_same_share() -> None:
     found: dict[str, tuple[int | None, int]] = {}
 

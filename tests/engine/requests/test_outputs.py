@@ -11,7 +11,11 @@ from tokenmill_worker.engine.types import TokenEvent
 
 def event(request_id="a", choice=0, tokens=(), reason=None, cached=0):
     return TokenEvent(
-        request_id=request_id, choice=choice, token_ids=tuple(tokens), finish_reason=reason, num_cached_tokens=cached
+        request_id=request_id,
+        choice=choice,
+        token_ids=tuple(tokens),
+        finish_reason=reason,
+        num_cached_tokens=cached,
     )
 
 
@@ -71,10 +75,16 @@ def test_a_reader_gets_every_token_once_however_late_it_comes():
     outputs.open("a", 1, n=2, wants_logprobs=False)
     outputs.deliver([event(tokens=[1], cached=1), event(tokens=[2]), event(choice=1, tokens=[7])])
     cursors = {}
-    assert list(outputs.read("a", cursors)) == [event(tokens=[1, 2], cached=1), event(choice=1, tokens=[7])]
+    assert list(outputs.read("a", cursors)) == [
+        event(tokens=[1, 2], cached=1),
+        event(choice=1, tokens=[7]),
+    ]
     assert list(outputs.read("a", cursors)) == []
     outputs.deliver([event(tokens=[3]), event(choice=1, reason=FinishReason.CANCELLED)])
-    assert list(outputs.read("a", cursors)) == [event(tokens=[3]), event(choice=1, reason=FinishReason.CANCELLED)]
+    assert list(outputs.read("a", cursors)) == [
+        event(tokens=[3]),
+        event(choice=1, reason=FinishReason.CANCELLED),
+    ]
     outputs.deliver([event(tokens=[4], reason=FinishReason.LENGTH)])
     assert list(outputs.read("a", cursors)) == [event(tokens=[4], reason=FinishReason.LENGTH)]
     assert list(outputs.read("a", cursors)) == []

@@ -23,7 +23,9 @@ class Preparing(SyntheticRunner):
 
 @pytest.fixture
 def preparing():
-    runner = Preparing.load(EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8))
+    runner = Preparing.load(
+        EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8)
+    )
     runner.can_structure, runner.grammar = True, Future()
     with Engine.around(runner) as engine:
         yield engine
@@ -32,12 +34,18 @@ def preparing():
 
 def test_a_deadline_passes_while_a_grammar_is_compiled(preparing):
     now = time.time()
-    late = GenerationRequest(request_id="late", prompt_ids=(1, 2), params=STRUCTURED, deadline=now - 1)
-    early = GenerationRequest(request_id="early", prompt_ids=(1, 2), params=STRUCTURED, deadline=now + 3600)
+    late = GenerationRequest(
+        request_id="late", prompt_ids=(1, 2), params=STRUCTURED, deadline=now - 1
+    )
+    early = GenerationRequest(
+        request_id="early", prompt_ids=(1, 2), params=STRUCTURED, deadline=now + 3600
+    )
     preparing.submit([late, early])
     events = preparing.step()
     events += preparing.step()
-    assert [(event.request_id, event.finish_reason) for event in events] == [("late", FinishReason.EXPIRED)]
+    assert [(event.request_id, event.finish_reason) for event in events] == [
+        ("late", FinishReason.EXPIRED)
+    ]
     assert preparing.only_prepares
     assert preparing.request_ids() == ["early"]
 
@@ -48,7 +56,9 @@ def test_one_choice_is_cancelled_while_a_grammar_is_compiled(preparing):
     assert preparing.cancel("x", choice=1)
     assert not preparing.cancel("x", choice=1)
     events = preparing.step()
-    assert [(event.choice, event.finish_reason) for event in events] == [(1, FinishReason.CANCELLED)]
+    assert [(event.choice, event.finish_reason) for event in events] == [
+        (1, FinishReason.CANCELLED)
+    ]
     assert preparing.request_ids() == ["x"]
     assert preparing.cancel("x")
     events = preparing.step()

@@ -8,7 +8,9 @@ from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
 
 def admit(prompt=(1, 2, 3), **params):
-    request = GenerationRequest(request_id="r", prompt_ids=tuple(prompt), params=SamplingParams(**params))
+    request = GenerationRequest(
+        request_id="r", prompt_ids=tuple(prompt), params=SamplingParams(**params)
+    )
     return Intake(vocab_size=100, max_model_len=16).admit(request)
 
 
@@ -63,7 +65,11 @@ def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_requests():
 
 def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():
     request = GenerationRequest(
-        request_id="r", prompt_ids=(1, 2), params=SamplingParams(n=2, max_tokens=4), resumed=((5,), (6, 7)), done=(0,)
+        request_id="r",
+        prompt_ids=(1, 2),
+        params=SamplingParams(n=2, max_tokens=4),
+        resumed=((5,), (6, 7)),
+        done=(0,),
     )
     (sequence,) = Intake(100, 16).admit(request)
     assert sequence.choice == 1
@@ -72,6 +78,8 @@ def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():
 
 
 def test_a_resumed_answer_at_its_limit_is_refused():
-    request = GenerationRequest(request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=2), resumed=((5, 6),))
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=2), resumed=((5, 6),)
+    )
     with pytest.raises(RequestError, match="limit is 2"):
         Intake(100, 16).admit(request)

@@ -38,7 +38,10 @@ def make_sampler(vocab_size: int, **options: object) -> Sampler:
 
 
 def make_sequence(
-    params: SamplingParams, prompt: tuple[int, ...] = (2, 3, 4), output: tuple[int, ...] = (), seed: int = 0
+    params: SamplingParams,
+    prompt: tuple[int, ...] = (2, 3, 4),
+    output: tuple[int, ...] = (),
+    seed: int = 0,
 ) -> Sequence:
     return Sequence("r", [*prompt, *output], len(prompt), params, seed=seed)
 
@@ -57,7 +60,9 @@ class ToyModel:
 
     def row(self, token_ids: list[int]) -> Tensor:
         digest = hashlib.blake2b(repr(token_ids[-self.memory :]).encode(), digest_size=8).digest()
-        values = np.random.default_rng(int.from_bytes(digest, "little")).normal(size=self.vocab_size)
+        values = np.random.default_rng(int.from_bytes(digest, "little")).normal(
+            size=self.vocab_size
+        )
         return torch.from_numpy((values * self.spread).astype(np.float32))
 
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
@@ -70,7 +75,11 @@ class ToyModel:
 
 
 def generate(
-    sampler: Sampler, model: ToyModel, sequences: list[Sequence], num_tokens: int, proposer: Proposer | None = None
+    sampler: Sampler,
+    model: ToyModel,
+    sequences: list[Sequence],
+    num_tokens: int,
+    proposer: Proposer | None = None,
 ) -> list[list[int]]:
     """Run sequences together until each has `num_tokens` output tokens or has drawn EOS; returns the outputs."""
     goal = {id(s): s.num_output_tokens + num_tokens for s in sequences}
@@ -91,7 +100,9 @@ def generate(
     return [s.output_ids for s in sequences]
 
 
-def generate_a_step_late(sampler: Sampler, model: ToyModel, sequence: Sequence, num_tokens: int) -> list[int]:
+def generate_a_step_late(
+    sampler: Sampler, model: ToyModel, sequence: Sequence, num_tokens: int
+) -> list[int]:
     """Return the tokens that the device draws when the host gets each one a step late.
 
     This is the order of asynchronous batching.

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.sampling.helpers import KINDS, ToyModel, generate, make_sampler, make_sequence, plan_item
+from tests.engine.sampling.helpers import (
+    KINDS,
+    ToyModel,
+    generate,
+    make_sampler,
+    make_sequence,
+    plan_item,
+)
 from tokenmill_worker.engine.sequence import Sequence
 
 VOCAB = 97

@@ -14,7 +14,9 @@ VOCAB = 257
 def all_kinds() -> list[ScheduledSequence]:
     return [
         plan_item(make_sequence(params, output=(5, 6, 5), seed=i), drafts)
-        for i, params in enumerate([*KINDS, SamplingParams(top_k=3, top_p=0.5), SamplingParams(temperature=2.0)])
+        for i, params in enumerate(
+            [*KINDS, SamplingParams(top_k=3, top_p=0.5), SamplingParams(temperature=2.0)]
+        )
         for drafts in ((), (7, 8))
     ]
 
@@ -61,4 +63,6 @@ def test_cuda_gives_the_cpus_tokens_without_waiting() -> None:
     assert (tokens, errors) == (on_cpu[0], on_cpu[2])
     for got, wanted in zip(logprobs, on_cpu[1], strict=True):
         assert (got is None) == (wanted is None)
-        assert [e.logprob for e in got or ()] == pytest.approx([e.logprob for e in wanted or ()], abs=1e-4)
+        assert [e.logprob for e in got or ()] == pytest.approx(
+            [e.logprob for e in wanted or ()], abs=1e-4
+        )

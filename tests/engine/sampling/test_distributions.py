@@ -37,7 +37,9 @@ def expected(logits: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDA
     return result
 
 
-def draw(logits: npt.NDArray[np.float64], params: SamplingParams, position: int = 0) -> npt.NDArray[np.int64]:
+def draw(
+    logits: npt.NDArray[np.float64], params: SamplingParams, position: int = 0
+) -> npt.NDArray[np.int64]:
     sampler = make_sampler(len(logits))
     output = tuple(range(2, 2 + position))
     items = [plan_item(make_sequence(params, output=output, seed=seed)) for seed in range(DRAWS)]
@@ -73,7 +75,13 @@ CASES = {
     "top_k then top_p": SamplingParams(top_k=12, top_p=0.7),
     "min_p then top_p": SamplingParams(min_p=0.05, top_p=0.9),
     "all": SamplingParams(
-        temperature=1.7, top_k=15, top_p=0.9, min_p=0.02, logit_bias={5: 2.0}, min_tokens=2, stop_token_ids=(3,)
+        temperature=1.7,
+        top_k=15,
+        top_p=0.9,
+        min_p=0.02,
+        logit_bias={5: 2.0},
+        min_tokens=2,
+        stop_token_ids=(3,),
     ),
 }
 
@@ -114,5 +122,9 @@ def test_min_tokens_ends_when_it_is_reached() -> None:
 def test_greedy_top_k_of_one_and_tiny_temperatures_take_the_first_maximum() -> None:
     logits = LOGITS.copy()
     logits[[4, 30]] = 20.0
-    for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(temperature=1e-9)):
+    for params in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=1),
+        SamplingParams(temperature=1e-9),
+    ):
         assert set(draw(logits, params).tolist()) == {4}

@@ -10,7 +10,12 @@ from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
-KINDS = (GREEDY, SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(logprobs=2, frequency_penalty=0.5))
+KINDS = (
+    GREEDY,
+    SamplingParams(),
+    SamplingParams(top_p=0.5),
+    SamplingParams(logprobs=2, frequency_penalty=0.5),
+)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -18,7 +23,10 @@ KINDS = (GREEDY, SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(log
 @pytest.mark.parametrize("place", [0, 2])
 def test_logits_that_are_not_finite(broken: float, kind: int, place: int) -> None:
     def run(logits: torch.Tensor) -> tuple[tuple[tuple[int, ...], ...], dict[int, str]]:
-        items = [plan_item(make_sequence(KINDS[kind] if i == place else KINDS[1], seed=i)) for i in range(3)]
+        items = [
+            plan_item(make_sequence(KINDS[kind] if i == place else KINDS[1], seed=i))
+            for i in range(3)
+        ]
         tokens, _, errors = make_sampler(VOCAB).sample(logits, items).finish()
         assert [len(t) for t in tokens] == [0 if i in errors else 1 for i in range(3)]
         return tokens, errors
@@ -38,7 +46,11 @@ def test_logits_that_are_not_finite(broken: float, kind: int, place: int) -> Non
 def test_minus_infinity_is_a_mask_and_not_an_error() -> None:
     logits = torch.full((2, VOCAB), -math.inf)
     logits[0, 7] = 1.0
-    tokens, _, errors = make_sampler(VOCAB).sample(logits, [plan_item(make_sequence(KINDS[1])) for _ in "ab"]).finish()
+    tokens, _, errors = (
+        make_sampler(VOCAB)
+        .sample(logits, [plan_item(make_sequence(KINDS[1])) for _ in "ab"])
+        .finish()
+    )
     assert tokens[0] == (7,)
     assert list(errors) == [1]
     assert "no token is allowed" in errors[1]
@@ -49,18 +61,25 @@ def test_a_broken_row_behind_a_rejected_draft_does_not_count() -> None:
     logits[0, 4] = logits[1, 5] = 1.0
     logits[2] = math.nan
     for drafts, wanted in (((4, 6), (4, 5)), ((4, 5), ())):
-        tokens, _, errors = make_sampler(VOCAB).sample(logits, [plan_item(make_sequence(GREEDY), drafts)]).finish()
+        tokens, _, errors = (
+            make_sampler(VOCAB).sample(logits, [plan_item(make_sequence(GREEDY), drafts)]).finish()
+        )
         assert tokens == (wanted,)
         assert bool(errors) == (not wanted)
 
 
 def test_ids_outside_the_vocabulary_have_no_effect() -> None:
     strange = SamplingParams(
-        logit_bias={-3: 5.0, VOCAB + 9: 5.0}, stop_token_ids=(VOCAB, -1), min_tokens=3, top_k=10**9, ignore_eos=True
+        logit_bias={-3: 5.0, VOCAB + 9: 5.0},
+        stop_token_ids=(VOCAB, -1),
+        min_tokens=3,
+        top_k=10**9,
+        ignore_eos=True,
     )
     plain = SamplingParams(ignore_eos=True)
     outputs = [
-        generate(make_sampler(VOCAB), ToyModel(VOCAB), [make_sequence(p, seed=3)], 6)[0] for p in (strange, plain)
+        generate(make_sampler(VOCAB), ToyModel(VOCAB), [make_sequence(p, seed=3)], 6)[0]
+        for p in (strange, plain)
     ]
     assert outputs[0] == outputs[1]
 
@@ -68,14 +87,20 @@ def test_ids_outside_the_vocabulary_have_no_effect() -> None:
 def test_logits_wider_than_the_vocabulary() -> None:
     logits = torch.zeros(1, VOCAB + 14)
     logits[0, VOCAB + 2] = 50.0
-    tokens, _, errors = make_sampler(VOCAB).sample(logits, [plan_item(make_sequence(SamplingParams()))]).finish()
+    tokens, _, errors = (
+        make_sampler(VOCAB).sample(logits, [plan_item(make_sequence(SamplingParams()))]).finish()
+    )
     assert not errors
     assert tokens[0][0] < VOCAB
 
 
 def test_half_precision_logits() -> None:
     logits = torch.randn(2, VOCAB).bfloat16()
-    tokens, _, _ = make_sampler(VOCAB).sample(logits, [plan_item(make_sequence(GREEDY)) for _ in "ab"]).finish()
+    tokens, _, _ = (
+        make_sampler(VOCAB)
+        .sample(logits, [plan_item(make_sequence(GREEDY)) for _ in "ab"])
+        .finish()
+    )
     assert [t[0] for t in tokens] == logits.float().argmax(dim=1).tolist()
 
 

@@ -45,7 +45,10 @@ def test_the_drawn_tokens_raw_log_probability(params: SamplingParams) -> None:
 
 def test_each_row_gets_what_it_asked_for() -> None:
     tokens, logprobs = sample(
-        SamplingParams(logprobs=2), SamplingParams(), SamplingParams(top_logprobs=5), SamplingParams(logprobs=0)
+        SamplingParams(logprobs=2),
+        SamplingParams(),
+        SamplingParams(top_logprobs=5),
+        SamplingParams(logprobs=0),
     )
     assert logprobs[1] is None
     for row, count in ((0, 2), (2, 5), (3, 0)):
@@ -54,7 +57,9 @@ def test_each_row_gets_what_it_asked_for() -> None:
         truth = reference(row)
         best = sorted(range(VOCAB), key=lambda token_id: -truth[token_id])[:count]
         assert [token_id for token_id, _ in entry[0].top] == best
-        assert [value for _, value in entry[0].top] == pytest.approx([truth[t] for t in best], abs=2e-6)
+        assert [value for _, value in entry[0].top] == pytest.approx(
+            [truth[t] for t in best], abs=2e-6
+        )
         assert entry[0].logprob == pytest.approx(truth[tokens[row]], abs=2e-6)
 
 
@@ -74,4 +79,6 @@ def test_accepted_drafts_have_theirs() -> None:
     assert tokens == ((best[0], best[1], best[2]),)
     assert logprobs[0] is not None
     assert [entry.top[0][0] for entry in logprobs[0]] == best[:3]
-    assert [entry.logprob for entry in logprobs[0]] == pytest.approx([max(reference(r)) for r in range(3)], abs=2e-6)
+    assert [entry.logprob for entry in logprobs[0]] == pytest.approx(
+        [max(reference(r)) for r in range(3)], abs=2e-6
+    )

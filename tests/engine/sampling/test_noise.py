@@ -42,7 +42,9 @@ def test_the_hash_is_its_definition_in_wrapping_integers() -> None:
     got = costs(seeds, positions, 300)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for token in (0, 1, 2, 150, 299):
-            assert got[row, token].item() == pytest.approx(exact_cost(seed, position, token), abs=2e-5)
+            assert got[row, token].item() == pytest.approx(
+                exact_cost(seed, position, token), abs=2e-5
+            )
 
 
 @pytest.mark.parametrize("axis", ["tokens", "positions", "seeds"])
@@ -57,8 +59,12 @@ def test_costs_are_logs_of_standard_exponentials_along_every_counter(axis: str) 
     assert stats.kstest(sample.double().exp().numpy(), "expon").pvalue > 1e-3
 
 
-@pytest.mark.parametrize(("seeds", "positions"), [([1, 2], [0, 0]), ([1, 1], [0, 1]), ([0, 1 << 32], [7, 7])])
-def test_rows_of_neighbouring_counters_are_independent(seeds: list[int], positions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("seeds", "positions"), [([1, 2], [0, 0]), ([1, 1], [0, 1]), ([0, 1 << 32], [7, 7])]
+)
+def test_rows_of_neighbouring_counters_are_independent(
+    seeds: list[int], positions: list[int]
+) -> None:
     first, second = costs(seeds, positions, 60_000).double().exp().neg().exp().numpy()  # uniform
     table, _, _ = np.histogram2d(first, second, bins=12)
     assert stats.chi2_contingency(table).pvalue > 1e-3
@@ -79,10 +85,18 @@ def test_rare_tokens_can_win_and_certain_ones_never_lose() -> None:
 def test_the_race_is_the_same_in_chunks_in_rows_and_on_gathered_candidates() -> None:
     torch.manual_seed(0)
     scaled = torch.randn(7, 50_000)
-    keys = torch.from_numpy(noise.row_keys(np.arange(7, dtype=np.uint64), np.arange(7, dtype=np.int64)))
+    keys = torch.from_numpy(
+        noise.row_keys(np.arange(7, dtype=np.uint64), np.arange(7, dtype=np.int64))
+    )
     vocabulary = torch.arange(50_000, dtype=torch.int32)
     together = noise.race(scaled, keys, vocabulary)  # chunks of five rows
-    alone = torch.cat([noise.race(scaled[i : i + 1], keys[i : i + 1], vocabulary) for i in range(7)])
+    alone = torch.cat(
+        [noise.race(scaled[i : i + 1], keys[i : i + 1], vocabulary) for i in range(7)]
+    )
     order = torch.argsort(torch.rand(7, 50_000), dim=1)
     shuffled = noise.race(scaled.gather(1, order), keys, order.to(torch.int32))
-    assert together.tolist() == alone.tolist() == order.gather(1, shuffled[:, None]).squeeze(1).tolist()
+    assert (
+        together.tolist()
+        == alone.tolist()
+        == order.gather(1, shuffled[:, None]).squeeze(1).tolist()
+    )

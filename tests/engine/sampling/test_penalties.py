@@ -24,24 +24,35 @@ from tokenmill_worker.engine.sequence import Sequence
 VOCAB = 30
 
 
-def naive(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
+def naive(
+    logits: list[float], prompt: list[int], output: list[int], params: SamplingParams
+) -> list[float]:
     result = []
     for token_id, value in enumerate(logits):
         if token_id in prompt or token_id in output:
-            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            value = (
+                value / params.repetition_penalty
+                if value > 0
+                else value * params.repetition_penalty
+            )
         if token_id in output:
             value -= params.presence_penalty
         result.append(value - params.frequency_penalty * output.count(token_id))
     return result
 
 
-def penalised(histories: Histories, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def penalised(
+    histories: Histories, logits: torch.Tensor, sequences: list[Sequence]
+) -> torch.Tensor:
     opened = [histories.open(s, s.num_output_tokens, ()) for s in sequences]
     lengths = np.array([s.num_output_tokens for s in sequences], np.int64)
     slots, prompts = np.array(opened, np.int64).T.copy()
     repeats = any(s.params.repetition_penalty != 1.0 for s in sequences)
     places = Places.build(slots, lengths, prompts, repeats, CPU)
-    numbers = [(s.params.presence_penalty, s.params.frequency_penalty, s.params.repetition_penalty) for s in sequences]
+    numbers = [
+        (s.params.presence_penalty, s.params.frequency_penalty, s.params.repetition_penalty)
+        for s in sequences
+    ]
     rows = to_device(np.arange(len(sequences)), CPU)
     histories.apply(logits, rows, places, torch.tensor(numbers))
     return logits
@@ -58,21 +69,33 @@ params_strategy = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(params_strategy, tokens.filter(bool), tokens), min_size=1, max_size=5), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(params_strategy, tokens.filter(bool), tokens), min_size=1, max_size=5),
+    st.integers(0, 99),
+)
 def test_every_row_is_penalised_as_a_loop_would(
     rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int
 ) -> None:
-    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(rows), VOCAB)).astype(np.float32))
+    logits = torch.from_numpy(
+        np.random.default_rng(seed).normal(size=(len(rows), VOCAB)).astype(np.float32)
+    )
     wanted = [
-        naive(row.tolist(), prompt, output, params) for row, (params, prompt, output) in zip(logits, rows, strict=True)
+        naive(row.tolist(), prompt, output, params)
+        for row, (params, prompt, output) in zip(logits, rows, strict=True)
     ]
-    sequences = [make_sequence(params, tuple(prompt), tuple(output)) for params, prompt, output in rows]
+    sequences = [
+        make_sequence(params, tuple(prompt), tuple(output)) for params, prompt, output in rows
+    ]
     got = penalised(Histories(CPU), logits, sequences)
     np.testing.assert_allclose(got.numpy(), np.array(wanted), atol=1e-5)
 
 
 PENALISED = SamplingParams(
-    temperature=0.0, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2, ignore_eos=True
+    temperature=0.0,
+    presence_penalty=0.7,
+    frequency_penalty=0.4,
+    repetition_penalty=1.2,
+    ignore_eos=True,
 )
 
 
@@ -86,19 +109,34 @@ def by_loop(num_tokens: int) -> list[int]:
 
 
 def test_generation_counts_its_own_tokens() -> None:
-    got = generate(make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(PENALISED)], 40)[0]
+    got = generate(make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(PENALISED)], 40)[
+        0
+    ]
     assert got == by_loop(40)
     unpenalised = SamplingParams(temperature=0.0, ignore_eos=True)
-    assert got != generate(make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(unpenalised)], 40)[0]
+    assert (
+        got
+        != generate(
+            make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(unpenalised)], 40
+        )[0]
+    )
 
 
 def test_tokens_in_flight_are_counted_before_the_host_knows_them() -> None:
-    sampler, model, sequence = make_sampler(VOCAB), ToyModel(VOCAB, memory=1), make_sequence(PENALISED)
+    sampler, model, sequence = (
+        make_sampler(VOCAB),
+        ToyModel(VOCAB, memory=1),
+        make_sequence(PENALISED),
+    )
     assert generate_a_step_late(sampler, model, sequence, 30) == by_loop(30)
 
 
 def test_an_abandoned_step_leaves_no_trace() -> None:
-    sampler, model, sequence = make_sampler(VOCAB), ToyModel(VOCAB, memory=1), make_sequence(PENALISED)
+    sampler, model, sequence = (
+        make_sampler(VOCAB),
+        ToyModel(VOCAB, memory=1),
+        make_sequence(PENALISED),
+    )
     for _ in range(20):
         item = plan_item(sequence)
         wrong = torch.zeros(1, VOCAB)
@@ -140,7 +178,12 @@ def test_histories_never_hold_more_than_the_memory_estimate_counts() -> None:
     )  # fmt: skip
     histories = Histories(torch.device("cpu"))
     for number in range(num_seqs):
-        sequence = Sequence(str(number), list(range(longest // 2)), longest // 2, SamplingParams(presence_penalty=1.0))
+        sequence = Sequence(
+            str(number),
+            list(range(longest // 2)),
+            longest // 2,
+            SamplingParams(presence_penalty=1.0),
+        )
         sequence.token_ids += [1] * (longest // 2 - 1)
         histories.open(sequence, longest // 2 - 1, ())
     largest = max(histories._outputs.nbytes, histories._prompts.nbytes)

@@ -26,7 +26,10 @@ def naive(token_ids: list[int], max_tokens: int, min_match: int) -> list[tuple[i
     best, found = 0, list[int]()
     for place in range(min_match, len(token_ids)):
         length = 0
-        while length < place and token_ids[place - 1 - length] == token_ids[len(token_ids) - 1 - length]:
+        while (
+            length < place
+            and token_ids[place - 1 - length] == token_ids[len(token_ids) - 1 - length]
+        ):
             length += 1
         if length >= min_match and length >= best:
             found = [place] if length > best else [*found, place]

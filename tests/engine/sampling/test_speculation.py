@@ -18,10 +18,16 @@ KINDS = {
     "seeded": SamplingParams(temperature=0.6, ignore_eos=True),
     "truncated": SamplingParams(temperature=0.8, top_p=0.8, top_k=10, min_p=0.01, ignore_eos=True),
     "penalised": SamplingParams(
-        temperature=0.5, frequency_penalty=0.2, presence_penalty=0.3, repetition_penalty=1.1, ignore_eos=True
+        temperature=0.5,
+        frequency_penalty=0.2,
+        presence_penalty=0.3,
+        repetition_penalty=1.1,
+        ignore_eos=True,
     ),
     "greedy penalised": SamplingParams(temperature=0.0, frequency_penalty=0.1, ignore_eos=True),
-    "held back": SamplingParams(temperature=0.7, min_tokens=9, stop_token_ids=(3,), logit_bias={3: 2.0}),
+    "held back": SamplingParams(
+        temperature=0.7, min_tokens=9, stop_token_ids=(3,), logit_bias={3: 2.0}
+    ),
 }
 
 
@@ -40,7 +46,9 @@ class OracleProposer:
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
         self.lengths.append(sequence.num_output_tokens)
         coming = self.truth[sequence.num_output_tokens :][: self.rng.randint(0, 5)]
-        return tuple(t if self.rng.random() < self.quality else self.rng.randrange(VOCAB) for t in coming)
+        return tuple(
+            t if self.rng.random() < self.quality else self.rng.randrange(VOCAB) for t in coming
+        )
 
 
 @settings(max_examples=25, deadline=None)
@@ -49,7 +57,9 @@ def test_any_proposer_leaves_the_tokens_as_they_are(name: str, seed: int, qualit
     truth = without_drafts(name, seed, 30)
     proposer = OracleProposer(truth, random.Random(seed), quality)
     sequence = make_sequence(KINDS[name], seed=seed)
-    got = generate(make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [sequence], len(truth), proposer)[0]
+    got = generate(
+        make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [sequence], len(truth), proposer
+    )[0]
     assert got == truth
 
 
@@ -58,7 +68,11 @@ def test_right_drafts_save_steps(name: str) -> None:
     truth = without_drafts(name, 5, 30)
     proposer = OracleProposer(truth, random.Random(0), 1.0)
     got = generate(
-        make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(KINDS[name], seed=5)], len(truth), proposer
+        make_sampler(VOCAB),
+        ToyModel(VOCAB, memory=1),
+        [make_sequence(KINDS[name], seed=5)],
+        len(truth),
+        proposer,
     )
     assert got == [truth]
     assert len(proposer.lengths) < 0.6 * len(truth)
@@ -66,7 +80,11 @@ def test_right_drafts_save_steps(name: str) -> None:
 
 def test_prompt_lookup_drafts_with_batch_mates() -> None:
     """A repetitive model, so that the lookup finds something; sequences with and without drafts together."""
-    sampler, model, proposer = make_sampler(VOCAB), ToyModel(VOCAB, memory=1), PromptLookup(4, min_match=2)
+    sampler, model, proposer = (
+        make_sampler(VOCAB),
+        ToyModel(VOCAB, memory=1),
+        PromptLookup(4, min_match=2),
+    )
     steps = itertools.count()
 
     def counted(sequence: Sequence) -> tuple[int, ...]:
@@ -80,7 +98,9 @@ def test_prompt_lookup_drafts_with_batch_mates() -> None:
     greedy = make_sequence(KINDS["greedy"])
     before = next(steps)
     generate(sampler, model, [greedy], 100, counted)
-    assert next(steps) - before < 50  # greedy text of a model with one token of memory goes round in circles
+    assert (
+        next(steps) - before < 50
+    )  # greedy text of a model with one token of memory goes round in circles
 
 
 def test_rows_after_a_rejected_draft_do_not_count() -> None:

@@ -25,7 +25,9 @@ def make_limits(top_k: list[int], top_p: list[float], min_p: list[float], vocab:
 
 
 def plain_floor(row: list[float], top_k: int, top_p: float, min_p: float) -> float:
-    values = sorted((v for v in row if v >= (math.log(min_p) if min_p else -math.inf)), reverse=True)
+    values = sorted(
+        (v for v in row if v >= (math.log(min_p) if min_p else -math.inf)), reverse=True
+    )
     values = [v for v in values if v >= values[min(top_k, len(values)) - 1]]
     if top_p >= 1.0:
         return values[-1]
@@ -59,15 +61,21 @@ def test_host_device_and_plain_sort_agree(
     if coarse:
         values = np.round(values * 4) / 4  # many equal logits, as with bfloat16
     scaled = torch.from_numpy((values - values.max(axis=1, keepdims=True)).astype(np.float32))
-    limits = make_limits([min(k, vocab) for k, _, _ in rows], [p for _, p, _ in rows], [m for *_, m in rows], vocab)
-    keys = torch.from_numpy(row_keys(np.arange(len(rows), dtype=np.uint64), np.zeros(len(rows), np.int64)))
+    limits = make_limits(
+        [min(k, vocab) for k, _, _ in rows], [p for _, p, _ in rows], [m for *_, m in rows], vocab
+    )
+    keys = torch.from_numpy(
+        row_keys(np.arange(len(rows), dtype=np.uint64), np.zeros(len(rows), np.int64))
+    )
     vocabulary = torch.arange(vocab, dtype=torch.int32)
     on_host = truncation.draw_on_host(scaled, limits, keys, vocabulary)
     assert on_host.tolist() == truncation.draw_sorted(scaled, limits, keys, vocabulary).tolist()
     for row, (top_k, top_p, min_p) in enumerate(rows):
         line = scaled[row]
         floor = plain_floor(line.tolist(), min(top_k, vocab), top_p, min_p)
-        found = truncation.search_floor(line.numpy(), top_k, top_p, math.log(min_p) if min_p else -math.inf)
+        found = truncation.search_floor(
+            line.numpy(), top_k, top_p, math.log(min_p) if min_p else -math.inf
+        )
         kept, wanted = int((line >= found).sum()), int((line >= floor).sum())
         assert kept == pytest.approx(wanted, abs=1), "beyond what rounding at the border explains"
         assert line[on_host[row]] >= min(floor, found)

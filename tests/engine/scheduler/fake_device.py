@@ -34,7 +34,12 @@ def chain(before: bytes, token: int) -> bytes:
 
 def next_token(state: bytes, seed: int = 0) -> int:
     """Return the next token; 1 in 50 is EOS."""
-    return int.from_bytes(blake2b(state + seed.to_bytes(8, "little"), digest_size=4).digest(), "little") % VOCABULARY
+    return (
+        int.from_bytes(
+            blake2b(state + seed.to_bytes(8, "little"), digest_size=4).digest(), "little"
+        )
+        % VOCABULARY
+    )
 
 
 def expected_tokens(sequence: Sequence, eos: int | None = EOS) -> list[int]:
@@ -49,7 +54,9 @@ def expected_tokens(sequence: Sequence, eos: int | None = EOS) -> list[int]:
         generated.append(token)
         count += 1
         state = chain(state, token)
-        is_eos = token == eos and not sequence.params.ignore_eos and count >= sequence.params.min_tokens
+        is_eos = (
+            token == eos and not sequence.params.ignore_eos and count >= sequence.params.min_tokens
+        )
         if is_eos or token in sequence.params.stop_token_ids or count >= sequence.max_tokens:
             return generated
 
@@ -67,7 +74,9 @@ class FakeDevice:
     steps: int = 0
     _device: list[list[Block]] = field(default_factory=list)
     _host: list[list[Block]] = field(default_factory=list)
-    _sampled: dict[tuple[Sequence, int], int] = field(default_factory=dict)  # ids that the host may not know yet
+    _sampled: dict[tuple[Sequence, int], int] = field(
+        default_factory=dict
+    )  # ids that the host may not know yet
 
     def __post_init__(self) -> None:
         size = self.cache.block_size
@@ -83,7 +92,11 @@ class FakeDevice:
         self._copy(sorted(plan.swap_in, key=lambda copy: copy.source), self._host, self._device)
         answers = [self._run(item) for item in plan.scheduled]
         self._must_not_overlap(plan)
-        sampled = tuple(tuple(tokens) for item, tokens in zip(plan.scheduled, answers, strict=True) if item.samples)
+        sampled = tuple(
+            tuple(tokens)
+            for item, tokens in zip(plan.scheduled, answers, strict=True)
+            if item.samples
+        )
         logprobs = tuple(tuple(TokenLogprob(-1.0) for _ in tokens) for tokens in sampled)
         return StepOutput(plan.step_id, sampled, logprobs, {})
 
@@ -97,7 +110,9 @@ class FakeDevice:
                 for position in range(item.start, item.start + item.num_tokens):
                     self._write(group, table, position, b"garbage")
 
-    def _copy(self, copies: list[BlockCopy], sources: list[list[Block]], targets: list[list[Block]]) -> None:
+    def _copy(
+        self, copies: list[BlockCopy], sources: list[list[Block]], targets: list[list[Block]]
+    ) -> None:
         """Copy block by block in the host's order: the smallest parts in which the offloader may move them."""
         seen = {(copy.group, copy.target) for copy in copies}
         if len(seen) < len(copies):
@@ -128,15 +143,22 @@ class FakeDevice:
             return []
         return self._sample(item, states, known)
 
-    def _check_past(self, group: int, table: list[int], item: ScheduledSequence, states: list[bytes]) -> None:
+    def _check_past(
+        self, group: int, table: list[int], item: ScheduledSequence, states: list[bytes]
+    ) -> None:
         sequence = item.sequence
         window, size = self.cache.groups[group].window, self.cache.block_size
         first = 0 if window is None else max(0, item.start - window + 1)
         for position in range(first, item.start):
             block = table[position // size]
-            if block == NULL_BLOCK or self._device[group][block][position % size] != states[position]:
+            if (
+                block == NULL_BLOCK
+                or self._device[group][block][position % size] != states[position]
+            ):
                 name = f"{sequence.request_id}/{sequence.choice}"
-                raise WrongContentError(f"{name}: position {position} of group {group} in block {block} is not its own")
+                raise WrongContentError(
+                    f"{name}: position {position} of group {group} in block {block} is not its own"
+                )
         for position in range(item.start, item.start + item.num_tokens):
             if table[position // size] == NULL_BLOCK and sequence.request_id != PROBE:
                 raise WrongContentError(f"position {position} would be written to the null block")
@@ -159,7 +181,11 @@ class FakeDevice:
         size = self.cache.block_size
         for item in plan.scheduled:
             for group, table in enumerate(item.sequence.block_tables):
-                for index in range(item.start // size, (item.start + item.num_tokens - 1) // size + 1):
+                for index in range(
+                    item.start // size, (item.start + item.num_tokens - 1) // size + 1
+                ):
                     owner = written.setdefault((group, table[index]), item.sequence)
                     if owner is not item.sequence:
-                        raise WrongContentError(f"block {table[index]} is written by two sequences of one step")
+                        raise WrongContentError(
+                            f"block {table[index]} is written by two sequences of one step"
+                        )

@@ -34,11 +34,18 @@ def make_cache(
 ) -> CacheConfig:  # fmt: skip
     groups = tuple(LayerGroup((index,), 1, 1, window) for index, window in enumerate(windows))
     count = len(groups)
-    return CacheConfig(block_size, groups, (num_blocks,) * count, (num_host_blocks,) * count, prefix_cache)
+    return CacheConfig(
+        block_size, groups, (num_blocks,) * count, (num_host_blocks,) * count, prefix_cache
+    )
 
 
 def make_sequence(
-    name: str, prompt: list[int], max_tokens: int = 8, resumed: tuple[int, ...] = (), choice: int = 0, **fields: object
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    resumed: tuple[int, ...] = (),
+    choice: int = 0,
+    **fields: object,
 ) -> Sequence:
     params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
     return Sequence(
@@ -61,7 +68,9 @@ class FakeRunner:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._has_failed = False  # a failed step has been launched and its result not been asked for
+        self._has_failed = (
+            False  # a failed step has been launched and its result not been asked for
+        )
         self._num_failures = 0
         self.is_asynchronous = loop.is_async
         self.known: set[Sequence] = set()  # launched and not released: a runner keeps rows for them

@@ -13,7 +13,9 @@ URGENT, STANDARD, BULK = 0, 1, 2
 
 def full(num_blocks: int, *running: Sequence, **settings: Any) -> Loop:
     """Return a loop with one row for each running sequence."""
-    loop = Loop.build(make_cache(num_blocks + 1), policy="priority", max_num_seqs=len(running), **settings)
+    loop = Loop.build(
+        make_cache(num_blocks + 1), policy="priority", max_num_seqs=len(running), **settings
+    )
     for sequence in running:
         loop.add(sequence)
         loop.step()
@@ -40,18 +42,29 @@ def starts(loop: Loop, urgent: Sequence) -> int:
 
 
 def test_a_row_is_of_no_use_without_blocks() -> None:
-    loop = full(10, endless("standard", 1, 23, 9, priority=STANDARD), endless("bulk", 2, 4, 12, priority=BULK))
+    loop = full(
+        10,
+        endless("standard", 1, 23, 9, priority=STANDARD),
+        endless("bulk", 2, 4, 12, priority=BULK),
+    )
     assert not starts(loop, endless("urgent", 3, 21, 3, priority=URGENT))
 
 
 def test_it_takes_as_many_as_it_needs_at_once() -> None:
-    loop = full(9, *(endless(f"bulk {number}", number, 9, 12, priority=BULK) for number in range(3)))
+    loop = full(
+        9, *(endless(f"bulk {number}", number, 9, 12, priority=BULK) for number in range(3))
+    )
     assert starts(loop, endless("urgent", 5, 15, 1, priority=URGENT)) == 2
 
 
 def test_a_row_is_of_no_use_without_room_for_an_adapter() -> None:
-    standard, bulk = endless("s", 1, 4, 9, priority=STANDARD, adapter="a"), endless("b", 2, 4, 12, priority=BULK)
-    assert not starts(full(60, standard, bulk, max_loras=1), endless("u", 3, 4, 3, priority=URGENT, adapter="b"))
+    standard, bulk = (
+        endless("s", 1, 4, 9, priority=STANDARD, adapter="a"),
+        endless("b", 2, 4, 12, priority=BULK),
+    )
+    assert not starts(
+        full(60, standard, bulk, max_loras=1), endless("u", 3, 4, 3, priority=URGENT, adapter="b")
+    )
 
 
 def test_the_room_for_an_adapter_may_be_bulk_works() -> None:
@@ -65,24 +78,38 @@ def test_the_room_for_an_adapter_may_be_bulk_works() -> None:
 
 
 def test_a_row_is_of_no_use_where_too_many_prefill() -> None:
-    settings = {"max_num_batched_tokens": 8, "max_num_partial_prefills": 1, "long_prefill_token_threshold": 4}
+    settings = {
+        "max_num_batched_tokens": 8,
+        "max_num_partial_prefills": 1,
+        "long_prefill_token_threshold": 4,
+    }
     running = endless("b", 2, 3, 40, priority=BULK), endless("s", 1, 60, 3, priority=STANDARD)
     assert not starts(full(60, *running, **settings), endless("u", 3, 30, 3, priority=URGENT))
 
 
 def test_the_prefill_too_many_may_be_bulk_works() -> None:
-    settings = {"max_num_batched_tokens": 8, "max_num_partial_prefills": 1, "long_prefill_token_threshold": 4}
+    settings = {
+        "max_num_batched_tokens": 8,
+        "max_num_partial_prefills": 1,
+        "long_prefill_token_threshold": 4,
+    }
     running = endless("s", 1, 3, 40, priority=STANDARD), endless("b", 2, 60, 3, priority=BULK)
     assert starts(full(60, *running, **settings), endless("u", 3, 30, 3, priority=URGENT))
 
 
 def test_blocks_that_it_shares_are_none_that_it_lacks() -> None:
-    standard, bulk = endless("standard", 1, 20, 9, priority=STANDARD), endless("bulk", 2, 4, 12, priority=BULK)
+    standard, bulk = (
+        endless("standard", 1, 20, 9, priority=STANDARD),
+        endless("bulk", 2, 4, 12, priority=BULK),
+    )
     assert starts(full(8, standard, bulk), endless("urgent", 1, 22, 3, priority=URGENT))
 
 
 def test_blocks_that_it_shares_with_bulk_work_are_no_gain() -> None:
-    standard, bulk = endless("standard", 1, 17, 9, priority=STANDARD), endless("bulk", 2, 8, 12, priority=BULK)
+    standard, bulk = (
+        endless("standard", 1, 17, 9, priority=STANDARD),
+        endless("bulk", 2, 8, 12, priority=BULK),
+    )
     assert not starts(full(9, standard, bulk), endless("urgent", 2, 18, 3, priority=URGENT))
 
 

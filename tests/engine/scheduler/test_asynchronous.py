@@ -37,8 +37,19 @@ def launched(loop: Loop) -> tuple[StepPlan, StepOutput]:
 def test_the_same_tokens_as_synchronously(policy: str) -> None:
     said = []
     for is_async in (False, True):
-        loop = Loop.build(make_cache(20), is_async=is_async, policy=policy, max_num_batched_tokens=9, max_num_seqs=4)
-        loop.add(*[make_sequence(f"r{index}", prompt(index, 4 + index), 20, priority=index % 3) for index in range(12)])
+        loop = Loop.build(
+            make_cache(20),
+            is_async=is_async,
+            policy=policy,
+            max_num_batched_tokens=9,
+            max_num_seqs=4,
+        )
+        loop.add(
+            *[
+                make_sequence(f"r{index}", prompt(index, 4 + index), 20, priority=index % 3)
+                for index in range(12)
+            ]
+        )
         loop.run()
         loop.assert_truth()
         said.append(loop.tokens)
@@ -74,7 +85,9 @@ def test_an_end_found_one_step_late_costs_one_token_and_leaves_no_trace() -> Non
     second, stale = launched(loop)
     events = loop.scheduler.commit(first, output)
     assert [event.finish_reason for event in events] == [FinishReason.STOP]
-    assert loop.scheduler.capacity().free_blocks == 62, "the block that the step in flight writes is not free yet"
+    assert loop.scheduler.capacity().free_blocks == 62, (
+        "the block that the step in flight writes is not free yet"
+    )
     loop.scheduler.check_integrity()
     assert loop.scheduler.commit(second, stale) == []
     assert loop.scheduler.capacity().free_blocks == 63
@@ -95,7 +108,9 @@ def test_a_cancelled_request_says_nothing_more_and_the_loop_goes_on(when: str) -
     events = loop.cancel("a")
     assert [event.finish_reason for event in events] == [FinishReason.CANCELLED]
     for plan, output in pending:
-        assert all(event.request_id == "b" for event in loop._take(loop.scheduler.commit(plan, output)))
+        assert all(
+            event.request_id == "b" for event in loop._take(loop.scheduler.commit(plan, output))
+        )
         loop.scheduler.check_integrity()
     loop.run()
     loop.assert_truth()
@@ -112,10 +127,14 @@ def test_a_preempted_sequences_result_in_flight_is_stale() -> None:
 
 
 @pytest.mark.parametrize(("num_bulk", "length"), [(2, 14), (3, 6), (3, 14)])
-def test_what_an_urgent_request_takes_from_bulk_work_is_not_given_back(num_bulk: int, length: int) -> None:
+def test_what_an_urgent_request_takes_from_bulk_work_is_not_given_back(
+    num_bulk: int, length: int
+) -> None:
     """Blocks that a step in flight may write come free after it: no sequence starts until then."""
     loop = ahead(num_blocks=21, policy="priority", safety_margin=0.05, bulk_slowdown=None)
-    loop.add(*[endless(f"bulk {number}", number, length, 60, priority=2) for number in range(num_bulk)])
+    loop.add(
+        *[endless(f"bulk {number}", number, length, 60, priority=2) for number in range(num_bulk)]
+    )
     for _ in range(6):
         loop.step()
     urgent = endless("urgent", 9, 60, 4, priority=0)
@@ -164,7 +183,9 @@ def test_an_output_of_another_step_is_refused() -> None:
     loop = ahead(endless("a", 1, 5, 6))
     plan, output = launched(loop)
     with pytest.raises(ValueError, match="in flight"):
-        loop.scheduler.commit(plan, StepOutput(plan.step_id + 1, output.token_ids, output.logprobs, {}))
+        loop.scheduler.commit(
+            plan, StepOutput(plan.step_id + 1, output.token_ids, output.logprobs, {})
+        )
     loop.scheduler.commit(plan, output)
     with pytest.raises(ValueError, match="in flight"):
         loop.scheduler.commit(plan, output)

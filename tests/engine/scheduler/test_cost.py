@@ -38,14 +38,25 @@ def filled(policy: str, waiting: int, running: int = 8, blocked_by: str = "rows"
     num_blocks = 1 + running * 12 if blocked_by == "rows" else 1 + running * 3
     rows = running if blocked_by == "rows" else 1000
     loop = Loop.build(
-        make_cache(num_blocks), policy=policy, max_num_seqs=rows, max_waiting=10**6, max_num_batched_tokens=4096
+        make_cache(num_blocks),
+        policy=policy,
+        max_num_seqs=rows,
+        max_waiting=10**6,
+        max_num_batched_tokens=4096,
     )
-    loop.scheduler.add([make_sequence(f"r{i}", [i % 48 + 1, 2, 3, 4, 5], 40) for i in range(running)])
+    loop.scheduler.add(
+        [make_sequence(f"r{i}", [i % 48 + 1, 2, 3, 4, 5], 40) for i in range(running)]
+    )
     for _ in range(3):
         calls_of_a_step(loop)
     backlog = [
         make_sequence(
-            f"w{i}", [i % 47 + 1, i % 5 + 1, 9, i % 3 + 1] * 12, 1, tenant=f"t{i % 50}", deadline=9e9, priority=i % 2
+            f"w{i}",
+            [i % 47 + 1, i % 5 + 1, 9, i % 3 + 1] * 12,
+            1,
+            tenant=f"t{i % 50}",
+            deadline=9e9,
+            priority=i % 2,
         )
         for i in range(waiting)
     ]
@@ -57,7 +68,9 @@ def filled(policy: str, waiting: int, running: int = 8, blocked_by: str = "rows"
 @pytest.mark.parametrize("blocked_by", ["rows", "blocks"])
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 def test_the_backlog_costs_nothing(policy: str, blocked_by: str) -> None:
-    few, many = (calls_of_a_step(filled(policy, waiting, blocked_by=blocked_by)) for waiting in (40, 20_000))
+    few, many = (
+        calls_of_a_step(filled(policy, waiting, blocked_by=blocked_by)) for waiting in (40, 20_000)
+    )
     assert many <= few + 20
 
 

@@ -23,7 +23,9 @@ def endless(name: str, salt: int, length: int, max_tokens: int, **fields: Any) -
     return make_sequence(name, prompt(salt, length), max_tokens, params=params, **fields)
 
 
-def step_with(loop: Loop, *tokens: int, logprobs: tuple[TokenLogprob, ...] | None = None) -> list[TokenEvent]:
+def step_with(
+    loop: Loop, *tokens: int, logprobs: tuple[TokenLogprob, ...] | None = None
+) -> list[TokenEvent]:
     plan = loop.scheduler.plan()
     return loop.scheduler.commit(plan, StepOutput(plan.step_id, (tokens,), (logprobs,), {}))
 
@@ -48,7 +50,9 @@ def test_eos_ends_with_stop_and_is_the_last_token() -> None:
         (SamplingParams(), (7, 8, 9), FinishReason.LENGTH),
     ],
 )
-def test_stop_conditions(params: SamplingParams, tokens: tuple[int, ...], reason: FinishReason) -> None:
+def test_stop_conditions(
+    params: SamplingParams, tokens: tuple[int, ...], reason: FinishReason
+) -> None:
     loop = Loop.build()
     loop.scheduler.add([make_sequence("a", [5, 6], 3, params=params)])
     for token in tokens[:-1]:
@@ -69,8 +73,12 @@ def test_resumed_tokens_count_and_are_not_said_again() -> None:
 
 @pytest.mark.parametrize("num_host_blocks", [0, 16])
 @pytest.mark.parametrize("status", list(SequenceStatus)[:-1])
-def test_cancelling_frees_every_block_in_every_state(status: SequenceStatus, num_host_blocks: int) -> None:
-    loop = Loop.build(make_cache(9, num_host_blocks=num_host_blocks), max_num_batched_tokens=10, max_num_seqs=2)
+def test_cancelling_frees_every_block_in_every_state(
+    status: SequenceStatus, num_host_blocks: int
+) -> None:
+    loop = Loop.build(
+        make_cache(9, num_host_blocks=num_host_blocks), max_num_batched_tokens=10, max_num_seqs=2
+    )
     loop.add(endless("a", 1, 8, 20), endless("b", 2, 12, 16), endless("c", 3, 8, 20))
     for _ in range(200):
         found = [s for name in "abc" for s in loop.scheduler.sequences(name) if s.status is status]
@@ -80,7 +88,12 @@ def test_cancelling_frees_every_block_in_every_state(status: SequenceStatus, num
     if not found:
         assert (status, num_host_blocks) == (SequenceStatus.OFFLOADED, 0)
         return
-    held = [(group, block) for group, table in enumerate(found[0].block_tables) for block in table if block]
+    held = [
+        (group, block)
+        for group, table in enumerate(found[0].block_tables)
+        for block in table
+        if block
+    ]
     free = loop.scheduler.capacity().free_blocks
     (event,) = loop.cancel(found[0].request_id)
     assert event.finish_reason is FinishReason.CANCELLED
@@ -98,7 +111,9 @@ def test_one_choice_can_be_cancelled() -> None:
     loop = Loop.build()
     loop.add(*[endless("a", 1, 6, 6, choice=choice, seed=choice) for choice in range(3)])
     loop.step()
-    assert [event.choice for event in loop.cancel("a", 0)] == [0], "the one that the others' prompt comes from"
+    assert [event.choice for event in loop.cancel("a", 0)] == [0], (
+        "the one that the others' prompt comes from"
+    )
     loop.run()
     loop.assert_truth()
     assert loop.ends["a", 0] is FinishReason.CANCELLED
@@ -108,7 +123,9 @@ def test_one_choice_can_be_cancelled() -> None:
 def test_deadlines_end_the_waiting_and_the_running() -> None:
     loop = Loop.build(max_num_seqs=1)
     now = loop.clock.now
-    loop.add(endless("runs", 1, 4, 99, deadline=now + 5), endless("waits", 2, 4, 99, deadline=now + 3))
+    loop.add(
+        endless("runs", 1, 4, 99, deadline=now + 5), endless("waits", 2, 4, 99, deadline=now + 3)
+    )
     loop.add(endless("in time", 3, 4, 2, deadline=now + 50))
     for _ in range(3):
         loop.step()
@@ -126,7 +143,9 @@ def test_a_device_error_ends_one_sequence_and_no_other() -> None:
     loop.add(endless("a", 1, 4, 5), endless("b", 2, 4, 5))
     plan = loop.scheduler.plan()
     output = loop.device.execute(plan)
-    broken = StepOutput(plan.step_id, ((), output.token_ids[1]), (None, None), {0: "its logits are not finite"})
+    broken = StepOutput(
+        plan.step_id, ((), output.token_ids[1]), (None, None), {0: "its logits are not finite"}
+    )
     events = loop._take(loop.scheduler.commit(plan, broken))
     assert [(e.request_id, e.error, e.error_code) for e in events] == [
         ("a", "its logits are not finite", "engine_error"),
@@ -149,14 +168,18 @@ def test_drafts_are_accepted_as_far_as_they_are_right() -> None:
     loop.add(endless("a", 1, 6, 30))
     loop.run()
     loop.assert_truth()
-    assert len(loop.plans) == 11, "one token from the prefill, then three a step, the last step one short"
+    assert len(loop.plans) == 11, (
+        "one token from the prefill, then three a step, the last step one short"
+    )
     stats = loop.scheduler.snapshot()
     assert (stats.generated_tokens, stats.accepted_tokens) == (30, 19)
     assert stats.draft_tokens > stats.accepted_tokens
 
 
 def test_drafts_use_only_what_budget_and_blocks_are_left() -> None:
-    loop = Loop.build(make_cache(9), proposer=lambda sequence: (1,) * 20, max_num_batched_tokens=6, max_num_seqs=2)
+    loop = Loop.build(
+        make_cache(9), proposer=lambda sequence: (1,) * 20, max_num_batched_tokens=6, max_num_seqs=2
+    )
     loop.add(endless("a", 1, 3, 20), endless("b", 2, 3, 3))
     loop.run()
     loop.assert_truth()
@@ -180,7 +203,9 @@ def test_a_stop_inside_accepted_drafts_cuts_the_rest() -> None:
     step_with(loop, 3)
     plan = loop.scheduler.plan()
     logprobs = tuple(TokenLogprob(-float(index)) for index in range(4))
-    (event,) = loop.scheduler.commit(plan, StepOutput(plan.step_id, ((7, EOS, 8, 9),), (logprobs,), {}))
+    (event,) = loop.scheduler.commit(
+        plan, StepOutput(plan.step_id, ((7, EOS, 8, 9),), (logprobs,), {})
+    )
     assert (event.token_ids, event.finish_reason) == ((7, EOS), FinishReason.STOP)
     assert event.logprobs == logprobs[:2]
     loop.scheduler.check_integrity()

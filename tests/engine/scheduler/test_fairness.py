@@ -22,7 +22,9 @@ def endless(name: str, seed: int, length: int, max_tokens: int, **fields: Any) -
     return make_sequence(name, prompt(seed, length), max_tokens, params=params, **fields)
 
 
-def place(ticket: int, rank: int = 1, tenant: str = "", deadline: float | None = None, at: float = 0.0) -> Place:
+def place(
+    ticket: int, rank: int = 1, tenant: str = "", deadline: float | None = None, at: float = 0.0
+) -> Place:
     sequence = make_sequence(str(ticket), [1], tenant=tenant, deadline=deadline)
     return Place(sequence, ticket, at, rank, since=at)
 
@@ -132,7 +134,9 @@ def test_a_pause_earns_no_credit() -> None:
 def test_interactive_takes_the_place_of_bulk_but_not_of_standard() -> None:
     for priority, preempts in ((2, True), (1, False)):
         loop = Loop.build(policy="priority", max_num_seqs=2)
-        loop.add(endless("a", 1, 4, 30, priority=priority), endless("b", 2, 4, 30, priority=priority))
+        loop.add(
+            endless("a", 1, 4, 30, priority=priority), endless("b", 2, 4, 30, priority=priority)
+        )
         loop.step()
         loop.add(endless("now", 3, 4, 4, priority=0))
         loop.step()
@@ -204,7 +208,9 @@ def test_under_unending_load_every_request_finishes(policy: str, preempt: str) -
     def arrive() -> None:
         nonlocal count
         length, answer = rng.choice([(3, 4), (9, 12), (30, 20)])
-        loop.add(endless(f"r{count}", count, length, answer, priority=count % 3, tenant=f"t{count % 4}"))
+        loop.add(
+            endless(f"r{count}", count, length, answer, priority=count % 3, tenant=f"t{count % 4}")
+        )
         count += 1
 
     for _ in range(100):

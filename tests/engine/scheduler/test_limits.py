@@ -16,12 +16,18 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def endless(name: str, seed: int, length: int, max_tokens: int) -> Sequence:
     return make_sequence(
-        name, prompt(seed, length), max_tokens, params=SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        name,
+        prompt(seed, length),
+        max_tokens,
+        params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
     )
 
 
 def chunks(loop: Loop) -> list[dict[str, int]]:
-    return [{item.sequence.request_id: item.num_tokens for item in plan.scheduled} for plan in loop.plans]
+    return [
+        {item.sequence.request_id: item.num_tokens for item in plan.scheduled}
+        for plan in loop.plans
+    ]
 
 
 def test_a_long_prompt_is_cut_to_the_threshold_while_others_are_there() -> None:
@@ -59,7 +65,9 @@ def test_only_so_many_long_prompts_prefill_at_a_time_and_short_ones_pass_them() 
 
 
 def test_partial_prefills_are_limited_and_whole_ones_are_not() -> None:
-    loop = Loop.build(max_num_batched_tokens=20, max_num_partial_prefills=1, long_prefill_token_threshold=4)
+    loop = Loop.build(
+        max_num_batched_tokens=20, max_num_partial_prefills=1, long_prefill_token_threshold=4
+    )
     for name, length in (("a", 12), ("b", 12), ("c", 2)):
         loop.add(make_sequence(name, prompt(ord(name), length), 1))
     loop.run()
@@ -93,7 +101,11 @@ def test_without_bypass_the_order_is_strict() -> None:
     loop.step()
     loop.add(endless("head", 2, 60, 1), endless("small", 3, 3, 1))
     loop.run()
-    assert [event.request_id for event in loop.events if event.finish_reason] == ["runner", "head", "small"]
+    assert [event.request_id for event in loop.events if event.finish_reason] == [
+        "runner",
+        "head",
+        "small",
+    ]
 
 
 def test_a_stream_of_small_requests_does_not_starve_a_large_one() -> None:
@@ -161,7 +173,11 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_a_request_id_in_use_is_refused() -> None:
     loop = Loop.build()
     loop.add(make_sequence("known", prompt(1, 5), 4))
-    assert "known" in str(refused(loop, make_sequence("new", prompt(2, 5), 4), make_sequence("known", prompt(1, 5), 4)))
+    assert "known" in str(
+        refused(
+            loop, make_sequence("new", prompt(2, 5), 4), make_sequence("known", prompt(1, 5), 4)
+        )
+    )
     loop.run()
     loop.assert_truth()
     loop.ends.clear()
@@ -181,9 +197,19 @@ def test_capacity_and_statistics_tell_what_is_there() -> None:
     loop.add(*[endless(f"r{index}", index, 9, 5) for index in range(3)])
     loop.step()
     capacity = loop.scheduler.capacity()
-    assert (capacity.free_sequences, capacity.free_blocks, capacity.waiting, capacity.running) == (0, 14, 1, 2)
+    assert (capacity.free_sequences, capacity.free_blocks, capacity.waiting, capacity.running) == (
+        0,
+        14,
+        1,
+        2,
+    )
     stats = loop.scheduler.snapshot()
-    assert (stats.num_running, stats.num_waiting, stats.blocks_total, stats.blocks_free) == (2, 1, 20, 14)
+    assert (stats.num_running, stats.num_waiting, stats.blocks_total, stats.blocks_free) == (
+        2,
+        1,
+        20,
+        14,
+    )
     assert (stats.prompt_tokens, stats.computed_tokens, stats.generated_tokens) == (27, 18, 2)
     loop.run()
     stats = loop.scheduler.snapshot()

@@ -67,7 +67,9 @@ def test_bulk_works_places_are_offered_to_the_urgent(policy: str, places: int) -
     loop.step()
     assert loop.scheduler.capacity().free_urgent == places
     loop.add(make_sequence("urgent", prompt(6, 3), 40, priority=0))
-    assert loop.scheduler.capacity().free_urgent == max(0, places - 1)  # it waits, and will take one
+    assert loop.scheduler.capacity().free_urgent == max(
+        0, places - 1
+    )  # it waits, and will take one
     loop.step()
     assert loop.scheduler.capacity().free_urgent == max(0, places - 1)
     assert (loop.scheduler.stats.preemptions == 1) is (places > 0)
@@ -99,7 +101,9 @@ def test_priority_orders_by_class_then_deadline_then_arrival() -> None:
 
 def test_more_decodes_than_budget_take_turns() -> None:
     """A running prefill leaves room for two of three decodes in each step."""
-    loop = Loop.build(max_num_batched_tokens=4, long_prefill_token_threshold=2, policy="prefill_first")
+    loop = Loop.build(
+        max_num_batched_tokens=4, long_prefill_token_threshold=2, policy="prefill_first"
+    )
     for name in "abc":
         loop.add(make_sequence(name, prompt(ord(name), 1), 20))
     loop.step()
@@ -125,13 +129,20 @@ def test_the_read_budget_is_kept_and_everyone_gets_a_turn() -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize(("priority", "is_cached"), [(1, False), (2, False), (1, True)])
-def test_short_requests_without_end_leave_a_long_one_its_reads(policy: str, priority: int, is_cached: bool) -> None:
+def test_short_requests_without_end_leave_a_long_one_its_reads(
+    policy: str, priority: int, is_cached: bool
+) -> None:
     """The long request is in mid-prompt, or its prompt is mostly cached.
 
     A cached prompt makes its first chunk read all of it.
     """
     loop = Loop.build(
-        make_cache(400), policy=policy, max_num_batched_tokens=16, max_num_seqs=8, max_read_tokens=100, max_bypass=4
+        make_cache(400),
+        policy=policy,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        max_read_tokens=100,
+        max_bypass=4,
     )
     if is_cached:
         loop.add(make_sequence("first", prompt(50, 150), 1))
@@ -149,7 +160,13 @@ def test_short_requests_without_end_leave_a_long_one_its_reads(policy: str, prio
 
 def test_the_read_budget_serves_two_long_bulk_decodes_in_turns() -> None:
     """A step has reads for one of them. The one that a step favours has had its turn and is not first in the next."""
-    loop = Loop.build(make_cache(400), policy="priority", max_num_batched_tokens=64, max_num_seqs=8, max_read_tokens=70)
+    loop = Loop.build(
+        make_cache(400),
+        policy="priority",
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_read_tokens=70,
+    )
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     for index in range(2):
         loop.add(make_sequence(f"r{index}", prompt(index, 40), 200, priority=2, params=params))

@@ -22,12 +22,19 @@ def one_token(name: str, prompt: list[int], **fields: Any) -> Sequence:
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize("windows", [(None,), (None, 40), (24, None)])
-def test_64_requests_that_share_a_prefix_compute_it_once(policy: str, windows: tuple[int | None, ...]) -> None:
+def test_64_requests_that_share_a_prefix_compute_it_once(
+    policy: str, windows: tuple[int | None, ...]
+) -> None:
     cache = make_cache(300, block_size=4, windows=windows)
     loop = Loop.build(cache, policy=policy, max_num_batched_tokens=32, max_num_seqs=64)
     loop.checks = False
     shared = tokens(1, 128)
-    loop.add(*[one_token(f"r{index}", [*shared, index % 8 + 1, index // 8 + 1, 3, 4, 5]) for index in range(64)])
+    loop.add(
+        *[
+            one_token(f"r{index}", [*shared, index % 8 + 1, index // 8 + 1, 3, 4, 5])
+            for index in range(64)
+        ]
+    )
     loop.run()
     loop.assert_truth()
     assert loop.device.computed == 128 + 64 * 5
@@ -58,14 +65,18 @@ def test_later_requests_wait_for_a_prefix_that_is_being_computed_in_chunks() -> 
 
 def test_a_chats_next_turn_finds_what_was_generated() -> None:
     loop = Loop.build(make_cache(64))
-    first = make_sequence("turn 1", tokens(1, 10), 11, params=SamplingParams(max_tokens=11, ignore_eos=True))
+    first = make_sequence(
+        "turn 1", tokens(1, 10), 11, params=SamplingParams(max_tokens=11, ignore_eos=True)
+    )
     loop.add(first)
     loop.run()
     second = make_sequence("turn 2", [*first.token_ids, 3, 4, 5], 1)
     loop.add(second)
     loop.run()
     loop.assert_truth()
-    assert second.num_cached_tokens == 20, "21 tokens of the first turn, the last of them never computed: 5 blocks"
+    assert second.num_cached_tokens == 20, (
+        "21 tokens of the first turn, the last of them never computed: 5 blocks"
+    )
 
 
 def test_a_one_token_job_fills_the_cache() -> None:
@@ -135,7 +146,9 @@ def test_the_cache_can_be_off() -> None:
 def test_choices_share_their_prompts_full_blocks(windows: tuple[int | None, ...]) -> None:
     """10 tokens in blocks of 4: two blocks are shared, and each choice computes the two tokens after them."""
     loop = Loop.build(make_cache(64, windows=windows))
-    loop.add(*[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)])
+    loop.add(
+        *[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)]
+    )
     loop.step()
     assert loop.device.computed == 10
     loop.step()
@@ -149,7 +162,9 @@ def test_choices_share_their_prompts_full_blocks(windows: tuple[int | None, ...]
 
 def test_without_the_prefix_cache_every_choice_computes_the_prompt() -> None:
     loop = Loop.build(make_cache(64, prefix_cache=False))
-    loop.add(*[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)])
+    loop.add(
+        *[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)]
+    )
     loop.step()
     assert loop.device.computed == 4 * 10
     loop.run()

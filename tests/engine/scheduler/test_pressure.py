@@ -31,7 +31,9 @@ def test_a_pool_for_one_completes_64_requests(
     is_async: bool, num_host_blocks: int, windows: tuple[int | None, ...], preempt: str
 ) -> None:
     cache = make_cache(9, windows=windows, num_host_blocks=num_host_blocks)
-    loop = Loop.build(cache, is_async=is_async, preempt=preempt, max_num_batched_tokens=16, max_num_seqs=8)
+    loop = Loop.build(
+        cache, is_async=is_async, preempt=preempt, max_num_batched_tokens=16, max_num_seqs=8
+    )
     loop.add(*[long_one(f"r{index}", index, 9 + index % 5, 18 + index % 3) for index in range(64)])
     loop.run(20_000)
     loop.assert_truth()
@@ -76,7 +78,9 @@ def test_with_a_host_pool_the_victim_is_offloaded_and_nothing_recomputed() -> No
 def test_a_block_that_came_back_half_filled_is_shared_only_once_it_is_full() -> None:
     """Preempted in the middle of its prompt, back for a step that does not fill the block, and cancelled."""
     loop = Loop.build(make_cache(8, num_host_blocks=12), max_num_batched_tokens=3, max_num_seqs=4)
-    loop.add(*[long_one(name, seed, 1, length) for name, seed, length in (("a", 30, 6), ("b", 31, 9))])
+    loop.add(
+        *[long_one(name, seed, 1, length) for name, seed, length in (("a", 30, 6), ("b", 31, 9))]
+    )
     for _ in range(3):
         loop.step()
     half = long_one("half", 1, 16, 4)
@@ -122,7 +126,9 @@ def test_without_a_host_pool_it_is_computed_again() -> None:
     assert loop.events[-1].num_cached_tokens == 0
 
 
-def places(*, committed: list[int], ranks: list[int], preemptions: list[int]) -> dict[Sequence, Place]:
+def places(
+    *, committed: list[int], ranks: list[int], preemptions: list[int]
+) -> dict[Sequence, Place]:
     found = {}
     for ticket, (tokens, rank, times) in enumerate(zip(committed, ranks, preemptions, strict=True)):
         sequence = make_sequence(str(ticket), [1])
@@ -147,7 +153,9 @@ def test_the_lowest_class_goes_first_whatever_the_rule(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["newest", "oldest", "least_wasted"])
 def test_who_was_preempted_often_is_spared(rule: str) -> None:
-    found = places(committed=[1, 2, 3], ranks=[1] * 3, preemptions=[PROTECTED_AFTER, 0, PROTECTED_AFTER])
+    found = places(
+        committed=[1, 2, 3], ranks=[1] * 3, preemptions=[PROTECTED_AFTER, 0, PROTECTED_AFTER]
+    )
     assert [s.request_id for s in victims_first(found, found, rule)] == ["1", "2", "0"]  # type: ignore[arg-type]
 
 
@@ -225,7 +233,9 @@ def test_everything_at_once_in_a_tight_pool(
     """Shared prompts, several choices, preemption and offload."""
     rng = random.Random(1)
     cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
-    loop = Loop.build(cache, is_async=is_async, policy=policy, max_num_batched_tokens=16, max_num_seqs=6)
+    loop = Loop.build(
+        cache, is_async=is_async, policy=policy, max_num_batched_tokens=16, max_num_seqs=6
+    )
     shared = [rng.randrange(1, 50) for _ in range(13)]
     for index in range(30):
         own = [rng.randrange(1, 50) for _ in range(rng.randrange(1, 14))]
@@ -233,7 +243,9 @@ def test_everything_at_once_in_a_tight_pool(
         lengths = [rng.randrange(1, 12) for _ in range(3 if index % 5 == 0 else 1)]
         loop.add(
             *[
-                make_sequence(f"r{index}", ids, length, choice=choice, seed=choice, priority=index % 3)
+                make_sequence(
+                    f"r{index}", ids, length, choice=choice, seed=choice, priority=index % 3
+                )
                 for choice, length in enumerate(lengths)
             ]
         )

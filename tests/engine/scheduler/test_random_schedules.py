@@ -29,7 +29,9 @@ def oracle_proposer(sequence: Sequence) -> tuple[int, ...]:
     """Two right drafts, then a wrong one; sometimes none."""
     if sequence.num_tokens % 5 == 0:
         return ()
-    copy = make_sequence("x", sequence.token_ids, 3, seed=sequence.seed, params=SamplingParams(ignore_eos=True))
+    copy = make_sequence(
+        "x", sequence.token_ids, 3, seed=sequence.seed, params=SamplingParams(ignore_eos=True)
+    )
     return (*expected_tokens(copy)[:2], 0 if sequence.num_tokens % 3 else 1)
 
 
@@ -38,7 +40,8 @@ worlds = st.fixed_dictionaries(
         "num_blocks": st.integers(9, 40),
         "block_size": st.sampled_from([1, 2, 4]),
         "windows": st.one_of(
-            st.just((None,)), st.lists(st.one_of(st.none(), st.integers(2, 9)), min_size=1, max_size=3).map(tuple)
+            st.just((None,)),
+            st.lists(st.one_of(st.none(), st.integers(2, 9)), min_size=1, max_size=3).map(tuple),
         ),
         "num_host_blocks": st.sampled_from([0, 0, 3, 12]),
         "prefix_cache": st.sampled_from([True, True, True, False]),
@@ -72,7 +75,9 @@ class Schedules(RuleBasedStateMachine):
     @initialize(world=worlds)
     def build(self, world: dict[str, Any]) -> None:
         partial, long = world["max_num_partial_prefills"], world["max_long_partial_prefills"]
-        has_long = world["long_prefill_token_threshold"] or partial > 1  # else no prompt counts as long
+        has_long = (
+            world["long_prefill_token_threshold"] or partial > 1
+        )  # else no prompt counts as long
         world["max_long_partial_prefills"] = long if has_long else 0
         names = ("num_blocks", "block_size", "windows", "num_host_blocks", "prefix_cache")
         cache = make_cache(**{name: world.pop(name) for name in names})
@@ -160,7 +165,9 @@ class Schedules(RuleBasedStateMachine):
         self.loop.assert_truth()
         for name, choice in self.loop.truth:
             reason = self.loop.ends[name, choice]
-            assert (reason is FinishReason.ERROR) <= (name in self.poison), f"{name} is blamed and innocent"
+            assert (reason is FinishReason.ERROR) <= (name in self.poison), (
+                f"{name} is blamed and innocent"
+            )
         free = self.loop.scheduler.snapshot()
         assert free.blocks_free == free.blocks_total
         assert free.num_running == free.num_waiting == free.num_offloaded == 0

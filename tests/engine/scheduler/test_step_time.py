@@ -9,7 +9,14 @@ import pytest
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tests.engine.scheduler.test_policies import prompt
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.scheduler.step_time import ALONE_S, FIRST_TOKENS, MIN_TOKENS, RECENT_S, SHORT_S, Pace
+from tokenmill_worker.engine.scheduler.step_time import (
+    ALONE_S,
+    FIRST_TOKENS,
+    MIN_TOKENS,
+    RECENT_S,
+    SHORT_S,
+    Pace,
+)
 from tokenmill_worker.engine.sequence import Sequence
 
 
@@ -27,7 +34,9 @@ def test_what_costs_time_is_held_back() -> None:
 
 
 def test_what_costs_none_goes_along() -> None:
-    assert taught(0.5, fixed=0.1, each=0.0).room_beside(10) == 4 * 64 - 10  # more than 64 at once was never seen
+    assert (
+        taught(0.5, fixed=0.1, each=0.0).room_beside(10) == 4 * 64 - 10
+    )  # more than 64 at once was never seen
     assert taught(None, fixed=0.1, each=0.01).room_beside(10) is None
 
 
@@ -43,7 +52,9 @@ def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
     assert pace.room_at(0.0, 0) == FIRST_TOKENS
     assert pace.room_beside(1) == FIRST_TOKENS
     for _ in range(50):
-        pace.note(64, 0.5)  # all of one size: a token's own cost is unknown, so each costs its share
+        pace.note(
+            64, 0.5
+        )  # all of one size: a token's own cost is unknown, so each costs its share
     assert pace.room_at(0.0, 0) == pytest.approx(64 * ALONE_S / 0.5, abs=1)
     assert pace.room_beside(1) == MIN_TOKENS
 
@@ -52,20 +63,26 @@ def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
     ("fixed", "lately", "long_ago"),
     [(0.005, 3 * 0.01, ALONE_S), (0.1, ALONE_S, ALONE_S), (0.3, 1.5 * 0.305, 1.5 * 0.305)],
 )
-def test_a_step_of_bulk_alone_is_short_after_others_were_there(fixed: float, lately: float, long_ago: float) -> None:
+def test_a_step_of_bulk_alone_is_short_after_others_were_there(
+    fixed: float, lately: float, long_ago: float
+) -> None:
     """Such a step may take three times as long as one token, but no longer than the target.
 
     A shared step that takes longer raises that bound.
     """
     pace = taught(0.5, fixed, each=0.005)
     pace.room_at(1000.0, 1)
-    seconds = [fixed + 0.005 * (pace.room_at(1000.0 + after, 0) or 0) for after in (RECENT_S, 2 * RECENT_S)]
+    seconds = [
+        fixed + 0.005 * (pace.room_at(1000.0 + after, 0) or 0) for after in (RECENT_S, 2 * RECENT_S)
+    ]
     assert seconds == pytest.approx([lately, long_ago], rel=0.1)
 
 
 def test_bulk_alone_is_bounded_also_where_nobody_else_ever_came() -> None:
     """The first other request waits for the end of the running step."""
-    loop = Loop.build(make_cache(2000), max_num_seqs=8, max_num_batched_tokens=512, policy="priority")
+    loop = Loop.build(
+        make_cache(2000), max_num_seqs=8, max_num_batched_tokens=512, policy="priority"
+    )
     loop.seconds_of = lambda plan: 0.02 + 0.002 * plan.num_tokens
     for number in range(8):
         loop.add(forever(f"bulk {number}", number, 20, length=230, priority=2))
@@ -111,7 +128,9 @@ def test_one_disturbed_step_does_not_change_the_picture() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [0.5, None])
-def test_bulk_steps_back_while_others_are_served_and_comes_back_after(slowdown: float | None) -> None:
+def test_bulk_steps_back_while_others_are_served_and_comes_back_after(
+    slowdown: float | None,
+) -> None:
     loop = Loop.build(make_cache(400), max_num_seqs=24, policy="priority", bulk_slowdown=slowdown)
     loop.seconds_of = lambda plan: 0.02 + 0.005 * plan.num_tokens
     for number in range(20):  # one after the other: steps of many sizes
@@ -128,7 +147,9 @@ def test_bulk_steps_back_while_others_are_served_and_comes_back_after(slowdown: 
         assert min(beside) >= MIN_TOKENS
         assert len({name for step in shared for name in step}) == 21  # in turns
     after = step_of(loop)
-    assert MIN_TOKENS <= len(after) <= 16 if slowdown else len(after) == 20  # another may come while this step runs
+    assert (
+        MIN_TOKENS <= len(after) <= 16 if slowdown else len(after) == 20
+    )  # another may come while this step runs
     loop.clock.now += RECENT_S + 1
     assert len(step_of(loop)) == 20
     loop.run()
@@ -136,7 +157,9 @@ def test_bulk_steps_back_while_others_are_served_and_comes_back_after(slowdown: 
 
 
 def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
-    loop = Loop.build(make_cache(400), max_num_seqs=24, max_num_batched_tokens=16, policy="priority")
+    loop = Loop.build(
+        make_cache(400), max_num_seqs=24, max_num_batched_tokens=16, policy="priority"
+    )
     loop.add(forever("bulk", 1, 12, priority=2))
     loop.step()
     for number in range(20):
@@ -149,9 +172,13 @@ def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
 
 
 @pytest.mark.parametrize(("num_decodes", "at_least"), [(0, 200), (9, 14)])
-def test_urgent_prompts_without_end_leave_a_bulk_prompt_its_part(num_decodes: int, at_least: int) -> None:
+def test_urgent_prompts_without_end_leave_a_bulk_prompt_its_part(
+    num_decodes: int, at_least: int
+) -> None:
     """The bulk prompt advances slowly beside decodes of bulk work, which come first."""
-    loop = Loop.build(make_cache(2000), max_num_seqs=200, max_num_batched_tokens=32, policy="priority")
+    loop = Loop.build(
+        make_cache(2000), max_num_seqs=200, max_num_batched_tokens=32, policy="priority"
+    )
     loop.seconds_of = lambda plan: 0.02 + 0.01 * plan.num_tokens
     for number in range(num_decodes):
         loop.add(forever(f"bulk {number}", number, 200, length=1, priority=2))

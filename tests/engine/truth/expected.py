@@ -53,7 +53,9 @@ def generate(model: transformers.PreTrainedModel, prompt: list[int], max_tokens:
     return Expected(tuple(prompt), tuple(output.sequences[0, len(prompt) :].tolist()), gap)
 
 
-def clear_answer(model: transformers.PreTrainedModel, length: int, max_tokens: int, vocab: int) -> Expected:
+def clear_answer(
+    model: transformers.PreTrainedModel, length: int, max_tokens: int, vocab: int
+) -> Expected:
     """Return the answer to the first random prompt of this length without a near tie."""
     draw = random.Random(f"{length}/{max_tokens}")
     for _ in range(40):

@@ -49,7 +49,9 @@ def tokens(outputs):
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize("offload", [0.0, 0.01])
 def test_a_tiny_pool_completes_with_the_same_tokens(folder, undisturbed, policy, offload):
-    engine = engine_of(folder, num_blocks=16, cpu_offload_gib=offload, policy=policy, safety_margin=0.0)
+    engine = engine_of(
+        folder, num_blocks=16, cpu_offload_gib=offload, policy=policy, safety_margin=0.0
+    )
     assert tokens(engine.generate_batch(MIXED, PARAMS)) == undisturbed
     stats = engine.stats()
     assert stats.preemptions > 0
@@ -75,12 +77,16 @@ def test_a_shared_prefix_is_computed_once(folder):
     shared = prompt(1, 96)
     prompts = [shared + prompt(100 + i, 5) for i in range(16)]
     engine = engine_of(folder, max_num_seqs=16, max_num_batched_tokens=64)
-    outputs = engine.generate_batch(prompts, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    outputs = engine.generate_batch(
+        prompts, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    )
     assert engine.stats().computed_tokens <= 96 + 16 * 5 + 16 * 8 + 16
     assert sorted(output.num_cached_tokens for output in outputs)[1:] == [96] * 15
     lone = engine_of(folder, prefix_cache=False)
     for ids, output in zip(prompts, outputs, strict=True):
-        wanted = lone.generate_batch([ids], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+        wanted = lone.generate_batch(
+            [ids], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        )
         assert output.token_ids == wanted[0].token_ids
 
 
@@ -90,7 +96,10 @@ def test_a_chats_next_turn_finds_what_was_generated(folder):
     turn = [*prompt(3, 30), *first.token_ids, *prompt(4, 6)]
     second = engine.generate_batch([turn], GREEDY)[0]
     assert second.num_cached_tokens >= 48  # the whole blocks of 30 prompt and 24 generated tokens
-    assert second.token_ids == engine_of(folder, prefix_cache=False).generate_batch([turn], GREEDY)[0].token_ids
+    assert (
+        second.token_ids
+        == engine_of(folder, prefix_cache=False).generate_batch([turn], GREEDY)[0].token_ids
+    )
 
 
 def test_tenants_do_not_share_their_prefixes(folder):
@@ -106,7 +115,9 @@ def test_tenants_do_not_share_their_prefixes(folder):
 
 def test_drafts_are_exact_and_accepted(folder):
     repeating = [prompt(6, 30), prompt(7, 4) * 8, prompt(8, 50)]
-    loops = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logit_bias={7: 90.0, 9: 89.0})
+    loops = SamplingParams(
+        max_tokens=40, temperature=0, ignore_eos=True, logit_bias={7: 90.0, 9: 89.0}
+    )
     params = [loops, SEEDED, GREEDY]
     plain = tokens(engine_of(folder).generate_batch(repeating, params))
     engine = engine_of(folder, speculative_tokens=4)
@@ -131,7 +142,14 @@ def test_a_resumed_answer_is_the_undisturbed_one(folder, cut, params):
     whole = engine_of(folder).generate_batch([prompt(10, 21)], params)[0].token_ids
     engine = engine_of(folder)
     engine.submit(
-        [GenerationRequest(request_id="r", prompt_ids=tuple(prompt(10, 21)), params=params, resumed=(whole[:cut],))]
+        [
+            GenerationRequest(
+                request_id="r",
+                prompt_ids=tuple(prompt(10, 21)),
+                params=params,
+                resumed=(whole[:cut],),
+            )
+        ]
     )
     told = []
     while engine.has_work:
@@ -164,9 +182,15 @@ def test_structured_output_obeys_its_schema():
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    engine = Engine.load(EngineConfig(model="smollm2-135m-instruct", dtype="float32", num_blocks=128, num_threads=1))
-    shape = SamplingParams(max_tokens=60, temperature=0.7, seed=1, response_format=ResponseFormat(json_schema=schema))
-    number = SamplingParams(max_tokens=8, temperature=0, response_format=ResponseFormat(regex="[0-9]{3}-[0-9]{2}"))
+    engine = Engine.load(
+        EngineConfig(model="smollm2-135m-instruct", dtype="float32", num_blocks=128, num_threads=1)
+    )
+    shape = SamplingParams(
+        max_tokens=60, temperature=0.7, seed=1, response_format=ResponseFormat(json_schema=schema)
+    )
+    number = SamplingParams(
+        max_tokens=8, temperature=0, response_format=ResponseFormat(regex="[0-9]{3}-[0-9]{2}")
+    )
     assert engine.runner.can_structure
     outputs = engine.generate_batch([[1, 2, 3, 4], [5, 6, 7], [8, 9]], [shape, number, GREEDY])
     assert outputs[2].token_ids == engine.generate_batch([[8, 9]], GREEDY)[0].token_ids

@@ -38,10 +38,14 @@ def folder_of(name: str) -> Path:
 
 
 def ask(engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> str:
-    return engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    return engine.add_request(
+        prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    )
 
 
-def answers_of(engine: Engine, wanted: list[Expected], steps_between: list[int]) -> list[tuple[int, ...]]:
+def answers_of(
+    engine: Engine, wanted: list[Expected], steps_between: list[int]
+) -> list[tuple[int, ...]]:
     ids = []
     for one, steps in zip(wanted, steps_between, strict=True):
         ids.append(ask(engine, one.prompt, len(one.answer)))
@@ -63,12 +67,16 @@ def test_smollm2_answers_64_prompts_that_join_at_different_steps(
         max_num_batched_tokens=96, max_num_seqs=24,
     )  # fmt: skip
     with Engine.load(config) as engine:
-        assert answers_of(engine, wanted, [draw.choice((0, 0, 1, 3)) for _ in wanted]) == [one.answer for one in wanted]
+        assert answers_of(engine, wanted, [draw.choice((0, 0, 1, 3)) for _ in wanted]) == [
+            one.answer for one in wanted
+        ]
         assert engine.stats().finished == 64
 
 
 @pytest.mark.usefixtures("linear_kernels")
-def test_weights_kept_as_their_file_has_them_change_no_bit(caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_kept_as_their_file_has_them_change_no_bit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """SmolLM2's file holds blocks of 4 bits, its embedding blocks of 8."""
     folder = folder_of("smollm2-135m-instruct")
     prompts = [list(range(100 + n, 100 + 3 * n)) for n in (1, 5, 30, 41)]
@@ -85,7 +93,12 @@ def test_weights_kept_as_their_file_has_them_change_no_bit(caplog: pytest.LogCap
             amx=False,
         )
         with caplog.at_level(logging.INFO), Engine.load(config) as engine:
-            answers.append([(one.token_ids, one.logprobs) for one in engine.generate_batch(prompts, [params] * 4)])
+            answers.append(
+                [
+                    (one.token_ids, one.logprobs)
+                    for one in engine.generate_batch(prompts, [params] * 4)
+                ]
+            )
     assert answers[0] == answers[1]
     told = [record.getMessage() for record in caplog.records if "same bits" in record.getMessage()]
     assert told == [
@@ -104,7 +117,9 @@ def smollm2() -> tuple[Path, list[Expected]]:
     wanted: list[Expected] = []
     while len(wanted) < 64:
         start, length = draw.randrange(len(ids) - 2), draw.choice((1, 3, 8, 20, 50, 120))
-        found = expected.generate(model, ids[start : start + length], draw.choice((1, 2, 5, 9, 16, 24)))
+        found = expected.generate(
+            model, ids[start : start + length], draw.choice((1, 2, 5, 9, 16, 24))
+        )
         if found.gap > expected.CLEAR_GAP:
             wanted.append(found)
     return folder, wanted
@@ -121,7 +136,9 @@ def gemma3_ids() -> list[int]:
 def gemma3(gemma3_ids: list[int]) -> tuple[Path, list[Expected]]:
     folder = folder_of("gemma3-270m")
     model = expected.load(folder)
-    return folder, [expected.generate(model, gemma3_ids[:length], 12) for length in (5, 490, 505, 515, 1601)]
+    return folder, [
+        expected.generate(model, gemma3_ids[:length], 12) for length in (5, 490, 505, 515, 1601)
+    ]
 
 
 @pytest.fixture(scope="module")

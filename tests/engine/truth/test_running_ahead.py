@@ -101,7 +101,9 @@ def test_a_step_is_launched_before_the_last_one_is_read(folder):
             return finish(step)
 
     runner, engine.runner = engine.runner, Watched()
-    engine.generate_batch([[5, 6, 7]], [SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)])
+    engine.generate_batch(
+        [[5, 6, 7]], [SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)]
+    )
     steps = [step for what, step in order if what == "finish"]
     for step in steps[:-2]:
         assert order.index(("launch", step + 1)) < order.index(("finish", step))
@@ -109,7 +111,9 @@ def test_a_step_is_launched_before_the_last_one_is_read(folder):
 
 def test_cancelling_in_flight_frees_everything(folder):
     engine = engine_of(folder, async_batching=True)
-    ids = engine.add_requests([[9] * 20, [8] * 30, [7] * 3], SamplingParams(max_tokens=20, temperature=0))
+    ids = engine.add_requests(
+        [[9] * 20, [8] * 30, [7] * 3], SamplingParams(max_tokens=20, temperature=0)
+    )
     for _ in range(4):
         engine.step()
     for request_id in ids:
@@ -159,10 +163,14 @@ def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
     settings = engine_of(folder, async_batching=True, **changes).runner.config
     runner = Clocked.load(settings)
     engine = Engine.around(runner)
-    engine.add_request([5] * 160, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), priority=1)
+    engine.add_request(
+        [5] * 160, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), priority=1
+    )
     for _ in range(6):
         engine.step()
-    engine.add_request([7, 8, 9], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), "short", priority=0)
+    engine.add_request(
+        [7, 8, 9], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), "short", priority=0
+    )
     came = runner.now
     while not any(event.request_id == "short" for event in engine.step()):
         pass
@@ -188,4 +196,6 @@ def test_who_comes_back_in_the_plan_that_preempts_it_says_the_same(folder):
             engine.step()
         for name in names:
             engine.scheduler._state.preempt(*engine.scheduler.sequences(name))
-    assert [engine.get_result(name).token_ids for name in names] == [output.token_ids for output in plain]
+    assert [engine.get_result(name).token_ids for name in names] == [
+        output.token_ids for output in plain
+    ]

@@ -36,7 +36,10 @@ def answers(folder_of: Callable[[str], Path]) -> Callable[[str], Answers]:
             folder = folder_of(name)
             model = expected.load(folder, FAMILIES[name].attention)
             pairs = zip(LENGTHS, ANSWERS, strict=True)
-            wanted = [expected.clear_answer(model, length, count, tiny_models.VOCAB) for length, count in pairs]
+            wanted = [
+                expected.clear_answer(model, length, count, tiny_models.VOCAB)
+                for length, count in pairs
+            ]
             made[name] = (folder, wanted)
         return made[name]
 
@@ -73,16 +76,22 @@ def make_engine(folder: Path, **changes: object) -> Engine:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_expected_answers_are_worth_comparing(name: str, answers: Callable[[str], Answers]) -> None:
+def test_the_expected_answers_are_worth_comparing(
+    name: str, answers: Callable[[str], Answers]
+) -> None:
     _, wanted = answers(name)
     assert min(one.gap for one in wanted) > expected.CLEAR_GAP
     assert len({one.answer for one in wanted}) == len(wanted)
-    assert max(len(set(one.answer)) for one in wanted) > 4, "a model that repeats itself proves little"
+    assert max(len(set(one.answer)) for one in wanted) > 4, (
+        "a model that repeats itself proves little"
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, UNBOUNDED])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_chunks_of_any_size_give_the_same_tokens(name: str, chunk: int, answers: Callable[[str], Answers]) -> None:
+def test_chunks_of_any_size_give_the_same_tokens(
+    name: str, chunk: int, answers: Callable[[str], Answers]
+) -> None:
     folder, wanted = answers(name)
     with make_engine(folder, max_num_batched_tokens=chunk, safety_margin=0.0) as engine:
         assert len(engine.runner.cache_config.groups) == FAMILIES[name].num_groups
@@ -90,7 +99,9 @@ def test_chunks_of_any_size_give_the_same_tokens(name: str, chunk: int, answers:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_small_chunks_of_several_prompts_meet_in_one_step(name: str, answers: Callable[[str], Answers]) -> None:
+def test_small_chunks_of_several_prompts_meet_in_one_step(
+    name: str, answers: Callable[[str], Answers]
+) -> None:
     folder, wanted = answers(name)
     with make_engine(folder, long_prefill_token_threshold=5, max_num_batched_tokens=32) as engine:
         assert run(engine, wanted, join_every=1) == [one.answer for one in wanted]
@@ -102,7 +113,9 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
     name: str, offload: float, answers: Callable[[str], Answers]
 ) -> None:
     folder, wanted = answers(name)
-    with make_engine(folder, num_blocks=28, cpu_offload_gib=offload, max_num_batched_tokens=64) as engine:
+    with make_engine(
+        folder, num_blocks=28, cpu_offload_gib=offload, max_num_batched_tokens=64
+    ) as engine:
         assert run(engine, wanted, join_every=0) == [one.answer for one in wanted]
         stats = engine.stats()
         assert stats.preemptions > 0
@@ -121,14 +134,20 @@ def test_cached_prefixes_give_the_same_tokens(name: str, answers: Callable[[str]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_fast_path_gives_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
     folder, wanted = answers(name)
-    with make_engine(folder, attention="cpu", fuse=True, block_size=16, max_num_batched_tokens=16) as engine:
+    with make_engine(
+        folder, attention="cpu", fuse=True, block_size=16, max_num_batched_tokens=16
+    ) as engine:
         assert run(engine, wanted) == [one.answer for one in wanted]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_steps_launched_ahead_give_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
+def test_steps_launched_ahead_give_the_same_tokens(
+    name: str, answers: Callable[[str], Answers]
+) -> None:
     folder, wanted = answers(name)
-    with make_engine(folder, async_batching=True, max_num_batched_tokens=32, num_blocks=40) as engine:
+    with make_engine(
+        folder, async_batching=True, max_num_batched_tokens=32, num_blocks=40
+    ) as engine:
         assert engine.runner.is_asynchronous
         assert run(engine, wanted) == [one.answer for one in wanted]
 
@@ -150,7 +169,9 @@ class Oracle:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_drafts_right_and_wrong_change_no_token(name: str, answers: Callable[[str], Answers]) -> None:
+def test_drafts_right_and_wrong_change_no_token(
+    name: str, answers: Callable[[str], Answers]
+) -> None:
     folder, wanted = answers(name)
     runner = make_engine(folder).runner
     scheduler = Scheduler(

@@ -69,12 +69,19 @@ FAMILIES = {
         num_groups=2,
     ),
     "gemma3": Family(
-        _config("Gemma3TextConfig", head_dim=16, sliding_window=10, layer_types=_SLIDING_BY_TURNS), num_groups=2
+        _config("Gemma3TextConfig", head_dim=16, sliding_window=10, layer_types=_SLIDING_BY_TURNS),
+        num_groups=2,
     ),
     "gpt2": Family(_gpt2),
     "mixtral": Family(_config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2)),
     "qwen3_moe": Family(
-        _config("Qwen3MoeConfig", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+        _config(
+            "Qwen3MoeConfig",
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+        )
     ),
     "deepseek_v3": Family(  # keys of size 24, values of size 16
         _config(
@@ -111,7 +118,11 @@ FAMILIES = {
 def _partial_phi() -> Any:
     """Configure a Phi that rotates half of each head's dimensions."""
     config = FAMILIES["phi3"].config()
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    }
     return config
 
 

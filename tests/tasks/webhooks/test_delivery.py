@@ -27,7 +27,11 @@ def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None
         assert ours.deliver(claim) == "delivered"
     (seen,) = receiver.received
     event = verify(seen.body, seen.headers, tenant_secret(SECRET, "acme"), now=clock())
-    assert (event.type, event.data.job_id, event.data.status) == ("job.succeeded", "a", JobStatus.SUCCEEDED)
+    assert (event.type, event.data.job_id, event.data.status) == (
+        "job.succeeded",
+        "a",
+        JobStatus.SUCCEEDED,
+    )
     assert event.data.choices is not None
     assert event.data.choices[0].text == "Blue light scatters. ☁"
     assert event.data.usage is not None
@@ -40,7 +44,9 @@ def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None
     assert ours.claim() == []
 
 
-def test_a_failure_is_tried_again_later_and_set_aside_at_the_limit(url: str, engine: sa.Engine) -> None:
+def test_a_failure_is_tried_again_later_and_set_aside_at_the_limit(
+    url: str, engine: sa.Engine
+) -> None:
     clock = Clock()
     with Receiver([(500, {}), (404, {}), (503, {})]) as receiver:
         record(url, noticed("a", receiver.url))
@@ -64,7 +70,9 @@ def test_a_failure_is_tried_again_later_and_set_aside_at_the_limit(url: str, eng
 
 def test_pauses_grow_differ_and_obey_the_receiver() -> None:
     retries, rng = Retries(5, 21_600), random.Random(1)
-    assert [round(retries.delay_s(n, rng) / 5, 1) for n in range(1, 4)] == pytest.approx([1, 4, 16], rel=0.26)
+    assert [round(retries.delay_s(n, rng) / 5, 1) for n in range(1, 4)] == pytest.approx(
+        [1, 4, 16], rel=0.26
+    )
     assert all(16_200 <= retries.delay_s(n, rng) <= 27_000 for n in (8, 100))
     assert len({retries.delay_s(1, rng) for _ in range(20)}) == 20
     assert retries.delay_s(1, rng, asked_s=500) == 500
@@ -72,7 +80,9 @@ def test_pauses_grow_differ_and_obey_the_receiver() -> None:
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_what_can_never_be_delivered_is_set_aside_at_once(url: str, engine: sa.Engine, gone: bool) -> None:
+def test_what_can_never_be_delivered_is_set_aside_at_once(
+    url: str, engine: sa.Engine, gone: bool
+) -> None:
     with Receiver([(410, {})]) as receiver:
         record(url, noticed("a", receiver.url))
         ours = courier(engine, Clock()) if gone else courier(engine, Clock(), allowed=())
@@ -98,7 +108,9 @@ def test_a_claim_that_nobody_began_is_due_again(url: str, engine: sa.Engine) -> 
     assert notices(engine)[0]["attempts"] == 1
 
 
-def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(url: str, engine: sa.Engine) -> None:
+def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(
+    url: str, engine: sa.Engine
+) -> None:
     clock = Clock()
     with Receiver() as receiver:
         record(url, noticed("a", receiver.url))
@@ -108,7 +120,9 @@ def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(ur
         ours._send(begun)  # and here it dies
         clock.seconds += CLAIM_MS / 1000
         assert ours.deliver(ours.claim()[0]) == "delivered"
-        assert [seen.headers["webhook-id"] for seen in receiver.received] == [f"msg_a_{START_MS}"] * 2
+        assert [seen.headers["webhook-id"] for seen in receiver.received] == [
+            f"msg_a_{START_MS}"
+        ] * 2
     assert notices(engine)[0]["attempts"] == 2
 
 
@@ -128,10 +142,17 @@ def test_what_kills_everyone_who_tries_it_comes_to_an_end(url: str, engine: sa.E
 
 
 def test_one_host_does_not_take_every_place(url: str, engine: sa.Engine) -> None:
-    hanging = [noticed(f"a{n}", f"http://hanging.example/{n}", finished_ms=n + 1) for n in range(20)]
+    hanging = [
+        noticed(f"a{n}", f"http://hanging.example/{n}", finished_ms=n + 1) for n in range(20)
+    ]
     record(url, *hanging, noticed("b", "http://quick.example/", finished_ms=100))
     ours = courier(engine, Clock(), per_host=3)
-    assert sorted(claim.id for claim in ours.claim()) == ["msg_a0_1", "msg_a1_2", "msg_a2_3", "msg_b_100"]
+    assert sorted(claim.id for claim in ours.claim()) == [
+        "msg_a0_1",
+        "msg_a1_2",
+        "msg_a2_3",
+        "msg_b_100",
+    ]
     assert ours.claim() == []  # while these are on their way
 
 
@@ -151,17 +172,28 @@ def test_one_tenants_hanging_hosts_do_not_take_every_place(url: str, engine: sa.
 
 
 def test_tenants_take_turns(url: str, engine: sa.Engine) -> None:
-    many = [noticed(f"a{n}", f"http://host{n}.example/", tenant="a", finished_ms=1) for n in range(60)]
-    record(url, *many, *(noticed(f"b{n}", "http://b.example/", tenant="b", finished_ms=99) for n in range(3)))
+    many = [
+        noticed(f"a{n}", f"http://host{n}.example/", tenant="a", finished_ms=1) for n in range(60)
+    ]
+    record(
+        url,
+        *many,
+        *(noticed(f"b{n}", "http://b.example/", tenant="b", finished_ms=99) for n in range(3)),
+    )
     claimed = [claim.id for claim in courier(engine, Clock()).claim()]
     assert len(claimed) == MAX_OF_TENANT + 3
-    assert {name for name in claimed if name.startswith("msg_b")} == {f"msg_b{n}_99" for n in range(3)}
+    assert {name for name in claimed if name.startswith("msg_b")} == {
+        f"msg_b{n}_99" for n in range(3)
+    }
 
 
 def test_two_sweeps_at_once_take_different_ones(url: str, engine: sa.Engine) -> None:
     record(url, *(noticed(f"a{n}", f"http://host{n}.example/") for n in range(40)))
     taken: list[Claim] = []
-    sweeps = [threading.Thread(target=lambda: taken.extend(courier(engine, Clock()).claim())) for _ in range(4)]
+    sweeps = [
+        threading.Thread(target=lambda: taken.extend(courier(engine, Clock()).claim()))
+        for _ in range(4)
+    ]
     for sweep in sweeps:
         sweep.start()
     for sweep in sweeps:
@@ -169,7 +201,9 @@ def test_two_sweeps_at_once_take_different_ones(url: str, engine: sa.Engine) -> 
     assert len(taken) == len({claim.id for claim in taken}) == 40
 
 
-def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(url: str, engine: sa.Engine) -> None:
+def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(
+    url: str, engine: sa.Engine
+) -> None:
     with Receiver() as receiver:
         dead = failed("a", status=JobStatus.DEAD)
         assert dead.request is not None
@@ -188,7 +222,9 @@ def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> No
         record(url, noticed("long", receiver.url, choices=(long,)))
         with engine.begin() as connection:
             connection.execute(sa.delete(jobs).where(jobs.c.id == "removed"))
-            connection.execute(sa.update(jobs).where(jobs.c.id == "purged").values(result=None, metadata=sa.null()))
+            connection.execute(
+                sa.update(jobs).where(jobs.c.id == "purged").values(result=None, metadata=sa.null())
+            )
         ours = courier(engine, Clock())
         assert [ours.deliver(claim) for claim in ours.claim()] == ["delivered"] * 3
         data = [verify(seen.body, seen.headers, tenant_secret(SECRET, "acme"), now=Clock()()).data
@@ -198,7 +234,9 @@ def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> No
     )
 
 
-def test_nothing_is_sent_unsigned(url: str, engine: sa.Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_sent_unsigned(
+    url: str, engine: sa.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     record(url, noticed("a", "http://localhost:1/"))
     assert courier(engine, Clock(), secret="").claim() == []
     assert "1 webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set" in caplog.text

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.tasks.receiver import Dripping, Receiver
-from tokenmill_worker.tasks.webhooks.addresses import AddressRefused, AddressUnknown, is_permitted, resolve
+from tokenmill_worker.tasks.webhooks.addresses import (
+    AddressRefused,
+    AddressUnknown,
+    is_permitted,
+    resolve,
+)
 from tokenmill_worker.tasks.webhooks.http_sender import Sender, SendFailed, _Deadline
 
 LOCAL = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
@@ -32,7 +37,8 @@ def test_private_addresses_are_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["93.184.216.34", "8.8.8.8", "192.0.0.9", "192.0.0.10", "2606:4700::1111", "64:ff9b::808:808"]
+    "address",
+    ["93.184.216.34", "8.8.8.8", "192.0.0.9", "192.0.0.10", "2606:4700::1111", "64:ff9b::808:808"],
 )
 def test_public_addresses_are_permitted(address: str) -> None:
     assert is_permitted(ipaddress.ip_address(address))
@@ -45,7 +51,9 @@ def test_a_network_is_permitted_by_name() -> None:
     assert not is_permitted(ipaddress.ip_address("::ffff:10.2.0.1"), allowed)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f.1", "0", "[::1]", "127.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.1", "2130706433", "0x7f.1", "0", "[::1]", "127.0.0.1"]
+)
 def test_every_spelling_of_this_machine_is_refused(host: str) -> None:
     with Receiver() as receiver:
         with pytest.raises((AddressRefused, AddressUnknown)):
@@ -78,10 +86,19 @@ def test_a_redirect_is_not_followed() -> None:
 
 def test_retry_after_is_read_in_seconds_and_as_a_date() -> None:
     soon = formatdate(time.time() + 120, usegmt=True)
-    values = ["120", "Fri, 31 Dec 1999 23:59:59 GMT", soon, "soon", "Fri, 99 Dec 1999 23:59:59 GMT", "1" * 20]
+    values = [
+        "120",
+        "Fri, 31 Dec 1999 23:59:59 GMT",
+        soon,
+        "soon",
+        "Fri, 99 Dec 1999 23:59:59 GMT",
+        "1" * 20,
+    ]
     with Receiver([(503, {"Retry-After": value}) for value in values]) as receiver:
         sender = Sender(30, LOCAL)
-        seconds, past, date, *others = (sender.post(receiver.url, b"{}", {}).retry_after_s for _ in values)
+        seconds, past, date, *others = (
+            sender.post(receiver.url, b"{}", {}).retry_after_s for _ in values
+        )
     assert (seconds, past, others) == (120.0, 0.0, [None, None, None])
     assert 60 < (date or 0) <= 121
 
@@ -107,7 +124,9 @@ def test_a_closed_port_and_an_answer_that_is_none() -> None:
         Sender(5, LOCAL).post(f"http://127.0.0.1:{port}/", b"{}", {})
 
 
-@pytest.mark.parametrize("url", ["http://localhost:99999/", "http://[::1/", "gopher://localhost/", "http://a..b/"])
+@pytest.mark.parametrize(
+    "url", ["http://localhost:99999/", "http://[::1/", "gopher://localhost/", "http://a..b/"]
+)
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises((SendFailed, AddressUnknown)):
         Sender(5, LOCAL).post(url, b"{}", {})
@@ -117,9 +136,7 @@ def test_an_address_that_is_none(url: str) -> None:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a certificate for localhost only, in one file with its key."""
     folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    )
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
     both = folder / "both.pem"

@@ -21,14 +21,23 @@ def noticed(job: Finished, url: str | None = HOOK) -> Finished:
 
 
 async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: ResultStore) -> None:
-    await store.record([noticed(finished("a", finished_ms=50)), finished("b"), noticed(failed("c"))])
+    await store.record(
+        [noticed(finished("a", finished_ms=50)), finished("b"), noticed(failed("c"))]
+    )
     found = rows(url, "SELECT * FROM webhooks ORDER BY job_id")
     assert [(row["id"], row["event"], row["host"]) for row in found] == [
         ("msg_a_50", "job.succeeded", "hooks.example.org"),
         (found[1]["id"], "job.failed", "hooks.example.org"),
     ]
     first = found[0]
-    assert (first["url"], first["state"], first["attempts"], first["due_ms"], first["tenant"], first["queue"]) == (
+    assert (
+        first["url"],
+        first["state"],
+        first["attempts"],
+        first["due_ms"],
+        first["tenant"],
+        first["queue"],
+    ) == (
         HOOK,
         "pending",
         0,
@@ -40,7 +49,9 @@ async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: Res
 
 async def test_a_job_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
     await store.record([noticed(finished("a", finished_ms=50))])
-    await store.record([noticed(finished("a", token=2, finished_ms=60))])  # another worker, another end
+    await store.record(
+        [noticed(finished("a", token=2, finished_ms=60))]
+    )  # another worker, another end
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
 
 
@@ -74,7 +85,9 @@ async def test_no_result_without_its_notice(url: str) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("bad", ["https://", "ftp://a/b", "https://[::1/", "http://a\x00b/", "nonsense"])
+@pytest.mark.parametrize(
+    "bad", ["https://", "ftp://a/b", "https://[::1/", "http://a\x00b/", "nonsense"]
+)
 async def test_an_address_that_is_none_keeps_no_result_from_being_recorded(
     url: str, store: ResultStore, bad: str
 ) -> None:

@@ -25,7 +25,10 @@ SECRETS = ("S3CRET", "T0PSECRET", "FRAGMENT")
     [
         ("https://example.com/hook", "https://example.com/hook"),
         ("https://u:S3CRET@example.com:8443/hook", "https://example.com:8443/hook"),
-        ("https://S3CRET@example.com/a?token=T0PSECRET&x=T0PSECRET#FRAGMENT", "https://example.com/a?token=***&x=***"),
+        (
+            "https://S3CRET@example.com/a?token=T0PSECRET&x=T0PSECRET#FRAGMENT",
+            "https://example.com/a?token=***&x=***",
+        ),
         ("https://example.com/a?T0PSECRET", "https://example.com/a?***"),
         ("https://u:S3CRET@x@[::1]:80/a", "https://[::1]:80/a"),
         ("https://u:S3CRET/S3CRET@example.com/a", "https://***"),
@@ -63,16 +66,23 @@ def test_a_failed_notice_says_no_secret(sqlite_url: str, caplog: pytest.LogCaptu
 def test_a_delivered_notice_keeps_no_secret_in_sql(sqlite_url: str) -> None:
     engine = open_engine(sqlite_url)
     with Receiver() as receiver:
-        record(sqlite_url, noticed("a", receiver.url.replace("://", "://user:S3CRET@") + "&token=T0PSECRET"))
+        record(
+            sqlite_url,
+            noticed("a", receiver.url.replace("://", "://user:S3CRET@") + "&token=T0PSECRET"),
+        )
         ours = courier(engine, Clock())
         assert [ours.deliver(claim) for claim in ours.claim()] == ["delivered"]
         assert len(receiver.received) == 1
     with engine.connect() as connection:
-        assert connection.scalar(sa.select(webhooks.c.url)) == receiver.url.replace("a=b", "a=***&token=***")
+        assert connection.scalar(sa.select(webhooks.c.url)) == receiver.url.replace(
+            "a=b", "a=***&token=***"
+        )
     engine.dispose()
 
 
-@pytest.mark.parametrize("url", ["ftp://u:S3CRET@host/?t=T0PSECRET", "http://u:S3CRET@ho st/", LONG])
+@pytest.mark.parametrize(
+    "url", ["ftp://u:S3CRET@host/?t=T0PSECRET", "http://u:S3CRET@ho st/", LONG]
+)
 def test_a_refused_webhook_is_refused_without_its_secrets(url: str) -> None:
     (problem,) = problems(JobRequest(job_id="a", prompt="x", webhook=url))
     assert problem.startswith("webhook must be")

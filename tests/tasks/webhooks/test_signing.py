@@ -17,7 +17,9 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 NOW = 1_700_000_000
 
 
-def message(secret: str = SECRET, *, sent: int = NOW, body: bytes | None = None) -> tuple[bytes, dict[str, str]]:
+def message(
+    secret: str = SECRET, *, sent: int = NOW, body: bytes | None = None
+) -> tuple[bytes, dict[str, str]]:
     data = WebhookJob(
         job_id="j", status=JobStatus.SUCCEEDED, queue="q", model="m", tenant="", choices=None, usage=None, error=None,
         attempt=1, created_ms=0, started_ms=0, finished_ms=1, metadata={},
@@ -91,7 +93,9 @@ def test_a_tenants_secret_is_its_own() -> None:
             verify(body, headers, secret, now=NOW)
 
 
-@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_*"])
+@pytest.mark.parametrize(
+    "secret", ["", "whsec_", "whsec_c2hvcnQ=", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_*"]
+)
 def test_a_secret_that_is_none_is_refused(secret: str) -> None:
     with pytest.raises(ConfigurationError):
         sign("a", 1, b"", secret)
@@ -105,7 +109,11 @@ def test_signed_nonsense_is_refused() -> None:
 
 def test_the_guide_s_receiver_runs() -> None:
     guide = (Path(__file__).parents[3] / "ops" / "guides" / "celery.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "webhooks.verify" in block)
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+        if "webhooks.verify" in block
+    )
     stored: list[str] = []
     for secret in (SECRET, new_secret()):
         body, headers = message(secret, sent=round(time.time()))

@@ -61,7 +61,9 @@ class AnswerChecker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
-        return await asyncio.create_subprocess_exec(sys.executable, "-P", str(_CHILD), stdin=pipe, stdout=pipe)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(_CHILD), stdin=pipe, stdout=pipe
+        )
 
 
 async def _ask(process: asyncio.subprocess.Process, request: bytes) -> str | None:

@@ -22,7 +22,9 @@ class Checks:
     its check.
     """
 
-    def __init__(self, then: Callable[[Finished], Awaitable[None]], checker: AnswerChecker | None = None) -> None:
+    def __init__(
+        self, then: Callable[[Finished], Awaitable[None]], checker: AnswerChecker | None = None
+    ) -> None:
         self._then = then
         self._checker = checker or AnswerChecker()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -52,7 +54,12 @@ class Checks:
 def has_schema(finished: Finished) -> bool:
     """Does the job have a complete answer for which a JSON schema was requested?"""
     wanted = None if finished.request is None else finished.request.params.response_format
-    if wanted is None or wanted.json_schema is None or finished.is_recorded or finished.result.error is not None:
+    if (
+        wanted is None
+        or wanted.json_schema is None
+        or finished.is_recorded
+        or finished.result.error is not None
+    ):
         return False
     return any(_is_complete(choice) for choice in finished.result.choices)
 

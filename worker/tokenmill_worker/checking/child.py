@@ -23,11 +23,15 @@ MAX_CHARS = 300
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles it, and then closes this stdin
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the worker handles it, and then closes this stdin
     source, target = sys.stdin.buffer, sys.stdout.buffer
     validators: OrderedDict[bytes, Any] = OrderedDict()
     while header := source.read(4):
-        schema, text = msgspec.msgpack.decode(source.read(int.from_bytes(header, "big")), type=tuple[bytes, str])
+        schema, text = msgspec.msgpack.decode(
+            source.read(int.from_bytes(header, "big")), type=tuple[bytes, str]
+        )
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
         answer = msgspec.msgpack.encode(_problem(validators, schema, text))
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -48,7 +52,9 @@ def _problem(validators: OrderedDict[bytes, Any], schema: bytes, text: str) -> s
     if broken is None:
         return None
     where = "/".join(str(step) for step in broken.instance_path)
-    return f"{str(broken.message)[:MAX_CHARS]} (at {'/' + where[:MAX_CHARS] if where else 'the top'})"
+    return (
+        f"{str(broken.message)[:MAX_CHARS]} (at {'/' + where[:MAX_CHARS] if where else 'the top'})"
+    )
 
 
 def _validator(validators: OrderedDict[bytes, Any], schema: bytes) -> Any:

@@ -57,7 +57,10 @@ class ControlChannel:
         try:
             while True:
                 try:
-                    async with _subscribed(hub, self._bell) as bell, _subscribed(hub, self._control) as control:
+                    async with (
+                        _subscribed(hub, self._bell) as bell,
+                        _subscribed(hub, self._control) as control,
+                    ):
                         await asyncio.gather(self._hear_bell(bell), self._hear_orders(control))
                 except QueueUnavailable as error:
                     log.debug("control channel: %s", error)
@@ -68,7 +71,9 @@ class ControlChannel:
     async def _hear_bell(self, subscription: HubSubscription) -> None:
         self._on_bell()  # wake-ups from before the subscription
         while True:
-            if await subscription.receive(_WAIT_S) is not None:  # a message, or a Signal that one may have been missed
+            if (
+                await subscription.receive(_WAIT_S) is not None
+            ):  # a message, or a Signal that one may have been missed
                 self._on_bell()
 
     async def _hear_orders(self, subscription: HubSubscription) -> None:

@@ -59,15 +59,21 @@ class ServedModel:
         target = self.aliases.get(model, model)
         if target and target not in self.names and target not in self.adapters:
             others = sorted({*self.adapters, *self.aliases})
-            also = f" (and as adapters or aliases: {', '.join(others[:MAX_LISTED])})" if others else ""
-            raise LookupError(f"model {model!r} is not served here; this queue serves {self.names[0]!r}{also}")
+            also = (
+                f" (and as adapters or aliases: {', '.join(others[:MAX_LISTED])})" if others else ""
+            )
+            raise LookupError(
+                f"model {model!r} is not served here; this queue serves {self.names[0]!r}{also}"
+            )
         chosen = target if target in self.adapters else ""
         wanted = self.aliases.get(lora, lora)
         if wanted and wanted not in self.adapters:
             there = ", ".join(sorted(self.adapters)[:MAX_LISTED]) or "none"
             raise LookupError(f"lora {lora!r} is not served here; this queue's adapters: {there}")
         if chosen and wanted and chosen != wanted:
-            raise LookupError(f"model {model!r} is the adapter {chosen!r}, but lora asks for {wanted!r}")
+            raise LookupError(
+                f"model {model!r} is the adapter {chosen!r}, but lora asks for {wanted!r}"
+            )
         return chosen or wanted
 
 
@@ -133,13 +139,24 @@ class Admission:
         return Admitted(delivery, request, generation, answer)
 
     def _generation(
-        self, delivery: Delivery, request: JobRequest, answer: Answer, prompt_ids: tuple[int, ...], max_tokens: int
+        self,
+        delivery: Delivery,
+        request: JobRequest,
+        answer: Answer,
+        prompt_ids: tuple[int, ...],
+        max_tokens: int,
     ) -> GenerationRequest:
         params = request.params
         seed = seed_of(delivery.job_id) if params.seed is None else params.seed
         adapter = self._adapter(request)
-        done = tuple(i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None)
-        resumed = tuple(tuple(choice.stream.token_ids) for choice in answer.choices) if answer.num_tokens else ()
+        done = tuple(
+            i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
+        )
+        resumed = (
+            tuple(tuple(choice.stream.token_ids) for choice in answer.choices)
+            if answer.num_tokens
+            else ()
+        )
         return GenerationRequest(
             request_id=delivery.request_id,
             prompt_ids=prompt_ids,
@@ -167,7 +184,9 @@ class Admission:
             ("logit_bias", tuple(request.params.logit_bias)),
         ):
             if max(ids, default=0) >= self._model.vocab_size:
-                raise _Refused(f"{name} holds {max(ids)}, outside the vocabulary of {self._model.vocab_size} ids")
+                raise _Refused(
+                    f"{name} holds {max(ids)}, outside the vocabulary of {self._model.vocab_size} ids"
+                )
 
     def _adapter(self, request: JobRequest) -> str:
         try:
@@ -192,7 +211,9 @@ class Admission:
         if not prompt_ids:
             raise _Refused("the prompt is empty: it has no tokens")
         if len(prompt_ids) >= self._model.max_model_len:
-            raise _Refused(f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG)
+            raise _Refused(
+                f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG
+            )
         return prompt_ids
 
     def _refuse_absurd_length(self, text: str) -> None:
@@ -246,19 +267,25 @@ class Admission:
         answer = None
         if request is not None and delivery.log and not problems(request):
             try:
-                answer = self._answer_so_far(delivery, request, request.params.max_tokens or self._model.max_model_len)
+                answer = self._answer_so_far(
+                    delivery, request, request.params.max_tokens or self._model.max_model_len
+                )
             except _Refused:  # a log that cannot be read does not change the verdict
                 answer = None
         if request is not None and answer is not None:
             answer.prompt_tokens = _logged_prompt_tokens(delivery)
-            if delivery.verdict == "dead" and answer.is_finished:  # complete: no engine has to run it
+            if (
+                delivery.verdict == "dead" and answer.is_finished
+            ):  # complete: no engine has to run it
                 return self._complete(delivery, request, answer)
             answer.end_all(reason)
         return self._conclude(delivery, status, request, answer, error)
 
     def _complete(self, delivery: Delivery, request: JobRequest, answer: Answer) -> Finished:
         error = None
-        if answer.status is JobStatus.FAILED:  # logged by an attempt that ended before it could record it
+        if (
+            answer.status is JobStatus.FAILED
+        ):  # logged by an attempt that ended before it could record it
             error = JobError("engine_error", "the engine failed in an earlier attempt")
         return self._conclude(delivery, answer.status, request, answer, error)
 
@@ -300,7 +327,9 @@ def _verdict(delivery: Delivery) -> tuple[JobStatus, FinishReason, JobError | No
         return JobStatus.CANCELLED, FinishReason.CANCELLED, None
     if delivery.verdict == "expired":
         return JobStatus.EXPIRED, FinishReason.EXPIRED, None
-    message = f"set aside after {delivery.crashes} engine crashes and {delivery.deliveries} deliveries"
+    message = (
+        f"set aside after {delivery.crashes} engine crashes and {delivery.deliveries} deliveries"
+    )
     return JobStatus.DEAD, FinishReason.ERROR, JobError("dead", message)
 
 
@@ -312,7 +341,10 @@ def recordable(request: JobRequest) -> JobRequest:
         return request
     metadata = {} if metadata_problems(request.metadata) else request.metadata
     return msgspec.structs.replace(
-        request, model=_printable(request.model), tenant=_printable(request.tenant), metadata=metadata
+        request,
+        model=_printable(request.model),
+        tenant=_printable(request.tenant),
+        metadata=metadata,
     )
 
 

@@ -49,7 +49,9 @@ class StreamOptions:
     log_ttl_s: int = 86_400
     max_solo_crashes: int = 3  # crashes with no other job in the engine, so the job caused them
     max_crashes: int = 50  # crashes, alone or with other jobs
-    max_deliveries: int = 10  # deliveries that ended with the worker's disappearance, whatever its cause
+    max_deliveries: int = (
+        10  # deliveries that ended with the worker's disappearance, whatever its cause
+    )
     max_claim_bytes: int = 16 * 1024 * 1024
     bulk_every: int = 8  # while bulk jobs wait, one job in this many is bulk
     queue_limit: int = 0
@@ -78,12 +80,20 @@ class JobStream:
         self.worker_id = worker_id
         self.options = options or StreamOptions()
         self.bell = asyncio.Event()
-        self.on_call: Callable[[str, float, int, bool], None] = lambda *_: None  # script, seconds, round trips, done
-        self.on_refused: Callable[[str, int], None] = lambda *_: None  # call, how many fencing tokens were outdated
-        self.guard: Callable[[], bool] = lambda: False  # true: this process was frozen past its lease
+        self.on_call: Callable[[str, float, int, bool], None] = lambda *_: (
+            None
+        )  # script, seconds, round trips, done
+        self.on_refused: Callable[[str, int], None] = lambda *_: (
+            None
+        )  # call, how many fencing tokens were outdated
+        self.guard: Callable[[], bool] = lambda: (
+            False
+        )  # true: this process was frozen past its lease
         self._client = client
         # The scripts of every step and of every job's end, whose results may be long: each has its own connection.
-        self._lines = {script.name: HeldConnection(client) for script in (scripts.APPEND, scripts.FINISH)}
+        self._lines = {
+            script.name: HeldConnection(client) for script in (scripts.APPEND, scripts.FINISH)
+        }
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
         self._appends = AppendCalls()
         self._held: dict[str, int] = {}  # job id → fencing token
@@ -111,7 +121,9 @@ class JobStream:
             "rate:*": options.tenant_rate,
             "burst:*": options.tenant_burst,
         }
-        given = {name: value for name, value in limits.items() if value} | {"served": 1}  # before a model is loaded
+        given = {name: value for name, value in limits.items() if value} | {
+            "served": 1
+        }  # before a model is loaded
         with _translated():
             await self._client.hset(self.keys.meta, mapping=cast("Mapping[Any, Any]", given))
 
@@ -126,7 +138,10 @@ class JobStream:
             raise RedisUnavailable("the lease has run out, and its jobs are not given up yet")
         async with self._claiming:
             known = list(self._held) if self._must_audit else []
-            audit, self._must_audit = self._must_audit, True  # if the reply is lost, the next claim fetches its jobs
+            audit, self._must_audit = (
+                self._must_audit,
+                True,
+            )  # if the reply is lost, the next claim fetches its jobs
             self._claims += 1
             reply = await self._call(
                 scripts.CLAIM,
@@ -161,7 +176,9 @@ class JobStream:
             return {}
         voucher, packed = self._appends.next_call(items)
         try:
-            reply = await self._call(scripts.APPEND, round(self.options.log_ttl_s), self.worker_id, voucher, packed)
+            reply = await self._call(
+                scripts.APPEND, round(self.options.log_ttl_s), self.worker_id, voucher, packed
+            )
         except BaseException:
             self._appends.fail()
             raise
@@ -278,7 +295,9 @@ class JobStream:
                         if line is not None:
                             reply = await line.call(script, self.keys.meta, *self._head, *arguments)
                         else:
-                            reply = await call_async(self._client, script, self.keys.meta, *self._head, *arguments)
+                            reply = await call_async(
+                                self._client, script, self.keys.meta, *self._head, *arguments
+                            )
                     is_done = True
                     return reply
                 except RedisUnavailable:
@@ -307,9 +326,15 @@ class _translated:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (*SERVER_TROUBLE, TimeoutError)) and not isinstance(error, RedisUnavailable):
+        if isinstance(error, (*SERVER_TROUBLE, TimeoutError)) and not isinstance(
+            error, RedisUnavailable
+        ):
             is_refused = isinstance(error, (AuthenticationError, NoPermissionError))
-            words = f"Redis refuses this user: {error}" if is_refused else f"Redis: {type(error).__name__}: {error}"
+            words = (
+                f"Redis refuses this user: {error}"
+                if is_refused
+                else f"Redis: {type(error).__name__}: {error}"
+            )
             raise RedisUnavailable(words, is_misconfigured=is_refused) from error
 
 
@@ -320,7 +345,9 @@ async def check_server(client: redis.asyncio.Redis) -> None:
     try:
         info: dict[str, Any] = await client.info("everything")
     except (NoPermissionError, ResponseError):
-        log.warning("this user may not read the server's INFO: its version and eviction policy are not checked")
+        log.warning(
+            "this user may not read the server's INFO: its version and eviction policy are not checked"
+        )
         return
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
@@ -328,5 +355,7 @@ async def check_server(client: redis.asyncio.Redis) -> None:
     policy = info.get("maxmemory_policy", "noeviction")
     if info.get("maxmemory", 0) and policy != "noeviction":
         raise SettingsError(
-            [f"the server's maxmemory-policy is {policy}: it would silently drop accepted jobs; set it to noeviction"]
+            [
+                f"the server's maxmemory-policy is {policy}: it would silently drop accepted jobs; set it to noeviction"
+            ]
         )

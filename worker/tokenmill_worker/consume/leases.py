@@ -96,7 +96,10 @@ class LeaseKeeper:
         if not froze:
             return
         self.num_expired += 1
-        log.error("this process stood still for longer than its lease of %g s: its jobs are others' now", self._lease_s)
+        log.error(
+            "this process stood still for longer than its lease of %g s: its jobs are others' now",
+            self._lease_s,
+        )
         try:
             await self._on_expired()
         finally:

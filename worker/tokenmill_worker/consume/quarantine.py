@@ -26,7 +26,9 @@ class Quarantine:
 
     max_num_seqs: int
     _held: deque[Delivery] = field(default_factory=deque)
-    _running: dict[str, int] = field(default_factory=dict)  # job id → the largest batch it may be in
+    _running: dict[str, int] = field(
+        default_factory=dict
+    )  # job id → the largest batch it may be in
 
     def __len__(self) -> int:
         return len(self._held)

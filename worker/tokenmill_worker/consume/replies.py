@@ -42,9 +42,21 @@ def read_delivery(item: list[Any]) -> Delivery:
     """Read one claimed job. An unknown verdict (from a damaged state, say) counts as "dead". No
     text makes this raise.
     """
-    job_id, token, payload, deliveries, crashes, verdict, created, started, attempt, alone, log, redriven, log_end = (
-        item
-    )
+    (
+        job_id,
+        token,
+        payload,
+        deliveries,
+        crashes,
+        verdict,
+        created,
+        started,
+        attempt,
+        alone,
+        log,
+        redriven,
+        log_end,
+    ) = item
     word = verdict.decode("utf-8", "replace")
     return Delivery(
         job_id=job_id.decode("utf-8", "surrogateescape"),

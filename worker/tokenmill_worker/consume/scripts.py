@@ -12,7 +12,9 @@ def _script(*names: str) -> Script:
 
 
 CLAIM = _script("delivery", "fair_queue", "claim")
-APPEND = load_script(("tokenmill_worker.consume", "append"))  # the hot path carries nothing it does not use
+APPEND = load_script(
+    ("tokenmill_worker.consume", "append")
+)  # the hot path carries nothing it does not use
 FINISH = _script("finish")
 RELEASE = _script("release")
 HEARTBEAT = _script("heartbeat")

@@ -55,14 +55,20 @@ class EngineConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FIFO
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-    max_read_tokens: int | None = None  # read budget: KV tokens read per step (backends that gather)
-    safety_margin: float = 0.05  # share of blocks below which no new prefill starts; Transformers' documents say 0.2
+    max_read_tokens: int | None = (
+        None  # read budget: KV tokens read per step (backends that gather)
+    )
+    safety_margin: float = (
+        0.05  # share of blocks below which no new prefill starts; Transformers' documents say 0.2
+    )
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 0  # 0: no limit
     max_long_partial_prefills: int = 0  # 0: no limit
     max_waiting: int = 100_000
     preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
-    bulk_slowdown: float | None = 0.5  # how much bulk may lengthen a shared step (0.5: by half); None: no limit
+    bulk_slowdown: float | None = (
+        0.5  # how much bulk may lengthen a shared step (0.5: by half); None: no limit
+    )
     max_bypass: int = 16  # sequences that may start before a head that does not fit
     # adapters
     adapters: str = ""  # name=folder,name=folder
@@ -72,7 +78,9 @@ class EngineConfig:
     fuse: bool = True  # CPU in float32, and CUDA: replace layers by equivalent fused ones
     narrow_weights: bool = True  # CPU: store float32 weights in the narrowest lossless form
     amx: bool = True  # CPU: use AMX registers or byte products; off: float32 instructions
-    speculative_tokens: int = 0  # n-gram drafts per step and sequence; 0: off; excludes async_batching
+    speculative_tokens: int = (
+        0  # n-gram drafts per step and sequence; 0: off; excludes async_batching
+    )
     cuda_graphs: bool | None = None  # None: on with CUDA
     max_cached_graphs: int = 32
     q_padding_interval: int = 64
@@ -81,7 +89,9 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel: bool = False  # requires torchrun
     trust_remote_code: bool = False
-    verify_model: bool = True  # at start: compare the logits of a few steps with the unmodified model's
+    verify_model: bool = (
+        True  # at start: compare the logits of a few steps with the unmodified model's
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
@@ -100,7 +110,10 @@ class EngineConfig:
         require(bool(self.model), "model must not be empty")
         for name, choices in _choices().items():
             value = getattr(self, name)
-            require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+            require(
+                value in choices,
+                f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}",
+            )
         for name in (
             "block_size",
             "max_num_batched_tokens",
@@ -111,7 +124,9 @@ class EngineConfig:
             "max_waiting",
             "max_loras",
         ):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+            require(
+                getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}"
+            )
         for name in ("num_blocks", "max_model_len", "max_read_tokens", "num_threads"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
@@ -126,13 +141,21 @@ class EngineConfig:
             "speculative_tokens",
             "max_bypass",
         ):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
+            require(
+                getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}"
+            )
         require(
-            0.0 < self.max_memory_percent <= 1.0, f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}"
+            0.0 < self.max_memory_percent <= 1.0,
+            f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}",
         )
-        require(0.0 <= self.safety_margin < 1.0, f"safety_margin must be in [0, 1), not {self.safety_margin}")
+        require(
+            0.0 <= self.safety_margin < 1.0,
+            f"safety_margin must be in [0, 1), not {self.safety_margin}",
+        )
         slowdown = self.bulk_slowdown
-        require(slowdown is None or slowdown >= 0, f"bulk_slowdown must not be negative, not {slowdown}")
+        require(
+            slowdown is None or slowdown >= 0, f"bulk_slowdown must not be negative, not {slowdown}"
+        )
         found += self._memory_problems()
         found += self._idle_settings()
         if self.max_num_partial_prefills and self.max_long_partial_prefills:
@@ -150,7 +173,10 @@ class EngineConfig:
             "speculative_tokens cannot be used with async_batching: drafts follow a token that must be known",
         )
         for name in ("adapters", "cuda_graphs", "async_batching"):
-            require(not (getattr(self, name) and self.tensor_parallel), f"{name} cannot be used with tensor_parallel")
+            require(
+                not (getattr(self, name) and self.tensor_parallel),
+                f"{name} cannot be used with tensor_parallel",
+            )
         try:
             _ = self.adapter_folders
         except ValueError as error:
@@ -169,7 +195,9 @@ class EngineConfig:
         if not 0 <= offload < math.inf:
             found.append(f"cpu_offload_gib must not be negative, not {offload}")
         elif offload and (total := total_memory()) is not None and offload * GIB > total:
-            found.append(f"cpu_offload_gib ({offload:g}) is more than the machine's memory of {total / GIB:.1f} GiB")
+            found.append(
+                f"cpu_offload_gib ({offload:g}) is more than the machine's memory of {total / GIB:.1f} GiB"
+            )
         return found
 
     def _idle_settings(self) -> list[str]:
@@ -207,7 +235,11 @@ def _choices() -> dict[str, tuple[object, ...]]:
     """Return the allowed values of each setting that takes one of a few values."""
     found: dict[str, tuple[object, ...]] = {}
     for name, hint in get_type_hints(EngineConfig).items():
-        kinds = [hint] if get_origin(hint) is Literal else [kind for kind in get_args(hint) if kind is not type(None)]
+        kinds = (
+            [hint]
+            if get_origin(hint) is Literal
+            else [kind for kind in get_args(hint) if kind is not type(None)]
+        )
         if kinds and all(get_origin(kind) is Literal for kind in kinds):
             missing: tuple[object, ...] = (None,) if type(None) in get_args(hint) else ()
             found[name] = (*(value for kind in kinds for value in get_args(kind)), *missing)

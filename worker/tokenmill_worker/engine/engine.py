@@ -57,7 +57,10 @@ class Engine:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+        cls,
+        config: EngineConfig,
+        cache_dir: str | None = None,
+        on_progress: Callable[[str, float], None] | None = None,
     ) -> Engine:
         """Load the model and size the cache; `cache_dir` keeps converted models.
 
@@ -103,19 +106,27 @@ class Engine:
         for request in requests:
             try:
                 self._enqueue(request, batch)
-            except RequestError as error:  # not delivered to outputs: a request with the same id may be running
+            except (
+                RequestError
+            ) as error:  # not delivered to outputs: a request with the same id may be running
                 self._early.append(refusal_event(request.request_id, error))
         self._schedule(batch)
 
     def add_request(
-        self, prompt_ids: Seq[int], params: SamplingParams | None = None, request_id: str | None = None, **fields: Any
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **fields: Any,
     ) -> str:
         """Add one request whose result `stream` or `get_result` returns.
 
         `fields` are other fields of GenerationRequest. Raises RequestError if the request is
         refused.
         """
-        return self.add_requests([prompt_ids], [params or SamplingParams()], [request_id], **fields)[0]
+        return self.add_requests(
+            [prompt_ids], [params or SamplingParams()], [request_id], **fields
+        )[0]
 
     def add_requests(
         self,
@@ -129,12 +140,23 @@ class Engine:
         Raises RequestError, and adds none, if one of them is refused.
         """
         shared = params if isinstance(params, SamplingParams) else SamplingParams()
-        each = [shared] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        each = (
+            [shared] * len(prompts)
+            if params is None or isinstance(params, SamplingParams)
+            else list(params)
+        )
         ids = list(request_ids) if request_ids is not None else [None] * len(prompts)
         if not len(prompts) == len(each) == len(ids):
-            raise ValueError(f"{len(prompts)} prompts, {len(each)} sampling parameters and {len(ids)} ids do not match")
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(each)} sampling parameters and {len(ids)} ids do not match"
+            )
         requests = [
-            GenerationRequest(request_id=name or self._new_id(), prompt_ids=tuple(prompt), params=sampling, **fields)
+            GenerationRequest(
+                request_id=name or self._new_id(),
+                prompt_ids=tuple(prompt),
+                params=sampling,
+                **fields,
+            )
             for prompt, sampling, name in zip(prompts, each, ids, strict=True)
         ]
         names = {request.request_id for request in requests}
@@ -144,17 +166,26 @@ class Engine:
             for request in requests:
                 self._enqueue(request, batch)
                 if request.request_id in self._outputs:
-                    raise RequestError(f"the result of request id {request.request_id!r} has not been taken yet")
+                    raise RequestError(
+                        f"the result of request id {request.request_id!r} has not been taken yet"
+                    )
             self._schedule(batch, strict=True)
         except RequestError:
             self._preparing.drop(names - known)
             raise
         for request in requests:
             choices = request.params.n
-            self._outputs.open(request.request_id, len(request.prompt_ids), choices, request.params.wants_logprobs)
+            self._outputs.open(
+                request.request_id, len(request.prompt_ids), choices, request.params.wants_logprobs
+            )
         return [request.request_id for request in requests]
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, choice: int | None = None) -> bool:
+    def cancel(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.CANCELLED,
+        choice: int | None = None,
+    ) -> bool:
         """End a request (or one choice) in any state and free its blocks.
 
         Return False if it is unknown or has ended.
@@ -172,7 +203,11 @@ class Engine:
     def _enqueue(self, request: GenerationRequest, batch: dict[str, list[Sequence]]) -> None:
         sequences = self._intake.admit(request)
         request_id = request.request_id
-        if request_id in batch or self.scheduler.knows(request_id) or self._preparing.knows(request_id):
+        if (
+            request_id in batch
+            or self.scheduler.knows(request_id)
+            or self._preparing.knows(request_id)
+        ):
             raise RequestError(f"request id {request.request_id!r} is already in use")
         params = request.params
         needs = Needs(
@@ -257,7 +292,9 @@ class Engine:
                 return
             self._step_or_wait()
 
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
         """Step until this request (None: any request) is finished and return it.
 
         Return None after `timeout` seconds, or when no work is left.

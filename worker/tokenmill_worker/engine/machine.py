@@ -24,7 +24,9 @@ def meminfo(path: Path, name: str) -> int | None:
         lines = path.read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None
+    )
 
 
 def cgroup_rooms(root: Path) -> list[int]:

@@ -36,7 +36,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
     def __post_init__(self) -> None:
         if not (self.start >= 0 and 0 <= len(self.draft_ids) < self.num_tokens):
-            raise ValueError(f"malformed plan for {self.sequence.request_id}: {self.start=} {self.num_tokens=}")
+            raise ValueError(
+                f"malformed plan for {self.sequence.request_id}: {self.start=} {self.num_tokens=}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

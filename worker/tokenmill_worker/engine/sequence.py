@@ -25,7 +25,9 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
-NULL_BLOCK = 0  # block 0 of every group is never allocated: padding and freed window blocks point at it
+NULL_BLOCK = (
+    0  # block 0 of every group is never allocated: padding and freed window blocks point at it
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +59,21 @@ class Sequence:
     num_cached_tokens: int = 0
     num_inflight: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # hashes of full blocks, extended as tokens arrive
+    block_hashes: list[bytes] = field(
+        default_factory=list
+    )  # hashes of full blocks, extended as tokens arrive
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
     # Written by the scheduler only.
-    num_committed_tokens: int = 0  # computed by steps that succeeded; num_computed_tokens also counts steps in flight
+    num_committed_tokens: int = (
+        0  # computed by steps that succeeded; num_computed_tokens also counts steps in flight
+    )
     num_slots: int = 0  # tokens that the blocks of every group can hold now
     last_step: int = -1  # the newest step that may write its blocks
-    host_tables: list[list[int]] = field(default_factory=list)  # while OFFLOADED: host block ids, as block_tables
+    host_tables: list[list[int]] = field(
+        default_factory=list
+    )  # while OFFLOADED: host block ids, as block_tables
 
     @property
     def num_tokens(self) -> int:

@@ -30,7 +30,9 @@ class Steps:
         self._runner = runner
         self._scheduler = scheduler
         self._in_flight: tuple[StepPlan, Any] | None = None
-        self._failed: set[str] = set()  # request ids that ended with an error since a step last succeeded
+        self._failed: set[str] = (
+            set()
+        )  # request ids that ended with an error since a step last succeeded
         self.num_begun = self.num_failed = 0
 
     @property
@@ -164,7 +166,9 @@ class Steps:
             self._failed.update(sequence.request_id for sequence, _ in alone)
         if len(self._failed) > MAX_FAILED_REQUESTS:
             why = alone[-1][1]
-            raise StepsFailError(f"{len(self._failed)} requests failed and no step succeeded between: {why}")
+            raise StepsFailError(
+                f"{len(self._failed)} requests failed and no step succeeded between: {why}"
+            )
         events: list[TokenEvent] = []
         for sequence, why in alone:
             events += self._scheduler.fail(sequence, f"the model failed on this request: {why}")

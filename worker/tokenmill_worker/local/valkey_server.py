@@ -74,7 +74,10 @@ class Stoppable(ABC):
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -179,7 +182,11 @@ class EmbeddedValkey(Stoppable):
         return False
 
     def _config_lines(self) -> list[str]:
-        own = {"port": str(self.port), "dir": str(self.directory), "loglevel": "notice"}  # notice: see _is_ready
+        own = {
+            "port": str(self.port),
+            "dir": str(self.directory),
+            "loglevel": "notice",
+        }  # notice: see _is_ready
         return [f'{name} "{_escaped(value)}"' for name, value in (self.settings | own).items()]
 
     def _arguments(self) -> list[str]:

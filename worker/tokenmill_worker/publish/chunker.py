@@ -33,10 +33,16 @@ class Chunker:
         "_place", "_streams", "_tells_each", "_token", "_unconfirmed",
     )  # fmt: skip
 
-    def __init__(self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1) -> None:
+    def __init__(
+        self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1
+    ) -> None:
         """Start behind the tokens that the answer has already: they were read from the log."""
         answer = self._answer = job.answer
-        self._job_id, self._token, self._attempt = job.job_id, job.delivery.token, job.delivery.attempt
+        self._job_id, self._token, self._attempt = (
+            job.job_id,
+            job.delivery.token,
+            job.delivery.attempt,
+        )
         self._streams = job.request.stream
         self._num_choices = len(answer.choices)
         is_lone = self._num_choices == 1
@@ -50,9 +56,15 @@ class Chunker:
         self._is_plain = lone is not None and lone.logprobs is None and not lone.stream.has_stops
         self._unconfirmed: deque[Append] = deque()
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
-        self._place = self._made[0] if is_lone else job.delivery.log_end  # the last chunk's number in the log
-        self._ended = {i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None}
-        if not is_lone and not 0 <= self._place <= MAX_PLACE:  # no worker wrote the log's last entry
+        self._place = (
+            self._made[0] if is_lone else job.delivery.log_end
+        )  # the last chunk's number in the log
+        self._ended = {
+            i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
+        }
+        if (
+            not is_lone and not 0 <= self._place <= MAX_PLACE
+        ):  # no worker wrote the log's last entry
             self.seek(0)
 
     @property
@@ -75,14 +87,18 @@ class Chunker:
             return self._answer.choices[0].num_tokens > self._place or bool(self._unconfirmed)
         if not self._streams and self._answer.is_finished:
             return False
-        return bool(self._unconfirmed) or any(self._is_choice_due(index) for index in range(self._num_choices))
+        return bool(self._unconfirmed) or any(
+            self._is_choice_due(index) for index in range(self._num_choices)
+        )
 
     def _is_choice_due(self, index: int) -> bool:
         choice = self._answer.choices[index]
         waiting = choice.num_tokens - self._made[index]
         if waiting >= self._per_chunk or self._has_untold_end(index):
             return True
-        return waiting > 0 and (choice.finish_reason is not None or (self._streams and not self._made[index]))
+        return waiting > 0 and (
+            choice.finish_reason is not None or (self._streams and not self._made[index])
+        )
 
     def _has_untold_end(self, index: int) -> bool:
         """Did the choice end without a token, and does its end need a chunk? The end of a lone
@@ -99,7 +115,13 @@ class Chunker:
         return None and change nothing. The chunk counts as logged unless `keep` returns it.
         """
         lone, index = self._lone, self._place
-        if not self._is_plain or self._unconfirmed or not index or lone is None or lone.finish_reason is not None:
+        if (
+            not self._is_plain
+            or self._unconfirmed
+            or not index
+            or lone is None
+            or lone.finish_reason is not None
+        ):
             return None
         stream = lone.stream
         if index != len(stream.token_ids):
@@ -173,7 +195,12 @@ class Chunker:
         stop = self._made[choice_index] = start + num_tokens
         pieces, logprobs = choice.stream.pieces[start:stop], choice.logprobs
         finish_reason = choice.finish_reason if stop == choice.num_tokens else None
-        if finish_reason is not None and num_tokens and choice.stream.rest and self._num_choices > 1:
+        if (
+            finish_reason is not None
+            and num_tokens
+            and choice.stream.rest
+            and self._num_choices > 1
+        ):
             finish_reason = None  # the next chunk carries the end and the rest of the text
         if finish_reason is not None:
             self._ended.add(choice_index)
@@ -200,5 +227,11 @@ class Chunker:
         """
         index = self._place
         self._place = self._made[0] = index + 1
-        chunk = Chunk(job_id=self._job_id, index=index, token_ids=(token_id,), text=text, attempt=self._attempt)
+        chunk = Chunk(
+            job_id=self._job_id,
+            index=index,
+            token_ids=(token_id,),
+            text=text,
+            attempt=self._attempt,
+        )
         return Append(self._token, chunk, index)

@@ -9,7 +9,9 @@ from tokenmill_worker.engine.types import TokenEvent
 EVENTS_AT_ONCE = 512  # they take the event loop a millisecond or two
 
 
-def in_turn(events: Sequence[TokenEvent], urgent: Container[str], at_once: int) -> Iterator[Sequence[TokenEvent]]:
+def in_turn(
+    events: Sequence[TokenEvent], urgent: Container[str], at_once: int
+) -> Iterator[Sequence[TokenEvent]]:
     """Yield the urgent requests' events first, then the others' in parts of at most `at_once`
     events. Between two parts, other tasks of the event loop can run. All events of one request are
     in one part, and so share chunks. At most `at_once` events are yielded as they are.

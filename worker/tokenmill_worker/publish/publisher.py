@@ -75,9 +75,13 @@ class Publisher:
         self._model = model
         self._limits = limits or PublishLimits()
         self._clock = clock
-        self._running: dict[str, _Running] = {}  # key: request id, here and below, because a job may be claimed again
+        self._running: dict[
+            str, _Running
+        ] = {}  # key: request id, here and below, because a job may be claimed again
         self._due: dict[str, _Running] = {}  # jobs with something to append, longest waiting first
-        self._gathering: dict[str, float] = {}  # jobs whose chunk is not full: since when, oldest first
+        self._gathering: dict[
+            str, float
+        ] = {}  # jobs whose chunk is not full: since when, oldest first
         self._failures = 0  # consecutive failures of the log
         self._retry_at = 0.0  # monotonic seconds
         self._appending = asyncio.Lock()
@@ -185,7 +189,9 @@ class Publisher:
         answer, request_id = running.answer, event.request_id
         if event.finish_reason is FinishReason.ERROR and self._concerns(running, event):
             code = event.error_code or "engine_error"
-            running.error = JobError(code, event.error or "the engine failed", retryable=code == "engine_error")
+            running.error = JobError(
+                code, event.error or "the engine failed", retryable=code == "engine_error"
+            )
             if len(answer.choices) > 1:
                 report.cancel.append(CancelOrder(request_id, FinishReason.ERROR))
             order = retry_order(running.job, running.error)
@@ -243,7 +249,9 @@ class Publisher:
 
     # ── the log ──
 
-    async def _append(self, report: PublishReport, passed: dict[_Running, Append], together: bool) -> None:
+    async def _append(
+        self, report: PublishReport, passed: dict[_Running, Append], together: bool
+    ) -> None:
         """Append the chunks that `_take_all` passed on, and chunks that wait."""
         async with self._appending:  # order within a job is the order of the calls
             items, owners = list(passed.values()), list(passed)
@@ -284,9 +292,15 @@ class Publisher:
             owners += [running] * len(chunks)
 
     def _apply(
-        self, items: list[Append], owners: list[_Running], exceptions: Exceptions, report: PublishReport
+        self,
+        items: list[Append],
+        owners: list[_Running],
+        exceptions: Exceptions,
+        report: PublishReport,
     ) -> None:
-        rewound: set[_Running] = set()  # jobs sent again from the log's end: skip their other replies
+        rewound: set[_Running] = (
+            set()
+        )  # jobs sent again from the log's end: skip their other replies
         for place, (running, item) in enumerate(zip(owners, items, strict=True)):
             reply, end = exceptions.get(place, (AppendReply.OK, item.end))
             request_id = running.request_id
@@ -332,7 +346,11 @@ def _passed_on(running: _Running, event: TokenEvent) -> Append | None:
     """Return the chunk of an event that only carries the next token of a plain stream, else None."""
     if event.finish_reason is not None or len(event.token_ids) != 1:
         return None
-    return running.chunker.pass_on(event.token_ids[0]) if event.preemptions == running.first.preemptions else None
+    return (
+        running.chunker.pass_on(event.token_ids[0])
+        if event.preemptions == running.first.preemptions
+        else None
+    )
 
 
 def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
@@ -346,4 +364,6 @@ def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:
     """Do the events come from several steps, which piled up during an append?"""
-    return len(events) > num_jobs and len(events) > len({(event.request_id, event.choice) for event in events})
+    return len(events) > num_jobs and len(events) > len(
+        {(event.request_id, event.choice) for event in events}
+    )

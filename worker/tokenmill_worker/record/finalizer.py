@@ -73,7 +73,9 @@ class FinalizerStats:
     record_down_since: float | None = None
     acknowledge_down_since: float | None = None
     last_error: str = ""
-    commit_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # since last taken
+    commit_seconds: deque[float] = field(
+        default_factory=lambda: deque(maxlen=1000)
+    )  # since last taken
 
     def take_commit_seconds(self) -> list[float]:
         taken = list(self.commit_seconds)
@@ -118,7 +120,10 @@ class Finalizer:
     @property
     def is_full(self) -> bool:
         """Must claiming stop? Running jobs may still be submitted: they cannot wait elsewhere."""
-        return len(self) >= self._limits.max_buffered or self.num_bytes >= self._limits.max_buffered_bytes
+        return (
+            len(self) >= self._limits.max_buffered
+            or self.num_bytes >= self._limits.max_buffered_bytes
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -127,7 +132,9 @@ class Finalizer:
 
     @property
     def held_ids(self) -> list[str]:
-        return [item.result.job_id for item in (*self._to_record.items, *self._to_acknowledge.items)]
+        return [
+            item.result.job_id for item in (*self._to_record.items, *self._to_acknowledge.items)
+        ]
 
     async def submit(self, finished: Finished) -> None:
         """Take a finished job. Never waits, because token streams must not stall while SQL does."""
@@ -140,12 +147,18 @@ class Finalizer:
         before it could acknowledge. Such a job is not generated again: its subscribers would get
         other chunks than the readers of the result.
         """
-        again = {job.job_id for job in outcomes if isinstance(job, Admitted) and job.delivery.deliveries > 1}
+        again = {
+            job.job_id
+            for job in outcomes
+            if isinstance(job, Admitted) and job.delivery.deliveries > 1
+        }
         if not again or self.stats.record_down_since is not None:
             return list(outcomes)
         try:
             known = await self._store.find(sorted(again))
-        except StoreUnavailable as error:  # the job is generated again, and the row that exists decides
+        except (
+            StoreUnavailable
+        ) as error:  # the job is generated again, and the row that exists decides
             log.warning("jobs that came back cannot be looked up: %s", error)
             return list(outcomes)
         return [_recalled(job, known) if isinstance(job, Admitted) else job for job in outcomes]
@@ -174,7 +187,10 @@ class Finalizer:
             except TimeoutError:
                 break
         if held := self.held_ids:
-            log.warning("%d finished jobs could not be recorded and acknowledged in time; others will do it", len(held))
+            log.warning(
+                "%d finished jobs could not be recorded and acknowledged in time; others will do it",
+                len(held),
+            )
         return held
 
     async def _record(self, group: list[Finished]) -> list[Finished]:
@@ -195,7 +211,11 @@ class Finalizer:
             log.error("job %s cannot be recorded, it will be tried again: %s", job_id, reason)
         done = [item for item in group if item.result.job_id not in report.refused]
         taken = [_without_id(item) for item in done if item.result.job_id in report.taken]
-        kept = [as_recorded(item, report.existing) for item in done if item.result.job_id not in report.taken]
+        kept = [
+            as_recorded(item, report.existing)
+            for item in done
+            if item.result.job_id not in report.taken
+        ]
         self._to_acknowledge.put([*kept, *taken])
         # The hook runs after the acknowledgement has started, so that metrics and log lines do not delay the job's end.
         asyncio.get_running_loop().call_soon(_notify, self._on_recorded, [*ours, *taken])
@@ -208,7 +228,10 @@ class Finalizer:
         self.stats.acknowledged += len(group) - len(lost)
         self.stats.lost += len(lost)
         if lost:
-            log.warning("%d recorded jobs are held by other workers now, who will acknowledge them", len(lost))
+            log.warning(
+                "%d recorded jobs are held by other workers now, who will acknowledge them",
+                len(lost),
+            )
             _notify(self._on_lost, lost)
         self._changed.set()
         return []
@@ -226,12 +249,20 @@ class Finalizer:
         stats.last_error = str(error)
         if stats.acknowledge_down_since is None:
             stats.acknowledge_down_since = time.monotonic()
-            log.error("recorded jobs cannot be acknowledged, %d wait: %s", len(self._to_acknowledge), error)
+            log.error(
+                "recorded jobs cannot be acknowledged, %d wait: %s",
+                len(self._to_acknowledge),
+                error,
+            )
 
 
 def _is_line(finished: Finished) -> bool:
     """Is this a line of a batch, whose end no caller waits for alone?"""
-    return finished.request is not None and bool(finished.request.batch_id) and not finished.request.stream
+    return (
+        finished.request is not None
+        and bool(finished.request.batch_id)
+        and not finished.request.stream
+    )
 
 
 def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
@@ -259,10 +290,15 @@ def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finishe
 
 def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished:
     result = known.get(job.job_id)
-    if result is None or (result.tenant, result.created_ms) != (job.request.tenant, job.delivery.created_ms):
+    if result is None or (result.tenant, result.created_ms) != (
+        job.request.tenant,
+        job.delivery.created_ms,
+    ):
         return job
     chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
-    return Finished(job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True)
+    return Finished(
+        job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True
+    )
 
 
 def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:

@@ -20,7 +20,11 @@ def size_of(finished: Finished) -> int:
     the tokens.
     """
     request = finished.request
-    return _JOB + sum(map(_of_choice, finished.result.choices)) + (_of_request(request) if request is not None else 0)
+    return (
+        _JOB
+        + sum(map(_of_choice, finished.result.choices))
+        + (_of_request(request) if request is not None else 0)
+    )
 
 
 def _of_choice(choice: ChoiceResult) -> int:

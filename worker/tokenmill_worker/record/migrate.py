@@ -31,12 +31,16 @@ _LOCK_POLL_S: Final = 0.1
 
 def configuration() -> Config:
     config = Config()
-    config.set_main_option("script_location", str(Path(tokenmill_migrations.__file__).parent).replace("%", "%%"))
+    config.set_main_option(
+        "script_location", str(Path(tokenmill_migrations.__file__).parent).replace("%", "%%")
+    )
     config.set_main_option("path_separator", "os")
     return config
 
 
-def upgrade(url: str, revision: str = "head", *, engine: Engine | None = None) -> tuple[str | None, str | None]:
+def upgrade(
+    url: str, revision: str = "head", *, engine: Engine | None = None
+) -> tuple[str | None, str | None]:
     """Upgrade the schema. Returns the revisions before and after."""
 
     def change(connection: Connection, config: Config) -> None:
@@ -48,7 +52,9 @@ def upgrade(url: str, revision: str = "head", *, engine: Engine | None = None) -
     return _migrate(url, engine, change)
 
 
-def downgrade(url: str, revision: str, *, engine: Engine | None = None) -> tuple[str | None, str | None]:
+def downgrade(
+    url: str, revision: str, *, engine: Engine | None = None
+) -> tuple[str | None, str | None]:
     """Remove what came after `revision`, with the data in it. No worker of this version may run.
     Raises TokenmillError for a database of a newer version: only that version can take it back.
     """

@@ -27,7 +27,12 @@ from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record.rows import JobRow
 from tokenmill_worker.record.schema_version import Standing, standing
 from tokenmill_worker.record.sql_errors import Verdict, is_misconfigured, sentence_of, verdict_of
-from tokenmill_worker.record.threads import LOCK_TIMEOUT_S, STATEMENT_TIMEOUT_S, Threads, open_engine
+from tokenmill_worker.record.threads import (
+    LOCK_TIMEOUT_S,
+    STATEMENT_TIMEOUT_S,
+    Threads,
+    open_engine,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +46,16 @@ class RecordReport:
     """The outcome of each job of one call, by job id."""
 
     written: set[str] = field(default_factory=set)
-    existing: dict[str, JobResult] = field(default_factory=dict)  # recorded before; the value is the recorded result
+    existing: dict[str, JobResult] = field(
+        default_factory=dict
+    )  # recorded before; the value is the recorded result
     taken: set[str] = field(
         default_factory=set
     )  # the id belongs to another job: an earlier one, or another tenant's or queue's
     cleaned: dict[str, str] = field(default_factory=dict)  # stored after a change, with the reason
-    refused: dict[str, str] = field(default_factory=dict)  # not stored, with the reason: try again later
+    refused: dict[str, str] = field(
+        default_factory=dict
+    )  # not stored, with the reason: try again later
 
     def merge(self, other: RecordReport) -> None:
         self.written |= other.written
@@ -76,16 +85,25 @@ class ResultStore:
         self._with_prompts = with_prompts
         self._answer_timeout_s = answer_timeout_s
         dialect = self._engine.dialect.name
-        self._insert_jobs, self._insert_usage = _upsert_job(dialect), _upsert_usage(dialect)  # building them is slow
+        self._insert_jobs, self._insert_usage = (
+            _upsert_job(dialect),
+            _upsert_usage(dialect),
+        )  # building them is slow
         self._insert_notices = _insert(dialect, webhooks).on_conflict_do_nothing()
 
     async def record(self, finished: Sequence[Finished]) -> RecordReport:
         """Record jobs in one call. Raises StoreUnavailable when nothing, or not everything, could
         be decided: then call again.
         """
-        latest = {item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)}
-        items = [latest[job_id] for job_id in sorted(latest)]  # two writers that lock in one order cannot deadlock
-        return await self._threads.run(lambda: self._record(self._rows_of(items)), self._answer_timeout_s)
+        latest = {
+            item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)
+        }
+        items = [
+            latest[job_id] for job_id in sorted(latest)
+        ]  # two writers that lock in one order cannot deadlock
+        return await self._threads.run(
+            lambda: self._record(self._rows_of(items)), self._answer_timeout_s
+        )
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
         """Return results of this queue's jobs that are recorded for good (not as dead, which may be
@@ -122,7 +140,9 @@ class ResultStore:
             self._threads.close()
 
     def _find(self, ids: Sequence[str]) -> dict[str, JobResult]:
-        chosen = and_(jobs.c.id.in_(ids), jobs.c.queue == self._queue, jobs.c.state != JobStatus.DEAD.value)
+        chosen = and_(
+            jobs.c.id.in_(ids), jobs.c.queue == self._queue, jobs.c.state != JobStatus.DEAD.value
+        )
         with self._engine.connect() as connection:
             rows = connection.execute(select(jobs.c.id, jobs.c.result).where(chosen)).all()
         found = {job_id: _decoded(job_id, encoded) for job_id, encoded in rows}
@@ -133,7 +153,9 @@ class ResultStore:
             return standing(connection)
 
     def _rows_of(self, items: list[Finished]) -> list[JobRow]:
-        return [JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items]
+        return [
+            JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items
+        ]
 
     def _record(self, rows: list[JobRow]) -> RecordReport:
         if not rows:
@@ -143,9 +165,7 @@ class ResultStore:
         except Exception as error:
             verdict = verdict_of(error)
             if verdict is Verdict.SCHEMA:
-                words = (
-                    f"the database lacks what this version writes ({sentence_of(error)}): run `tokenmill db upgrade`"
-                )
+                words = f"the database lacks what this version writes ({sentence_of(error)}): run `tokenmill db upgrade`"
                 raise StoreUnavailable(words) from error
             if verdict is Verdict.LATER:
                 raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error
@@ -183,18 +203,27 @@ class ResultStore:
             if notices:
                 connection.execute(self._insert_notices, notices)
             self._read_existing(
-                connection, {row.job_id: row for row in rows if row.job_id not in report.written}, report
+                connection,
+                {row.job_id: row for row in rows if row.job_id not in report.written},
+                report,
             )
         return report
 
-    def _read_existing(self, connection: Connection, rows: dict[str, JobRow], report: RecordReport) -> None:
+    def _read_existing(
+        self, connection: Connection, rows: dict[str, JobRow], report: RecordReport
+    ) -> None:
         if not rows:
             return
-        found = select(jobs.c.id, jobs.c.result, *(jobs.c[name] for name in _IDENTITY)).where(jobs.c.id.in_(rows))
+        found = select(jobs.c.id, jobs.c.result, *(jobs.c[name] for name in _IDENTITY)).where(
+            jobs.c.id.in_(rows)
+        )
         for job_id, encoded, *identity in connection.execute(found):
             if not _is_same_job(dict(zip(_IDENTITY, identity, strict=True)), rows[job_id].job):
                 report.taken.add(job_id)
-                log.error("Job id %s stands for another job: its row stays, the later job ends as failed", job_id)
+                log.error(
+                    "Job id %s stands for another job: its row stays, the later job ends as failed",
+                    job_id,
+                )
                 continue
             report.existing[job_id] = _decoded(job_id, encoded) or rows[job_id].result
 
@@ -218,7 +247,11 @@ def _decoded(job_id: str, encoded: bytes | None) -> JobResult | None:
     try:
         return decode_result(encoded)
     except DecodeError as error:
-        log.warning("The recorded result of job %s cannot be read; its row stays as it is: %s", job_id, error)
+        log.warning(
+            "The recorded result of job %s cannot be read; its row stays as it is: %s",
+            job_id,
+            error,
+        )
         return None
 
 
@@ -246,7 +279,9 @@ def _upsert_job(dialect: str) -> Any:
         or_(jobs.c.created_ms == new.created_ms, jobs.c.batch_id == new.batch_id),
         or_(new.state != JobStatus.DEAD.value, new.started_ms > jobs.c.started_ms),
     )
-    return statement.on_conflict_do_update(index_elements=["id"], set_=changed, where=replaces).returning(jobs.c.id)
+    return statement.on_conflict_do_update(
+        index_elements=["id"], set_=changed, where=replaces
+    ).returning(jobs.c.id)
 
 
 def _upsert_usage(dialect: str) -> Any:
@@ -254,5 +289,9 @@ def _upsert_usage(dialect: str) -> Any:
     row that exists belongs to the dead attempt.
     """
     statement = _insert(dialect, usage)
-    changed = {column.name: statement.excluded[column.name] for column in usage.c if column.name != "job_id"}
+    changed = {
+        column.name: statement.excluded[column.name]
+        for column in usage.c
+        if column.name != "job_id"
+    }
     return statement.on_conflict_do_update(index_elements=["job_id"], set_=changed)

@@ -31,7 +31,10 @@ class Backoff:
     longest_s: float = 15.0
 
     def delay_s(self, failures: int, rng: random.Random) -> float:
-        return float(min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 30)) * (0.5 + rng.random() / 2))
+        return float(
+            min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 30))
+            * (0.5 + rng.random() / 2)
+        )
 
 
 class Stage(Generic[T]):
@@ -62,7 +65,9 @@ class Stage(Generic[T]):
         self._on_failure = on_failure
         self._rng = rng or random.Random()
         self._waiting: deque[T] = deque()
-        self._later: list[T] = []  # items that `work` returned: tried again after a pause without others
+        self._later: list[
+            T
+        ] = []  # items that `work` returned: tried again after a pause without others
         self._current: list[T] = []
         self._arrived = asyncio.Event()
         self._can_wait, self._linger_s = can_wait, linger_s
@@ -106,7 +111,9 @@ class Stage(Generic[T]):
                 continue
             failures = 0
             size = min(self._max_group, 2 * size)
-            self.num_bytes += sum(map(self._size_of, again)) - sum(map(self._size_of, self._current))
+            self.num_bytes += sum(map(self._size_of, again)) - sum(
+                map(self._size_of, self._current)
+            )
             self._current = []
             self._later.extend(again)
 
@@ -123,7 +130,9 @@ class Stage(Generic[T]):
     async def _wait_for_more(self, size: int) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._linger_s
-        while not self._is_awaited and len(self._waiting) < size and (left := until - loop.time()) > 0:
+        while (
+            not self._is_awaited and len(self._waiting) < size and (left := until - loop.time()) > 0
+        ):
             self._arrived.clear()
             await wait_at_most(self._arrived, left)
 

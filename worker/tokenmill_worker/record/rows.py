@@ -52,7 +52,9 @@ class JobRow:
             "finish_reason": result.finish_reason.value if result.finish_reason else None,
             "text": choice.text if choice else None,
             "token_ids": list(choice.token_ids) if choice else None,
-            "logprobs": msgspec.to_builtins(choice.logprobs) if choice and choice.logprobs is not None else None,
+            "logprobs": msgspec.to_builtins(choice.logprobs)
+            if choice and choice.logprobs is not None
+            else None,
             "error_code": result.error.code[:64] if result.error else None,
             "error_message": result.error.message if result.error else None,
             "attempts": result.attempt,
@@ -79,14 +81,18 @@ class JobRow:
         """Return the row without what some databases cannot store: NUL characters, lone surrogates,
         numbers beyond 64 bits.
         """
-        job = {name: value if name == "result" else _clean(value) for name, value in self.job.items()}
+        job = {
+            name: value if name == "result" else _clean(value) for name, value in self.job.items()
+        }
         return dataclasses.replace(self, job=_fitted(job), usage=_fitted(_clean(self.usage)))
 
     def bare(self) -> JobRow:
         """Return the row with identity, state and the encoded result only, which any database can
         store.
         """
-        emptied = dict.fromkeys(("text", "token_ids", "logprobs", "prompt", "params", "metadata", "error_message"))
+        emptied = dict.fromkeys(
+            ("text", "token_ids", "logprobs", "prompt", "params", "metadata", "error_message")
+        )
         row = self.cleaned()
         return dataclasses.replace(row, job={**row.job, **emptied})
 
@@ -137,7 +143,11 @@ def _host(url: str) -> str | None:
         return None
     try:
         parts = urlsplit(url)
-        return (parts.hostname or "")[:_MAX_NAME] if parts.scheme in ("http", "https") and parts.hostname else None
+        return (
+            (parts.hostname or "")[:_MAX_NAME]
+            if parts.scheme in ("http", "https") and parts.hostname
+            else None
+        )
     except ValueError:
         return None
 

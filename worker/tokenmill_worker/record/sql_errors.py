@@ -47,7 +47,9 @@ def verdict_of(error: BaseException) -> Verdict:
     """Classify any exception that a transaction raised."""
     if isinstance(error, exc.DBAPIError):
         return _of_driver(error)
-    if isinstance(error, exc.StatementError | OverflowError | UnicodeError | TypeError | ValueError):
+    if isinstance(
+        error, exc.StatementError | OverflowError | UnicodeError | TypeError | ValueError
+    ):
         return Verdict.ROW  # a value that the driver could not even send
     return Verdict.LATER
 
@@ -61,7 +63,9 @@ def _of_driver(error: exc.DBAPIError) -> Verdict:
     words = str(error.orig)
     if any(phrase in words for phrase in _SQLITE_SCHEMA):
         return Verdict.SCHEMA
-    if isinstance(error, exc.DataError | exc.IntegrityError) or any(phrase in words for phrase in _SQLITE_ROW):
+    if isinstance(error, exc.DataError | exc.IntegrityError) or any(
+        phrase in words for phrase in _SQLITE_ROW
+    ):
         return Verdict.ROW
     return Verdict.LATER
 

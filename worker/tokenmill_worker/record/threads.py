@@ -39,7 +39,11 @@ def normalised(url: str) -> URL:
 def sqlite_file(url: str) -> Path | None:
     """Return the absolute path of this URL's SQLite file; None for another database."""
     parsed = normalised(url)
-    if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database.startswith((":", "file:")):
+    if (
+        parsed.get_backend_name() != "sqlite"
+        or not parsed.database
+        or parsed.database.startswith((":", "file:"))
+    ):
         return None
     return Path(parsed.database).expanduser().absolute()
 
@@ -60,7 +64,9 @@ def open_engine(url: str, *, pool_size: int = 2, may_create: bool = False) -> En
     if parsed.get_backend_name() == "sqlite":
         return _open_sqlite(parsed, may_create)
     if parsed.get_backend_name() != "postgresql":
-        raise ValueError(f"the SQL store must be SQLite or PostgreSQL, not {parsed.get_backend_name()}")
+        raise ValueError(
+            f"the SQL store must be SQLite or PostgreSQL, not {parsed.get_backend_name()}"
+        )
     arguments: dict[str, Any] = {
         "connect_timeout": 5,
         "keepalives_idle": 10,
@@ -90,9 +96,13 @@ def _open_sqlite(url: URL, may_create: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: object) -> None:
         cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")  # first: the next one may wait for a lock
+        cursor.execute(
+            f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}"
+        )  # first: the next one may wait for a lock
         cursor.execute("PRAGMA journal_mode = WAL")
-        cursor.execute("PRAGMA synchronous = FULL")  # commits must be on disk before acknowledgements
+        cursor.execute(
+            "PRAGMA synchronous = FULL"
+        )  # commits must be on disk before acknowledgements
         cursor.execute("PRAGMA foreign_keys = ON")
         cursor.close()
 
@@ -103,7 +113,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TokenmillError(f"the folder {folder} of the SQLite file cannot be made: {error.strerror}") from error
+        raise TokenmillError(
+            f"the folder {folder} of the SQLite file cannot be made: {error.strerror}"
+        ) from error
 
 
 def _connect(path: Path, may_create: bool) -> sqlite3.Connection:
@@ -112,7 +124,9 @@ def _connect(path: Path, may_create: bool) -> sqlite3.Connection:
             f"there is no database at {path}: `tokenmill db upgrade` makes it, TOKENMILL_DATABASE_URL names another"
         )
     mode = "rwc" if may_create else "rw"
-    return sqlite3.connect(f"{path.as_uri()}?mode={mode}", uri=True, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
+    return sqlite3.connect(
+        f"{path.as_uri()}?mode={mode}", uri=True, timeout=LOCK_TIMEOUT_S, check_same_thread=False
+    )
 
 
 def _leave_removed_file(engine: Engine, path: Path) -> None:
@@ -178,10 +192,14 @@ class Threads:
 
         thread.calls.put(run)
         try:
-            async with asyncio.timeout(timeout_s):  # not wait_for: Python 3.11's can swallow a cancellation
+            async with asyncio.timeout(
+                timeout_s
+            ):  # not wait_for: Python 3.11's can swallow a cancellation
                 return await future
         except TimeoutError as error:
-            raise StoreUnavailable(f"the SQL store did not answer within {timeout_s:g} s") from error
+            raise StoreUnavailable(
+                f"the SQL store did not answer within {timeout_s:g} s"
+            ) from error
 
     def close(self) -> None:
         """End the idle threads. Threads with an abandoned call end when it returns."""

@@ -4,6 +4,12 @@ Belongs here: the fields, their flags and help, the sources and their order. A v
 everything that uses a setting, belongs elsewhere.
 """
 
-from tokenmill_worker.settings.fields import ENGINE_FIELDS, PREFIX, Settings, child_environment, load_settings
+from tokenmill_worker.settings.fields import (
+    ENGINE_FIELDS,
+    PREFIX,
+    Settings,
+    child_environment,
+    load_settings,
+)
 
 __all__ = ["ENGINE_FIELDS", "PREFIX", "Settings", "child_environment", "load_settings"]

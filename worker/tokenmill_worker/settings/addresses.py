@@ -33,4 +33,8 @@ def database_problem(url: str) -> str | None:
 
 
 def endpoint_problem(url: str) -> str | None:
-    return None if not url or re.match(r"https?://[^/\s]", url) else "must begin with http:// or https://"
+    return (
+        None
+        if not url or re.match(r"https?://[^/\s]", url)
+        else "must begin with http:// or https://"
+    )

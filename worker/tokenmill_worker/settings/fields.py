@@ -59,7 +59,10 @@ else:  # one field for each field of EngineConfig, so that the two cannot differ
         **{
             field.name: (
                 _hints[field.name],
-                Field(_DEFAULTS.get(field.name, field.default), description=ENGINE_HELP.get(field.name)),
+                Field(
+                    _DEFAULTS.get(field.name, field.default),
+                    description=ENGINE_HELP.get(field.name),
+                ),
             )
             for field in dataclasses.fields(EngineConfig)
         },
@@ -72,75 +75,163 @@ class Settings(_EngineFields):
     model_config = _CONFIG
 
     # where
-    redis_url: str = Field("redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://")
-    database_url: str = Field("sqlite:///tokenmill.db", description="SQL store: sqlite:///FILE or postgresql://")
+    redis_url: str = Field(
+        "redis://localhost:6379/0", description="Redis or Valkey: redis://, rediss:// or unix://"
+    )
+    database_url: str = Field(
+        "sqlite:///tokenmill.db", description="SQL store: sqlite:///FILE or postgresql://"
+    )
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
-    worker_id: str = Field("", description="a name that no other worker has (default: host, process id)")
-    cache_dir: str | None = Field(None, description="where converted models are kept (default: ~/.cache/tokenmill)")
-    aliases: str = Field("", description="further names of the model and its adapters: name=target,name=target")
-    chat_template: str | None = Field(None, description="file with a chat template (default: the model's own)")
+    worker_id: str = Field(
+        "", description="a name that no other worker has (default: host, process id)"
+    )
+    cache_dir: str | None = Field(
+        None, description="where converted models are kept (default: ~/.cache/tokenmill)"
+    )
+    aliases: str = Field(
+        "", description="further names of the model and its adapters: name=target,name=target"
+    )
+    chat_template: str | None = Field(
+        None, description="file with a chat template (default: the model's own)"
+    )
     # the promise
-    lease_seconds: float = Field(10.0, ge=0.5, le=3600, description="a silent worker's jobs are free after this long")
-    heartbeat_seconds: float | None = Field(None, gt=0, description="(default: a third of the lease)")
-    drain_seconds: Seconds = Field(30.0, ge=0, description="after SIGTERM, running jobs may finish within this time")
-    record_drain_seconds: Seconds = Field(20.0, ge=0, description="after that, results may still be recorded this long")
-    max_deliveries: int = Field(10, ge=1, description="a job whose workers vanished so often is set aside as dead")
-    max_crashes: int = Field(3, ge=1, description="a job that was in more engine crashes is set aside as dead")
-    result_ttl_seconds: Seconds = Field(3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good")
-    log_ttl_seconds: Seconds = Field(3600, gt=0, description="Redis keeps the tokens of an unfinished job this long")
+    lease_seconds: float = Field(
+        10.0, ge=0.5, le=3600, description="a silent worker's jobs are free after this long"
+    )
+    heartbeat_seconds: float | None = Field(
+        None, gt=0, description="(default: a third of the lease)"
+    )
+    drain_seconds: Seconds = Field(
+        30.0, ge=0, description="after SIGTERM, running jobs may finish within this time"
+    )
+    record_drain_seconds: Seconds = Field(
+        20.0, ge=0, description="after that, results may still be recorded this long"
+    )
+    max_deliveries: int = Field(
+        10, ge=1, description="a job whose workers vanished so often is set aside as dead"
+    )
+    max_crashes: int = Field(
+        3, ge=1, description="a job that was in more engine crashes is set aside as dead"
+    )
+    result_ttl_seconds: Seconds = Field(
+        3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good"
+    )
+    log_ttl_seconds: Seconds = Field(
+        3600, gt=0, description="Redis keeps the tokens of an unfinished job this long"
+    )
     idempotency_ttl_seconds: Seconds = Field(
         86_400, gt=0, description="its key is remembered so long after a job's end"
     )
     # limits
-    queue_limit: int = Field(0, ge=0, description="submit refuses above this many jobs that wait and are due; 0: none")
-    max_payload_bytes: int = Field(MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request")
-    default_max_tokens: int | None = Field(None, ge=1, description="for jobs that set none (default: model's length)")
-    tenant_max_running: int = Field(0, ge=0, description="jobs of one tenant that run at once; 0: no limit")
-    tenant_jobs_per_minute: float = Field(0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit")
-    bulk_share: float = Field(0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait")
-    chunk_tokens: int = Field(1, ge=1, description="tokens a chunk of a lone choice waits for; the first does not")
-    chunk_wait_seconds: Seconds = Field(0.1, ge=0, description="no token waits longer than this for its chunk to fill")
-    checkpoint_tokens: int = Field(32, ge=1, description="tokens a log entry of jobs that do not stream")
+    queue_limit: int = Field(
+        0, ge=0, description="submit refuses above this many jobs that wait and are due; 0: none"
+    )
+    max_payload_bytes: int = Field(
+        MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request"
+    )
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="for jobs that set none (default: model's length)"
+    )
+    tenant_max_running: int = Field(
+        0, ge=0, description="jobs of one tenant that run at once; 0: no limit"
+    )
+    tenant_jobs_per_minute: float = Field(
+        0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit"
+    )
+    bulk_share: float = Field(
+        0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait"
+    )
+    chunk_tokens: int = Field(
+        1, ge=1, description="tokens a chunk of a lone choice waits for; the first does not"
+    )
+    chunk_wait_seconds: Seconds = Field(
+        0.1, ge=0, description="no token waits longer than this for its chunk to fill"
+    )
+    checkpoint_tokens: int = Field(
+        32, ge=1, description="tokens a log entry of jobs that do not stream"
+    )
     poll_seconds: Seconds = Field(1.0, gt=0, description="a claim is tried at least this often")
     # recording
     record_group: int = Field(256, ge=1, description="most finished jobs in one SQL transaction")
     record_buffer: int = Field(
-        1024, ge=1, description="finished jobs that may wait for SQL before intake stops; 512 MiB of them stop it too"
+        1024,
+        ge=1,
+        description="finished jobs that may wait for SQL before intake stops; 512 MiB of them stop it too",
     )
     record_prompts: bool = Field(False, description="keep prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
     tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
-    tasks_threads: int = Field(8, ge=1, le=256, description="tasks at once; bulk files take half of them at most")
-    webhook_secret: str = Field("", description="what webhooks are signed with, whsec_…; several: the newest first")
-    webhook_networks: str = Field("", description="private networks that webhooks may reach, as 10.0.0.0/8,192.168.1.7")
-    webhook_timeout_seconds: float = Field(10.0, gt=0, le=120, description="one try, from connecting to the answer")
-    webhook_attempts: int = Field(10, ge=1, description="tries before a webhook is set aside as dead")
-    webhook_retry_seconds: Seconds = Field(5.0, gt=0, description="pause after the first try; each next: four times it")
-    webhook_max_retry_seconds: Seconds = Field(21_600.0, gt=0, description="longest pause between two tries")
-    webhook_per_host: int = Field(8, ge=1, le=64, description="webhooks on their way to one host at once")
-    webhook_sweep_seconds: Seconds = Field(2.0, ge=0.1, description="how often webhooks that are due are looked for")
+    tasks_threads: int = Field(
+        8, ge=1, le=256, description="tasks at once; bulk files take half of them at most"
+    )
+    webhook_secret: str = Field(
+        "", description="what webhooks are signed with, whsec_…; several: the newest first"
+    )
+    webhook_networks: str = Field(
+        "", description="private networks that webhooks may reach, as 10.0.0.0/8,192.168.1.7"
+    )
+    webhook_timeout_seconds: float = Field(
+        10.0, gt=0, le=120, description="one try, from connecting to the answer"
+    )
+    webhook_attempts: int = Field(
+        10, ge=1, description="tries before a webhook is set aside as dead"
+    )
+    webhook_retry_seconds: Seconds = Field(
+        5.0, gt=0, description="pause after the first try; each next: four times it"
+    )
+    webhook_max_retry_seconds: Seconds = Field(
+        21_600.0, gt=0, description="longest pause between two tries"
+    )
+    webhook_per_host: int = Field(
+        8, ge=1, le=64, description="webhooks on their way to one host at once"
+    )
+    webhook_sweep_seconds: Seconds = Field(
+        2.0, ge=0.1, description="how often webhooks that are due are looked for"
+    )
     rollup_seconds: Seconds = Field(300.0, ge=1, description="how often usage is summed up by day")
-    retention_sweep_seconds: Seconds = Field(600.0, ge=1, description="how often what is old is looked for")
-    retain_payload_days: Days = Field(0.0, ge=0, description="prompts and answers in SQL stay so long; 0: for ever")
+    retention_sweep_seconds: Seconds = Field(
+        600.0, ge=1, description="how often what is old is looked for"
+    )
+    retain_payload_days: Days = Field(
+        0.0, ge=0, description="prompts and answers in SQL stay so long; 0: for ever"
+    )
     retain_job_days: Days = Field(0.0, ge=0, description="finished jobs' rows; 0: for ever")
-    retain_usage_days: Days = Field(0.0, ge=0, description="usage of single jobs; its sums by day stay; 0: for ever")
-    retain_webhook_days: Days = Field(30.0, ge=0, description="webhooks that were delivered or are dead; 0: for ever")
+    retain_usage_days: Days = Field(
+        0.0, ge=0, description="usage of single jobs; its sums by day stay; 0: for ever"
+    )
+    retain_webhook_days: Days = Field(
+        30.0, ge=0, description="webhooks that were delivered or are dead; 0: for ever"
+    )
     # watching
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning, error")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="debug, info, warning, error"
+    )
     log_format: Literal["text", "json"] = Field("text", description="text or json")
     log_prompts: bool = Field(False, description="let prompts and answers into the log")
     metrics_host: str = Field("127.0.0.1", description="address of /healthz, /readyz and /metrics")
-    metrics_port: int | None = Field(None, ge=0, le=65535, description="their port; 0: any (default: not served)")
-    otel_endpoint: str = Field("", description="OTLP over HTTP, as http://host:4318 (default: no traces)")
-    otel_sample_ratio: float = Field(1.0, ge=0, le=1, description="share traced of the jobs that bring no trace")
-    stall_seconds: Seconds = Field(120.0, ge=1, description="an engine silent for so long is killed and replaced")
-    engine_host: Literal["process", "thread"] = Field("process", description="where the engine runs")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="their port; 0: any (default: not served)"
+    )
+    otel_endpoint: str = Field(
+        "", description="OTLP over HTTP, as http://host:4318 (default: no traces)"
+    )
+    otel_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="share traced of the jobs that bring no trace"
+    )
+    stall_seconds: Seconds = Field(
+        120.0, ge=1, description="an engine silent for so long is killed and replaced"
+    )
+    engine_host: Literal["process", "thread"] = Field(
+        "process", description="where the engine runs"
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _none_is_no_text(cls, value: object, info: ValidationInfo) -> object:
-        is_text = info.field_name is not None and cls.model_fields[info.field_name].annotation is str
+        is_text = (
+            info.field_name is not None and cls.model_fields[info.field_name].annotation is str
+        )
         return "" if value is None and is_text else value
 
     @property
@@ -161,7 +252,9 @@ class Settings(_EngineFields):
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """Parse `webhook_networks`. Raises ValueError with the word that is no network."""
-        return tuple(ip_network(word.strip()) for word in self.webhook_networks.split(",") if word.strip())
+        return tuple(
+            ip_network(word.strip()) for word in self.webhook_networks.split(",") if word.strip()
+        )
 
     def public(self) -> dict[str, object]:
         """Return every value with passwords masked, for people and logs."""
@@ -170,7 +263,10 @@ class Settings(_EngineFields):
 
     def variables(self) -> dict[str, str]:
         """Return the environment from which `load_settings` reads these settings again, for child processes."""
-        return {_variable(name): _text(value) for name, value in self.model_dump(exclude_defaults=True).items()}
+        return {
+            _variable(name): _text(value)
+            for name, value in self.model_dump(exclude_defaults=True).items()
+        }
 
 
 def _text(value: object) -> str:
@@ -181,20 +277,29 @@ def _text(value: object) -> str:
 
 def child_environment(settings: Settings) -> dict[str, str]:
     """Return our environment with these settings in place of ours, for a child that loads them again."""
-    rest = {name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)}
+    rest = {
+        name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)
+    }
     return rest | settings.variables()
 
 
-def load_settings(overrides: Mapping[str, object] | None = None, *, strict: bool = True) -> Settings:
+def load_settings(
+    overrides: Mapping[str, object] | None = None, *, strict: bool = True
+) -> Settings:
     """Load the settings: flags over environment over defaults. Raises SettingsError; `strict`: unknown variables are
     problems.
     """
-    given = {name: _flag_value(value) for name, value in (overrides or {}).items() if value is not None}
+    given = {
+        name: _flag_value(value) for name, value in (overrides or {}).items() if value is not None
+    }
     problems = _unknown_variables(os.environ) if strict else []
     try:
         settings = Settings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
-        wrong = [_Wrong(str(entry["loc"][0]), entry["msg"], entry["input"], entry["type"]) for entry in error.errors()]
+        wrong = [
+            _Wrong(str(entry["loc"][0]), entry["msg"], entry["input"], entry["type"])
+            for entry in error.errors()
+        ]
         problems += [item.sentence(given) for item in wrong]
         fields = Settings.model_fields
         repaired = {item.name: fields[item.name].default for item in wrong if item.name in fields}
@@ -247,7 +352,9 @@ def _variable(name: str) -> str:
 def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     known = {_variable(name): None for name in Settings.model_fields}
     unknown = sorted(
-        name for name in environ if name.upper().startswith(PREFIX) and name.upper() not in {*known, *_OTHERS_VARIABLES}
+        name
+        for name in environ
+        if name.upper().startswith(PREFIX) and name.upper() not in {*known, *_OTHERS_VARIABLES}
     )
     return [f"{name} is not a setting{_suggestion(name.upper(), known)}" for name in unknown]
 
@@ -274,7 +381,9 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
         ("otel_endpoint", endpoint_problem(settings.otel_endpoint)),
     ):
         if problem is not None:
-            given_as = "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
+            given_as = (
+                "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
+            )
             found.append(f"{spelt(name)}: {problem}{given_as}")
     model, adapters = (getattr(settings, name) for name in ("model", "adapters"))
     names = {model, settings.queue or queue_of(model)}
@@ -285,9 +394,14 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
             f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
             f"{spelt('lease_seconds')} ({settings.lease_seconds:g}), or one late beat loses every job"
         )
-    found += [f"{spelt(name)} {problem}" for name, problem in (*_model_problems(settings), *_task_problems(settings))]
+    found += [
+        f"{spelt(name)} {problem}"
+        for name, problem in (*_model_problems(settings), *_task_problems(settings))
+    ]
     if re.search(r"[{}\s]", settings.queue):
-        found.append(f"{spelt('queue')} must not contain braces or white space, not {settings.queue!r}")
+        found.append(
+            f"{spelt('queue')} must not contain braces or white space, not {settings.queue!r}"
+        )
     if settings.record_group > settings.record_buffer:
         found.append(
             f"{spelt('record_group')} ({settings.record_group}) must not exceed "
@@ -300,10 +414,19 @@ def _model_problems(settings: Settings) -> Iterator[tuple[str, str]]:
     """Yield (setting, problem) for engine settings that contradict each other or have no effect."""
     tokens, seqs, longest, graphs, device = (
         getattr(settings, name)  # fields made from EngineConfig, which type checkers do not see
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "cuda_graphs", "device")
+        for name in (
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "cuda_graphs",
+            "device",
+        )
     )
     if 1 <= tokens < seqs:
-        yield "max_num_batched_tokens", f"({tokens}) must be at least max_num_seqs ({seqs}), or some never run at once"
+        yield (
+            "max_num_batched_tokens",
+            f"({tokens}) must be at least max_num_seqs ({seqs}), or some never run at once",
+        )
     default = settings.default_max_tokens
     if longest is not None and default is not None and default >= longest:
         yield "default_max_tokens", f"({default}) must be below max_model_len ({longest})"
@@ -323,9 +446,15 @@ def _task_problems(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "webhook_secret", f"is none: {error}"
     pause, longest = settings.webhook_retry_seconds, settings.webhook_max_retry_seconds
     if pause > longest:
-        yield "webhook_retry_seconds", f"({pause:g}) must not exceed webhook_max_retry_seconds ({longest:g})"
+        yield (
+            "webhook_retry_seconds",
+            f"({pause:g}) must not exceed webhook_max_retry_seconds ({longest:g})",
+        )
     if settings.retain_usage_days and settings.retain_usage_days < 7:
-        yield "retain_usage_days", f"must be at least 7, or 0 for ever, not {settings.retain_usage_days:g}"
+        yield (
+            "retain_usage_days",
+            f"must be at least 7, or 0 for ever, not {settings.retain_usage_days:g}",
+        )
 
 
 _HOSTS = re.compile(

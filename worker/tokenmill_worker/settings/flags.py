@@ -43,7 +43,9 @@ def _with_its_no(parameter: Any) -> Any:
     return shown
 
 
-def with_settings(command: Command, others: Mapping[str, str] = MappingProxyType({})) -> Callable[..., None]:
+def with_settings(
+    command: Command, others: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., None]:
     """Return a command with a flag for each setting. `command` gets the flags that were given, by
     the names of their settings. `others`: names and help texts of further flags that are no
     settings.
@@ -52,7 +54,9 @@ def with_settings(command: Command, others: Mapping[str, str] = MappingProxyType
     def run(**flags: object) -> None:
         command({name: value for name, value in flags.items() if value is not None})
 
-    fields = {name: field for name, field in Settings.model_fields.items() if name not in ENGINE_FIELDS}
+    fields = {
+        name: field for name, field in Settings.model_fields.items() if name not in ENGINE_FIELDS
+    }
     fields |= {name: Settings.model_fields[name] for name in ENGINE_FIELDS}
     described: Any = run
     described.__name__ = command.__name__
@@ -61,7 +65,9 @@ def with_settings(command: Command, others: Mapping[str, str] = MappingProxyType
     described.__annotations__ |= {name: _annotation(name, field) for name, field in fields.items()}
     described.__signature__ = inspect.Signature(
         [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+            )
             for name, annotation in described.__annotations__.items()
         ]
     )
@@ -85,7 +91,11 @@ def _annotation(name: str, field: FieldInfo) -> Any:
 def _capitalised(words: str) -> str:
     """Capitalise a help text, unless it begins with a list of values."""
     first = words.split(" ")[0]
-    return words if first.endswith(",") or words.startswith(f"{first} or ") else words[:1].upper() + words[1:]
+    return (
+        words
+        if first.endswith(",") or words.startswith(f"{first} or ")
+        else words[:1].upper() + words[1:]
+    )
 
 
 def panel_of(name: str) -> str:

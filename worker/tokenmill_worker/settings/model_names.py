@@ -22,14 +22,19 @@ def read_template(path: str | None) -> str | None:
     return None if path is None else Path(path).expanduser().read_text("utf-8")
 
 
-def naming_problems(names: set[str], adapters: str, aliases: str, template: str | None) -> Iterator[tuple[str, str]]:
+def naming_problems(
+    names: set[str], adapters: str, aliases: str, template: str | None
+) -> Iterator[tuple[str, str]]:
     """Yield (setting, problem) for each problem; `names` are the model's own."""
     yield from _template_problems(template)
     try:
         named = set(read_table(adapters, "name=folder"))
     except ValueError:  # reported with the engine's settings
         return
-    yield from (("adapters", f"must not take the model's own name {name!r}") for name in sorted(named & names))
+    yield from (
+        ("adapters", f"must not take the model's own name {name!r}")
+        for name in sorted(named & names)
+    )
     try:
         table = read_aliases(aliases)
     except ValueError as error:
@@ -37,7 +42,10 @@ def naming_problems(names: set[str], adapters: str, aliases: str, template: str 
         return
     for name, target in table.items():
         if target not in named | names:
-            yield "aliases", f"leads {name!r} to {target!r}; there are {', '.join(sorted(named | names))}"
+            yield (
+                "aliases",
+                f"leads {name!r} to {target!r}; there are {', '.join(sorted(named | names))}",
+            )
 
 
 def _template_problems(path: str | None) -> Iterator[tuple[str, str]]:

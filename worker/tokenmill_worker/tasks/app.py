@@ -44,7 +44,10 @@ def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
         result_accept_content=["msgpack"],
         task_ignore_result=True,
         task_default_queue=UPKEEP,
-        task_routes={"tokenmill.bulk.*": {"queue": BULK}, "tokenmill.webhooks.*": {"queue": WEBHOOKS}},
+        task_routes={
+            "tokenmill.bulk.*": {"queue": BULK},
+            "tokenmill.webhooks.*": {"queue": WEBHOOKS},
+        },
         worker_prefetch_multiplier=1,
         worker_enable_remote_control=False,
         worker_hijack_root_logger=False,

@@ -41,7 +41,9 @@ from tokenmill_worker.settings import Settings
 
 log = logging.getLogger(__name__)
 
-TURN_S: Final = 300.0  # well below the broker's visibility timeout, after which another process starts the task
+TURN_S: Final = (
+    300.0  # well below the broker's visibility timeout, after which another process starts the task
+)
 
 
 class NotYet(Exception):
@@ -111,7 +113,9 @@ class BulkFiles:
         with self._open(order.queue) as (client, store):
             batch = _known(store, order.batch_id) or _new(client, order)
             try:
-                return import_batch(client, store, Path(order.source), batch=batch, pacing=Pacing(watch=watch))
+                return import_batch(
+                    client, store, Path(order.source), batch=batch, pacing=Pacing(watch=watch)
+                )
             except _TurnOver:
                 raise NotYet from None
 
@@ -122,7 +126,9 @@ class BulkFiles:
             if not batch.state.is_final:
                 raise NotYet
             paths = Paths.of(Path(output), Path(errors) if errors else None)
-            ended, _missing = export_batch(client, store, batch_id, paths, source=Path(batch.input_file))
+            ended, _missing = export_batch(
+                client, store, batch_id, paths, source=Path(batch.input_file)
+            )
             log.info("batch %s %s: %s", batch_id, ended.state.value, output)
             return ended
 

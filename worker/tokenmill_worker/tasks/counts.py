@@ -25,10 +25,17 @@ class TaskCounts:
         self._app = app
         self._began: dict[str, float] = {}
         self._runs = Counter(
-            f"{PREFIX}task_runs_total", "Runs of a task, by how they ended", ("task", "outcome"), registry=registry
+            f"{PREFIX}task_runs_total",
+            "Runs of a task, by how they ended",
+            ("task", "outcome"),
+            registry=registry,
         )
         self._seconds = Histogram(
-            f"{PREFIX}task_seconds", "Time of one run", ("task",), buckets=_SECONDS, registry=registry
+            f"{PREFIX}task_seconds",
+            "Time of one run",
+            ("task",),
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._succeeded = Gauge(
             f"{PREFIX}task_last_success_timestamp_seconds",
@@ -40,7 +47,9 @@ class TaskCounts:
     def start(self) -> None:
         for name in self._app.conf.beat_schedule:
             self._succeeded.labels(name).set_to_current_time()
-            self._runs.labels(name, "failure")  # exists from the start, so that the first failure shows as an increase
+            self._runs.labels(
+                name, "failure"
+            )  # exists from the start, so that the first failure shows as an increase
         signals.task_prerun.connect(self._prerun, weak=False)
         signals.task_postrun.connect(self._postrun, weak=False)
 

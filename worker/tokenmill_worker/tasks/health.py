@@ -94,16 +94,31 @@ class TasksWatch:
             Check("consumer", self._consumer.problem),
             Check("stuck", self._stuck, vital=True),
             Check("beat", lambda: None if self._beats() else "its thread has ended", vital=True),
-            Check("draining", lambda: "it is" if worker_state.should_stop is not None else None, ready=True),
+            Check(
+                "draining",
+                lambda: "it is" if worker_state.should_stop is not None else None,
+                ready=True,
+            ),
         ]
 
     def readings(self) -> Iterator[Reading]:
         up = {name: float(problem is None) for name, problem in self._problems.items()}
-        yield by_label("tasks_dependency_up", "1 while `tokenmill tasks` can use it", "dependency", up)
+        yield by_label(
+            "tasks_dependency_up", "1 while `tokenmill tasks` can use it", "dependency", up
+        )
         standing = self._standing
         if standing is not None:
-            yield by_label("webhooks", "Notices in the database that are not delivered", "state", standing.counts)
-            yield gauge("webhook_overdue_seconds", "How long the longest due of them has been due", standing.overdue_s)
+            yield by_label(
+                "webhooks",
+                "Notices in the database that are not delivered",
+                "state",
+                standing.counts,
+            )
+            yield gauge(
+                "webhook_overdue_seconds",
+                "How long the longest due of them has been due",
+                standing.overdue_s,
+            )
 
     def _stuck(self) -> str | None:
         """Return a sentence if the consumer stands still although the broker answers. Silence

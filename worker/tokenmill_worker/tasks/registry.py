@@ -78,7 +78,12 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
     again and goes on where it stopped. An error of an order is for its sender: one sentence without
     a traceback.
     """
-    options: dict[str, Any] = {"bind": True, "acks_late": True, "max_retries": None, "throws": (TokenmillError,)}
+    options: dict[str, Any] = {
+        "bind": True,
+        "acks_late": True,
+        "max_retries": None,
+        "throws": (TokenmillError,),
+    }
 
     def fetch(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:
         try:
@@ -93,17 +98,26 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
     exporting = app.task(name="tokenmill.bulk.export", shared=False, **options)(fetch)
 
     def bring_in(
-        task: Any, source: str, output: str | None = None, errors: str | None = None, queue: str = "", **terms: Any
+        task: Any,
+        source: str,
+        output: str | None = None,
+        errors: str | None = None,
+        queue: str = "",
+        **terms: Any,
     ) -> None:
         batch_id = f"batch_{task.request.id}"
         try:
             desk.bulk.bring_in(Order.of(batch_id, source=source, queue=queue, **terms))
         except (NotYet, QueueUnavailable) as error:
-            raise task.retry(countdown=getattr(error, "pause_s", 1), exc=error, throw=False) from None
+            raise task.retry(
+                countdown=getattr(error, "pause_s", 1), exc=error, throw=False
+            ) from None
         except TokenmillError as error:
             log.error("batch %s was not handed in: %s", batch_id, error)
             raise
         if output is not None:
-            exporting.apply_async((batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export")
+            exporting.apply_async(
+                (batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export"
+            )
 
     app.task(name="tokenmill.bulk.import", shared=False, **options)(bring_in)

@@ -31,7 +31,9 @@ class Desk:
     @cached_property
     def outbox(self) -> Outbox:
         settings = self.settings
-        return Outbox(self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host)
+        return Outbox(
+            self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host
+        )
 
     @cached_property
     def courier(self) -> Courier:

@@ -19,7 +19,16 @@ from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_worker.tasks.usage_rollup import RollUp
 
 _DAY_MS: Final = 86_400_000
-_PAYLOAD: Final = ("text", "token_ids", "logprobs", "error_message", "prompt", "params", "metadata", "result")
+_PAYLOAD: Final = (
+    "text",
+    "token_ids",
+    "logprobs",
+    "error_message",
+    "prompt",
+    "params",
+    "metadata",
+    "result",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +60,13 @@ class Removed:
 class Retention:
     """Removes old rows. `run` blocks; two runs at once do no harm."""
 
-    def __init__(self, engine: Engine, limits: Limits, roll_up: RollUp, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        roll_up: RollUp,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._engine = engine
         self._limits = limits
         self._roll_up = roll_up
@@ -85,7 +100,11 @@ class Retention:
         return treated
 
     def _remove_jobs(self, cutoff_ms: int) -> Any:
-        old = select(jobs.c.id).where(jobs.c.finished_ms < cutoff_ms).order_by(jobs.c.finished_ms, jobs.c.id)
+        old = (
+            select(jobs.c.id)
+            .where(jobs.c.finished_ms < cutoff_ms)
+            .order_by(jobs.c.finished_ms, jobs.c.id)
+        )
         return delete(jobs).where(jobs.c.id.in_(old.limit(self._limits.batch)))
 
     def _empty_jobs(self, cutoff_ms: int) -> Any:
@@ -96,7 +115,11 @@ class Retention:
 
     def _remove_webhooks(self, cutoff_ms: int) -> Any:
         over = webhooks.c.state.in_(("delivered", "dead", "superseded"))
-        old = select(webhooks.c.id).where(over, webhooks.c.due_ms < cutoff_ms).limit(self._limits.batch)
+        old = (
+            select(webhooks.c.id)
+            .where(over, webhooks.c.due_ms < cutoff_ms)
+            .limit(self._limits.batch)
+        )
         return delete(webhooks).where(webhooks.c.id.in_(old))
 
     def _remove_usage(self, until: float) -> int:
@@ -106,7 +129,9 @@ class Retention:
         if not self._limits.usage_days:
             return 0
         self._roll_up.recent()
-        first_kept = datetime.fromtimestamp(self._clock(), UTC) - timedelta(days=self._limits.usage_days)
+        first_kept = datetime.fromtimestamp(self._clock(), UTC) - timedelta(
+            days=self._limits.usage_days
+        )
         removed = 0
         while time.monotonic() < until:
             with self._engine.connect() as connection:

@@ -44,10 +44,15 @@ def run(settings: Settings) -> int:
     asyncio.run(_check(settings))
     _check_password(settings)
     if not settings.webhook_secret:
-        log.warning("no webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; `tokenmill webhooks secret --new`")
+        log.warning(
+            "no webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; `tokenmill webhooks secret --new`"
+        )
     # On a thread, because Celery's own process for beat would outlive a killed parent. The default scheduler pickles.
     beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
-    with _watched(settings, TasksWatch(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive())):
+    with _watched(
+        settings,
+        TasksWatch(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive()),
+    ):
         worker = app.Worker(
             pool="threads",
             concurrency=settings.tasks_threads,
@@ -70,7 +75,9 @@ def _calm_celery() -> None:
     logging.getLogger("celery").setLevel(logging.WARNING)
     logging.getLogger("celery.beat").addFilter(BriefBeat())
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
-    warnings.filterwarnings("ignore", category=SecurityWarning)  # about root and pickle, which is refused here
+    warnings.filterwarnings(
+        "ignore", category=SecurityWarning
+    )  # about root and pickle, which is refused here
 
 
 class BriefBeat(logging.Filter):
@@ -131,7 +138,9 @@ def _check_password(settings: Settings) -> None:
         finally:
             connection.close()
     except AuthenticationError as error:
-        raise RedisUnavailable(f"Redis refuses this user: {error}", is_misconfigured=True) from error
+        raise RedisUnavailable(
+            f"Redis refuses this user: {error}", is_misconfigured=True
+        ) from error
     except (*SERVER_TROUBLE, ConfigurationError) as error:
         log.warning("the broker is not there yet: %s", error)
 

@@ -14,7 +14,20 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import Engine, Select, and_, delete, except_, false, func, insert, select, true, union, update
+from sqlalchemy import (
+    Engine,
+    Select,
+    and_,
+    delete,
+    except_,
+    false,
+    func,
+    insert,
+    select,
+    true,
+    union,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
@@ -47,7 +60,9 @@ class RollUp:
         sealed = select(usage_days.c.day).where(usage_days.c.sealed == true())
         rows = _sums_of_rows().where(usage.c.day.not_in(sealed))
         names = (*_KEYS, "jobs", *_SUMS)
-        sums = select(*(usage_daily.c[name] for name in names)).where(usage_daily.c.day.not_in(sealed))
+        sums = select(*(usage_daily.c[name] for name in names)).where(
+            usage_daily.c.day.not_in(sealed)
+        )
         missing, outdated = except_(rows, sums).subquery(), except_(sums, rows).subquery()
         statement = union(select(missing.c.day), select(outdated.c.day))
         with self._engine.connect() as connection:
@@ -63,7 +78,9 @@ class RollUp:
         """Sum a day a last time; from then on its usage may be removed."""
         with self._engine.begin() as connection:
             if self._make(connection, day):
-                connection.execute(update(usage_days).where(usage_days.c.day == day).values(sealed=true()))
+                connection.execute(
+                    update(usage_days).where(usage_days.c.day == day).values(sealed=true())
+                )
 
     def _make(self, connection: Connection, day: str) -> bool:
         if not self._take(connection, day):
@@ -76,7 +93,9 @@ class RollUp:
     def _take(self, connection: Connection, day: str) -> bool:
         """Lock the day against other processes that make it. Returns False if the day is sealed."""
         dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-        row: Any = dialect.insert(usage_days).values(day=day, rolled_ms=round(self._clock() * 1000), sealed=false())
+        row: Any = dialect.insert(usage_days).values(
+            day=day, rolled_ms=round(self._clock() * 1000), sealed=false()
+        )
         taken = row.on_conflict_do_update(
             index_elements=["day"],
             set_={"rolled_ms": row.excluded.rolled_ms},
@@ -88,12 +107,19 @@ class RollUp:
         today = datetime.fromtimestamp(self._clock(), UTC).date()
         begin = (today - timedelta(days=_WINDOW_DAYS)).isoformat()
         with self._engine.connect() as connection:
-            newest = connection.scalar(select(func.max(usage_days.c.day)).where(usage_days.c.day <= today.isoformat()))
+            newest = connection.scalar(
+                select(func.max(usage_days.c.day)).where(usage_days.c.day <= today.isoformat())
+            )
             since = min(begin, _before(newest)) if newest is not None and newest > _FIRST else ""
             days: set[str] = set()
-            for table in (usage, usage_daily):  # a day may have sums and no row: a redrive moved the last one
+            for table in (
+                usage,
+                usage_daily,
+            ):  # a day may have sums and no row: a redrive moved the last one
                 wanted = and_(table.c.day >= since, table.c.day <= today.isoformat())
-                days |= set(connection.execute(select(table.c.day).where(wanted).distinct()).scalars())
+                days |= set(
+                    connection.execute(select(table.c.day).where(wanted).distinct()).scalars()
+                )
         return sorted(days | {today.isoformat()})
 
 

@@ -27,7 +27,13 @@ class Exporter:
     """Serves from `start` to `stop`; port 0 means any free port."""
 
     def __init__(
-        self, redis_url: str, queues: Sequence[str], prefix: str, host: str, port: int, every_s: float = INTERVAL_S
+        self,
+        redis_url: str,
+        queues: Sequence[str],
+        prefix: str,
+        host: str,
+        port: int,
+        every_s: float = INTERVAL_S,
     ) -> None:
         self._clients = [AsyncClient(redis_url, queue=queue, prefix=prefix) for queue in queues]
         self._watches = [QueueWatch(client, every_s) for client in self._clients]
@@ -62,6 +68,8 @@ class Exporter:
             with contextlib.suppress(NotImplementedError):
                 loop.add_signal_handler(number, stop.set)
         await self.start()
-        log.info("metrics of %s on port %d", ", ".join(watch.queue for watch in self._watches), self.port)
+        log.info(
+            "metrics of %s on port %d", ", ".join(watch.queue for watch in self._watches), self.port
+        )
         await stop.wait()
         await self.stop()

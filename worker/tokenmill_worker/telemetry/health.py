@@ -68,13 +68,19 @@ class Pulse:
 
     def problem(self) -> str | None:
         silence = self.clock() - self.last
-        return f"no {self.name} for {silence:.0f} s (limit {self.limit_s:g} s)" if silence > self.limit_s else None
+        return (
+            f"no {self.name} for {silence:.0f} s (limit {self.limit_s:g} s)"
+            if silence > self.limit_s
+            else None
+        )
 
 
 class WatchServer:
     """Answers GET and HEAD, one request per connection."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, checks: Sequence[Check]) -> None:
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, checks: Sequence[Check]
+    ) -> None:
         self._host = host
         self._port = port
         self._registry = registry
@@ -91,10 +97,16 @@ class WatchServer:
     async def start(self) -> Self:
         """Open the port. Raises PortTaken."""
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=_MAX_REQUEST_BYTES)
+            self._server = await asyncio.start_server(
+                self._serve, self._host, self._port, limit=_MAX_REQUEST_BYTES
+            )
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio's message repeats the address
-            raise PortTaken(f"/metrics cannot be served on {self._host}:{self._port}: {reason}") from error
+            reason = (
+                os.strerror(error.errno) if error.errno else str(error)
+            )  # asyncio's message repeats the address
+            raise PortTaken(
+                f"/metrics cannot be served on {self._host}:{self._port}: {reason}"
+            ) from error
         return self
 
     async def stop(self) -> None:
@@ -125,12 +137,17 @@ class WatchServer:
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
         if path in ("/healthz", "/readyz", "/livez"):
             is_well, states = self.report(path)
-            body = msgspec.json.encode({"status": "ok" if is_well else "failing", "checks": states}) + b"\n"
+            body = (
+                msgspec.json.encode({"status": "ok" if is_well else "failing", "checks": states})
+                + b"\n"
+            )
             return 200 if is_well else 503, "application/json", body
         return 404, "text/plain", b"here are /healthz, /readyz, /livez and /metrics\n"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+        with contextlib.suppress(
+            OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError
+        ):
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")

@@ -15,7 +15,12 @@ from math import inf, isinf
 from typing import Final
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -54,8 +59,15 @@ class Tallies(Collector):
     single tally.
     """
 
-    def __init__(self, name: str, words: str, bounds: Sequence[float], label: str | None = None) -> None:
-        self._name, self._words, self._bounds, self._label = PREFIX + name, words, tuple(bounds), label
+    def __init__(
+        self, name: str, words: str, bounds: Sequence[float], label: str | None = None
+    ) -> None:
+        self._name, self._words, self._bounds, self._label = (
+            PREFIX + name,
+            words,
+            tuple(bounds),
+            label,
+        )
         self._tallies: dict[str, Tally] = {} if label else {"": Tally(self._bounds)}
 
     def of(self, value: str = "") -> Tally:
@@ -65,7 +77,9 @@ class Tallies(Collector):
         return tally
 
     def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._words, labels=[self._label] if self._label else [])
+        family = HistogramMetricFamily(
+            self._name, self._words, labels=[self._label] if self._label else []
+        )
         for value, tally in list(self._tallies.items()):
             family.add_metric([value] if self._label else [], tally.buckets(), tally.total)
         yield family
@@ -93,8 +107,12 @@ def counter(name: str, words: str, value: float | None) -> Reading:
     return Reading(name, words, {(): value}, is_counter=True)
 
 
-def by_label(name: str, words: str, label: str, values: Mapping[str, float], *, is_counter: bool = False) -> Reading:
-    return Reading(name, words, {(key,): value for key, value in values.items()}, (label,), is_counter)
+def by_label(
+    name: str, words: str, label: str, values: Mapping[str, float], *, is_counter: bool = False
+) -> Reading:
+    return Reading(
+        name, words, {(key,): value for key, value in values.items()}, (label,), is_counter
+    )
 
 
 class Watched(Collector):
@@ -126,7 +144,13 @@ class Labelled(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._inner.collect():
             metric.samples = [
-                Sample(sample.name, {**self._labels, **sample.labels}, sample.value, sample.timestamp, sample.exemplar)
+                Sample(
+                    sample.name,
+                    {**self._labels, **sample.labels},
+                    sample.value,
+                    sample.timestamp,
+                    sample.exemplar,
+                )
                 for sample in metric.samples
             ]
             yield metric

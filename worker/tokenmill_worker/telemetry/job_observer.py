@@ -44,7 +44,9 @@ class Observer:
         self._clock_ns = clock_ns
         self._timelines: dict[str, Timeline] = {}  # by job id
         self._running: dict[str, Timeline] = {}  # the running ones, by request id
-        self._frames: list[tuple[int, Frame]] = []  # (time, frame) of frames whose tokens are not counted yet
+        self._frames: list[
+            tuple[int, Frame]
+        ] = []  # (time, frame) of frames whose tokens are not counted yet
         self._stats = EngineStats()
         self.tokens = Rate()
         self.first_token_s, self.token_s, self.queue_s = Recent(), Recent(), Recent()
@@ -60,7 +62,9 @@ class Observer:
         for delivery in deliveries:
             self._take_out(delivery.job_id)
             self._timelines[delivery.job_id] = Timeline(delivery, now)
-            self._metrics.deliveries.labels(delivery.verdict, str(delivery.deliveries > 1).lower()).inc()
+            self._metrics.deliveries.labels(
+                delivery.verdict, str(delivery.deliveries > 1).lower()
+            ).inc()
 
     def started(self, jobs: Sequence[Admitted]) -> None:
         now = self._clock_ns()
@@ -90,7 +94,9 @@ class Observer:
             self._count_tokens(now, frame.events)
 
     def _count_tokens(self, now: int, events: Sequence[TokenEvent]) -> None:
-        alike: Counter[tuple[tuple[str, str], int, int]] = Counter()  # (kind, token before, tokens at once): events
+        alike: Counter[tuple[tuple[str, str], int, int]] = (
+            Counter()
+        )  # (kind, token before, tokens at once): events
         kind, before, each, in_row = ("", ""), 0, 0, 0  # neighbouring events are usually alike
         running = self._running
         for event in events:
@@ -177,17 +183,23 @@ class Observer:
     def tenants(self) -> dict[str, TenantLoad]:
         """Return the load of the busiest tenants that have jobs here or had tokens a moment ago."""
         self._count()
-        running = Counter(timeline.kind[1] for timeline in self._timelines.values() if timeline.started_ns)
+        running = Counter(
+            timeline.kind[1] for timeline in self._timelines.values() if timeline.started_ns
+        )
         for name, rate in self._tenant_rates.items():
             rate.add(self._tenant_tokens[name])
         loads = {
             name: TenantLoad(running=running[name], tokens_per_s=round(rate.per_s, 1))
             for name, rate in self._tenant_rates.items()
         }
-        for name in [name for name, load in loads.items() if not load.running and not load.tokens_per_s]:
+        for name in [
+            name for name, load in loads.items() if not load.running and not load.tokens_per_s
+        ]:
             del self._tenant_rates[name], loads[name]
             self._tenant_tokens.pop(name, None)
-        busiest = sorted(loads, key=lambda name: (-loads[name].tokens_per_s, -loads[name].running, name))
+        busiest = sorted(
+            loads, key=lambda name: (-loads[name].tokens_per_s, -loads[name].running, name)
+        )
         return {name: loads[name] for name in busiest[:MAX_TENANTS]}
 
     # ── inside ──
@@ -207,7 +219,9 @@ class Observer:
         self._metrics.prefill.labels(priority).observe(max(0, now - timeline.started_ns) / 1e9)
         if timeline.delivery.deliveries == 1:
             self.first_token_s.add(max(0.0, now / 1e9 - timeline.delivery.created_ms / 1e3))
-            self.queue_s.add(max(0.0, timeline.claimed_ns / 1e9 - timeline.delivery.created_ms / 1e3))
+            self.queue_s.add(
+                max(0.0, timeline.claimed_ns / 1e9 - timeline.delivery.created_ms / 1e3)
+            )
 
     def _count_steps(self, stats: EngineStats) -> None:
         before, self._stats = self._stats, stats
@@ -216,7 +230,9 @@ class Observer:
             before, steps = EngineStats(), stats.steps
         if steps:
             self._metrics.step_seconds.of().observe((stats.busy_s - before.busy_s) / steps, steps)
-            self._metrics.step_tokens.of().observe((stats.computed_tokens - before.computed_tokens) / steps, steps)
+            self._metrics.step_tokens.of().observe(
+                (stats.computed_tokens - before.computed_tokens) / steps, steps
+            )
 
     def _tell(self, timeline: Timeline, item: Finished | None, left: str) -> str | None:
         if item is not None and timeline.first_ns and timeline.request is not None:
@@ -225,11 +241,17 @@ class Observer:
         if self._tracing is None:
             return None
         result = item.result if item is not None else None
-        return self._tracing.tell(timeline.story(self._queue, self._worker_id, self._clock_ns(), result, left))
+        return self._tracing.tell(
+            timeline.story(self._queue, self._worker_id, self._clock_ns(), result, left)
+        )
 
 
 def _is_good_line(item: Finished) -> bool:
-    return item.request is not None and bool(item.request.batch_id) and item.result.status is JobStatus.SUCCEEDED
+    return (
+        item.request is not None
+        and bool(item.request.batch_id)
+        and item.result.status is JobStatus.SUCCEEDED
+    )
 
 
 def _fields(item: Finished, trace_id: str | None) -> dict[str, object]:

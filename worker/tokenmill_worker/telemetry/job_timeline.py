@@ -40,7 +40,9 @@ class Timeline:
         when recording began.
         """
         phases = []
-        if self.delivery.deliveries == 1:  # later deliveries also waited for the sweep, for a time that is not known
+        if (
+            self.delivery.deliveries == 1
+        ):  # later deliveries also waited for the sweep, for a time that is not known
             created_ns = min(self.delivery.created_ms * NS_PER_MS, self.claimed_ns)
             phases.append(Phase("queue wait", created_ns, self.claimed_ns))
         generated = self.claimed_ns
@@ -52,10 +54,14 @@ class Timeline:
             phases.append(Phase("decode", self.first_ns, self.latest_ns))
             generated = self.latest_ns
         if finished_ns:
-            phases.append(Phase("record", max(finished_ns, generated), max(end_ns, finished_ns, generated)))
+            phases.append(
+                Phase("record", max(finished_ns, generated), max(end_ns, finished_ns, generated))
+            )
         return phases or [Phase("handed over", self.claimed_ns, end_ns)]
 
-    def story(self, queue: str, worker_id: str, end_ns: int, result: JobResult | None, left: str) -> Story:
+    def story(
+        self, queue: str, worker_id: str, end_ns: int, result: JobResult | None, left: str
+    ) -> Story:
         """Return the job's span. `result` is that of a recorded job; else `left` is the reason why
         the job left this worker.
         """
@@ -70,7 +76,10 @@ class Timeline:
             "tokenmill.tokens_here": self.tokens,
         }
         if request is not None:
-            attributes |= {"tokenmill.priority": request.priority.value, "tokenmill.tenant": request.tenant}
+            attributes |= {
+                "tokenmill.priority": request.priority.value,
+                "tokenmill.tenant": request.tenant,
+            }
         error = None
         if result is not None:
             attributes |= _outcome(result)
@@ -80,14 +89,20 @@ class Timeline:
         else:
             attributes["tokenmill.left"] = left
         # A result's times are whole milliseconds: never before the last token, which was noted more finely.
-        finished_ns = max(result.finished_ms * NS_PER_MS, self.latest_ns) if result is not None else 0
+        finished_ns = (
+            max(result.finished_ms * NS_PER_MS, self.latest_ns) if result is not None else 0
+        )
         traceparent = request.traceparent if request is not None else None
-        return Story(f"job {queue}", traceparent, self.phases(end_ns, finished_ns), attributes, error)
+        return Story(
+            f"job {queue}", traceparent, self.phases(end_ns, finished_ns), attributes, error
+        )
 
 
 def _outcome(result: JobResult) -> dict[str, str | int | float | bool | list[str]]:
     usage = result.usage
-    reasons = [choice.finish_reason.value for choice in result.choices if choice.finish_reason is not None]
+    reasons = [
+        choice.finish_reason.value for choice in result.choices if choice.finish_reason is not None
+    ]
     return {
         "tokenmill.status": result.status.value,
         "tokenmill.preemptions": usage.preemptions,

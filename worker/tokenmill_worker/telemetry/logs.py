@@ -50,9 +50,16 @@ class TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         where = record.name.removeprefix("worker.")
-        words = " ".join([_one_line(record.getMessage()), *(f"{name}={_value(v)}" for name, v in self.fields(record))])
+        words = " ".join(
+            [
+                _one_line(record.getMessage()),
+                *(f"{name}={_value(v)}" for name, v in self.fields(record)),
+            ]
+        )
         line = f"{clock}.{record.msecs:03.0f} {record.levelname:<7} {where}: {words}"
-        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+        return (
+            line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+        )
 
 
 class JsonFormatter(_Formatter):
@@ -81,7 +88,9 @@ def configure_logging(
     stream: TextIO | None = None,
 ) -> logging.Handler:
     """Take over the root logger; returns the handler. `context` fields are on every line."""
-    formatter = (JsonFormatter if form == "json" else TextFormatter)(with_private=with_private, context=context or {})
+    formatter = (JsonFormatter if form == "json" else TextFormatter)(
+        with_private=with_private, context=context or {}
+    )
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()

@@ -17,10 +17,46 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.telemetry.instruments import PREFIX, Labelled, Reading, Tallies, Watched
 
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+_SECONDS: Final = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+    1800,
+    3600,
+)
 _PER_TOKEN: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _CALL: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
-_TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_TOKENS: Final = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    5000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+)
 _BATCH: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -35,18 +71,35 @@ class Metrics:
         self.success = self._counter(
             "request_success_total", "Requests that came to an end, by why", ("finished_reason",)
         )
-        self.first_token = self._histogram("time_to_first_token_seconds", "Created to first token", _SECONDS)
-        self.queue_time = self._histogram("request_queue_time_seconds", "Created to first claimed", _SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "Given to the engine to first token", _SECONDS)
-        self.decode = self._histogram("request_decode_time_seconds", "First token to last", _SECONDS)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Created to first token", _SECONDS
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Created to first claimed", _SECONDS
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "Given to the engine to first token", _SECONDS
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "First token to last", _SECONDS
+        )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Created to finished", _SECONDS)
         self.per_token = self._histogram(
-            "request_time_per_output_token_seconds", "A request's mean time per token after its first", _PER_TOKEN
+            "request_time_per_output_token_seconds",
+            "A request's mean time per token after its first",
+            _PER_TOKEN,
         )
-        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self.answer_size = self._histogram("request_generation_tokens", "Generated tokens of a request", _TOKENS)
+        self.prompt_size = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request", _TOKENS
+        )
+        self.answer_size = self._histogram(
+            "request_generation_tokens", "Generated tokens of a request", _TOKENS
+        )
         self.inter_token = self._tallies(
-            "inter_token_latency_seconds", "Time between a request's tokens, as published", _PER_TOKEN, "priority"
+            "inter_token_latency_seconds",
+            "Time between a request's tokens, as published",
+            _PER_TOKEN,
+            "priority",
         )
         # the engine's steps
         self.step_seconds = self._tallies(
@@ -58,26 +111,47 @@ class Metrics:
             "iteration_tokens_total", "Tokens computed in an engine step; likewise", _BATCH
         )
         # the queue, Redis and SQL
-        self.jobs = self._counter("jobs_finished_total", "Jobs recorded, by how they ended", ("status", "priority"))
-        self.claims = self._counter("claims_total", "Claims, by whether they brought jobs", ("outcome",))
-        self.deliveries = self._counter(
-            "deliveries_total", "Jobs that came into this worker's hands", ("verdict", "redelivered")
+        self.jobs = self._counter(
+            "jobs_finished_total", "Jobs recorded, by how they ended", ("status", "priority")
         )
-        self.left = self._counter("jobs_left_total", "Jobs that left this worker unfinished, by why", ("reason",))
-        for reason in ("handed_over", "crash", "retry", "lost"):  # exist from the start: the first one is an increase
+        self.claims = self._counter(
+            "claims_total", "Claims, by whether they brought jobs", ("outcome",)
+        )
+        self.deliveries = self._counter(
+            "deliveries_total",
+            "Jobs that came into this worker's hands",
+            ("verdict", "redelivered"),
+        )
+        self.left = self._counter(
+            "jobs_left_total", "Jobs that left this worker unfinished, by why", ("reason",)
+        )
+        for reason in (
+            "handed_over",
+            "crash",
+            "retry",
+            "lost",
+        ):  # exist from the start: the first one is an increase
             self.left.labels(reason)
         self.refusals = self._counter(
-            "fencing_refusals_total", "Writes refused because another worker held the job", ("call",)
+            "fencing_refusals_total",
+            "Writes refused because another worker held the job",
+            ("call",),
         )
         for call in ("append", "finish", "release"):
             self.refusals.labels(call)
-        self.commit_seconds = self._bare_histogram("sql_commit_seconds", "One SQL transaction of finished jobs", _CALL)
-        self.call_seconds = self._tallies("redis_call_seconds", "One script call, retries included", _CALL, "script")
+        self.commit_seconds = self._bare_histogram(
+            "sql_commit_seconds", "One SQL transaction of finished jobs", _CALL
+        )
+        self.call_seconds = self._tallies(
+            "redis_call_seconds", "One script call, retries included", _CALL, "script"
+        )
 
     def request_finished(self, result: JobResult, priority: str) -> None:
         """Record a result from its own values, which cover every worker that ran the job."""
         usage, tokens = result.usage, result.usage.completion_tokens
-        reason = result.finish_reason.value if result.finish_reason is not None else result.status.value
+        reason = (
+            result.finish_reason.value if result.finish_reason is not None else result.status.value
+        )
         self.success.labels(reason).inc()
         self.jobs.labels(result.status.value, priority).inc()
         self.queue_time.labels(priority).observe(max(0, usage.queue_ms) / 1000)
@@ -108,7 +182,9 @@ class Metrics:
     def _bare_histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, words, buckets=buckets, registry=self._inner)
 
-    def _tallies(self, name: str, words: str, bounds: tuple[float, ...], label: str | None = None) -> Tallies:
+    def _tallies(
+        self, name: str, words: str, bounds: tuple[float, ...], label: str | None = None
+    ) -> Tallies:
         tallies = Tallies(name, words, bounds, label)
         self._inner.register(tallies)
         return tallies

@@ -55,7 +55,9 @@ class QueueWatch:
             self.state, self._failing = None, True
 
     def problem(self) -> str | None:
-        return None if self.state is not None else f"the queue {self.queue} cannot be read from Redis"
+        return (
+            None if self.state is not None else f"the queue {self.queue} cannot be read from Redis"
+        )
 
 
 def queue_readings(watches: Sequence[QueueWatch]) -> Iterator[Reading]:
@@ -66,12 +68,22 @@ def queue_readings(watches: Sequence[QueueWatch]) -> Iterator[Reading]:
     yield Reading("queue_up", "1 while the queue can be read from Redis", up, ("queue",))
     yield from _by_class(known)
     for name, words, of in _NUMBERS:
-        yield Reading(name, words, {(queue,): float(of(state)) for queue, state in known.items()}, ("queue",))
+        yield Reading(
+            name, words, {(queue,): float(of(state)) for queue, state in known.items()}, ("queue",)
+        )
     for name, words, of in _COUNTERS:
         values: Values = {(queue,): float(of(state)) for queue, state in known.items()}
         yield Reading(name, words, values, ("queue",), is_counter=True)
-    ended: Values = {(q, status): float(n) for q, state in known.items() for status, n in state.finished.items()}
-    yield Reading("queue_finished", "Jobs of the queue that ended, by how", ended, ("queue", "status"), is_counter=True)
+    ended: Values = {
+        (q, status): float(n) for q, state in known.items() for status, n in state.finished.items()
+    }
+    yield Reading(
+        "queue_finished",
+        "Jobs of the queue that ended, by how",
+        ended,
+        ("queue", "status"),
+        is_counter=True,
+    )
 
 
 def _by_class(known: Mapping[str, QueueState]) -> Iterator[Reading]:
@@ -92,12 +104,24 @@ def _by_class(known: Mapping[str, QueueState]) -> Iterator[Reading]:
 _Number = tuple[str, str, Callable[[QueueState], float]]
 _NUMBERS: tuple[_Number, ...] = (
     ("queue_running_jobs", "Jobs in workers' hands", lambda state: state.running),
-    ("queue_scheduled_jobs", "Jobs that wait for their time or their next attempt", lambda state: state.scheduled),
-    ("queue_unrecorded_jobs", "Jobs that ended while they waited, to be written down", lambda state: state.unrecorded),
+    (
+        "queue_scheduled_jobs",
+        "Jobs that wait for their time or their next attempt",
+        lambda state: state.scheduled,
+    ),
+    (
+        "queue_unrecorded_jobs",
+        "Jobs that ended while they waited, to be written down",
+        lambda state: state.unrecorded,
+    ),
     ("queue_dead_jobs", "Jobs set aside: dead letters", lambda state: state.dead),
     ("queue_workers", "Workers with a living lease", lambda state: len(state.workers)),
 )
 _COUNTERS: tuple[_Number, ...] = (
     ("queue_submitted", "Jobs accepted", lambda state: state.submitted),
-    ("queue_entries_dropped", "Stream entries that were no job", lambda state: state.entries_dropped),
+    (
+        "queue_entries_dropped",
+        "Stream entries that were no job",
+        lambda state: state.entries_dropped,
+    ),
 )

@@ -94,7 +94,11 @@ class Tracing:
 
         parent = _context_of(story.traceparent)
         span: Any = self._tracer.start_span(
-            story.name, context=parent, kind=SpanKind.CONSUMER, start_time=story.start_ns, attributes=story.attributes
+            story.name,
+            context=parent,
+            kind=SpanKind.CONSUMER,
+            start_time=story.start_ns,
+            attributes=story.attributes,
         )
         if not span.is_recording():
             return None

@@ -42,7 +42,9 @@ class Parts:
 class Watch:
     """Reports on one worker. `is_stopping`: whether the worker was asked to stop."""
 
-    def __init__(self, parts: Parts, model: str, *, max_running: int, is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, parts: Parts, model: str, *, max_running: int, is_stopping: Callable[[], bool]
+    ) -> None:
         self._parts = parts
         self._model = model
         self._max_running = max_running
@@ -56,15 +58,27 @@ class Watch:
     def checks(self) -> list[Check]:
         parts = self._parts
         return [
-            Check("engine", lambda: None if parts.service.health.engine_ready else "the engine is not running"),
+            Check(
+                "engine",
+                lambda: None if parts.service.health.engine_ready else "the engine is not running",
+            ),
             Check("steps", self._steps_problem, vital=True),
             Check("claims", lambda: None if self._is_stopping() else self.claims.problem()),
             Check("redis", lambda: None if parts.lease.is_reachable else "Redis cannot be reached"),
             Check("sql", self._sql_problem),
             Check(
-                "buffer", lambda: "finished jobs wait for SQL: intake has stopped" if parts.finalizer.is_full else None
+                "buffer",
+                lambda: (
+                    "finished jobs wait for SQL: intake has stopped"
+                    if parts.finalizer.is_full
+                    else None
+                ),
             ),
-            Check("drain", lambda: "it drains, and claims nothing more" if self._is_stopping() else None, ready=True),
+            Check(
+                "drain",
+                lambda: "it drains, and claims nothing more" if self._is_stopping() else None,
+                ready=True,
+            ),
         ]
 
     def _steps_problem(self) -> str | None:
@@ -85,7 +99,9 @@ class Watch:
         observer.forget_all_but({*parts.stream.held, *parts.finalizer.held_ids})
         return WorkerStatus(
             worker_id=parts.settings.worker_name,
-            model=self._model if parts.service.started.is_set() else "",  # empty while the model loads
+            model=self._model
+            if parts.service.started.is_set()
+            else "",  # empty while the model loads
             version=package_version(),
             started_ms=int(self._started_at * 1000),
             running=stats.num_running,
@@ -96,13 +112,19 @@ class Watch:
             max_running=self._max_running,
             total_blocks=stats.blocks_total,
             cached_blocks=stats.blocks_cached,
-            prefix_hits=round(stats.cached_tokens / stats.prefix_queries, 3) if stats.prefix_queries else None,
+            prefix_hits=round(stats.cached_tokens / stats.prefix_queries, 3)
+            if stats.prefix_queries
+            else None,
             queue_ms=_milliseconds(observer.queue_s.percentiles(0.5, 0.95)),
             first_token_ms=_milliseconds(observer.first_token_s.percentiles(0.5, 0.95)),
             token_ms=_milliseconds(observer.token_s.percentiles(0.5, 0.95)),
             to_record=len(parts.finalizer),
             engine_restarts=health.engine_restarts,
-            problems=tuple(problem for check in self.checks() if not check.ready and (problem := check.problem())),
+            problems=tuple(
+                problem
+                for check in self.checks()
+                if not check.ready and (problem := check.problem())
+            ),
             tenants=observer.tenants(),
         )
 
@@ -118,39 +140,79 @@ class Watch:
         stats = self._parts.service.health.stats
         used = stats.blocks_total - stats.blocks_free
         yield gauge("num_requests_running", "Sequences in the running batch", stats.num_running)
-        yield gauge("num_requests_waiting", "Sequences in the engine that wait for a place", stats.num_waiting)
-        yield gauge("num_requests_offloaded", "Preempted sequences kept in host memory", stats.num_offloaded)
+        yield gauge(
+            "num_requests_waiting",
+            "Sequences in the engine that wait for a place",
+            stats.num_waiting,
+        )
+        yield gauge(
+            "num_requests_offloaded", "Preempted sequences kept in host memory", stats.num_offloaded
+        )
         yield gauge("num_requests_max", "Sequences that fit the batch", self._max_running)
         usage = used / stats.blocks_total if stats.blocks_total else None
         yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full", usage)
         yield gauge("kv_cache_blocks", "KV blocks in all", stats.blocks_total or None)
-        yield gauge("kv_cache_findable_blocks", "KV blocks that are free, but can be found again", stats.blocks_cached)
+        yield gauge(
+            "kv_cache_findable_blocks",
+            "KV blocks that are free, but can be found again",
+            stats.blocks_cached,
+        )
         yield counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
         yield counter("generation_tokens", "Tokens generated", stats.generated_tokens)
-        yield counter("computed_tokens", "Tokens put through the model, prefill and decode", stats.computed_tokens)
-        yield counter("recomputed_tokens", "Of those: computed before, and lost", stats.recomputed_tokens)
-        yield counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries)
+        yield counter(
+            "computed_tokens",
+            "Tokens put through the model, prefill and decode",
+            stats.computed_tokens,
+        )
+        yield counter(
+            "recomputed_tokens", "Of those: computed before, and lost", stats.recomputed_tokens
+        )
+        yield counter(
+            "prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache",
+            stats.prefix_queries,
+        )
         yield counter("prefix_cache_hits", "Prompt tokens found there", stats.cached_tokens)
         yield counter("num_preemptions", "Sequences that lost their place", stats.preemptions)
-        yield counter("kv_blocks_evicted", "Blocks forgotten by the prefix cache", stats.evicted_blocks)
-        yield counter("kv_blocks_offloaded", "Blocks copied to host memory", stats.blocks_swapped_out)
+        yield counter(
+            "kv_blocks_evicted", "Blocks forgotten by the prefix cache", stats.evicted_blocks
+        )
+        yield counter(
+            "kv_blocks_offloaded", "Blocks copied to host memory", stats.blocks_swapped_out
+        )
         yield counter("kv_blocks_restored", "Blocks copied back", stats.blocks_swapped_in)
         yield counter("spec_decode_num_draft_tokens", "Tokens proposed", stats.draft_tokens)
-        yield counter("spec_decode_num_accepted_tokens", "Proposed tokens that were right", stats.accepted_tokens)
+        yield counter(
+            "spec_decode_num_accepted_tokens",
+            "Proposed tokens that were right",
+            stats.accepted_tokens,
+        )
         yield counter("engine_steps", "Steps", stats.steps)
-        yield counter("engine_failed_steps", "Steps that raised, and were bisected", stats.failed_steps)
+        yield counter(
+            "engine_failed_steps", "Steps that raised, and were bisected", stats.failed_steps
+        )
         yield counter("engine_busy_seconds", "Time inside steps", stats.busy_s)
         yield counter(
-            "engine_restarts", "Engines replaced after their death", self._parts.service.health.engine_restarts
+            "engine_restarts",
+            "Engines replaced after their death",
+            self._parts.service.health.engine_restarts,
         )
 
     def _hands(self) -> Iterator[Reading]:
         parts, observer = self._parts, self._parts.observer
         yield gauge("leases_held", "Jobs whose lease this worker holds", len(parts.stream.held))
-        yield gauge("tokens_unlogged", "Tokens that wait for Redis to take them", parts.publisher.num_unlogged)
+        yield gauge(
+            "tokens_unlogged",
+            "Tokens that wait for Redis to take them",
+            parts.publisher.num_unlogged,
+        )
         yield counter("heartbeats", "Heartbeats that renewed the lease", parts.lease.num_renewed)
         yield counter("heartbeat_failures", "Heartbeats that did not", parts.lease.num_failed)
-        yield counter("lease_expirations", "Times this process stood still past its lease", parts.lease.num_expired)
+        yield counter(
+            "lease_expirations",
+            "Times this process stood still past its lease",
+            parts.lease.num_expired,
+        )
         trips = by_label(
             "redis_round_trips", "Script calls sent, repeated ones included", "script",
             observer.redis_round_trips, is_counter=True,
@@ -163,15 +225,31 @@ class Watch:
 
     def _sql(self) -> Iterator[Reading]:
         finalizer, stats = self._parts.finalizer, self._parts.finalizer.stats
-        yield gauge("record_buffer_jobs", "Finished jobs that are not recorded and acknowledged yet", len(finalizer))
+        yield gauge(
+            "record_buffer_jobs",
+            "Finished jobs that are not recorded and acknowledged yet",
+            len(finalizer),
+        )
         limit = self._parts.settings.record_buffer
         yield gauge("record_buffer_limit_jobs", "Where intake stops", limit)
-        yield gauge("record_buffer_bytes", "Their estimated memory; intake stops at 512 MiB", finalizer.num_bytes)
+        yield gauge(
+            "record_buffer_bytes",
+            "Their estimated memory; intake stops at 512 MiB",
+            finalizer.num_bytes,
+        )
         yield counter("sql_commits", "Transactions of finished jobs", stats.groups)
-        yield counter("sql_commit_failures", "Transactions that failed, and are repeated", stats.record_failures)
+        yield counter(
+            "sql_commit_failures",
+            "Transactions that failed, and are repeated",
+            stats.record_failures,
+        )
         yield counter("jobs_recorded", "Jobs written", stats.recorded)
-        yield counter("jobs_recorded_before", "Redelivered jobs whose row was there", stats.recorded_before)
-        yield counter("jobs_acknowledged", "Jobs acknowledged after their commit", stats.acknowledged)
+        yield counter(
+            "jobs_recorded_before", "Redelivered jobs whose row was there", stats.recorded_before
+        )
+        yield counter(
+            "jobs_acknowledged", "Jobs acknowledged after their commit", stats.acknowledged
+        )
         yield counter("jobs_refused_by_sql", "Jobs that the database would not take", stats.refused)
 
     def _health(self) -> Iterator[Reading]:
@@ -186,7 +264,9 @@ class Watch:
         yield gauge("draining", "1 after the order to stop", float(self._is_stopping()))
         yield gauge("start_time_seconds", "Unix time of the start", self._started_at)
         labels = ("version", "worker")
-        values: dict[tuple[str, ...], float | None] = {(package_version(), self._parts.settings.worker_name): 1.0}
+        values: dict[tuple[str, ...], float | None] = {
+            (package_version(), self._parts.settings.worker_name): 1.0
+        }
         yield Reading("build_info", "What runs here", values, labels)
 
 

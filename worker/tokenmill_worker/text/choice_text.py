@@ -28,7 +28,9 @@ class TextStream:
         "_detokenizer", "_is_closed", "_min_tokens", "_stops", "has_stops", "pieces", "rest", "stopped", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, detokenizer: Detokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Iterable[str] = (), min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stop)
         self.has_stops = not self._stops.is_idle

@@ -35,7 +35,9 @@ class ByteLevelDetokenizer:
 
     __slots__ = ("_decoder", "_is_between", "_piece", "_plain")
 
-    def __init__(self, piece: Callable[[int], bytes], plain: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, piece: Callable[[int], bytes], plain: Mapping[int, str] | None = None
+    ) -> None:
         """`plain`: the text of tokens that are known to be ASCII. Most tokens are, and the decoder
         is slow.
         """
@@ -63,7 +65,9 @@ class ByteFallbackDetokenizer:
     a run is certain before the run has ended or has become invalid.
     """
 
-    def __init__(self, piece: Callable[[int], str | int | None], strip: str = "", max_stripped: int = 0) -> None:
+    def __init__(
+        self, piece: Callable[[int], str | int | None], strip: str = "", max_stripped: int = 0
+    ) -> None:
         self._piece = piece
         self._strip = strip  # the character that may be cut from the beginning
         self._to_strip = max_stripped
@@ -124,7 +128,9 @@ class WindowDetokenizer:
     moves on with every piece of text that does not end in an incomplete character.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], skipped: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], skipped: frozenset[int] = frozenset()
+    ) -> None:
         self._decode = decode
         self._skipped = skipped  # special tokens, which would only fill the window
         self._window: list[int] = []

@@ -61,7 +61,9 @@ class Answer:
 
     # ── growing ──
 
-    def push(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> bool:
+    def push(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
+    ) -> bool:
         """Add tokens to a choice; returns True if a stop string ended it in this call. Tokens after
         a choice's end are dropped.
         """

@@ -51,16 +51,22 @@ def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]
         try:
             chunk = decode_chunk(entry)
         except DecodeError as error:
-            raise LogCorrupt(f"entry {len(chunks)} of the log of earlier attempts cannot be read: {error}") from error
+            raise LogCorrupt(
+                f"entry {len(chunks)} of the log of earlier attempts cannot be read: {error}"
+            ) from error
         due = ends[chunk.choice]
         if chunk.index != due:
             raise LogCorrupt(
                 f"the log of earlier attempts has token {chunk.index} of choice {chunk.choice} where {due} was due"
             )
         if chunk.token_ids and not 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < vocab_size:
-            raise LogCorrupt(f"the log of earlier attempts has a token after {due} that this model does not know")
+            raise LogCorrupt(
+                f"the log of earlier attempts has a token after {due} that this model does not know"
+            )
         if chunk.logprobs is not None and len(chunk.logprobs) < len(chunk.token_ids):
-            raise LogCorrupt(f"the log of earlier attempts lacks log-probabilities after {due} tokens")
+            raise LogCorrupt(
+                f"the log of earlier attempts lacks log-probabilities after {due} tokens"
+            )
         chunks.append(chunk)
         ends[chunk.choice] = chunk.end
     return chunks
@@ -72,13 +78,17 @@ def replay(answer: Answer, chunks: Iterable[Chunk], rules: EndRules) -> None:
     """
     for chunk in chunks:
         if not 0 <= chunk.choice < len(answer.choices):
-            raise LogCorrupt(f"the log of earlier attempts has a choice {chunk.choice} of {len(answer.choices)}")
+            raise LogCorrupt(
+                f"the log of earlier attempts has a choice {chunk.choice} of {len(answer.choices)}"
+            )
         if chunk.usage is not None:  # measured at the job's first token
             answer.cached_tokens = chunk.usage.cached_tokens
             answer.ttft_ms = chunk.usage.ttft_ms
         answer.push(chunk.choice, chunk.token_ids, chunk.logprobs)
         if answer.choices[chunk.choice].num_tokens != chunk.end:
-            raise LogCorrupt(f"the log of earlier attempts goes on after the end of choice {chunk.choice}")
+            raise LogCorrupt(
+                f"the log of earlier attempts goes on after the end of choice {chunk.choice}"
+            )
         if chunk.finish_reason is not None:
             answer.end(chunk.choice, chunk.finish_reason, with_last_token=bool(chunk.token_ids))
     for index, choice in enumerate(answer.choices):

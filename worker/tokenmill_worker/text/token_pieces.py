@@ -11,7 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill_worker.text.detokenizer import ByteFallbackDetokenizer, ByteLevelDetokenizer, Detokenizer
+from tokenmill_worker.text.detokenizer import (
+    ByteFallbackDetokenizer,
+    ByteLevelDetokenizer,
+    Detokenizer,
+)
 
 
 def _byte_letters() -> dict[str, int]:
@@ -20,7 +24,9 @@ def _byte_letters() -> dict[str, int]:
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(0x100 + i): byte for i, byte in enumerate(rest)
+    }
 
 
 _BYTE_OF_LETTER = _byte_letters()

@@ -19,7 +19,9 @@ from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from tokenmill_worker.text.token_pieces import Pieces, read_pieces
 
 THREAD_CHARS = 4_000  # longer texts are encoded in a thread
-_GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})  # a tokenizer.json that needs no other class
+_GENERIC: Final = frozenset(
+    {"PreTrainedTokenizer", "TokenizersBackend"}
+)  # a tokenizer.json that needs no other class
 # By the model's type ("": a tokenizer alone), the classes that AutoTokenizer takes as they are named. For other types
 # and names it has rules of its own: Qwen2's folders, say, get Qwen2's class whatever they name.
 AS_NAMED: Final[Mapping[str, frozenset[str]]] = {
@@ -56,7 +58,9 @@ class Tokenizer:
         self._longest_token = _longest_token(backend)
 
     @classmethod
-    def load(cls, folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    def load(
+        cls, folder: str | Path, chat_template: str | None = None, trust_remote_code: bool = False
+    ) -> Tokenizer:
         """Load from a model's folder, without network access. Raises OSError if there is no
         tokenizer, ValueError if it has code of its own that is not trusted.
         """
@@ -105,7 +109,9 @@ class Tokenizer:
                 )
             )
         except Exception as error:  # templates are programs and may raise any error
-            raise TemplateError(f"the model's chat template refuses the messages: {_first_line(error)}") from error
+            raise TemplateError(
+                f"the model's chat template refuses the messages: {_first_line(error)}"
+            ) from error
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound on the text's number of tokens; 0 if there is none. It is cheap, so
@@ -135,7 +141,11 @@ class Tokenizer:
     def eos_token_ids(self) -> frozenset[int]:
         """The tokenizer's own end-of-sequence ids; a model's generation config may name more."""
         eos = self._tokenizer.eos_token_id
-        return frozenset() if eos is None else frozenset(eos if isinstance(eos, list | tuple) else (eos,))
+        return (
+            frozenset()
+            if eos is None
+            else frozenset(eos if isinstance(eos, list | tuple) else (eos,))
+        )
 
     def vocabulary(self) -> list[bytes]:
         """Return the bytes of each token id, empty for special tokens. Grammars are compiled
@@ -153,7 +163,9 @@ def _load(folder: Path, trust_remote_code: bool) -> Any:
     """
     import transformers
 
-    named = str(_settings(folder / "tokenizer_config.json").get("tokenizer_class")).removesuffix("Fast")
+    named = str(_settings(folder / "tokenizer_config.json").get("tokenizer_class")).removesuffix(
+        "Fast"
+    )
     if named in AS_NAMED.get(_model_type(folder), ()) and not _has_own_code(folder):
         kind = transformers.TokenizersBackend if named in _GENERIC else getattr(transformers, named)
         return kind.from_pretrained(str(folder), local_files_only=True)
@@ -168,7 +180,9 @@ def _model_type(folder: Path) -> str:
 
 
 def _has_own_code(folder: Path) -> bool:
-    return any("auto_map" in _settings(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    return any(
+        "auto_map" in _settings(folder / name) for name in ("config.json", "tokenizer_config.json")
+    )
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -192,7 +206,10 @@ def _plain_encoder(tokenizer: Any) -> Any:
     base, kind = transformers.TokenizersBackend, type(tokenizer)
     if not isinstance(tokenizer, base):
         return None
-    if any(getattr(kind, name) is not getattr(base, name) for name in ("encode", "_encode_plus", "__call__")):
+    if any(
+        getattr(kind, name) is not getattr(base, name)
+        for name in ("encode", "_encode_plus", "__call__")
+    ):
         return None
     tokenizer.encode("")  # resets truncation and padding settings of the files
     return tokenizer.backend_tokenizer
@@ -210,7 +227,13 @@ def _cleans_up(tokenizer: Any, backend: Any) -> bool:
     """
     return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (
         type(backend.model).__name__ != "BPE"
-        or bool(getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
+        or bool(
+            getattr(
+                tokenizer,
+                "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+                False,
+            )
+        )
     )
 
 

@@ -105,7 +105,9 @@ def read(path: Path, see: Callable[[bytes], object] = lambda _: None) -> Iterato
             see(raw)
             if len(raw) > MAX_LINE_BYTES:
                 _skip_rest(file, raw, see)
-                yield BadLine(number, None, "line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
+                yield BadLine(
+                    number, None, "line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes"
+                )
             elif not raw.isspace():
                 yield parse(number, raw)
 
@@ -119,7 +121,9 @@ def check_readable(path: Path) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     if path.exists() and not path.is_file():
-        raise ConfigurationError(f"cannot read {path}: it must be a file that can be read twice, no pipe or folder")
+        raise ConfigurationError(
+            f"cannot read {path}: it must be a file that can be read twice, no pipe or folder"
+        )
     try:
         with path.open("rb") as file:
             yield file
@@ -138,7 +142,9 @@ def parse(number: int, raw: bytes) -> Line:
         envelope = _decode(raw.removeprefix(b"\xef\xbb\xbf"))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         words = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        return BadLine(number, None, "invalid_json_line", f"This line is not a JSON object: {words}")
+        return BadLine(
+            number, None, "invalid_json_line", f"This line is not a JSON object: {words}"
+        )
     return _checked(number, envelope)
 
 
@@ -146,11 +152,21 @@ def _checked(number: int, envelope: LineEnvelope) -> Line:
     name = envelope.custom_id
     if name is None or name == "":
         return BadLine(
-            number, None, "missing_required_parameter", "Missing required parameter: 'custom_id'.", "custom_id"
+            number,
+            None,
+            "missing_required_parameter",
+            "Missing required parameter: 'custom_id'.",
+            "custom_id",
         )
     if not isinstance(name, str) or len(name) > MAX_CUSTOM_ID_CHARS or "\0" in name:
         words = f"custom_id must be a text of at most {MAX_CUSTOM_ID_CHARS} characters"
-        return BadLine(number, name[:64] if isinstance(name, str) else None, "invalid_custom_id", words, "custom_id")
+        return BadLine(
+            number,
+            name[:64] if isinstance(name, str) else None,
+            "invalid_custom_id",
+            words,
+            "custom_id",
+        )
     if envelope.method != "POST":
         if envelope.method is None:
             return _missing(number, name, "method")
@@ -167,7 +183,9 @@ def _checked(number: int, envelope: LineEnvelope) -> Line:
 
 
 def _missing(number: int, name: str | None, param: str) -> BadLine:
-    return BadLine(number, name, "missing_required_parameter", f"Missing required parameter: '{param}'.", param)
+    return BadLine(
+        number, name, "missing_required_parameter", f"Missing required parameter: '{param}'.", param
+    )
 
 
 def read_again(path: Path, digest: str) -> Iterator[Line]:
@@ -177,7 +195,9 @@ def read_again(path: Path, digest: str) -> Iterator[Line]:
     seen = hashlib.blake2b(digest_size=DIGEST_BYTES)
     yield from read(path, seen.update)
     if seen.hexdigest() != digest:
-        raise ConfigurationError(f"{path} has changed since the batch was begun: bring the old content back, and go on")
+        raise ConfigurationError(
+            f"{path} has changed since the batch was begun: bring the old content back, and go on"
+        )
 
 
 def survey(path: Path, each: Callable[[int], object] = lambda _: None) -> Survey:
@@ -232,7 +252,9 @@ class _Names:
     def add(self, name: str) -> bool:
         """Add a name. Return False if it was there."""
         word = name.encode("utf-8", "surrogatepass")
-        return self._database.execute("INSERT OR IGNORE INTO names VALUES (?)", (word,)).rowcount == 1
+        return (
+            self._database.execute("INSERT OR IGNORE INTO names VALUES (?)", (word,)).rowcount == 1
+        )
 
     def __exit__(self, *_: object) -> None:
         self._database.close()
@@ -289,4 +311,8 @@ def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
 def _param(error: InvalidRequest) -> str | None:
     """Return the parameter that a problem is about: the word with which its sentence begins."""
     word = re.split(r"[ .\[]", error.problems[0], maxsplit=1)[0]
-    return word if word in SamplingParams.__struct_fields__ or word in ("messages", "prompt", "model") else None
+    return (
+        word
+        if word in SamplingParams.__struct_fields__ or word in ("messages", "prompt", "model")
+        else None
+    )

@@ -71,14 +71,18 @@ class Paths:
         """
         if output.is_dir() or not output.name:
             raise ConfigurationError(f"{output} is a directory: name a file for the answers")
-        paths = cls(output, errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}"))
+        paths = cls(
+            output, errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}")
+        )
         for path in (paths.output, paths.errors):
             if not path.parent.is_dir():
                 raise ConfigurationError(
                     f"there is no folder {path.parent}: make it first, or name another for {path.name}"
                 )
         if paths.errors.resolve() in (paths.output.resolve(), paths.record.resolve()):
-            raise ConfigurationError(f"{paths.errors} has another use: name another file for the errors")
+            raise ConfigurationError(
+                f"{paths.errors} has another use: name another file for the errors"
+            )
         return paths
 
     @property
@@ -111,11 +115,16 @@ class OutputFiles:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._lock.close()
-                raise ConfigurationError(f"{self.paths.output} is being written by another process") from None
+                raise ConfigurationError(
+                    f"{self.paths.output} is being written by another process"
+                ) from None
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for file in self._files.values():
             with contextlib.suppress(OSError):  # a full disk fails again; `write` has reported it
@@ -180,7 +189,9 @@ class OutputFiles:
 
     def _file(self, is_error: bool) -> IO[bytes]:
         if is_error not in self._files:
-            self._files[is_error] = (self.paths.errors if is_error else self.paths.output).open("ab")
+            self._files[is_error] = (self.paths.errors if is_error else self.paths.output).open(
+                "ab"
+            )
         return self._files[is_error]
 
 
@@ -205,7 +216,9 @@ def _read_back(path: Path, is_error: bool, done: Done) -> None:
                 written = _decode_line(raw)
                 number = line_number(written.id)
             except (msgspec.MsgspecError, ValueError) as error:
-                raise ConfigurationError(f"{path} holds a line that is none of a batch's: {error}") from error
+                raise ConfigurationError(
+                    f"{path} holds a line that is none of a batch's: {error}"
+                ) from error
             if number not in done.marks:
                 done.marks.add(number)
                 done.totals = done.totals.plus(_share(written, is_error))

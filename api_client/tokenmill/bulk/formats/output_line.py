@@ -36,13 +36,25 @@ from tokenmill_schemas.openai import (
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus
 
 _encode: Final = msgspec.json.Encoder().encode
-_REASONS: Final[dict[FinishReason | None, Literal["stop", "length"]]] = {FinishReason.LENGTH: "length"}
+_REASONS: Final[dict[FinishReason | None, Literal["stop", "length"]]] = {
+    FinishReason.LENGTH: "length"
+}
 # errors caused by the request; every other error has status 500
-_BAD_REQUESTS: Final = {"invalid_request": 400, "context_length_exceeded": 400, "model_not_found": 404}
-EXPIRED: Final = LineError("batch_expired", "This request could not be executed before the completion window expired.")
+_BAD_REQUESTS: Final = {
+    "invalid_request": 400,
+    "context_length_exceeded": 400,
+    "model_not_found": 404,
+}
+EXPIRED: Final = LineError(
+    "batch_expired", "This request could not be executed before the completion window expired."
+)
 CANCELLED: Final = LineError("batch_cancelled", "This request was cancelled with its batch.")
-LOST: Final = LineError("result_unavailable", "The queue has forgotten this request's result, and no database has it.")
-UNREADABLE: Final = LineError("result_unreadable", "This request's result is damaged, or a newer version wrote it.")
+LOST: Final = LineError(
+    "result_unavailable", "The queue has forgotten this request's result, and no database has it."
+)
+UNREADABLE: Final = LineError(
+    "result_unreadable", "This request's result is damaged, or a newer version wrote it."
+)
 _WITHOUT_RESPONSE: Final = {JobStatus.EXPIRED: EXPIRED, JobStatus.CANCELLED: CANCELLED}
 
 
@@ -79,11 +91,15 @@ def of_result(batch_id: str, result: JobResult) -> Answer:
         return Answer(line, _encode(out), _share(result))
     is_good = result.status is JobStatus.SUCCEEDED
     response = Response(
-        status_code=200 if is_good else _BAD_REQUESTS.get(result.error.code if result.error else "", 500),
+        status_code=200
+        if is_good
+        else _BAD_REQUESTS.get(result.error.code if result.error else "", 500),
         request_id=result.job_id,
         body=_answer(result) if is_good else _failure(result),
     )
-    return Answer(line, _encode(OutputLine(id=name, custom_id=custom_id, response=response)), _share(result))
+    return Answer(
+        line, _encode(OutputLine(id=name, custom_id=custom_id, response=response)), _share(result)
+    )
 
 
 def of_bad_line(batch_id: str, bad: BadLine) -> Answer:
@@ -117,7 +133,9 @@ def _failure(result: JobResult) -> ErrorBody:
     code = result.error.code if result.error else result.status.value
     return ErrorBody(
         ErrorObject(
-            message=result.error.message if result.error else f"the job ended as {result.status.value}",
+            message=result.error.message
+            if result.error
+            else f"the job ended as {result.status.value}",
             type="invalid_request_error" if code in _BAD_REQUESTS else "server_error",
             code=code,
         )
@@ -136,10 +154,16 @@ def _answer(result: JobResult) -> ChatCompletion | Completion:
     if result.metadata.get("endpoint") == CHAT_URL:
         chats = [_chat_choice(choice) for choice in result.choices]
         return ChatCompletion(
-            id=f"chatcmpl-{result.job_id}", created=created, model=result.model, choices=chats, usage=usage
+            id=f"chatcmpl-{result.job_id}",
+            created=created,
+            model=result.model,
+            choices=chats,
+            usage=usage,
         )
     texts = [_text_choice(choice) for choice in result.choices]
-    return Completion(id=f"cmpl-{result.job_id}", created=created, model=result.model, choices=texts, usage=usage)
+    return Completion(
+        id=f"cmpl-{result.job_id}", created=created, model=result.model, choices=texts, usage=usage
+    )
 
 
 def _chat_choice(choice: ChoiceResult) -> ChatChoice:
@@ -159,7 +183,9 @@ def _chat_logprobs(choice: ChoiceResult) -> ChatLogprobs | None:
             token=text,
             logprob=entry.logprob,
             bytes=list(text.encode()),
-            top_logprobs=[_top(token, value, choice.token_ids[place], text) for token, value in entry.top],
+            top_logprobs=[
+                _top(token, value, choice.token_ids[place], text) for token, value in entry.top
+            ],
         )
         for place, (text, entry) in enumerate(zip(_pieces(choice), choice.logprobs, strict=False))
     ]

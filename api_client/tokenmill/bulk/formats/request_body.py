@@ -64,7 +64,11 @@ def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:
             if not any(value == neutral for neutral in _NEUTRAL[name]):
                 raise FormError(f"{name!r} is not supported here", name, "unsupported_parameter")
         elif name in other or name not in _KNOWN:
-            raise FormError(f"Unrecognized request argument supplied: {name[:64]}", name[:64], "unknown_parameter")
+            raise FormError(
+                f"Unrecognized request argument supplied: {name[:64]}",
+                name[:64],
+                "unknown_parameter",
+            )
 
 
 _KNOWN: Final = (
@@ -82,7 +86,9 @@ def _model(body: Mapping[str, Any]) -> str:
 
 def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if "messages" not in body:
-        raise FormError("Missing required parameter: 'messages'.", "messages", "missing_required_parameter")
+        raise FormError(
+            "Missing required parameter: 'messages'.", "messages", "missing_required_parameter"
+        )
     lengths = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
     return {"messages": body["messages"], **lengths, **_chat_logprobs(body)}
 
@@ -100,10 +106,17 @@ def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     if "prompt" not in body:
-        raise FormError("Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter")
-    fields: dict[str, Any] = {"max_tokens": body.get("max_tokens", _COMPLETION_TOKENS), "prompt": body["prompt"]}
+        raise FormError(
+            "Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter"
+        )
+    fields: dict[str, Any] = {
+        "max_tokens": body.get("max_tokens", _COMPLETION_TOKENS),
+        "prompt": body["prompt"],
+    }
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
-        raise FormError("'best_of' other than n is not supported here", "best_of", "unsupported_parameter")
+        raise FormError(
+            "'best_of' other than n is not supported here", "best_of", "unsupported_parameter"
+        )
     logprobs = body.get("logprobs")
     if logprobs is not None:
         if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 5:

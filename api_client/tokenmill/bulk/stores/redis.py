@@ -70,7 +70,9 @@ class RedisBatchStore:
         start = "+inf"
         if after is not None:
             start = f"({self.get(after).created_ms}"
-        (ids,) = self._do(("ZRANGE", self._index, start, "-inf", "BYSCORE", "REV", "LIMIT", 0, limit))
+        (ids,) = self._do(
+            ("ZRANGE", self._index, start, "-inf", "BYSCORE", "REV", "LIMIT", 0, limit)
+        )
         names = [name.decode() for name in ids]
         found = self._read(names)
         gone = [name for name, batch in zip(names, found, strict=True) if batch is None]
@@ -87,16 +89,29 @@ class RedisBatchStore:
         return bool(moved)
 
     def describe(self, batch: Batch) -> None:
-        self._do(("HSET", self._keys.batch(batch.id), "batch", _json(batch)), *self._renew(batch.id))
+        self._do(
+            ("HSET", self._keys.batch(batch.id), "batch", _json(batch)), *self._renew(batch.id)
+        )
 
     def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None:
-        values = ("submitted", submitted, "over_line", over_line, "totals", _json(totals), "seen", now_ms())
+        values = (
+            "submitted",
+            submitted,
+            "over_line",
+            over_line,
+            "totals",
+            _json(totals),
+            "seen",
+            now_ms(),
+        )
         self._do(("HSET", self._keys.batch(batch_id), *values), *self._renew(batch_id))
 
     def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
         key = self._keys.refused(batch_id)
         for start in range(0, len(lines), _PAGE):
-            pairs = [part for bad in lines[start : start + _PAGE] for part in (bad.line, _json(bad))]
+            pairs = [
+                part for bad in lines[start : start + _PAGE] for part in (bad.line, _json(bad))
+            ]
             self._do(("HSET", key, *pairs), ("EXPIRE", key, KEPT_S))
 
     def refused(self, batch_id: str) -> Iterator[BadLine]:

@@ -31,8 +31,25 @@ _COLUMNS: Final = (
     "completion_window", "submitted", "finalizing_ms", "cancelling_ms", "usage", "options",
 )  # fmt: skip
 _JSON: Final = ("errors", "metadata", "usage", "options")
-_ITEMS: Final = ("batch_id", "line", "custom_id", "state", "error_code", "error_message", "error_param")
-_JOBS: Final = ("id", "batch_id", "state", "finished_ms", "result", "metadata", "error_code", "error_message")
+_ITEMS: Final = (
+    "batch_id",
+    "line",
+    "custom_id",
+    "state",
+    "error_code",
+    "error_message",
+    "error_param",
+)
+_JOBS: Final = (
+    "id",
+    "batch_id",
+    "state",
+    "finished_ms",
+    "result",
+    "metadata",
+    "error_code",
+    "error_message",
+)
 _TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _PLAIN: Final = (
     "id", "queue", "tenant", "model", "endpoint", "input_file", "output_file", "error_file", "total", "created_ms",
@@ -44,8 +61,13 @@ _MOMENTS: Final = {
     BatchState.CANCELLING: "cancelling_ms",
 }
 _PAGE: Final = 500
-_REFUSED, _INVALID = "refused", "invalid"  # rejected like a bad request by the API; not a request at all
-PURGED: Final = JobError("result_purged", "The answer was removed from the database by its retention rules.")
+_REFUSED, _INVALID = (
+    "refused",
+    "invalid",
+)  # rejected like a bad request by the API; not a request at all
+PURGED: Final = JobError(
+    "result_purged", "The answer was removed from the database by its retention rules."
+)
 
 
 class SqlBatchStore:
@@ -56,7 +78,9 @@ class SqlBatchStore:
         self._sql = sql = self._database.sql
 
         def column(name: str) -> Any:
-            return sql.column(name, sql.JSON(none_as_null=True)) if name in _JSON else sql.column(name)
+            return (
+                sql.column(name, sql.JSON(none_as_null=True)) if name in _JSON else sql.column(name)
+            )
 
         self._batches = sql.table("batches", *map(column, _COLUMNS))
         self._items = sql.table("batch_items", *map(column, _ITEMS))
@@ -68,13 +92,17 @@ class SqlBatchStore:
     def create(self, batch: Batch) -> None:
         first = {"state": batch.state.value, "completed": 0, "failed": 0, "submitted": 0}
         with self._database.connection() as connection:
-            known = connection.execute(self._sql.select(self._batches.c.id).where(self._batches.c.id == batch.id))
+            known = connection.execute(
+                self._sql.select(self._batches.c.id).where(self._batches.c.id == batch.id)
+            )
             if known.first() is None:
                 connection.execute(self._batches.insert().values(**_described(batch), **first))
 
     def get(self, batch_id: str) -> Batch:
         with self._database.connection() as connection:
-            row = connection.execute(self._sql.select(self._batches).where(self._batches.c.id == batch_id)).mappings()
+            row = connection.execute(
+                self._sql.select(self._batches).where(self._batches.c.id == batch_id)
+            ).mappings()
             found = row.first()
         if found is None:
             raise BatchNotFound(batch_id)
@@ -82,7 +110,11 @@ class SqlBatchStore:
 
     def newest(self, limit: int = 20, after: str | None = None) -> Sequence[Batch]:
         table = self._batches
-        statement = self._sql.select(table).order_by(table.c.created_ms.desc(), table.c.id.desc()).limit(limit)
+        statement = (
+            self._sql.select(table)
+            .order_by(table.c.created_ms.desc(), table.c.id.desc())
+            .limit(limit)
+        )
         if after is not None:
             last = self.get(after)
             pair = self._sql.tuple_(table.c.created_ms, table.c.id)
@@ -93,22 +125,33 @@ class SqlBatchStore:
     def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
         moment = "finished_ms" if state.is_final else _MOMENTS[state]
         table = self._batches
-        statement = table.update().where(table.c.id == batch_id, table.c.state.in_([word.value for word in expected]))
+        statement = table.update().where(
+            table.c.id == batch_id, table.c.state.in_([word.value for word in expected])
+        )
         with self._database.connection() as connection:
             changed = connection.execute(statement.values({"state": state.value, moment: now_ms()}))
             return bool(changed.rowcount)
 
     def describe(self, batch: Batch) -> None:
-        self._update(batch.id, {name: value for name, value in _described(batch).items() if name != "id"})
+        self._update(
+            batch.id, {name: value for name, value in _described(batch).items() if name != "id"}
+        )
 
     def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None:
         known = msgspec.to_builtins(totals) | {"over_line": over_line, "seen_ms": now_ms()}
-        changes = {"submitted": submitted, "completed": totals.completed, "failed": totals.failed, "usage": known}
+        changes = {
+            "submitted": submitted,
+            "completed": totals.completed,
+            "failed": totals.failed,
+            "usage": known,
+        }
         self._update(batch_id, changes)
 
     def _update(self, batch_id: str, changes: dict[str, Any]) -> None:
         with self._database.connection() as connection:
-            connection.execute(self._batches.update().where(self._batches.c.id == batch_id).values(**changes))
+            connection.execute(
+                self._batches.update().where(self._batches.c.id == batch_id).values(**changes)
+            )
 
     # ── lines without a job ──
 
@@ -117,18 +160,28 @@ class SqlBatchStore:
             page = {bad.line: bad for bad in lines[start : start + _PAGE]}
             items = self._items
             with self._database.connection() as connection:
-                known = self._sql.select(items.c.line).where(items.c.batch_id == batch_id, items.c.line.in_(page))
+                known = self._sql.select(items.c.line).where(
+                    items.c.batch_id == batch_id, items.c.line.in_(page)
+                )
                 for line in connection.execute(known).scalars().all():
                     del page[line]
                 if page:
-                    connection.execute(items.insert(), [_item(batch_id, bad) for bad in page.values()])
+                    connection.execute(
+                        items.insert(), [_item(batch_id, bad) for bad in page.values()]
+                    )
 
     def refused(self, batch_id: str) -> Iterator[BadLine]:
         last, items = 0, self._items
         while True:
-            statement = self._sql.select(items).where(items.c.batch_id == batch_id, items.c.line > last)
+            statement = self._sql.select(items).where(
+                items.c.batch_id == batch_id, items.c.line > last
+            )
             with self._database.connection() as connection:
-                rows = connection.execute(statement.order_by(items.c.line).limit(_PAGE)).mappings().all()
+                rows = (
+                    connection.execute(statement.order_by(items.c.line).limit(_PAGE))
+                    .mappings()
+                    .all()
+                )
             for row in rows:
                 yield _bad_line(row)
             if len(rows) < _PAGE:
@@ -142,10 +195,16 @@ class SqlBatchStore:
         jobs, last = self._jobs, (-1, "")
         pair = self._sql.tuple_(jobs.c.finished_ms, jobs.c.id)
         while True:
-            statement = self._sql.select(jobs).where(jobs.c.batch_id == batch_id, pair > self._sql.tuple_(*last))
+            statement = self._sql.select(jobs).where(
+                jobs.c.batch_id == batch_id, pair > self._sql.tuple_(*last)
+            )
             with self._database.connection() as connection:
                 rows = (
-                    connection.execute(statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(_PAGE)).mappings().all()
+                    connection.execute(
+                        statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(_PAGE)
+                    )
+                    .mappings()
+                    .all()
                 )
             yield from map(_result, rows)
             if len(rows) < _PAGE:
@@ -155,23 +214,39 @@ class SqlBatchStore:
     def recorded(self, job_ids: Sequence[str]) -> dict[str, JobResult]:
         found: dict[str, JobResult] = {}
         for start in range(0, len(job_ids), _PAGE):
-            statement = self._sql.select(self._jobs).where(self._jobs.c.id.in_(job_ids[start : start + _PAGE]))
+            statement = self._sql.select(self._jobs).where(
+                self._jobs.c.id.in_(job_ids[start : start + _PAGE])
+            )
             with self._database.connection() as connection:
-                found |= {row["id"]: _result(row) for row in connection.execute(statement).mappings()}
+                found |= {
+                    row["id"]: _result(row) for row in connection.execute(statement).mappings()
+                }
         return found
 
     def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
         jobs, items, count = self._jobs, self._items, self._sql.func.count
-        states = self._sql.select(jobs.c.state, count()).where(jobs.c.batch_id == batch.id).group_by(jobs.c.state)
+        states = (
+            self._sql.select(jobs.c.state, count())
+            .where(jobs.c.batch_id == batch.id)
+            .group_by(jobs.c.state)
+        )
         code = items.c.error_code
         codes = self._sql.select(code, count()).where(items.c.batch_id == batch.id).group_by(code)
-        sums = [self._sql.func.coalesce(self._sql.func.sum(self._usage.c[name]), 0) for name in _TOKENS]
+        sums = [
+            self._sql.func.coalesce(self._sql.func.sum(self._usage.c[name]), 0) for name in _TOKENS
+        ]
         both = jobs.join(self._usage, jobs.c.id == self._usage.c.job_id)
         tokens = self._sql.select(*sums).select_from(both).where(jobs.c.batch_id == batch.id)
         with self._database.connection() as connection:
-            counted = {str(state): int(number) for state, number in connection.execute(states).all()}
+            counted = {
+                str(state): int(number) for state, number in connection.execute(states).all()
+            }
             refused = {str(word): int(number) for word, number in connection.execute(codes).all()}
-            used = [int(value) for value in connection.execute(tokens).one()] if with_tokens else [0, 0, 0]
+            used = (
+                [int(value) for value in connection.execute(tokens).one()]
+                if with_tokens
+                else [0, 0, 0]
+            )
         good = counted.pop(JobStatus.SUCCEEDED.value, 0)
         return Totals(
             completed=good,
@@ -244,7 +319,14 @@ def _item(batch_id: str, bad: BadLine) -> dict[str, Any]:
 
 def _bad_line(row: Any) -> BadLine:
     status = 400 if row["state"] == _REFUSED else 0
-    return BadLine(row["line"], row["custom_id"], row["error_code"], row["error_message"], row["error_param"], status)
+    return BadLine(
+        row["line"],
+        row["custom_id"],
+        row["error_code"],
+        row["error_message"],
+        row["error_param"],
+        status,
+    )
 
 
 def _result(row: Any) -> JobResult:
@@ -258,10 +340,16 @@ def _result(row: Any) -> JobResult:
         try:
             return decode_result(bytes(row["result"]))
         except DecodeError as trouble:
-            log.warning("The recorded result of job %s cannot be read, its line is an error: %s", row["id"], trouble)
+            log.warning(
+                "The recorded result of job %s cannot be read, its line is an error: %s",
+                row["id"],
+                trouble,
+            )
             missing = JobError(UNREADABLE.code, UNREADABLE.message)
     state = JobStatus(row["state"])
-    error = JobError(row["error_code"], row["error_message"] or "") if row["error_code"] else missing
+    error = (
+        JobError(row["error_code"], row["error_message"] or "") if row["error_code"] else missing
+    )
     return JobResult(
         job_id=row["id"],
         status=JobStatus.FAILED if state is JobStatus.SUCCEEDED else state,

@@ -18,7 +18,9 @@ from tokenmill_schemas.result import JobResult
 
 class BatchNotFound(TokenmillError, LookupError):
     def __init__(self, batch_id: str) -> None:
-        super().__init__(f"no batch {batch_id}: it was never submitted here, or its record has expired")
+        super().__init__(
+            f"no batch {batch_id}: it was never submitted here, or its record has expired"
+        )
         self.batch_id = batch_id
 
 
@@ -45,7 +47,9 @@ class BatchStore(Protocol):
         """Write everything but the state and the progress."""
         ...
 
-    def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None: ...
+    def progress(
+        self, batch_id: str, *, submitted: int, over_line: int, totals: Totals
+    ) -> None: ...
 
     def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
         """Store the errors of lines that have no job."""

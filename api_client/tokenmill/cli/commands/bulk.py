@@ -35,18 +35,34 @@ from tokenmill.cli.views.bulk_progress import bulk_progress
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
 
-_STYLES = {"completed": "green", "failed": "red", "expired": "magenta", "cancelled": "dim", "cancelling": "dim"}
+_STYLES = {
+    "completed": "green",
+    "failed": "red",
+    "expired": "magenta",
+    "cancelled": "dim",
+    "cancelling": "dim",
+}
 
 Input = Annotated[Path, typer.Argument(help="JSONL file of requests.", metavar="INPUT")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File of the answers.")]
 Errors = Annotated[
-    Path | None, typer.Option("--errors", help="File of the lines without one. (default: OUTPUT.errors.jsonl)")
+    Path | None,
+    typer.Option("--errors", help="File of the lines without one. (default: OUTPUT.errors.jsonl)"),
 ]
-Window = Annotated[str, typer.Option("--completion-window", help="What has not ended by then expires: 30m, 24h, 7d.")]
+Window = Annotated[
+    str,
+    typer.Option("--completion-window", help="What has not ended by then expires: 30m, 24h, 7d."),
+]
 Tenant = Annotated[str, typer.Option(help="Whose batch it is.")]
-AnyModel = Annotated[bool, typer.Option("--any-model", help="The queue's model, whichever the lines name.")]
-Metadata = Annotated[list[str] | None, typer.Option(help="KEY=VALUE, kept with the batch; may be repeated.")]
-InFlight = Annotated[int, typer.Option("--window", help="Jobs in the queue at once.", min=1, max=1_000_000)]
+AnyModel = Annotated[
+    bool, typer.Option("--any-model", help="The queue's model, whichever the lines name.")
+]
+Metadata = Annotated[
+    list[str] | None, typer.Option(help="KEY=VALUE, kept with the batch; may be repeated.")
+]
+InFlight = Annotated[
+    int, typer.Option("--window", help="Jobs in the queue at once.", min=1, max=1_000_000)
+]
 BatchId = Annotated[str, typer.Argument(help="Id of the batch.", metavar="BATCH")]
 
 
@@ -76,7 +92,9 @@ def run(
     terms = _terms(completion_window, tenant, any_model, metadata)
     going_on = f"run the same command again to go on ({paths.output} keeps what is done)"
     with _open(target) as (client, store), _interruptible(going_on), bulk_progress() as watch:
-        batch = run_batch(client, store, source, paths, terms=terms, pacing=Pacing(window, watch=watch))
+        batch = run_batch(
+            client, store, source, paths, terms=terms, pacing=Pacing(window, watch=watch)
+        )
     _show_end(batch, json)
 
 
@@ -85,7 +103,10 @@ def submit(
     source: Input,
     *,
     batch: Annotated[
-        str | None, typer.Option("--continue", help="Go on with this batch, of the same file.", metavar="BATCH")
+        str | None,
+        typer.Option(
+            "--continue", help="Go on with this batch, of the same file.", metavar="BATCH"
+        ),
     ] = None,
     completion_window: Window = DEFAULT_WINDOW,
     tenant: Tenant = "",
@@ -97,12 +118,16 @@ def submit(
     """Hand in a whole file and print the batch's id; stays as long as the file has more lines than the window."""
     with _open(target) as (client, store):
         terms = _terms(completion_window, tenant, any_model, metadata)
-        known = store.get(batch) if batch is not None else new_batch(client, source.resolve(), terms)
+        known = (
+            store.get(batch) if batch is not None else new_batch(client, source.resolve(), terms)
+        )
         if not json:
             say(f"{known.id}\n")
         going_on = f"to go on: tokenmill bulk submit {source} --continue {known.id}"
         with _interruptible(going_on), bulk_progress() as watch:
-            ended = import_batch(client, store, source, batch=known, pacing=Pacing(window, watch=watch))
+            ended = import_batch(
+                client, store, source, batch=known, pacing=Pacing(window, watch=watch)
+            )
     if json:
         emit(ended.public())
     _complain_of_failure(ended)
@@ -125,9 +150,14 @@ def results(
     *,
     output: Output,
     errors: Errors = None,
-    partial: Annotated[bool, typer.Option("--partial", help="What there is, though it is not over.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="What there is, though it is not over.")
+    ] = False,
     source: Annotated[
-        Path | None, typer.Option(help="The input file, to name lines that were never handed in.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="The input file, to name lines that were never handed in.", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -163,8 +193,12 @@ def cancel(target: Target, batch: BatchId, *, json: Json = False) -> None:
 def list_batches(
     target: Target,
     *,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")] = 20,
-    after: Annotated[str | None, typer.Option(help="Those older than this one.", metavar="BATCH")] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
+    ] = 20,
+    after: Annotated[
+        str | None, typer.Option(help="Those older than this one.", metavar="BATCH")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Batches, the newest first."""
@@ -233,7 +267,9 @@ def _show_end(batch: Batch, json: bool) -> None:
         emit(batch.public())
     else:
         used = batch.totals
-        say(f"{batch.id} {batch.state.value}: {used.completed} of {batch.total} answered, {used.failed} failed\n")
+        say(
+            f"{batch.id} {batch.state.value}: {used.completed} of {batch.total} answered, {used.failed} failed\n"
+        )
         for what, path in (("answers", batch.output_file), ("errors", batch.error_file)):
             if path:
                 say(f"{what:<8} {path}\n")
@@ -255,7 +291,14 @@ def _row(batch: Batch) -> list[Any]:
     used = batch.totals
     state = Text(batch.state.value, style=_STYLES.get(batch.state.value, "yellow"))
     numbers = (batch.total, used.completed, used.failed)
-    return [batch.id, state, batch.tenant, *numbers, ago(batch.created_ms), Path(batch.input_file).name]
+    return [
+        batch.id,
+        state,
+        batch.tenant,
+        *numbers,
+        ago(batch.created_ms),
+        Path(batch.input_file).name,
+    ]
 
 
 def _facts(batch: Batch) -> list[tuple[str, Text]]:
@@ -264,8 +307,14 @@ def _facts(batch: Batch) -> list[tuple[str, Text]]:
         ("batch", batch.id),
         ("status", batch.state.value),
         ("lines", f"{batch.total}: {used.completed} answered, {used.failed} failed"),
-        ("handed in", "all" if batch.is_handed_in else f"up to line {batch.submitted} of {batch.last_line}"),
-        ("tokens", f"{used.input_tokens} in, {used.output_tokens} out" if used.input_tokens else ""),
+        (
+            "handed in",
+            "all" if batch.is_handed_in else f"up to line {batch.submitted} of {batch.last_line}",
+        ),
+        (
+            "tokens",
+            f"{used.input_tokens} in, {used.output_tokens} out" if used.input_tokens else "",
+        ),
         ("model", batch.model),
         ("endpoint", batch.endpoint),
         ("tenant", batch.tenant),

@@ -12,7 +12,9 @@ from tokenmill.errors import InvalidRequest
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="Jobs that were set aside after too many crashes or claims.", no_args_is_help=True)
+    group = typer.Typer(
+        help="Jobs that were set aside after too many crashes or claims.", no_args_is_help=True
+    )
     group.command("list")(connected(list_dead))
     group.command("redrive")(connected(redrive))
     app.add_typer(group, name="dead")
@@ -21,7 +23,9 @@ def register(app: typer.Typer) -> None:
 def list_dead(
     target: Target,
     *,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
+    ] = 50,
     history: Annotated[bool, typer.Option("--history", help="Each crash before the end.")] = False,
     json: Json = False,
 ) -> None:
@@ -33,10 +37,16 @@ def list_dead(
     elif not found:
         err().print("[dim]no dead jobs[/dim]")
     elif not history:
-        table(["JOB", "DIED", "ERROR"], ((job.job_id, ago(job.died_ms), job.error) for job in found), notes=True)
+        table(
+            ["JOB", "DIED", "ERROR"],
+            ((job.job_id, ago(job.died_ms), job.error) for job in found),
+            notes=True,
+        )
     else:
         for job in found:
-            out().print(f"[bold]{job.job_id}[/bold] {ago(job.died_ms)}: ", job.error, markup=True, sep="")
+            out().print(
+                f"[bold]{job.job_id}[/bold] {ago(job.died_ms)}: ", job.error, markup=True, sep=""
+            )
             for line in job.history:
                 say(f"    {line}\n")
 
@@ -45,8 +55,12 @@ def redrive(
     target: Target,
     job: Annotated[list[str] | None, typer.Argument(help="Ids of the jobs.", metavar="JOB")] = None,
     *,
-    everything: Annotated[bool, typer.Option("--all", help="Every dead job, the oldest first.")] = False,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every dead job, the oldest first.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")
+    ] = 1000,
     json: Json = False,
 ) -> None:
     """Return dead jobs to the queue: they start again, without their deadline."""

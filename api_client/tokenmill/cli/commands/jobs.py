@@ -58,7 +58,9 @@ def result(
     target: Target,
     job: Job,
     *,
-    timeout: Annotated[float | None, typer.Option(help="Wait at most so many seconds; 0: not at all.", min=0)] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Wait at most so many seconds; 0: not at all.", min=0)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Wait for a job's end and print its answer. Exits with 1 when it has none."""
@@ -70,7 +72,9 @@ def result(
         show_answer(end)
     if end.status is not JobStatus.SUCCEEDED:
         if not json:
-            complain(f"job {job} {end.status.value}" + (f": {end.error.message}" if end.error else ""))
+            complain(
+                f"job {job} {end.status.value}" + (f": {end.error.message}" if end.error else "")
+            )
         raise typer.Exit(1)
 
 
@@ -87,7 +91,11 @@ def cancel(
             for job_id in job:
                 outcomes[job_id] = outcome = _cancel(client, job_id)
                 if not json and outcome != "unknown":
-                    words = outcome if outcome in ("cancelled", "cancelling") else f"is over already: {outcome}"
+                    words = (
+                        outcome
+                        if outcome in ("cancelled", "cancelling")
+                        else f"is over already: {outcome}"
+                    )
                     say(f"{job_id} {words}\n")
     finally:  # the server may fail after some of the jobs
         if json and outcomes:
@@ -122,7 +130,10 @@ class _Wanted:
 
     @property
     def is_of_ended(self) -> bool:
-        return any(value is not None for value in (self.batch, self.model, self.since_ms, self.until_ms, self.after))
+        return any(
+            value is not None
+            for value in (self.batch, self.model, self.since_ms, self.until_ms, self.after)
+        )
 
 
 def jobs(
@@ -130,23 +141,48 @@ def jobs(
     *,
     wanted: Annotated[
         State | None,
-        typer.Option("--status", "--state", help="Only these; open: not over yet. (default: open, then ended)"),
+        typer.Option(
+            "--status",
+            "--state",
+            help="Only these; open: not over yet. (default: open, then ended)",
+        ),
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     batch: Annotated[str | None, typer.Option(help="Only this batch's; ended ones.")] = None,
-    only_model: Annotated[str | None, typer.Option("--only-model", help="Only this model's; ended ones.")] = None,
-    since: Annotated[str | None, typer.Option(help="Ended at or after it: 2h, 7d, 2026-01-31.", metavar="WHEN")] = None,
+    only_model: Annotated[
+        str | None, typer.Option("--only-model", help="Only this model's; ended ones.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Ended at or after it: 2h, 7d, 2026-01-31.", metavar="WHEN")
+    ] = None,
     until: Annotated[str | None, typer.Option(help="Ended before it.", metavar="WHEN")] = None,
     after: Annotated[
-        str | None, typer.Option(help="The page of ended ones behind this cursor.", metavar="CURSOR")
+        str | None,
+        typer.Option(help="The page of ended ones behind this cursor.", metavar="CURSOR"),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many of each kind.")] = 20,
-    all_queues: Annotated[bool, typer.Option("--all-queues", help="Ended jobs of every queue.")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many of each kind.")
+    ] = 20,
+    all_queues: Annotated[
+        bool, typer.Option("--all-queues", help="Ended jobs of every queue.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
-    target = replace(target, queue=target.queue_name)  # an invalid name fails here, not as an error of one source
-    what = _Wanted(wanted, tenant, batch, only_model, moment_ms(since), moment_ms(until), after, limit, all_queues)
+    target = replace(
+        target, queue=target.queue_name
+    )  # an invalid name fails here, not as an error of one source
+    what = _Wanted(
+        wanted,
+        tenant,
+        batch,
+        only_model,
+        moment_ms(since),
+        moment_ms(until),
+        after,
+        limit,
+        all_queues,
+    )
     found: list[Listed] = []
     troubles: list[TokenmillError] = []
     kinds = [kind for kind, has in ((_open, _is_open(what)), (_ended, _is_ended(what))) if has]
@@ -220,7 +256,16 @@ def _row(job: Listed) -> Sequence[Any]:
         why = job.error.message if job.error else ""
         took = seconds(job.finished_ms - job.created_ms)
         end = job.finished_ms
-        return job.job_id, state(job.status), job.priority, job.tenant, job.completion_tokens, took, ago(end), why
+        return (
+            job.job_id,
+            state(job.status),
+            job.priority,
+            job.tenant,
+            job.completion_tokens,
+            took,
+            ago(end),
+            why,
+        )
     note = "cancelling" if job.cancelling else job.error.message if job.error else job.worker_id
     row = (job.job_id, state(job.status.value), job.priority, job.tenant, job.tokens or "")
     return *row, "", ago(job.created_ms), note

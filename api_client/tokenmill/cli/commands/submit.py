@@ -37,55 +37,90 @@ def _order(help_text: str, *names: str) -> Any:
 def submit(
     target: Target,
     context: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; from stdin without it, or with '-'.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; from stdin without it, or with '-'.")
+    ] = None,
     *,
     chat: Annotated[
-        bool, typer.Option("--chat", "-c", help="The prompt is a user's turn.", rich_help_panel=_PROMPT)
+        bool,
+        typer.Option("--chat", "-c", help="The prompt is a user's turn.", rich_help_panel=_PROMPT),
     ] = False,
     system: Annotated[
-        str | None, typer.Option(help="System turn before it; implies --chat.", rich_help_panel=_PROMPT)
+        str | None,
+        typer.Option(help="System turn before it; implies --chat.", rich_help_panel=_PROMPT),
     ] = None,
     messages: Annotated[
-        str | None, typer.Option(help="Whole chat as JSON, or @FILE with it.", rich_help_panel=_PROMPT)
+        str | None,
+        typer.Option(help="Whole chat as JSON, or @FILE with it.", rich_help_panel=_PROMPT),
     ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids, separated by commas.", rich_help_panel=_PROMPT)
     ] = None,
     max_tokens: Annotated[
-        int | None, _sampling("Longest answer, in tokens (`--n` counts answers).", "--max-tokens", "-n")
+        int | None,
+        _sampling("Longest answer, in tokens (`--n` counts answers).", "--max-tokens", "-n"),
     ] = None,
     min_tokens: Annotated[int | None, _sampling("Shortest answer.")] = None,
     temperature: Annotated[float | None, _sampling("0 is greedy.", "--temperature", "-t")] = None,
     top_p: Annotated[
-        float | None, _sampling("Draw from the likeliest tokens that make up this probability; 0: the likeliest alone.")
+        float | None,
+        _sampling(
+            "Draw from the likeliest tokens that make up this probability; 0: the likeliest alone."
+        ),
     ] = None,
-    top_k: Annotated[int | None, _sampling("Draw from this many of the likeliest tokens; 0: from all.")] = None,
+    top_k: Annotated[
+        int | None, _sampling("Draw from this many of the likeliest tokens; 0: from all.")
+    ] = None,
     min_p: Annotated[float | None, _sampling("Share of the likeliest token's probability.")] = None,
     seed: Annotated[int | None, _sampling("Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None,
-    stop_token_ids: Annotated[list[int] | None, _sampling("Stop at this token; may be repeated.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, _sampling("Stop at this token; may be repeated.")
+    ] = None,
     ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
-    presence_penalty: Annotated[float | None, _sampling("Taken from the logit of each token that occurred.")] = None,
-    frequency_penalty: Annotated[float | None, _sampling("Taken from its logit for each time it occurred.")] = None,
-    repetition_penalty: Annotated[float | None, _sampling("Above 1, tokens that occurred become less likely.")] = None,
+    presence_penalty: Annotated[
+        float | None, _sampling("Taken from the logit of each token that occurred.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, _sampling("Taken from its logit for each time it occurred.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, _sampling("Above 1, tokens that occurred become less likely.")
+    ] = None,
     logit_bias: Annotated[str | None, _sampling('JSON, {"token id": bias}.')] = None,
-    logprobs: Annotated[int | None, _sampling("Log-probabilities of so many tokens a position.")] = None,
-    n: Annotated[int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")] = None,
+    logprobs: Annotated[
+        int | None, _sampling("Log-probabilities of so many tokens a position.")
+    ] = None,
+    n: Annotated[
+        int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")
+    ] = None,
     lora: Annotated[str | None, _sampling("LoRA adapter of the worker to answer with.")] = None,
-    json_schema: Annotated[str | None, _sampling("The answer is JSON of this schema (or @FILE).")] = None,
+    json_schema: Annotated[
+        str | None, _sampling("The answer is JSON of this schema (or @FILE).")
+    ] = None,
     regex: Annotated[str | None, _sampling("The answer matches.")] = None,
     grammar: Annotated[str | None, _sampling("The answer follows this EBNF (or @FILE).")] = None,
-    response_format: Annotated[str | None, _sampling("OpenAI's response_format as JSON (or @FILE).")] = None,
+    response_format: Annotated[
+        str | None, _sampling("OpenAI's response_format as JSON (or @FILE).")
+    ] = None,
     priority: Annotated[Priority, _order("Priority class.")] = Priority.STANDARD,
     tenant: Annotated[str | None, _order("Whose job it is.")] = None,
     idempotency_key: Annotated[str | None, _order("Submitting twice gives one job.")] = None,
     deadline: Annotated[float | None, _order("Seconds from now until it expires.")] = None,
     delay: Annotated[float | None, _order("Seconds from now before it may start.")] = None,
-    metadata: Annotated[list[str] | None, _order("KEY=VALUE, kept with the result; may be repeated.")] = None,
+    metadata: Annotated[
+        list[str] | None, _order("KEY=VALUE, kept with the result; may be repeated.")
+    ] = None,
     webhook: Annotated[str | None, _order("URL to call at the end.")] = None,
-    stream: Annotated[bool, typer.Option("--stream", "-s", help="Follow the tokens to the end.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end, then print the answer.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Longest silence, or wait, in seconds.", min=0)] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", "-s", help="Follow the tokens to the end.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", "-w", help="Wait for the end, then print the answer.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Longest silence, or wait, in seconds.", min=0)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Queue a job; print its id, or with --stream or --wait its answer.
@@ -126,7 +161,9 @@ def _note_idle_queue(client: Client) -> None:
     """
     with contextlib.suppress(TokenmillError):
         if not client.workers():
-            complain(f"no worker serves the queue {client.queue!r} now; the job waits for one", "note")
+            complain(
+                f"no worker serves the queue {client.queue!r} now; the job waits for one", "note"
+            )
 
 
 def _is_given(value: object) -> bool:
@@ -147,8 +184,12 @@ def tail(
     target: Target,
     job: Job,
     *,
-    starting_after: Annotated[str, typer.Option(help="Position of the last chunk that you have.")] = "0",
-    timeout: Annotated[float | None, typer.Option(help="Longest silence in seconds.", min=0)] = None,
+    starting_after: Annotated[
+        str, typer.Option(help="Position of the last chunk that you have.")
+    ] = "0",
+    timeout: Annotated[
+        float | None, typer.Option(help="Longest silence in seconds.", min=0)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Follow a job's tokens from its first, whenever it began, to its end."""
@@ -157,7 +198,11 @@ def tail(
 
 
 def _prompt(
-    prompt: str | None, is_chat: bool, system: str | None, messages: str | None, prompt_ids: str | None
+    prompt: str | None,
+    is_chat: bool,
+    system: str | None,
+    messages: str | None,
+    prompt_ids: str | None,
 ) -> dict[str, Any]:
     if sum(value is not None for value in (prompt, messages, prompt_ids)) > 1:
         raise InvalidRequest(["give one of PROMPT, --messages and --prompt-ids"])
@@ -167,7 +212,9 @@ def _prompt(
         try:
             return {"prompt_ids": [int(word) for word in prompt_ids.replace(",", " ").split()]}
         except ValueError as error:
-            raise InvalidRequest(["--prompt-ids must be whole numbers, separated by commas"]) from error
+            raise InvalidRequest(
+                ["--prompt-ids must be whole numbers, separated by commas"]
+            ) from error
     text = _stdin() if prompt in (None, "-") else str(prompt)
     if not is_chat:
         return {"prompt": text}
@@ -190,7 +237,9 @@ def _within_bounds(text: str, what: str) -> str:
     return text
 
 
-def _response_format(json_schema: str | None, regex: str | None, grammar: str | None, whole: str | None) -> Any:
+def _response_format(
+    json_schema: str | None, regex: str | None, grammar: str | None, whole: str | None
+) -> Any:
     """Return the response format in the form that the client reads. `whole` is OpenAI's object."""
     parts: dict[str, Any] = {}
     if json_schema is not None:
@@ -202,7 +251,9 @@ def _response_format(json_schema: str | None, regex: str | None, grammar: str | 
     if whole is None:
         return parts
     if parts:
-        raise InvalidRequest(["give --response-format, or one of --json-schema, --regex and --grammar"])
+        raise InvalidRequest(
+            ["give --response-format, or one of --json-schema, --regex and --grammar"]
+        )
     return _from_json(whole, "--response-format")
 
 

@@ -37,12 +37,17 @@ def register(app: typer.Typer) -> None:
 def top(
     target: Target,
     queues: Annotated[
-        list[str] | None, typer.Argument(help="Queues to watch (default: --queue).", metavar="QUEUE")
+        list[str] | None,
+        typer.Argument(help="Queues to watch (default: --queue).", metavar="QUEUE"),
     ] = None,
     *,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    rows: Annotated[int, typer.Option(min=0, help="Jobs to show, of one queue, if the screen has room.")] = 15,
-    once: Annotated[bool, typer.Option("--once", help="One look. So it is in a pipe, and with --json.")] = False,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Jobs to show, of one queue, if the screen has room.")
+    ] = 15,
+    once: Annotated[
+        bool, typer.Option("--once", help="One look. So it is in a pipe, and with --json.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Watch a queue, or several: what waits and for how long, which workers live, how busy, how fast, and for whom.
@@ -65,7 +70,10 @@ def top(
 
 def _as_object(client: Client) -> dict[str, object]:
     state = client.overview()
-    return {"queued": {name: one.waiting for name, one in state.classes.items()}, **msgspec.to_builtins(state)}
+    return {
+        "queued": {name: one.waiting for name, one in state.classes.items()},
+        **msgspec.to_builtins(state),
+    }
 
 
 def _watch(clients: Sequence[Client], interval: float, rows: int) -> None:
@@ -73,12 +81,18 @@ def _watch(clients: Sequence[Client], interval: float, rows: int) -> None:
     last: list[Look] = []
     since = ""
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as live, _quit_key() as is_quit_within:
+        with (
+            Live(console=console, screen=True, auto_refresh=False) as live,
+            _quit_key() as is_quit_within,
+        ):
             is_over = False
             while not is_over:
                 try:
                     looks = [_look(client, min(rows, _room(console, last))) for client in clients]
-                    last = [_with_rates(look, before) for look, before in zip(looks, last or looks, strict=True)]
+                    last = [
+                        _with_rates(look, before)
+                        for look, before in zip(looks, last or looks, strict=True)
+                    ]
                     since = ""
                     live.update(draw_all(last, console.width), refresh=True)
                 except QueueUnavailable as error:
@@ -124,7 +138,9 @@ def _quit_key() -> Iterator[Callable[[float], bool]]:
 def _look(client: Client, rows: int) -> Look:
     queue = client.overview()
     jobs = client.list(limit=rows) if rows else []
-    return Look(now_ms=int(time.time() * 1000), clock=time.strftime("%H:%M:%S"), queue=queue, jobs=jobs)
+    return Look(
+        now_ms=int(time.time() * 1000), clock=time.strftime("%H:%M:%S"), queue=queue, jobs=jobs
+    )
 
 
 def _room(console: Console, last: Sequence[Look]) -> int:
@@ -140,5 +156,7 @@ def _with_rates(look: Look, before: Look) -> Look:
         return look
     span_s = (look.now_ms - before.now_ms) / 1000
     submitted = max(0, look.queue.submitted - before.queue.submitted) / span_s
-    finished = max(0, sum(look.queue.finished.values()) - sum(before.queue.finished.values())) / span_s
+    finished = (
+        max(0, sum(look.queue.finished.values()) - sum(before.queue.finished.values())) / span_s
+    )
     return replace(look, submitted_per_s=submitted, finished_per_s=finished)

@@ -24,12 +24,18 @@ def register(app: typer.Typer) -> None:
 def usage(
     target: Target,
     *,
-    by: Annotated[str, typer.Option(help=f"Columns to group by: {', '.join(GROUPINGS)}.")] = "day,tenant,model",
+    by: Annotated[
+        str, typer.Option(help=f"Columns to group by: {', '.join(GROUPINGS)}.")
+    ] = "day,tenant,model",
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
-    only_model: Annotated[str | None, typer.Option("--only-model", help="Only this model's.")] = None,
+    only_model: Annotated[
+        str | None, typer.Option("--only-model", help="Only this model's.")
+    ] = None,
     since: Annotated[str | None, typer.Option(help="First day, UTC.", metavar="YYYY-MM-DD")] = None,
     until: Annotated[str | None, typer.Option(help="Last day, UTC.", metavar="YYYY-MM-DD")] = None,
-    one_queue: Annotated[bool, typer.Option("--one-queue", help="Only the queue named by --queue.")] = False,
+    one_queue: Annotated[
+        bool, typer.Option("--one-queue", help="Only the queue named by --queue.")
+    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a line of names.")] = False,
     json: Json = False,
 ) -> None:
@@ -88,7 +94,14 @@ def _as_csv(rows: Sequence[UsageRow], columns: Sequence[str]) -> str:
 def _line(row: UsageRow) -> tuple[object, ...]:
     tokens = (f"{row.prompt_tokens:,}", f"{row.cached_tokens:,}", f"{row.completion_tokens:,}")
     names = (value or "–" for value in row.group)
-    return *names, f"{row.jobs:,}", f"{row.succeeded:,}", *tokens, seconds(row.mean_ttft_ms), seconds(row.mean_total_ms)
+    return (
+        *names,
+        f"{row.jobs:,}",
+        f"{row.succeeded:,}",
+        *tokens,
+        seconds(row.mean_ttft_ms),
+        seconds(row.mean_total_ms),
+    )
 
 
 def _totals(rows: Sequence[UsageRow], num_columns: int) -> tuple[object, ...]:

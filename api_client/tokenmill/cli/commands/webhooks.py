@@ -35,11 +35,14 @@ def list_webhooks(
     target: Target,
     *,
     wanted: Annotated[
-        str | None, typer.Option("--state", help="Only these: pending, sending, delivered, dead, superseded.")
+        str | None,
+        typer.Option("--state", help="Only these: pending, sending, delivered, dead, superseded."),
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     job: Annotated[str | None, typer.Option(help="Only this job's.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
+    ] = 50,
     json: Json = False,
 ) -> None:
     """Webhooks and what became of them, the latest first; of every queue."""
@@ -51,15 +54,25 @@ def list_webhooks(
         err().print("[dim]no webhooks[/dim]")
     else:
         tries, when = ("TRIES", "right"), ("WHEN", "right")
-        table(["WEBHOOK", "STATE", "EVENT", "TENANT", tries, when, "URL", ""], map(_row, found), notes=True)
+        table(
+            ["WEBHOOK", "STATE", "EVENT", "TENANT", tries, when, "URL", ""],
+            map(_row, found),
+            notes=True,
+        )
 
 
 def redrive(
     target: Target,
-    webhook: Annotated[list[str] | None, typer.Argument(help="Ids of webhooks.", metavar="WEBHOOK")] = None,
+    webhook: Annotated[
+        list[str] | None, typer.Argument(help="Ids of webhooks.", metavar="WEBHOOK")
+    ] = None,
     *,
-    everything: Annotated[bool, typer.Option("--all", help="Every dead webhook, the oldest first.")] = False,
-    limit: Annotated[int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")] = 1000,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every dead webhook, the oldest first.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")
+    ] = 1000,
     json: Json = False,
 ) -> None:
     """Send dead webhooks again, with the ids that they had."""
@@ -74,7 +87,10 @@ def redrive(
 def secret(
     *,
     webhook_secret: Annotated[
-        str, typer.Option(envvar="TOKENMILL_WEBHOOK_SECRET", help="The service's own.", show_default=False)
+        str,
+        typer.Option(
+            envvar="TOKENMILL_WEBHOOK_SECRET", help="The service's own.", show_default=False
+        ),
     ] = "",
     tenant: Annotated[str, typer.Option(help="For whose receivers.")] = "",
     new: Annotated[bool, typer.Option("--new", help="Make a new one for the service.")] = False,

@@ -73,7 +73,9 @@ def bulk_progress() -> Iterator[Watch]:
     )
     console.soft_wrap = False
     with Progress(*columns, console=console, speed_estimate_period=_SPAN_S) as bar:
-        task = bar.add_task("", total=None, state="validating", failed="", rate=0.0, note="", start=False)
+        task = bar.add_task(
+            "", total=None, state="validating", failed="", rate=0.0, note="", start=False
+        )
         rate = Rate()
 
         def watch(stand: Stand) -> None:

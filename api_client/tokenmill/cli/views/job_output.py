@@ -32,11 +32,16 @@ def follow(
     except KeyboardInterrupt:
         if not quiet and not as_json:
             err().print()  # end the answer's last line
-        complain(f"interrupted; the job goes on: tokenmill tail {job_id}, or tokenmill cancel {job_id}", "note")
+        complain(
+            f"interrupted; the job goes on: tokenmill tail {job_id}, or tokenmill cancel {job_id}",
+            "note",
+        )
         raise typer.Exit(130) from None
 
 
-def _stream(client: Client, job_id: str, starting_after: str, as_json: bool, timeout: float | None) -> None:
+def _stream(
+    client: Client, job_id: str, starting_after: str, as_json: bool, timeout: float | None
+) -> None:
     choice: int | None = None  # the choice printed last
     for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
         if as_json:
@@ -67,7 +72,9 @@ def show_answer(result: JobResult) -> None:
         say((f"[{choice.index}] " if len(result.choices) > 1 else "") + choice.text + "\n")
 
 
-def _conclude(job_id: str, status: JobStatus, usage: Usage | None, error: JobError | None, *, is_silent: bool) -> None:
+def _conclude(
+    job_id: str, status: JobStatus, usage: Usage | None, error: JobError | None, *, is_silent: bool
+) -> None:
     if not is_silent:
         if error is not None or status is not JobStatus.SUCCEEDED:
             complain(f"job {job_id} {status.value}" + (f": {error.message}" if error else ""))

@@ -38,7 +38,13 @@ class Look:
 
 
 def draw(look: Look, width: int) -> Group:
-    parts: list[RenderableType] = [_head(look, width), Text(), _classes(look, width), Text(), *workers(look, width)]
+    parts: list[RenderableType] = [
+        _head(look, width),
+        Text(),
+        _classes(look, width),
+        Text(),
+        *workers(look, width),
+    ]
     if look.queue.tenants and [tenant.tenant for tenant in look.queue.tenants] != [""]:
         parts += [Text(), tenants(look.queue.tenants, width)]
     if look.jobs:
@@ -49,7 +55,12 @@ def draw(look: Look, width: int) -> Group:
 def legend(width: int) -> Text:
     """Return the meaning of the short headings in the table of workers."""
     words = "TTFT time to first token · ITL time between tokens · HITS prompt share in cache"
-    return Text(words + " · q quits" if width >= WIDE else words, style="dim", overflow="ellipsis", no_wrap=True)
+    return Text(
+        words + " · q quits" if width >= WIDE else words,
+        style="dim",
+        overflow="ellipsis",
+        no_wrap=True,
+    )
 
 
 # ── head ──
@@ -71,7 +82,9 @@ def _head(look: Look, width: int) -> RenderableType:
     facts += [("ended", f"{sum(queue.finished.values()):,}")]
     gap = Text("   " if width >= WIDE else "  ")
     jobs = gap.join(Text.assemble((value, "bold"), (f" {name}", "dim")) for name, value in facts)
-    numbers = Text.assemble((f"{pace:,.0f}", "bold"), (" tokens/s", "dim"), gap, ("jobs: ", "dim"), jobs)
+    numbers = Text.assemble(
+        (f"{pace:,.0f}", "bold"), (" tokens/s", "dim"), gap, ("jobs: ", "dim"), jobs
+    )
     numbers.no_wrap, numbers.overflow = True, "ellipsis"
     return Group(line, numbers)
 
@@ -84,7 +97,9 @@ def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
     if not queue.workers:
         words = "and jobs are waiting" if queue.waiting else "nothing is waiting either"
         marks += [(" NO WORKER IS ALIVE ", "bold white on red"), f" {words}"]
-    elif any(worker.problems for worker in queue.workers if worker.model):  # a worker that is loading has no model yet
+    elif any(
+        worker.problems for worker in queue.workers if worker.model
+    ):  # a worker that is loading has no model yet
         marks += [(" TROUBLE ", "bold black on yellow")]
     else:
         marks += [("●", "green"), f" {count(len(queue.workers), 'worker')}"]
@@ -101,7 +116,12 @@ def grid(width: int, *columns: tuple[str, str], gives_way: str = "") -> Table:
 
     If they do not fit, the column `gives_way` is cut before any other; its cells must not wrap.
     """
-    table = Table(box=None, header_style="bold dim", pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
+    table = Table(
+        box=None,
+        header_style="bold dim",
+        pad_edge=False,
+        padding=(0, 2 if width >= WIDE else 1, 0, 0),
+    )
     for title, justify in columns:
         stays = title != gives_way
         table.add_column(title, justify=justify, no_wrap=stays, overflow="ellipsis")  # type: ignore[arg-type]
@@ -112,13 +132,27 @@ def _classes(look: Look, width: int) -> RenderableType:
     queue = look.queue
     most = max((one.waiting for one in queue.classes.values()), default=0)
     table = grid(
-        width, ("PRIORITY", "left"), ("WAITING", "right"), ("TOKENS", "right"), ("OLDEST", "right"), ("", "left")
+        width,
+        ("PRIORITY", "left"),
+        ("WAITING", "right"),
+        ("TOKENS", "right"),
+        ("OLDEST", "right"),
+        ("", "left"),
     )
     for name, one in queue.classes.items():
         style = CLASS_STYLES.get(name, "") if one.waiting else "dim"
         oldest = seconds(one.oldest_ms) if one.oldest_ms else "–"
-        cells = (name, f"{one.waiting:,}", _short(one.waiting_tokens), Text(oldest, style=age_style(name, one)))
-        table.add_row(*cells, _bar(one.waiting, most, min(40, width - 50), "cyan") if most else "", style=style)
+        cells = (
+            name,
+            f"{one.waiting:,}",
+            _short(one.waiting_tokens),
+            Text(oldest, style=age_style(name, one)),
+        )
+        table.add_row(
+            *cells,
+            _bar(one.waiting, most, min(40, width - 50), "cyan") if most else "",
+            style=style,
+        )
     return table
 
 
@@ -132,7 +166,13 @@ def workers(look: Look, width: int) -> list[RenderableType]:
     if not look.queue.workers:
         return [Text("start one with: tokenmill worker", style="dim")]
     is_wide = width >= WIDE
-    columns = [("WORKER", "left"), ("BATCH", "left"), ("CACHE", "left"), ("TOK/S", "right"), ("TTFT", "right")]
+    columns = [
+        ("WORKER", "left"),
+        ("BATCH", "left"),
+        ("CACHE", "left"),
+        ("TOK/S", "right"),
+        ("TTFT", "right"),
+    ]
     columns += [("ITL", "right"), *([("QUEUED", "right"), ("TO SQL", "right")] if is_wide else [])]
     columns += [("HITS", "right"), ("UP", "right")]
     table = grid(width, *columns)
@@ -154,11 +194,18 @@ def _worker(worker: WorkerStatus, now_ms: int, is_wide: bool) -> list[Renderable
     share = used / worker.total_blocks if worker.total_blocks else 0.0
     size = 10 if is_wide else 5
     batch = _bar(worker.running, worker.max_running, size, "green")
-    batch.append(f" {worker.running}/{worker.max_running}" + (f" +{worker.waiting}" if worker.waiting else ""))
+    batch.append(
+        f" {worker.running}/{worker.max_running}"
+        + (f" +{worker.waiting}" if worker.waiting else "")
+    )
     color = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
     cache = _bar(used, worker.total_blocks, size, color).append(f" {share:4.0%}")
-    name = Text(_tail(worker.worker_id, 24 if is_wide else 18), style="yellow" if _notes(worker) else "")
-    first, token, queued = (_pair(p, is_wide) for p in (worker.first_token_ms, worker.token_ms, worker.queue_ms))
+    name = Text(
+        _tail(worker.worker_id, 24 if is_wide else 18), style="yellow" if _notes(worker) else ""
+    )
+    first, token, queued = (
+        _pair(p, is_wide) for p in (worker.first_token_ms, worker.token_ms, worker.queue_ms)
+    )
     rare = [queued, f"{worker.to_record:,}" if worker.to_record else "–"] if is_wide else []
     hits = "–" if worker.prefix_hits is None else f"{worker.prefix_hits:.0%}"
     up = seconds(now_ms - worker.started_ms) if worker.started_ms else "–"
@@ -174,20 +221,29 @@ def _notes(worker: WorkerStatus) -> list[tuple[str, str]]:
         notes.append(("loading its model", "cyan"))
     notes += [(problem, "red") for problem in worker.problems if worker.model]
     if worker.engine_restarts:
-        notes.append((f"{count(worker.engine_restarts, 'engine restart')} since it started", "yellow"))
+        notes.append(
+            (f"{count(worker.engine_restarts, 'engine restart')} since it started", "yellow")
+        )
     return notes
 
 
 def tenants(states: Sequence[TenantState], width: int) -> RenderableType:
     table = grid(
-        width, ("TENANT", "left"), ("RUNNING", "right"), ("WAITING", "right"), ("TOK/S", "right"), ("", "left")
+        width,
+        ("TENANT", "left"),
+        ("RUNNING", "right"),
+        ("WAITING", "right"),
+        ("TOK/S", "right"),
+        ("", "left"),
     )
     most = max(tenant.tokens_per_s for tenant in states)
     for tenant in states[:MAX_TENANTS]:
         name = Text(tenant.tenant or "(none)", style="" if tenant.tenant else "dim")
         name.truncate(32, overflow="ellipsis")
         bar = _bar(tenant.tokens_per_s, most, min(40, width - 60), "green") if most else Text()
-        table.add_row(name, f"{tenant.running:,}", f"{tenant.waiting:,}", f"{tenant.tokens_per_s:,.0f}", bar)
+        table.add_row(
+            name, f"{tenant.running:,}", f"{tenant.waiting:,}", f"{tenant.tokens_per_s:,.0f}", bar
+        )
     rest = len(states) - MAX_TENANTS
     if rest > 0:
         table.add_row(Text(f"and {rest} more", style="dim"))
@@ -195,12 +251,24 @@ def tenants(states: Sequence[TenantState], width: int) -> RenderableType:
 
 
 def _jobs(look: Look, width: int) -> RenderableType:
-    columns = [("JOB", "left"), ("STATUS", "left"), ("PRIORITY", "left"), ("TOKENS", "right"), ("AGE", "right")]
+    columns = [
+        ("JOB", "left"),
+        ("STATUS", "left"),
+        ("PRIORITY", "left"),
+        ("TOKENS", "right"),
+        ("AGE", "right"),
+    ]
     columns += [("TENANT", "left"), ("WORKER", "left")] if width >= WIDE else [("TENANT", "left")]
     table = grid(width, *columns, gives_way="TENANT")
     for job in look.jobs:
         age = seconds(look.now_ms - job.created_ms) if job.created_ms else "–"
-        cells: list[RenderableType] = [job.job_id, state(job.status.value), job.priority, f"{job.tokens or ''}", age]
+        cells: list[RenderableType] = [
+            job.job_id,
+            state(job.status.value),
+            job.priority,
+            f"{job.tokens or ''}",
+            age,
+        ]
         tenant = Text(job.tenant, no_wrap=True, overflow="ellipsis")
         table.add_row(*cells, tenant, *([job.worker_id] if width >= WIDE else []))
     return table

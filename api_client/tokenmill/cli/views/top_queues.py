@@ -11,7 +11,18 @@ from rich.rule import Rule
 from rich.text import Text
 
 from tokenmill.cli.output import seconds
-from tokenmill.cli.views.top import CLASS_STYLES, WIDE, Look, age_style, alarm, draw, grid, legend, tenants, workers
+from tokenmill.cli.views.top import (
+    CLASS_STYLES,
+    WIDE,
+    Look,
+    age_style,
+    alarm,
+    draw,
+    grid,
+    legend,
+    tenants,
+    workers,
+)
 
 
 def draw_all(looks: Sequence[Look], width: int) -> RenderableType:
@@ -19,7 +30,10 @@ def draw_all(looks: Sequence[Look], width: int) -> RenderableType:
         return draw(looks[0], width)
     parts: list[RenderableType] = [_overview(looks, width)]
     for look in looks:
-        parts += [Text(), Rule(Text.assemble((look.queue.queue, "bold"), "  ", *alarm(look.queue)), align="left")]
+        parts += [
+            Text(),
+            Rule(Text.assemble((look.queue.queue, "bold"), "  ", *alarm(look.queue)), align="left"),
+        ]
         parts += workers(look, width)
         if [tenant.tenant for tenant in look.queue.tenants] not in ([], [""]):
             parts += [Text(), tenants(look.queue.tenants, width)]
@@ -41,7 +55,10 @@ def trouble(message: str, since: str, last: Sequence[Look], width: int) -> Group
 def _overview(looks: Sequence[Look], width: int) -> RenderableType:
     names = list(CLASS_STYLES)
     classes = names if width >= WIDE else [name[:5] for name in names]
-    numbers = [(name.upper(), "right") for name in ("workers", "running", *classes, "oldest", "tok/s", "dead")]
+    numbers = [
+        (name.upper(), "right")
+        for name in ("workers", "running", *classes, "oldest", "tok/s", "dead")
+    ]
     table = grid(width, ("QUEUE", "left"), *numbers)
     for look in looks:
         queue = look.queue
@@ -55,5 +72,13 @@ def _overview(looks: Sequence[Look], width: int) -> RenderableType:
         dead = Text(f"{queue.dead:,}", style="bold red" if queue.dead else "dim")
         title = Text(queue.queue)
         title.truncate(width - 64, overflow="ellipsis")  # cut names, never numbers
-        table.add_row(title, alive, f"{queue.running:,}", *(f"{n:,}" for n in waiting), age, f"{pace:,.0f}", dead)
+        table.add_row(
+            title,
+            alive,
+            f"{queue.running:,}",
+            *(f"{n:,}" for n in waiting),
+            age,
+            f"{pace:,.0f}",
+            dead,
+        )
     return table

@@ -30,9 +30,13 @@ async def drive(what: str, url: str, jobs: int, tokens: int) -> None:
     if what == "one":
         handles = [await pool.enqueue_job("generate", prompt, tokens) for prompt in prompts]
     else:
-        handles = await asyncio.gather(*(pool.enqueue_job("generate", prompt, tokens) for prompt in prompts))
+        handles = await asyncio.gather(
+            *(pool.enqueue_job("generate", prompt, tokens) for prompt in prompts)
+        )
     if what == "whole":
-        results = await asyncio.gather(*(handle.result(timeout=600, poll_delay=0.05) for handle in handles))
+        results = await asyncio.gather(
+            *(handle.result(timeout=600, poll_delay=0.05) for handle in handles)
+        )
         assert all(result["tokens"] == tokens for result in results)
     seconds = time.perf_counter() - started
     await pool.aclose()
@@ -43,7 +47,9 @@ def main() -> None:
     what, url, *numbers = sys.argv[1:]
     if what == "worker":
         settings = RedisSettings.from_dsn(url)
-        arq.worker.Worker([generate], redis_settings=settings, max_jobs=256, poll_delay=0.05, keep_result=3600).run()
+        arq.worker.Worker(
+            [generate], redis_settings=settings, max_jobs=256, poll_delay=0.05, keep_result=3600
+        ).run()
     else:
         jobs, tokens = map(int, numbers)
         asyncio.run(drive(what, url, jobs, tokens))

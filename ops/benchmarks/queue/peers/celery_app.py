@@ -8,7 +8,12 @@ from celery import Celery, Task
 
 def make_app(url: str) -> Celery:
     app = Celery("bench", broker=url, backend=url)
-    app.conf.update(task_serializer="json", result_serializer="json", accept_content=["json"], result_expires=3600)
+    app.conf.update(
+        task_serializer="json",
+        result_serializer="json",
+        accept_content=["json"],
+        result_expires=3600,
+    )
     return app
 
 

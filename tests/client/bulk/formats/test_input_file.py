@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from tests.client.bulk.support import chat, write, write_many
-from tokenmill.bulk.formats.input_file import MAX_LINE_BYTES, BadLine, GoodLine, Marks, parse, read, read_again, survey
+from tokenmill.bulk.formats.input_file import (
+    MAX_LINE_BYTES,
+    BadLine,
+    GoodLine,
+    Marks,
+    parse,
+    read,
+    read_again,
+    survey,
+)
 from tokenmill.errors import ConfigurationError
 
 
@@ -42,7 +51,12 @@ def test_what_is_no_request_says_why(line: str, code: str, name: str | None) -> 
 
 def test_blank_lines_marks_of_order_and_a_last_line_without_end(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(chat("a")).encode() + b"\r\n\n  \n" + json.dumps(chat("b")).encode())
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + json.dumps(chat("a")).encode()
+        + b"\r\n\n  \n"
+        + json.dumps(chat("b")).encode()
+    )
     lines = list(read(path))
     assert [(line.line, line.custom_id) for line in lines] == [(1, "a"), (4, "b")]
     assert all(isinstance(line, GoodLine) for line in lines)
@@ -64,8 +78,19 @@ def test_names_that_occur_twice(tmp_path: Path) -> None:
     lines: list[dict[str, Any] | str] = [chat("a"), chat("b"), chat("a"), "x", chat("b"), chat("c")]
     found = survey(write(tmp_path / "in.jsonl", lines))
     assert (found.total, found.last_line, found.num_bad) == (6, 6, 3)
-    assert [line in found.repeated for line in range(1, 7)] == [False, False, True, False, True, False]
-    assert [bad.code for bad in found.first_bad] == ["duplicate_custom_id", "invalid_json_line", "duplicate_custom_id"]
+    assert [line in found.repeated for line in range(1, 7)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [bad.code for bad in found.first_bad] == [
+        "duplicate_custom_id",
+        "invalid_json_line",
+        "duplicate_custom_id",
+    ]
     assert (found.endpoint, found.model) == ("/v1/chat/completions", "synthetic")
 
 
@@ -101,7 +126,9 @@ def test_marks() -> None:
     for line in (1, 8, 9, 1_000_000, 8):
         marks.add(line)
     assert marks.count == 4
-    assert [line for line in (0, 1, 7, 8, 9, 10, 999_999, 1_000_000, 5_000_000) if line in marks] == [
+    assert [
+        line for line in (0, 1, 7, 8, 9, 10, 999_999, 1_000_000, 5_000_000) if line in marks
+    ] == [
         1,
         8,
         9,

@@ -33,13 +33,18 @@ def fill(paths: Paths) -> None:
 
 def test_what_is_written_is_read_back(paths: Paths) -> None:
     fill(paths)
-    assert (names(paths.output), names(paths.errors)) == (["line-1", "line-3"], ["line-2", "line-4"])
+    assert (names(paths.output), names(paths.errors)) == (
+        ["line-1", "line-3"],
+        ["line-2", "line-4"],
+    )
     with OutputFiles(paths) as files:
         record, done = files.load_record(), files.resume()
     assert record is not None
     assert record.id == BATCH
     assert [line in done.marks for line in range(1, 6)] == [True, True, True, True, False]
-    assert done.totals == Totals(completed=2, failed=2, expired=1, input_tokens=10, cached_tokens=4, output_tokens=4)
+    assert done.totals == Totals(
+        completed=2, failed=2, expired=1, input_tokens=10, cached_tokens=4, output_tokens=4
+    )
 
 
 def test_any_cut_loses_only_the_line_it_is_in(paths: Paths) -> None:
@@ -77,14 +82,20 @@ except ConfigurationError as error:
 
 def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_written(paths: Paths) -> None:
     command = [sys.executable, "-c", FILLS, str(paths.output)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True
+    ).stdout.splitlines()
     assert said[-1] == f"{paths.output}: File too large"
     with OutputFiles(paths) as files:
         assert files.resume().totals.completed == len(said) - 1 > 1
 
 
 def test_one_writer_at_a_time(paths: Paths) -> None:
-    with OutputFiles(paths), pytest.raises(ConfigurationError, match="being written"), OutputFiles(paths):
+    with (
+        OutputFiles(paths),
+        pytest.raises(ConfigurationError, match="being written"),
+        OutputFiles(paths),
+    ):
         pass
     assert not paths.output.exists()  # nothing was begun
 
@@ -92,7 +103,10 @@ def test_one_writer_at_a_time(paths: Paths) -> None:
 def test_files_of_another_making_are_refused(paths: Paths) -> None:
     for content in ("hello\n", '{"id": "x"}\n', "[]\n"):
         paths.output.write_text(content)
-        with OutputFiles(paths) as files, pytest.raises(ConfigurationError, match="none of a batch's"):
+        with (
+            OutputFiles(paths) as files,
+            pytest.raises(ConfigurationError, match="none of a batch's"),
+        ):
             files.resume()
 
 
@@ -107,7 +121,10 @@ def test_a_damaged_record_and_a_folder_are_said(paths: Paths, tmp_path: Path) ->
 
 def test_a_rate_is_made_of_what_this_run_generated() -> None:
     collector = Collector(BATCH)
-    old, new = result(BATCH, 1, finished_ms=now_ms() - 60_000), result(BATCH, 2, finished_ms=now_ms() + 1)
+    old, new = (
+        result(BATCH, 1, finished_ms=now_ms() - 60_000),
+        result(BATCH, 2, finished_ms=now_ms() + 1),
+    )
     collector.take([old, new])
     collector.take([new])
     assert (collector.totals.output_tokens, collector.generated) == (4, 2)

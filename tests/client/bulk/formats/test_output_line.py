@@ -31,7 +31,12 @@ def line_of(answer: Any) -> dict[str, Any]:
 def test_a_chats_answer() -> None:
     answer = of_result(BATCH, result(BATCH, 4))
     line = line_of(answer)
-    assert (line["custom_id"], line_number(line["id"]), answer.line, answer.is_error) == ("line-4", 4, 4, False)
+    assert (line["custom_id"], line_number(line["id"]), answer.line, answer.is_error) == (
+        "line-4",
+        4,
+        4,
+        False,
+    )
     assert line["response"]["status_code"] == 200
     told = TheirChat.model_validate(line["response"]["body"], strict=True)
     assert (told.model, told.created) == ("m", 1_700_000_000)
@@ -43,7 +48,10 @@ def test_a_chats_answer() -> None:
     logprobs = told.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
-    assert [(entry.token, entry.logprob) for entry in logprobs.content] == [("Hi ", -0.5), ("☁", -0.25)]
+    assert [(entry.token, entry.logprob) for entry in logprobs.content] == [
+        ("Hi ", -0.5),
+        ("☁", -0.25),
+    ]
     assert bytes(logprobs.content[1].bytes or ()).decode() == "☁"
     assert [top.token for top in logprobs.content[0].top_logprobs] == ["Hi ", "token_id:8"]
 
@@ -68,14 +76,17 @@ def test_a_completions_answer() -> None:
     ],
 )
 def test_a_failure_is_answered_as_the_api_would(code: str, status: int, kind: str) -> None:
-    line = line_of(of_result(BATCH, result(BATCH, 1, JobStatus.FAILED, error=JobError(code, "because"))))
+    line = line_of(
+        of_result(BATCH, result(BATCH, 1, JobStatus.FAILED, error=JobError(code, "because")))
+    )
     assert line["response"]["status_code"] == status
     error = TheirError.model_validate(line["response"]["body"]["error"], strict=True)
     assert (error.code, error.type, error.message) == (code, kind, "because")
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(JobStatus.EXPIRED, "batch_expired"), (JobStatus.CANCELLED, "batch_cancelled")]
+    ("status", "code"),
+    [(JobStatus.EXPIRED, "batch_expired"), (JobStatus.CANCELLED, "batch_cancelled")],
 )
 def test_what_was_never_answered_has_no_response(status: JobStatus, code: str) -> None:
     answer = of_result(BATCH, result(BATCH, 1, status))
@@ -84,10 +95,15 @@ def test_what_was_never_answered_has_no_response(status: JobStatus, code: str) -
 
 
 def test_lines_without_a_job() -> None:
-    refused = line_of(of_bad_line(BATCH, BadLine(2, "x", "unknown_parameter", "no foo", "foo", 400)))
+    refused = line_of(
+        of_bad_line(BATCH, BadLine(2, "x", "unknown_parameter", "no foo", "foo", 400))
+    )
     error = TheirError.model_validate(refused["response"]["body"]["error"], strict=True)
     assert (error.param, error.code) == ("foo", "unknown_parameter")
-    assert line_of(of_bad_line(BATCH, BadLine(2, None, "invalid_json_line", "what?")))["custom_id"] is None
+    assert (
+        line_of(of_bad_line(BATCH, BadLine(2, None, "invalid_json_line", "what?")))["custom_id"]
+        is None
+    )
     assert of_bad_line(BATCH, unanswered(3, "y", EXPIRED_LINE)).share == Totals(failed=1, expired=1)
 
 
@@ -110,12 +126,18 @@ def test_a_batch_in_every_state_is_one_of_theirs(state: BatchState) -> None:
     told = TheirBatch.model_validate_json(encode_json(batch), strict=True)
     assert told.status == state.value
     assert told.request_counts is not None
-    assert (told.request_counts.total, told.request_counts.completed, told.request_counts.failed) == (3, 1, 1)
+    assert (
+        told.request_counts.total,
+        told.request_counts.completed,
+        told.request_counts.failed,
+    ) == (3, 1, 1)
     assert told.usage is not None
     assert told.usage.total_tokens == 6
     ends = {"completed": told.completed_at, "failed": told.failed_at, "expired": told.expired_at}
     ends["cancelled"] = told.cancelled_at
-    assert {name for name, moment in ends.items() if moment} == ({state.value} if state.is_final else set())
+    assert {name for name, moment in ends.items() if moment} == (
+        {state.value} if state.is_final else set()
+    )
 
 
 def encode_json(batch: Batch) -> bytes:

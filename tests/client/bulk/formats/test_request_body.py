@@ -20,28 +20,48 @@ def job_of(line: dict[str, Any], **order: Any) -> JobRequest | BadLine:
 
 
 def test_a_chat_becomes_a_bulk_job_without_chunks() -> None:
-    job = job_of(chat("a", "Hi", temperature=0.5, top_p=0.9, seed=7, stop="x", n=2, presence_penalty=1), tenant="acme")
+    job = job_of(
+        chat("a", "Hi", temperature=0.5, top_p=0.9, seed=7, stop="x", n=2, presence_penalty=1),
+        tenant="acme",
+    )
     assert isinstance(job, JobRequest)
-    assert (job.job_id, job.batch_id, job.priority, job.stream) == ("batch_1-3", "batch_1", Priority.BULK, False)
+    assert (job.job_id, job.batch_id, job.priority, job.stream) == (
+        "batch_1-3",
+        "batch_1",
+        Priority.BULK,
+        False,
+    )
     assert (job.tenant, job.model, job.messages) == ("acme", "synthetic", (Message("user", "Hi"),))
     params = job.params
-    assert (params.temperature, params.top_p, params.seed, params.stop, params.n) == (0.5, 0.9, 7, ("x",), 2)
+    assert (params.temperature, params.top_p, params.seed, params.stop, params.n) == (
+        0.5,
+        0.9,
+        7,
+        ("x",),
+        2,
+    )
     assert (params.max_tokens, params.presence_penalty) == (4, 1.0)
     assert job.metadata["custom_id"] == "a"
 
 
 def test_the_newer_name_of_max_tokens_wins_and_nulls_ask_for_nothing() -> None:
-    job = job_of(chat("a", max_completion_tokens=9, tools=None, stop=None, user="u", metadata={"k": "v"}))
+    job = job_of(
+        chat("a", max_completion_tokens=9, tools=None, stop=None, user="u", metadata={"k": "v"})
+    )
     assert isinstance(job, JobRequest)
     assert job.params.max_tokens == 9
 
 
 def test_a_completion_without_a_length_has_the_apis_sixteen_tokens() -> None:
     assert fields_of(COMPLETIONS_URL, {"model": "m", "prompt": "x"})["max_tokens"] == 16
-    assert "max_tokens" not in fields_of(CHAT_URL, {"model": "m", "messages": [{"role": "user", "content": "x"}]})
+    assert "max_tokens" not in fields_of(
+        CHAT_URL, {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    )
 
 
-@pytest.mark.parametrize(("prompt", "field"), [("text", "prompt"), (["text"], "prompt"), ([1, 2], "prompt_ids")])
+@pytest.mark.parametrize(
+    ("prompt", "field"), [("text", "prompt"), (["text"], "prompt"), ([1, 2], "prompt_ids")]
+)
 def test_prompts(prompt: Any, field: str) -> None:
     job = job_of(completion("a", prompt, logprobs=3, logit_bias={"5": -1}))
     assert isinstance(job, JobRequest)
@@ -58,10 +78,17 @@ def test_message_parts_and_roles() -> None:
 
 
 @pytest.mark.parametrize(
-    "turn", [{"content": None, "refusal": "No"}, {"content": [{"type": "refusal", "refusal": "No"}]}, {"content": "No"}]
+    "turn",
+    [
+        {"content": None, "refusal": "No"},
+        {"content": [{"type": "refusal", "refusal": "No"}]},
+        {"content": "No"},
+    ],
 )
 def test_a_refusal_is_what_the_assistant_said(turn: dict[str, Any]) -> None:
-    job = job_of(chat("a", messages=[{"role": "assistant", **turn}, {"role": "user", "content": "Why?"}]))
+    job = job_of(
+        chat("a", messages=[{"role": "assistant", **turn}, {"role": "user", "content": "Why?"}])
+    )
     assert isinstance(job, JobRequest)
     assert job.messages == (Message("assistant", "No"), Message("user", "Why?"))
 
@@ -108,12 +135,36 @@ def test_log_probabilities_of_a_chat() -> None:
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": [], "content": "x"}]}, "messages[0].role", "invalid_value"),
         ({"messages": ["x"]}, "messages[0]", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", None),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls", None),
-        ({"messages": [{"role": "user", "content": "x", "name": "Al"}]}, "messages[0].name", "unsupported_parameter"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id", None),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "messages[0].content[0]", None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+            None,
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            None,
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "Al"}]},
+            "messages[0].name",
+            "unsupported_parameter",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]},
+            "messages[0].tool_call_id",
+            None,
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None}]},
+            "messages[0].content",
+            "invalid_value",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": []}]}]},
+            "messages[0].content[0]",
+            None,
+        ),
         ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
         ({"best_of": 1}, "best_of", "unknown_parameter"),
         ({"logprobs": 3}, "logprobs", "invalid_value"),
@@ -131,7 +182,9 @@ def test_log_probabilities_of_a_chat() -> None:
         ({"n": "many"}, None, "invalid_value"),
     ],
 )
-def test_a_refusal_names_what_is_refused(body: dict[str, Any], param: str | None, code: str | None) -> None:
+def test_a_refusal_names_what_is_refused(
+    body: dict[str, Any], param: str | None, code: str | None
+) -> None:
     refused = job_of(chat("a", **body))
     assert isinstance(refused, BadLine)
     assert (refused.status, refused.param, refused.custom_id) == (400, param, "a")
@@ -140,7 +193,15 @@ def test_a_refusal_names_what_is_refused(body: dict[str, Any], param: str | None
 
 
 @pytest.mark.parametrize(
-    "body", [{"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"prompt": ["a", "b"]}, {"prompt": 5}, {"prompt": []}]
+    "body",
+    [
+        {"echo": True},
+        {"suffix": "x"},
+        {"best_of": 3},
+        {"prompt": ["a", "b"]},
+        {"prompt": 5},
+        {"prompt": []},
+    ],
 )
 def test_what_completions_cannot_do(body: dict[str, Any]) -> None:
     refused = job_of(completion("a", **body))

@@ -47,7 +47,9 @@ def test_a_batch_comes_back_as_it_was(store: BatchStore) -> None:
     store.create(BATCH)
     store.create(msgspec.structs.replace(BATCH, tenant="other"))  # again changes nothing
     assert store.get("batch_1") == BATCH
-    named = msgspec.structs.replace(BATCH, output_file="/out.jsonl", error_file="/e.jsonl", total=8, errors=())
+    named = msgspec.structs.replace(
+        BATCH, output_file="/out.jsonl", error_file="/e.jsonl", total=8, errors=()
+    )
     store.describe(named)
     assert store.get("batch_1") == named
     with pytest.raises(BatchNotFound, match="batch_2"):
@@ -58,7 +60,9 @@ def test_states_change_only_from_those_expected(store: BatchStore) -> None:
     store.create(BATCH)
     assert store.move("batch_1", BatchState.IN_PROGRESS, [BatchState.VALIDATING])
     assert not store.move("batch_1", BatchState.IN_PROGRESS, [BatchState.VALIDATING])
-    assert store.move("batch_1", BatchState.CANCELLING, [BatchState.VALIDATING, BatchState.IN_PROGRESS])
+    assert store.move(
+        "batch_1", BatchState.CANCELLING, [BatchState.VALIDATING, BatchState.IN_PROGRESS]
+    )
     assert not store.move("batch_1", BatchState.FINALIZING, [BatchState.IN_PROGRESS])
     assert store.move("batch_1", BatchState.CANCELLED, [BatchState.CANCELLING])
     assert not store.move("none", BatchState.CANCELLED, [BatchState.CANCELLING])
@@ -72,21 +76,35 @@ def test_progress_leaves_the_state_alone(store: BatchStore) -> None:
     totals = Totals(completed=3, failed=1, input_tokens=7, output_tokens=5)
     store.progress("batch_1", submitted=6, over_line=4, totals=totals)
     found = store.get("batch_1")
-    assert (found.submitted, found.over_line, found.totals, found.state) == (6, 4, totals, BatchState.VALIDATING)
+    assert (found.submitted, found.over_line, found.totals, found.state) == (
+        6,
+        4,
+        totals,
+        BatchState.VALIDATING,
+    )
     assert found.seen_ms > 0
     assert not found.is_handed_in
 
 
 def test_lists_are_paged_newest_first(store: BatchStore) -> None:
     for number in range(5):
-        store.create(msgspec.structs.replace(BATCH, id=f"batch_{number}", created_ms=1_000 + number))
+        store.create(
+            msgspec.structs.replace(BATCH, id=f"batch_{number}", created_ms=1_000 + number)
+        )
     assert [batch.id for batch in store.newest(2)] == ["batch_4", "batch_3"]
-    assert [batch.id for batch in store.newest(9, after="batch_3")] == ["batch_2", "batch_1", "batch_0"]
+    assert [batch.id for batch in store.newest(9, after="batch_3")] == [
+        "batch_2",
+        "batch_1",
+        "batch_0",
+    ]
 
 
 def test_refused_lines_are_kept_once(store: BatchStore) -> None:
     store.create(BATCH)
-    lines = [BadLine(2, None, "invalid_json_line", "what?"), BadLine(7, "x", "unknown_parameter", "foo", "foo", 400)]
+    lines = [
+        BadLine(2, None, "invalid_json_line", "what?"),
+        BadLine(7, "x", "unknown_parameter", "foo", "foo", 400),
+    ]
     for _ in range(2):
         store.refuse("batch_1", lines)
     assert list(store.refused("batch_1")) == lines
@@ -120,7 +138,10 @@ def _finished(end: JobResult) -> Finished:
 def test_the_columns_are_those_of_the_tables(database: str) -> None:
     engine = open_engine(database)
     tables = inspect(engine)
-    found = {name: {c["name"] for c in tables.get_columns(name)} for name in ("batches", "batch_items", "jobs")}
+    found = {
+        name: {c["name"] for c in tables.get_columns(name)}
+        for name in ("batches", "batch_items", "jobs")
+    }
     engine.dispose()
     assert set(sql._COLUMNS) == found["batches"]
     assert set(sql._ITEMS) <= found["batch_items"]
@@ -137,7 +158,9 @@ def test_a_database_without_the_tables_names_the_command(redis_url: str, tmp_pat
         store.close()
 
 
-@pytest.mark.parametrize(("text", "ms"), [("24h", 86_400_000), ("30m", 1_800_000), ("7d", 604_800_000), ("5s", 5_000)])
+@pytest.mark.parametrize(
+    ("text", "ms"), [("24h", 86_400_000), ("30m", 1_800_000), ("7d", 604_800_000), ("5s", 5_000)]
+)
 def test_completion_windows(text: str, ms: int) -> None:
     assert window_ms(text) == ms
 

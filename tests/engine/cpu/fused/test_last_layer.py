@@ -31,7 +31,9 @@ BLOCK = 4
 
 @pytest.fixture(params=["qwen3", "gemma2"])  # norms of heads; norms behind attention and MLP
 def layers(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Layers:
-    model = optimise(load(folder_of(request.param)), EngineConfig(model=request.param, device="cpu"))
+    model = optimise(
+        load(folder_of(request.param)), EngineConfig(model=request.param, device="cpu")
+    )
     members: Any = model.get_submodule("model.layers")
     return LayerRun([layer.parts for layer in members], Scratch()), CpuAttention()
 
@@ -41,7 +43,9 @@ def run(layers: Layers, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the output rows and the cache of one step."""
     generator = torch.Generator().manual_seed(7)
     run_layers, backend = layers
-    cache = torch.randn(NUM_BLOCKS, LAYERS, 2, *backend.block_shape(BLOCK, 2, 16), generator=generator)
+    cache = torch.randn(
+        NUM_BLOCKS, LAYERS, 2, *backend.block_shape(BLOCK, 2, 16), generator=generator
+    )
     starts = torch.tensor([0, *QUERY_LENS]).cumsum(0)
     tables = torch.arange(1, 17, dtype=torch.int32).reshape(4, 4)
     slots = [
@@ -54,7 +58,9 @@ def run(layers: Layers, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         slot_mapping=torch.tensor(slots), max_query_len=max(QUERY_LENS), max_seq_len=max(SEQ_LENS), block_size=BLOCK,
         window=None, query_lens_host=QUERY_LENS, seq_lens_host=SEQ_LENS,
     )  # fmt: skip
-    bindings = [LayerBinding(0, cache[:, index], AttentionShape(4, 2, 16, 0.25)) for index in range(LAYERS)]
+    bindings = [
+        LayerBinding(0, cache[:, index], AttentionShape(4, 2, 16, 0.25)) for index in range(LAYERS)
+    ]
     step = PagedStep(backend, bindings, (metadata,), rows)
     hidden = torch.randn(1, len(slots), 64, generator=generator)
     angles = torch.randn(1, len(slots), 16, generator=generator)
@@ -63,7 +69,9 @@ def run(layers: Layers, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     return out[0], cache
 
 
-@pytest.mark.parametrize("rows", [[8, 9, 15, 19], [0], [3, 8, 15], [17, 18, 19], [9], list(range(0, 20, 2))])
+@pytest.mark.parametrize(
+    "rows", [[8, 9, 15, 19], [0], [3, 8, 15], [17, 18, 19], [9], list(range(0, 20, 2))]
+)
 def test_rows_that_are_read_have_the_same_bits(rows: list[int], layers: Layers) -> None:
     all_rows, whole_cache = run(layers, None)
     some_rows, cache = run(layers, torch.tensor(rows))

@@ -12,7 +12,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+)
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
@@ -22,14 +27,62 @@ from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 from tokenmill_worker.engine.model.paged_attention import IMPLEMENTATION, register
 
 MODULES = {
-    "llama": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "mistral": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "qwen2": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "qwen3": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
-    "gemma2": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 17, "PackedLinear": 1},
-    "gemma3": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 25, "PackedLinear": 1},
-    "phi3": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
-    "phi3_partial": {"FusedLayer": 4, "FusedAttention": 4, "FusedMLP": 4, "FusedNorm": 9, "PackedLinear": 1},
+    "llama": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 9,
+        "PackedLinear": 1,
+    },
+    "mistral": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 9,
+        "PackedLinear": 1,
+    },
+    "qwen2": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 9,
+        "PackedLinear": 1,
+    },
+    "qwen3": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 17,
+        "PackedLinear": 1,
+    },
+    "gemma2": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 17,
+        "PackedLinear": 1,
+    },
+    "gemma3": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 25,
+        "PackedLinear": 1,
+    },
+    "phi3": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 9,
+        "PackedLinear": 1,
+    },
+    "phi3_partial": {
+        "FusedLayer": 4,
+        "FusedAttention": 4,
+        "FusedMLP": 4,
+        "FusedNorm": 9,
+        "PackedLinear": 1,
+    },
     "mixtral": {"FusedAttention": 4, "FusedNorm": 9, "PackedLinear": 1},
     "gpt2": {"PackedLinear": 13},
 }
@@ -61,7 +114,9 @@ def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, .
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, top_logprobs=20)
     with Engine.load(config) as engine:
-        outputs = engine.generate_batch([list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4)
+        outputs = engine.generate_batch(
+            [list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4
+        )
     found = []
     for output in outputs:
         assert output.error is None
@@ -73,7 +128,9 @@ def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, .
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("attention", ["reference", "cpu"])
-def test_the_engine_gives_the_same_numbers(name: str, attention: str, folder_of: Callable[[str], Path]) -> None:
+def test_the_engine_gives_the_same_numbers(
+    name: str, attention: str, folder_of: Callable[[str], Path]
+) -> None:
     plain = answers(folder_of(name), False, "reference")
     fused = answers(folder_of(name), True, attention)
     assert [tokens for tokens, _ in fused] == [tokens for tokens, _ in plain]
@@ -171,7 +228,9 @@ def test_a_module_with_a_twist_is_left_alone(
     assert model.get_submodule(path) is twisted
     assert swapped[kind] == MODULES["llama"][kind] - 1
     inside_a_layer = path.startswith("model.layers")
-    assert swapped["FusedLayer"] == MODULES["llama"]["FusedLayer"] - inside_a_layer, "a layer needs all of its parts"
+    assert swapped["FusedLayer"] == MODULES["llama"]["FusedLayer"] - inside_a_layer, (
+        "a layer needs all of its parts"
+    )
 
 
 def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:
@@ -207,5 +266,8 @@ def test_only_float32_on_the_cpu_is_touched(folder_of: Callable[[str], Path]) ->
     optimise(model, EngineConfig(model="llama"))
     optimise(model.float(), EngineConfig(model="llama", fuse=False))
     assert {name: type(module) for name, module in model.named_modules()} == before
-    with pytest.raises(EngineConfigError, match=r"'int4' runs on the CPU, on one rank, in float32, not on cpu in bfl"):
+    with pytest.raises(
+        EngineConfigError,
+        match=r"'int4' runs on the CPU, on one rank, in float32, not on cpu in bfl",
+    ):
         optimise(model.to(torch.bfloat16), EngineConfig(model="llama", quantization="int4"))

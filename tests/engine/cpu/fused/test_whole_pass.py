@@ -29,7 +29,11 @@ def packed_as(lens: tuple[int, ...], block_size: int = 4) -> AttentionMetadata:
     starts = [0, *itertools.accumulate(lens)]
     widths = [-(-length // block_size) for length in lens]
     firsts = [1 + sum(widths[:index]) for index in range(len(lens))]
-    slots = [block_size * first + place for first, length in zip(firsts, lens, strict=True) for place in range(length)]
+    slots = [
+        block_size * first + place
+        for first, length in zip(firsts, lens, strict=True)
+        for place in range(length)
+    ]
     tables = [
         [first + min(place, width - 1) for place in range(max(widths))]
         for first, width in zip(firsts, widths, strict=True)
@@ -63,7 +67,9 @@ def through_layers(
     return hidden
 
 
-def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(folder_of: Callable[[str], Path]) -> None:
+def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(
+    folder_of: Callable[[str], Path],
+) -> None:
     """Bit by bit, through whole layers whose buffers grow, with the smallest batch after the largest."""
     model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
     hidden = torch.randn(1, 40, 64)
@@ -72,7 +78,9 @@ def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(folder_
         found = {}
         for count, num_threads in ((40, 1), (40, 3), (7, 2), (1, 1), (1, 2)):
             torch.set_num_threads(num_threads)
-            found[count, num_threads] = through_layers(model.get_submodule("model.layers")[:], hidden[:, :count])  # type: ignore[index]
+            found[count, num_threads] = through_layers(
+                model.get_submodule("model.layers")[:], hidden[:, :count]
+            )  # type: ignore[index]
     finally:
         torch.set_num_threads(threads)
     for (count, _), rows in found.items():
@@ -88,16 +96,20 @@ def test_what_a_layer_has_is_found_through_its_stand_in(folder_of: Callable[[str
         layer.no_such_thing  # noqa: B018
 
 
-@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("qwen3", 1), ("gemma2", 4), ("gemma3", 4)])
-def test_layers_that_are_called_alike_run_as_one(family: str, rows: int, folder_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "rows"), [("llama", 1), ("qwen3", 1), ("gemma2", 4), ("gemma3", 4)]
+)
+def test_layers_that_are_called_alike_run_as_one(
+    family: str, rows: int, folder_of: Callable[[str], Path]
+) -> None:
     """Families whose layers differ by their type get each layer by itself."""
     model = optimise(load(folder_of(family)), EngineConfig(model=family, device="cpu"))
     layers: Any = model.get_submodule("model.layers")
     assert len(layers) == 4
     assert len(layers[:4]) == rows
-    assert [name for name, module in model.named_modules() if isinstance(module, FusedAttention)] == [
-        f"model.layers.{index}.layer.self_attn" for index in range(4)
-    ]
+    assert [
+        name for name, module in model.named_modules() if isinstance(module, FusedAttention)
+    ] == [f"model.layers.{index}.layer.self_attn" for index in range(4)]
 
 
 @pytest.mark.parametrize("groups", [(0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 1, 1)])
@@ -114,7 +126,9 @@ def test_layers_of_several_groups_run_as_one_read_what_is_theirs(
     assert torch.equal(last[:, [3, 8]], in_turn[:, [3, 8]])
 
 
-def test_layers_run_as_one_give_the_bits_of_layers_run_in_turn(folder_of: Callable[[str], Path]) -> None:
+def test_layers_run_as_one_give_the_bits_of_layers_run_in_turn(
+    folder_of: Callable[[str], Path],
+) -> None:
     model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
     layers: Any = model.get_submodule("model.layers")
     hidden = torch.randn(1, 9, 64)
@@ -132,7 +146,9 @@ DIRECT = {"llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_partial"}
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_is_called_without_transformers_frame(name: str, folder_of: Callable[[str], Path]) -> None:
+def test_what_is_called_without_transformers_frame(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
     """The direct pass gives the model's logits bit for bit, also beyond the first rotary tables."""
     model: Any = load(folder_of(name))
     swap_modules(model, Packing.choose(None))
@@ -145,7 +161,9 @@ def test_what_is_called_without_transformers_frame(name: str, folder_of: Callabl
     assert step is not None
     input_ids, positions = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([3, 9000, 4, 20_000, 1])
     with torch.inference_mode():
-        wanted = model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step).logits[0]
+        wanted = model(
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step
+        ).logits[0]
         for rows in (torch.arange(5), torch.tensor([4])):
             found = direct(input_ids, positions, rows, step)
             assert found is not None
@@ -155,21 +173,36 @@ def test_what_is_called_without_transformers_frame(name: str, folder_of: Callabl
             assert torch.equal(highest[0], wanted[rows].argmax(dim=1))
             assert torch.equal(highest[1], wanted[rows].amax(dim=1))
         with pytest.raises(IndexError):
-            direct(torch.tensor([5, 6, 7, 8, model.config.vocab_size]), positions, torch.tensor([4]), step)
+            direct(
+                torch.tensor([5, 6, 7, 8, model.config.vocab_size]),
+                positions,
+                torch.tensor([4]),
+                step,
+            )
         again = direct(input_ids, positions, torch.arange(5), step)
         assert again is not None
         assert torch.equal(again, wanted)
-        for part in (model.get_input_embeddings(), model.get_submodule("model.norm"), model.get_output_embeddings()):
+        for part in (
+            model.get_input_embeddings(),
+            model.get_submodule("model.norm"),
+            model.get_output_embeddings(),
+        ):
             hook = part.register_forward_hook(lambda *_: None)
-            assert direct(input_ids, positions, torch.tensor([4]), step) is None, "somebody looks at a part"
+            assert direct(input_ids, positions, torch.tensor([4]), step) is None, (
+                "somebody looks at a part"
+            )
             hook.remove()
         layers[1].is_whole = False
-        assert direct(input_ids, positions, torch.tensor([4]), step) is None, "somebody is between its parts"
+        assert direct(input_ids, positions, torch.tensor([4]), step) is None, (
+            "somebody is between its parts"
+        )
         layers[1].is_whole = True
         assert direct(input_ids, positions, torch.tensor([4]), step) is not None
 
 
-def test_a_model_that_does_something_to_its_logits_is_called_as_it_is(folder_of: Callable[[str], Path]) -> None:
+def test_a_model_that_does_something_to_its_logits_is_called_as_it_is(
+    folder_of: Callable[[str], Path],
+) -> None:
     model: Any = load(folder_of("llama"))
     swap_modules(model, Packing.choose(None))
     original = model.forward

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from tests.engine.cpu.kernels.test_narrow import FORMS
-from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, PackedWeight, pack_gated
+from tokenmill_worker.engine.cpu.kernels.linear import (
+    Epilogue,
+    LinearKernels,
+    PackedWeight,
+    pack_gated,
+)
 from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
 from tokenmill_worker.engine.cpu.kernels.quantized import Int8Packer
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
@@ -37,7 +42,9 @@ def error_of(packed: PackedWeight, weight: Tensor, x: Tensor) -> float:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), [(64, 32), (200, 576), (103, 96), (70, 4192)])
-def test_a_product_is_as_exact_as_a_chain_of_float32(packer: NarrowPacker, form: str, n: int, k: int) -> None:
+def test_a_product_is_as_exact_as_a_chain_of_float32(
+    packer: NarrowPacker, form: str, n: int, k: int
+) -> None:
     """A part that was left out would show: its errors are tens of roundings."""
     torch.manual_seed(n)
     weight = FORMS[form](n, k)
@@ -48,7 +55,9 @@ def test_a_product_is_as_exact_as_a_chain_of_float32(packer: NarrowPacker, form:
         error = error_of(packed, weight, x)
         assert error < 6.0, m
         assert error < error_of(chains, weight, x) + 0.5, m
-        assert not torch.equal(packed(x), chains(x)) or form == "bfloat16", "these are not the matrix registers"
+        assert not torch.equal(packed(x), chains(x)) or form == "bfloat16", (
+            "these are not the matrix registers"
+        )
 
 
 def assert_fused(packer: NarrowPacker, form: str, rows: Sequence[int]) -> None:
@@ -111,7 +120,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(packer: NarrowPacker, form: st
         assert torch.equal(found[:5], clean[:5])
         assert torch.equal(found[6:], clean[6:])
     weird = x.clone()
-    weird.view(torch.int32)[5, 40] = 0x7FFFFFFF  # a NaN that rounding its bits up would turn into −0
+    weird.view(torch.int32)[5, 40] = (
+        0x7FFFFFFF  # a NaN that rounding its bits up would turn into −0
+    )
     assert packed(weird)[5].isnan().all()
 
 

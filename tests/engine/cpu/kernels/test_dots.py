@@ -14,7 +14,10 @@ from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 66, 131, 300]
 SOURCES = {"4 bits": "linear_int4", "8 bits": "linear_byte"}
-DEPTHS = [96, 288]  # of codes of 4 bits, these are multiplied one by one and in pairs (pairs.h), where that pays
+DEPTHS = [
+    96,
+    288,
+]  # of codes of 4 bits, these are multiplied one by one and in pairs (pairs.h), where that pays
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,9 @@ def packer() -> NarrowPacker:
 def form(request: pytest.FixtureRequest, packer: NarrowPacker) -> str:
     name: str = request.param
     if not rows_of(name):
-        pytest.skip(f"{name} are multiplied otherwise here: no AVX512 VNNI and VBMI, or matrix registers (AMX)")
+        pytest.skip(
+            f"{name} are multiplied otherwise here: no AVX512 VNNI and VBMI, or matrix registers (AMX)"
+        )
     return name
 
 
@@ -45,7 +50,9 @@ def rows_of(form: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 32), (200, 576), (103, 96), (70, 4192)])
-def test_a_product_is_as_exact_as_a_chain_of_float32(packer: NarrowPacker, form: str, n: int, k: int) -> None:
+def test_a_product_is_as_exact_as_a_chain_of_float32(
+    packer: NarrowPacker, form: str, n: int, k: int
+) -> None:
     torch.manual_seed(n)
     weight = FORMS[form](n, k)
     packed, chains = packer.pack(weight), LinearKernels(uses_amx=False).pack(weight)
@@ -94,7 +101,10 @@ def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, for
         x[:, ::50] *= 1e4
         x[:, 64:96] *= 1e-6
         packed = packer.pack(weight)
-        greatest = x.abs().view(m, -1, 32).amax(dim=-1).double() @ weight.abs().view(200, -1, 32).sum(dim=-1).double().T
+        greatest = (
+            x.abs().view(m, -1, 32).amax(dim=-1).double()
+            @ weight.abs().view(200, -1, 32).sum(dim=-1).double().T
+        )
         sums = x.double().abs() @ weight.double().abs().T
         error = (packed(x).double() - x.double() @ weight.double().T).abs()
         assert (error < EPSILON * (2.0 * greatest + 6.0 * sums)).all(), m
@@ -104,7 +114,9 @@ def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, for
 
 
 @pytest.mark.parametrize("k", [32, 512])
-def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(packer: NarrowPacker, form: str, k: int) -> None:
+def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(
+    packer: NarrowPacker, form: str, k: int
+) -> None:
     """The greatest number's highest byte is at its limit, and so are the weights' codes."""
     torch.manual_seed(12)
     weight, x = FORMS[form](64, k), torch.rand(4096, k) - 0.5
@@ -114,7 +126,10 @@ def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(packer: Narrow
     beside_greatest = 2.0 * weight[:, :32].double().abs().sum(dim=-1)
     sums = x.double().abs() @ weight.double().abs().T
     for size in {1, most}:
-        error = torch.cat([packed(rows) for rows in x.split(size)]).double() - x.double() @ weight.double().T
+        error = (
+            torch.cat([packed(rows) for rows in x.split(size)]).double()
+            - x.double() @ weight.double().T
+        )
         assert (error.abs() < EPSILON * (3.0 * beside_greatest + 6.0 * sums)).all(), size
 
 
@@ -148,7 +163,9 @@ def test_large_and_small_numbers(packer: NarrowPacker, form: str, size: float, k
 
 @pytest.mark.parametrize("k", DEPTHS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_spoils_no_other(packer: NarrowPacker, form: str, bad: float, k: int) -> None:
+def test_a_row_that_is_not_finite_spoils_no_other(
+    packer: NarrowPacker, form: str, bad: float, k: int
+) -> None:
     torch.manual_seed(11)
     packed = packer.pack(FORMS[form](96, k))
     for m in (3, *(size for size in rows_of(form) if size > 3)):

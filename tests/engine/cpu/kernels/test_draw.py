@@ -22,7 +22,9 @@ WAYS = [
 ]
 
 
-def both(logits: torch.Tensor, ways: list[SamplingParams], seed: int = 0) -> tuple[Sampled, Sampled]:
+def both(
+    logits: torch.Tensor, ways: list[SamplingParams], seed: int = 0
+) -> tuple[Sampled, Sampled]:
     items = [plan_item(make_sequence(params, seed=seed + row)) for row, params in enumerate(ways)]
     vocab = logits.shape[1]
     kernel, plain = make_sampler(vocab), make_sampler(vocab, kernel=None)
@@ -47,13 +49,20 @@ def test_equal_and_masked_logits(seed: int) -> None:
     logits[:, 5] = 0.0
     kernel, plain = both(logits, WAYS, seed)
     assert kernel.token_ids.tolist() == plain.token_ids.tolist()
-    assert torch.isfinite(logits.gather(1, kernel.token_ids[:, None])).all(), "a masked token was drawn"
+    assert torch.isfinite(logits.gather(1, kernel.token_ids[:, None])).all(), (
+        "a masked token was drawn"
+    )
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_broken_row_fails_and_its_neighbours_do_not(broken: float) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    ways = [SamplingParams(), SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=4)]
+    ways = [
+        SamplingParams(),
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=4),
+    ]
     fine, _ = both(logits, ways)
     logits[1, 49] = broken
     logits[3, :] = -math.inf
@@ -89,9 +98,14 @@ def test_a_row_is_drawn_alike_by_any_number_of_threads_and_from_rows_with_gaps()
 
 
 @pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="another processor")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="another processor"
+)
 def test_narrower_vectors_draw_the_same(march: str) -> None:
     logits = torch.randn(len(WAYS), 333, generator=torch.Generator().manual_seed(3)) * 3
     items = [plan_item(make_sequence(params, seed=row)) for row, params in enumerate(WAYS)]
     native, narrow = make_sampler(333), make_sampler(333, kernel=DrawKernel(march=march))
-    assert native.sample(logits, items).token_ids.tolist() == narrow.sample(logits, items).token_ids.tolist()
+    assert (
+        native.sample(logits, items).token_ids.tolist()
+        == narrow.sample(logits, items).token_ids.tolist()
+    )

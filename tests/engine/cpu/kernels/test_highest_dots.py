@@ -65,8 +65,12 @@ def test_outputs_that_lower_bytes_set_apart(packer: NarrowPacker) -> None:
     torch.manual_seed(1)
     codes = torch.randint(-126, 127, (K // 32, 32)).float()
     codes[:, 0] = 127.0
-    apart = torch.cat([torch.ones(15), -torch.ones(15)])  # a group's codes add up to the same in every column
-    moves = torch.stack([apart[torch.randperm(30)] for _ in range(1000 * K // 32)]).view(1000, K // 32, 30)
+    apart = torch.cat(
+        [torch.ones(15), -torch.ones(15)]
+    )  # a group's codes add up to the same in every column
+    moves = torch.stack([apart[torch.randperm(30)] for _ in range(1000 * K // 32)]).view(
+        1000, K // 32, 30
+    )
     weight = codes.repeat(1000, 1, 1)
     weight[..., 1:31] += moves
     packed = head(packer, weight.view(1000, K) / 64)

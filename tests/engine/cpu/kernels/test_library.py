@@ -53,7 +53,9 @@ def answer_of(path: Path) -> int:
     return int(ctypes.CDLL(str(path)).answer(2))
 
 
-def test_compiles_once_and_again_when_anything_changes(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+def test_compiles_once_and_again_when_anything_changes(
+    tmp_path: Path, source: Path, toolchain: Toolchain
+) -> None:
     first = compile_library("answer", [source], tmp_path, toolchain)
     assert answer_of(first) == 42
     stamp = first.stat().st_mtime_ns
@@ -66,15 +68,21 @@ def test_compiles_once_and_again_when_anything_changes(tmp_path: Path, source: P
     assert compile_library("answer", [source], tmp_path, other_machine) not in (first, second)
 
 
-def test_several_builders_leave_one_good_file(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+def test_several_builders_leave_one_good_file(
+    tmp_path: Path, source: Path, toolchain: Toolchain
+) -> None:
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda _: compile_library("answer", [source], tmp_path, toolchain), range(4)))
+        made = list(
+            pool.map(lambda _: compile_library("answer", [source], tmp_path, toolchain), range(4))
+        )
     assert len(set(made)) == 1
     assert answer_of(made[0]) == 42
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([made[0].name, "source"])
 
 
-def test_a_source_that_does_not_compile_is_one_error(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+def test_a_source_that_does_not_compile_is_one_error(
+    tmp_path: Path, source: Path, toolchain: Toolchain
+) -> None:
     source.write_text("this is no C++")
     with pytest.raises(KernelUnavailableError, match="failed to compile"):
         compile_library("answer", [source], tmp_path, toolchain)
@@ -82,7 +90,9 @@ def test_a_source_that_does_not_compile_is_one_error(tmp_path: Path, source: Pat
 
 
 def test_without_a_compiler_it_says_so() -> None:
-    with pytest.raises(KernelUnavailableError, match=r"no C\+\+ compiler found \(looked for no-such-compiler\)"):
+    with pytest.raises(
+        KernelUnavailableError, match=r"no C\+\+ compiler found \(looked for no-such-compiler\)"
+    ):
         find_toolchain(compilers=("no-such-compiler",))
 
 
@@ -105,7 +115,9 @@ def test_a_compiler_that_takes_the_cpu_for_an_older_one_is_told(
     assert tuning(str(compiler), "x86-64-v4", "fpu avx2 avx512f") == ()
 
 
-def test_one_openmp_runtime_in_the_process(tmp_path: Path, source: Path, toolchain: Toolchain) -> None:
+def test_one_openmp_runtime_in_the_process(
+    tmp_path: Path, source: Path, toolchain: Toolchain
+) -> None:
     """A new process checks it, since earlier tests decide what this process has loaded."""
     path = compile_library("answer", [source], tmp_path, toolchain)
     script = (
@@ -114,21 +126,25 @@ def test_one_openmp_runtime_in_the_process(tmp_path: Path, source: Path, toolcha
         "maps = {line.split()[-1] for line in open('/proc/self/maps')}\n"
         "print('\\n'.join(name for name in maps if 'omp' in name.rsplit('/', 1)[-1] and '.so' in name))\n"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
     runtimes = [line for line in result.stdout.split() if Path(line) != path]
     assert runtimes == [str(loaded_openmp())]
 
 
 def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
     """sentencepiece maps a runtime of its own, before or after torch."""
-    if importlib.util.find_spec("sentencepiece") is None:  # it is not to be mapped into this process
+    if (
+        importlib.util.find_spec("sentencepiece") is None
+    ):  # it is not to be mapped into this process
         pytest.skip("sentencepiece is not installed")
     expected = str(loaded_openmp())
     for order in ("torch, sentencepiece", "sentencepiece, torch"):
-        script = (
-            f"import {order}; from tokenmill_worker.engine.cpu.kernels.toolchain import loaded_openmp as f; print(f())"
+        script = f"import {order}; from tokenmill_worker.engine.cpu.kernels.toolchain import loaded_openmp as f; print(f())"
+        result = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
         assert result.stdout.strip() == expected
 
 

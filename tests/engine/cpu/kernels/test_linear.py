@@ -31,7 +31,10 @@ def test_a_product_is_the_product(kernels, m, n, k):
     packed = kernels.pack(weight, bias)
     close(packed(x), x.double() @ weight.double().T + bias.double())
     residual = torch.randn(m, n)
-    close(packed(x, Epilogue.ADD, residual), x.double() @ weight.double().T + bias.double() + residual.double())
+    close(
+        packed(x, Epilogue.ADD, residual),
+        x.double() @ weight.double().T + bias.double() + residual.double(),
+    )
 
 
 @pytest.mark.parametrize("m", [1, 3, 40, 140])
@@ -40,9 +43,13 @@ def test_gated_epilogues(kernels, m):
     gate, up, x = torch.randn(96, 48), torch.randn(96, 48), torch.randn(m, 48)
     packed = pack_gated(kernels, gate, up)
     g, u = x.double() @ gate.double().T, x.double() @ up.double().T
-    torch.testing.assert_close(packed(x, Epilogue.SWIGLU).double(), F.silu(g) * u, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        packed(x, Epilogue.SWIGLU).double(), F.silu(g) * u, rtol=1e-4, atol=1e-4
+    )
     expected = F.gelu(g, approximate="tanh") * u
-    torch.testing.assert_close(packed(x, Epilogue.GEGLU_TANH).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        packed(x, Epilogue.GEGLU_TANH).double(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_extreme_gates_stay_finite(kernels):
@@ -74,4 +81,7 @@ def test_rms_norm(kernels, k):
     x, weight, residual = torch.randn(9, k), torch.randn(k), torch.randn(9, k)
     exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
     close(kernels.rms_norm(x, weight, 1e-5), exact * weight.double())
-    close(kernels.rms_norm(x, weight, 1e-5, 1.0, residual), exact * (1 + weight.double()) + residual.double())
+    close(
+        kernels.rms_norm(x, weight, 1e-5, 1.0, residual),
+        exact * (1 + weight.double()) + residual.double(),
+    )

@@ -35,7 +35,9 @@ def kernels(request: pytest.FixtureRequest) -> tuple[LinearKernels, str]:
 
 def q4_1(n: int, k: int) -> Tensor:
     """Rounded as llama.cpp does: codes from the least weight up to the greatest."""
-    groups = torch.randn(n, k // 32, 32) * torch.rand(n, k // 32, 1) + torch.randn(n, k // 32, 1) * 0.1
+    groups = (
+        torch.randn(n, k // 32, 32) * torch.rand(n, k // 32, 1) + torch.randn(n, k // 32, 1) * 0.1
+    )
     low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
     scale = (high - low) / 15
     codes = ((groups - low) / scale + 0.5).floor().clamp(max=15)
@@ -77,7 +79,9 @@ FORMS: dict[str, Callable[[int, int], Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (200, 576), (103, 96)])
-def test_every_sum_is_that_of_float32(kernels: tuple[LinearKernels, str], form: str, n: int, k: int) -> None:
+def test_every_sum_is_that_of_float32(
+    kernels: tuple[LinearKernels, str], form: str, n: int, k: int
+) -> None:
     torch.manual_seed(n)
     plain, march = kernels
     weight, bias = FORMS[form](n, k), torch.randn(n)
@@ -121,13 +125,17 @@ def test_one_weight_that_does_not_fit_is_enough(kernels: tuple[LinearKernels, st
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
-def test_an_odd_number_of_inputs_stays_float32(kernels: tuple[LinearKernels, str], form: str) -> None:
+def test_an_odd_number_of_inputs_stays_float32(
+    kernels: tuple[LinearKernels, str], form: str
+) -> None:
     """Kernels of half precision take two steps at a time."""
     plain, march = kernels
     weight, x = FORMS[form](40, 33), torch.randn(9, 33)
     packed = NarrowPacker(plain, march=march).pack(weight)
     assert packed.form == "float32"
-    torch.testing.assert_close(packed(x).double(), x.double() @ weight.double().T, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        packed(x).double(), x.double() @ weight.double().T, rtol=2e-5, atol=2e-5
+    )
 
 
 def test_q4_0_comes_back_with_either_sign() -> None:
@@ -145,7 +153,9 @@ def test_q4_0_comes_back_with_either_sign() -> None:
 def test_what_int4_rounds_to_is_found_again() -> None:
     torch.manual_seed(4)
     codes, scale, zero = round_int4(torch.randn(300, 128))
-    weight = (codes.view(300, 4, 32) * scale.float()[..., None] + zero.float()[..., None]).view(300, 128)
+    weight = (codes.view(300, 4, 32) * scale.float()[..., None] + zero.float()[..., None]).view(
+        300, 128
+    )
     found = find_int4(weight)
     assert found is not None
     again = found[0].view(300, 4, 32) * found[1].float()[..., None] + found[2].float()[..., None]
@@ -165,7 +175,9 @@ def test_what_is_in_no_form() -> None:
         assert find_bytes(weight) is None
         assert find_int4(weight) is None
         assert not fits(weight, torch.bfloat16)
-    assert not fits(torch.full((4, 2), float("nan")), torch.bfloat16), "whose bits might be another's"
+    assert not fits(torch.full((4, 2), float("nan")), torch.bfloat16), (
+        "whose bits might be another's"
+    )
     assert not fits(torch.tensor([[1e6, 1.0]]), torch.float16), "too large"
     assert find_int4(q4_1(4, 64)[:, :40]) is None, "no whole groups"
     assert find_bytes(q8_0(4, 64)[:, :40]) is None
@@ -185,7 +197,9 @@ def test_groups_without_a_range(kernels: tuple[LinearKernels, str]) -> None:
 
 
 def test_where_a_form_cannot_be_compiled_a_weight_stays_float32(
-    kernels: tuple[LinearKernels, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernels: tuple[LinearKernels, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, march = kernels
 

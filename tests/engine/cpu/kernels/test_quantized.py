@@ -6,7 +6,12 @@ import torch.nn.functional as F
 
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
-from tokenmill_worker.engine.cpu.kernels.quantized import Int4Packer, Int8Packer, round_int4, round_int8
+from tokenmill_worker.engine.cpu.kernels.quantized import (
+    Int4Packer,
+    Int8Packer,
+    round_int4,
+    round_int8,
+)
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [1, 2, 5, 9, 13, 37]
@@ -70,14 +75,18 @@ def activations(*shape):
 
 
 @pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize(("n", "k"), [(32, 16), (960, 576), (100, 33), (7, 5), (129, 64), (64, 2), (40, 1537)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(32, 16), (960, 576), (100, 33), (7, 5), (129, 64), (64, 2), (40, 1537)]
+)
 def test_integer_products_are_exact(int8, m, n, k):
     torch.manual_seed(m * n + k)
     weight, x = integers(n, k), activations(m, k)
     exact = x.long() @ weight.long().T
     assert torch.equal(int8.pack(weight)(x), exact.float())
     moved = (x + 1000).double() @ weight.double().T
-    torch.testing.assert_close(int8.pack(weight)(x + 1000).double(), moved, rtol=1e-6, atol=0.02 * k**0.5)
+    torch.testing.assert_close(
+        int8.pack(weight)(x + 1000).double(), moved, rtol=1e-6, atol=0.02 * k**0.5
+    )
 
 
 def test_the_largest_sums_do_not_wrap(int8):
@@ -96,12 +105,18 @@ def test_the_largest_sums_do_not_wrap(int8):
 def test_rounding_is_the_only_error(int8, m):
     """Against float64 products of the rounded values; the rounding itself is at most half a step."""
     torch.manual_seed(m)
-    weight, bias, x = torch.randn(100, 200), torch.randn(100), torch.randn(m, 200) * torch.rand(m, 1) * 9
+    weight, bias, x = (
+        torch.randn(100, 200),
+        torch.randn(100),
+        torch.randn(m, 200) * torch.rand(m, 1) * 9,
+    )
     rounded, scale = round_int8(weight)
     assert ((rounded * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
     low, high = x.amin(dim=1, keepdim=True).double(), x.amax(dim=1, keepdim=True).double()
     step = (high - low) / 255
-    exact = (torch.round((x - low) / step) * step + low) @ (rounded.double() * scale.double()[:, None]).T
+    exact = (torch.round((x - low) / step) * step + low) @ (
+        rounded.double() * scale.double()[:, None]
+    ).T
     found = int8.pack(weight, bias)(x) - bias
     # one value of a row may be rounded to the other side of a tie
     assert ((found - exact).abs() <= step * scale.double() * 127 + 1e-4).all()
@@ -113,13 +128,19 @@ def test_int8_epilogues(int8):
     weight, x, residual = integers(64, 40), activations(5, 40), torch.randn(5, 64)
     exact = x.double() @ weight.double().T
     packed = int8.pack(weight, torch.arange(64.0))
-    assert torch.equal(packed(x, Epilogue.ADD, residual), exact.float() + torch.arange(64.0) + residual)
+    assert torch.equal(
+        packed(x, Epilogue.ADD, residual), exact.float() + torch.arange(64.0) + residual
+    )
     gate, up = weight / 4096, weight.flip(1) / 64
     g, u = x.double() @ gate.double().T, x.double() @ up.double().T
     gated = pack_gated(int8, gate, up)
-    torch.testing.assert_close(gated(x, Epilogue.SWIGLU).double(), F.silu(g) * u, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        gated(x, Epilogue.SWIGLU).double(), F.silu(g) * u, rtol=1e-4, atol=1e-2
+    )
     expected = F.gelu(g, approximate="tanh") * u
-    torch.testing.assert_close(gated(x, Epilogue.GEGLU_TANH).double(), expected, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        gated(x, Epilogue.GEGLU_TANH).double(), expected, rtol=1e-4, atol=1e-2
+    )
 
 
 def test_rows_that_are_zero_or_not_finite(int8):
@@ -153,7 +174,9 @@ def test_rounding_to_4_bits_stays_near():
     torch.manual_seed(2)
     weight = torch.randn(30, 256)
     codes, scale, zero = round_int4(weight)
-    decoded = (codes.reshape(30, 8, 32) * scale.float()[..., None] + zero.float()[..., None]).reshape(30, 256)
+    decoded = (
+        codes.reshape(30, 8, 32) * scale.float()[..., None] + zero.float()[..., None]
+    ).reshape(30, 256)
     plain = (weight.reshape(30, 8, 32).amax(-1) - weight.reshape(30, 8, 32).amin(-1)) / 15
     error = (decoded - weight).pow(2).mean()
     assert error < (plain**2 / 12).mean(), "no worse than rounding within the whole range"
@@ -169,12 +192,16 @@ def test_the_product_is_that_of_the_decoded_weights(int4, march, m, n, k):
     codes, scale, zero = (part.double() for part in round_int4(weight))
     decoded = (codes.reshape(n, -1, 32) * scale[..., None] + zero[..., None]).reshape(n, k)
     found = int4.pack(weight, bias)(x)
-    torch.testing.assert_close(found.double(), x.double() @ decoded.T + bias.double(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        found.double(), x.double() @ decoded.T + bias.double(), rtol=2e-5, atol=2e-5
+    )
     residual = torch.randn(m, n)
     added = int4.pack(weight, bias)(x, Epilogue.ADD, residual)
     torch.testing.assert_close(added, found + residual, rtol=1e-6, atol=1e-6)
     if march != "x86-64":  # without fused multiply-add the decoded weight is rounded once more
-        assert torch.equal(found, LinearKernels(march=march, uses_amx=False).pack(decoded.float(), bias)(x))
+        assert torch.equal(
+            found, LinearKernels(march=march, uses_amx=False).pack(decoded.float(), bias)(x)
+        )
 
 
 def test_int4_gates(int4):
@@ -183,7 +210,9 @@ def test_int4_gates(int4):
     decoded = []
     for weight in (gate, up):
         codes, scale, zero = (part.double() for part in round_int4(weight))
-        decoded.append((codes.reshape(96, 2, 32) * scale[..., None] + zero[..., None]).reshape(96, 64))
+        decoded.append(
+            (codes.reshape(96, 2, 32) * scale[..., None] + zero[..., None]).reshape(96, 64)
+        )
     g, u = (x.double() @ weight.T for weight in decoded)
     found = pack_gated(int4, gate, up)(x, Epilogue.SWIGLU)
     torch.testing.assert_close(found.double(), F.silu(g) * u, rtol=1e-4, atol=1e-4)

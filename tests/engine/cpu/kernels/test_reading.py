@@ -40,7 +40,9 @@ def fetched(
     addresses = (c_void_p * (parts * calls * 4))()
     lines_of = compiled("reading_lines").lines_of
     lines_of.restype = c_int64
-    number = lines_of(byref(attention), c_int64(next(ROWS)), c_int32(parts), c_int64(calls), addresses)
+    number = lines_of(
+        byref(attention), c_int64(next(ROWS)), c_int32(parts), c_int64(calls), addresses
+    )
     found = np.array(addresses[:number], np.int64) - addressof(cache)
     assert (found % LINE == 0).all()
     lines = Counter(found.tolist())

@@ -52,7 +52,9 @@ class Phase:
             released=ctypes.addressof(self.reached), units=units, grain=grain,
             handed_in=handed_in, stalls_at=stalls_at, stalls_second=stalls_second, sleep_us=sleep_us,
         )  # fmt: skip
-        self.check = CheckArguments(of=ctypes.addressof(self.count), flag=ctypes.addressof(self.reached))
+        self.check = CheckArguments(
+            of=ctypes.addressof(self.count), flag=ctypes.addressof(self.reached)
+        )
 
     def steps(self) -> list[Step]:
         return [Step(library().count_member, self.count), Step(library().check_member, self.check)]
@@ -69,17 +71,25 @@ def run(phases: list[Phase], threads: int) -> None:
 @pytest.mark.parametrize("handed_in", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_every_unit_is_done_once(threads: int, handed_in: bool) -> None:
-    phases = [Phase(units, grain, handed_in=handed_in) for units in (0, 1, 2, 3, 7, 64, 1000) for grain in (1, 2, 8)]
+    phases = [
+        Phase(units, grain, handed_in=handed_in)
+        for units in (0, 1, 2, 3, 7, 64, 1000)
+        for grain in (1, 2, 8)
+    ]
     run(phases, threads)
     assert all(count == 1 for phase in phases if phase.count.units for count in phase.counts)
 
 
 @pytest.mark.parametrize("stalls_at", [0, 3, 4, 7])
 @pytest.mark.parametrize("threads", [2, 4])
-def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(threads: int, stalls_at: int) -> None:
+def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(
+    threads: int, stalls_at: int
+) -> None:
     """The thread stands still until a later phase, so another thread must do its unit."""
     stalling = Phase(8, handed_in=True, stalls_at=stalls_at)
-    later = [Phase(units, grain, handed_in=bool(units % 2)) for units in (5, 1, 40) for grain in (1, 3)]
+    later = [
+        Phase(units, grain, handed_in=bool(units % 2)) for units in (5, 1, 40) for grain in (1, 3)
+    ]
     run([stalling, *later], threads)
     assert stalling.stalled.value > 1
     assert stalling.gave_up.value == 0
@@ -151,7 +161,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     root = Path(__file__).parents[4]
     library()
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, timeout=60, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -160,7 +172,11 @@ def test_a_helper_hears_of_its_own_faults_and_of_no_other_signal() -> None:
     run([Phase(100)], 2)
     masks = []
     for task in Path("/proc/self/task").iterdir():
-        fields = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+        fields = dict(
+            line.split(":\t", 1)
+            for line in (task / "status").read_text().splitlines()
+            if ":\t" in line
+        )
         blocked = int(fields["SigBlk"], 16)
         masks.append({number for number in range(1, 32) if blocked >> (number - 1) & 1})
     helpers = [mask for mask in masks if signal.SIGTERM in mask]

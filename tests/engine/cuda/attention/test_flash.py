@@ -15,10 +15,18 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
-from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+)
 from tokenmill_worker.engine.cuda.attention.flash import FlashAttention, FlashLibrary, flash_refusal
 from tokenmill_worker.engine.cuda.attention.token_major import without_garbage
-from tokenmill_worker.engine.cuda.attention.torch_varlen import TorchVarlenAttention, find_varlen, missing_parameters
+from tokenmill_worker.engine.cuda.attention.torch_varlen import (
+    TorchVarlenAttention,
+    find_varlen,
+    missing_parameters,
+)
 
 RAGGED = ((1, 600), (33, 33), (1, 1), (19, 251), (40, 300))
 DECODES = ((1, 600), (1, 1), (1, 256), (1, 257))
@@ -62,10 +70,14 @@ def paged(
         logits = torch.einsum("qhd,khd->hqk", query[rows].double(), key) * scale
         logits = softcap * torch.tanh(logits / softcap) if softcap else logits
         distance = torch.arange(seq_len - (rows.stop - rows.start), seq_len)[:, None] - at[None]
-        hidden = (distance < 0) | ((distance > window[0]) if window[0] >= 0 else torch.zeros_like(distance).bool())
+        hidden = (distance < 0) | (
+            (distance > window[0]) if window[0] >= 0 else torch.zeros_like(distance).bool()
+        )
         logits = logits.masked_fill(hidden, -torch.inf)
         weights = logits.softmax(-1)
-        value = torch.where(hidden.all(0)[:, None, None], 0.0, value)  # a block that left the window is not read
+        value = torch.where(
+            hidden.all(0)[:, None, None], 0.0, value
+        )  # a block that left the window is not read
         out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
         lse[:, rows] = logits.logsumexp(-1).float()
     return out, lse
@@ -92,7 +104,9 @@ def fake_varlen_2(
     assert k.shape[1] % 256 == 0
     assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
     assert max_seqlen_k >= int(cu_seqlens_k.diff().max())
-    out, lse = paged(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale, window_size, softcap)
+    out, lse = paged(
+        q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale, window_size, softcap
+    )
     return out, lse, None
 
 
@@ -115,7 +129,17 @@ def fake_with_kvcache_2(
     assert q.shape[:2] == (cache_seqlens.shape[0], 1)
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
     rows = q[:, 0].contiguous()
-    out, lse = paged(rows, k_cache, v_cache, starts, cache_seqlens, block_table, softmax_scale, window_size, softcap)
+    out, lse = paged(
+        rows,
+        k_cache,
+        v_cache,
+        starts,
+        cache_seqlens,
+        block_table,
+        softmax_scale,
+        window_size,
+        softcap,
+    )
     return out[:, None], lse.t()[:, :, None]
 
 
@@ -137,7 +161,17 @@ def fake_with_kvcache_3(
     assert causal
     assert return_softmax_lse
     assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
-    return paged(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size, softcap)
+    return paged(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        cache_seqlens,
+        page_table,
+        softmax_scale,
+        window_size,
+        softcap,
+    )
 
 
 def fake_torch_varlen(
@@ -182,7 +216,9 @@ TARGETS = [
 
 
 @pytest.mark.parametrize(("backend", "case"), TARGETS, ids=lambda value: getattr(value, "name", ""))
-def test_the_library_is_asked_for_dense_attentions_result(backend: AttentionBackend, case: Case) -> None:
+def test_the_library_is_asked_for_dense_attentions_result(
+    backend: AttentionBackend, case: Case
+) -> None:
     problem = make_problem(case)
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=1e-5, atol=1e-5)
@@ -225,7 +261,9 @@ def test_torch_varlen_refuses_what_it_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_older_torch_is_named_where_another_would_help(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_named_where_another_would_help(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value: None)
     shape = AttentionShape(4, 2, 64, 0.125)
     reason = TorchVarlenAttention.why_not(torch.device(device), torch.bfloat16, shape, 256)
@@ -233,9 +271,17 @@ def test_an_older_torch_is_named_where_another_would_help(device: str, monkeypat
 
 
 def test_an_older_torch_is_known_by_its_signature() -> None:
-    def old(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, scale: float, window_size: Any) -> None: ...
+    def old(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, scale: float, window_size: Any
+    ) -> None: ...
 
-    assert missing_parameters(old) == ["block_table", "seqused_k", "enable_gqa", "num_splits", "return_aux"]
+    assert missing_parameters(old) == [
+        "block_table",
+        "seqused_k",
+        "enable_gqa",
+        "num_splits",
+        "return_aux",
+    ]
     assert missing_parameters(fake_torch_varlen) == []
 
 
@@ -243,7 +289,9 @@ def test_in_a_graph_the_device_finds_the_rows_of_nobody() -> None:
     """Lengths are on the device only: what FlashAttention left in rows behind the last sequence's becomes zeros."""
     lens = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
     metadata = AttentionMetadata(lens, lens[1:], lens[None], lens.long(), 8, 64, 16, None)
-    out = without_garbage(torch.full((8, 2, 4), torch.nan).index_fill_(0, torch.arange(5), 7.0), metadata)
+    out = without_garbage(
+        torch.full((8, 2, 4), torch.nan).index_fill_(0, torch.arange(5), 7.0), metadata
+    )
     assert out[:5].eq(7.0).all()
     assert out[5:].eq(0.0).all()
     decode = dataclasses.replace(metadata, max_query_len=1)  # padded with sequences of their own

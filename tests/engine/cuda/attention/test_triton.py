@@ -10,14 +10,28 @@ import dataclasses
 import pytest
 import torch
 
-from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem, metadata_of
+from tests.engine.attention.cases import (
+    Case,
+    attend,
+    dense,
+    filled_cache,
+    make_problem,
+    metadata_of,
+)
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.cuda.attention.triton import Launch, TritonAttention, is_interpreted, plan_launch
+from tokenmill_worker.engine.cuda.attention.triton import (
+    Launch,
+    TritonAttention,
+    is_interpreted,
+    plan_launch,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-kernels = pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted")
+kernels = pytest.mark.skipif(
+    DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"
+)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
@@ -26,8 +40,17 @@ pytestmark = [
 SPLIT_CASES = [
     Case("split decodes", ((1, 300), (1, 3), (1, 270))),
     Case("three splits", ((1, 700), (1, 3))),
-    Case("split decodes, window, sinks", ((1, 400), (1, 3)), window=300, has_sinks=True, block_size=8),
-    Case("split chunk, softcap", ((2, 290), (1, 20)), num_heads=3, num_kv_heads=1, softcap=9.0, head_dim=80),
+    Case(
+        "split decodes, window, sinks", ((1, 400), (1, 3)), window=300, has_sinks=True, block_size=8
+    ),
+    Case(
+        "split chunk, softcap",
+        ((2, 290), (1, 20)),
+        num_heads=3,
+        num_kv_heads=1,
+        softcap=9.0,
+        head_dim=80,
+    ),
 ]
 
 
@@ -69,7 +92,9 @@ def test_inputs_may_be_views_of_one_packed_projection() -> None:
     backend.write(packed[:, 4:6], packed[:, 6:8], cache, metadata)
     assert torch.equal(backend.attend(packed[:, :4], cache, metadata, case.shape), expected)
     cache.fill_(torch.nan)
-    by_head = packed.transpose(0, 1).contiguous().transpose(0, 1)  # as Transformers' rotary embedding leaves them
+    by_head = (
+        packed.transpose(0, 1).contiguous().transpose(0, 1)
+    )  # as Transformers' rotary embedding leaves them
     backend.write(by_head[:, 4:6], by_head[:, 6:8], cache, metadata)
     assert torch.equal(backend.attend(by_head[:, :4], cache, metadata, case.shape), expected)
 
@@ -101,16 +126,31 @@ def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
 @pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process")
 def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is() -> None:
     """They are parts of one copy: builds by alignment or by width would interrupt the service for seconds each."""
-    from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
+    from tokenmill_worker.engine.cuda.attention.triton_kernels import (
+        attend_kernel,
+        fold_kernel,
+        write_kernel,
+    )
 
     loose = {parameter.name for kernel in (attend_kernel, fold_kernel, write_kernel) for parameter in kernel.params
              if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize}  # fmt: skip
-    assert {"block_table", "query_start", "seq_lens", "slots", "num_seqs", "num_tokens", "table_stride"} <= loose
+    assert {
+        "block_table",
+        "query_start",
+        "seq_lens",
+        "slots",
+        "num_seqs",
+        "num_tokens",
+        "table_stride",
+    } <= loose
     assert {"num_splits", "least_tiles"} <= loose
 
 
 def launch_of(
-    metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int, num_multiprocessors: int = 132
+    metadata: AttentionMetadata,
+    shape: AttentionShape,
+    num_tokens: int,
+    num_multiprocessors: int = 132,
 ) -> Launch:
     return plan_launch(
         shape, metadata, num_tokens,
@@ -118,7 +158,12 @@ def launch_of(
     )  # fmt: skip
 
 
-def planned(metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int, num_multiprocessors: int = 132) -> int:
+def planned(
+    metadata: AttentionMetadata,
+    shape: AttentionShape,
+    num_tokens: int,
+    num_multiprocessors: int = 132,
+) -> int:
     return launch_of(metadata, shape, num_tokens, num_multiprocessors).num_splits
 
 
@@ -128,19 +173,35 @@ def planned(metadata: AttentionMetadata, shape: AttentionShape, num_tokens: int,
         (((1, 100),), 1),  # short: a second pass would cost more
         (((1, 32_768),), 33),  # one stream alone would keep 8 of 132 multiprocessors busy
         (((1, 2000),) * 64, 1),  # enough programs without
-        (((1, 40),) * 63 + ((1, 16_384),), 8),  # enough programs, but the longest would take as long as before
+        (
+            ((1, 40),) * 63 + ((1, 16_384),),
+            8,
+        ),  # enough programs, but the longest would take as long as before
         (((1, 40),) * 255 + ((1, 16_384),), 2),  # each split is a program for every sequence
         (((4096, 4096),), 1),
         (((64, 32_768),), 11),  # a small chunk deep in a long prompt
         (((2048, 32_768),), 1),  # a large one
     ],
-    ids=["short", "one long", "many", "one long of many", "one long of very many", "prompt", "late chunk", "chunk"],
+    ids=[
+        "short",
+        "one long",
+        "many",
+        "one long of many",
+        "one long of very many",
+        "prompt",
+        "late chunk",
+        "chunk",
+    ],
 )
-def test_contexts_are_split_where_programs_are_few(lens: tuple[tuple[int, int], ...], splits: int) -> None:
+def test_contexts_are_split_where_programs_are_few(
+    lens: tuple[tuple[int, int], ...], splits: int
+) -> None:
     shape = AttentionShape(32, 8, 128, 0.1)
     num_tokens = sum(query_len for query_len, _ in lens)
     empty = torch.zeros(len(lens), dtype=torch.int32)
-    metadata = AttentionMetadata(empty, empty, empty, empty, max(q for q, _ in lens), max(s for _, s in lens), 16, None)
+    metadata = AttentionMetadata(
+        empty, empty, empty, empty, max(q for q, _ in lens), max(s for _, s in lens), 16, None
+    )
     assert planned(metadata, shape, num_tokens) == splits
 
 

@@ -19,12 +19,25 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tokenmill_worker.engine.cuda.attention.triton import MAX_SPLITS, Launch, fold_warps, is_interpreted, plan_launch  # noqa: E402
-from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel  # noqa: E402
+from tokenmill_worker.engine.cuda.attention.triton import (
+    MAX_SPLITS,
+    Launch,
+    fold_warps,
+    is_interpreted,
+    plan_launch,
+)  # noqa: E402
+from tokenmill_worker.engine.cuda.attention.triton_kernels import (
+    attend_kernel,
+    fold_kernel,
+    write_kernel,
+)  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}  # bytes
-SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}  # what one program may take; 8.6 and 8.9 run the builds for 8.0
+SHARED_MEMORY = {
+    80: 99 * 1024,
+    90: 227 * 1024,
+}  # what one program may take; 8.6 and 8.9 run the builds for 8.0
 POINTERS = {"block_table": "*i32", "query_start": "*i32", "seq_lens": "*i32", "limits": "*fp32"}
 ALIGNED = (
     "query",
@@ -51,7 +64,9 @@ pytestmark = [
 ]
 
 
-def planned(shape: AttentionShape, query_len: int, seq_len: int, element: str, cache: str, capability: int) -> Launch:
+def planned(
+    shape: AttentionShape, query_len: int, seq_len: int, element: str, cache: str, capability: int
+) -> Launch:
     empty = torch.zeros(1, dtype=torch.int32)
     metadata = AttentionMetadata(empty, empty, empty, empty, query_len, seq_len, 16, None)
     return plan_launch(
@@ -153,7 +168,8 @@ def test_folding_compiles_without_spilling(head_dim: int, capability: int, tmp_p
     }  # fmt: skip
     pointers = {"partials": "*fp32", "limits": "*fp32", "out": "*bf16"}
     signature = {
-        name: "constexpr" if name in constants else pointers.get(name, "i32") for name in fold_kernel.arg_names
+        name: "constexpr" if name in constants else pointers.get(name, "i32")
+        for name in fold_kernel.arg_names
     }
     hints = {(fold_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     compiled = triton.compile(
@@ -168,7 +184,14 @@ def test_folding_compiles_without_spilling(head_dim: int, capability: int, tmp_p
 def assert_nothing_is_spilled(assembly: str, capability: int, folder: Path) -> None:
     (folder / "kernel.ptx").write_text(assembly)
     architecture = f"-arch=sm_{capability}{'a' if capability == 90 else ''}"
-    command = [str(ASSEMBLER), "-v", architecture, str(folder / "kernel.ptx"), "-o", str(folder / "kernel.cubin")]
+    command = [
+        str(ASSEMBLER),
+        "-v",
+        architecture,
+        str(folder / "kernel.ptx"),
+        "-o",
+        str(folder / "kernel.cubin"),
+    ]
     report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report
@@ -180,7 +203,10 @@ def assert_loads_are_ahead(program: str) -> None:
 
     Each tile has a buffer of its own.
     """
-    buffers = [int(count) for count in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", program)]
+    buffers = [
+        int(count)
+        for count in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", program)
+    ]
     assert len(buffers) == 2, "keys and values"
     assert min(buffers) >= 2, buffers
     loop = program[program.index("scf.for") :]
@@ -207,6 +233,7 @@ def test_writing_8_bits_compiles() -> None:
     constants = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "HEAD_PAD": 128, "TOKENS": 4}
     pointers = {"key": "*bf16", "value": "*bf16", "cache": "*fp8e4nv", "slots": "*i64"}
     signature = {
-        name: "constexpr" if name in constants else pointers.get(name, "i32") for name in write_kernel.arg_names
+        name: "constexpr" if name in constants else pointers.get(name, "i32")
+        for name in write_kernel.arg_names
     }
     triton.compile(ASTSource(write_kernel, signature, constants), target=GPUTarget("cuda", 90, 32))

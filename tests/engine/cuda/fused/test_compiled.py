@@ -18,7 +18,11 @@ from triton.compiler import ASTSource  # noqa: E402
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted  # noqa: E402
 from tokenmill_worker.engine.cuda.draw import TILE, WARPS  # noqa: E402
 from tokenmill_worker.engine.cuda.draw_kernel import draw_kernel  # noqa: E402
-from tokenmill_worker.engine.cuda.fused.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel  # noqa: E402
+from tokenmill_worker.engine.cuda.fused.kernels import (
+    gate_kernel,
+    norm_kernel,
+    rotate_and_write_kernel,
+)  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 pytestmark = [
@@ -48,17 +52,41 @@ KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "
     ],
     ids=["add and norm", "norm", "silu", "gelu", "rotate", "norm and rotate", "draw"],
 )
-def test_compiles_without_spilling(kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path) -> None:
-    signature = {name: "constexpr" if name in constants else KINDS.get(name, "i32") for name in kernel.arg_names}
-    loose = {parameter.name for parameter in kernel.params if parameter.do_not_specialize_on_alignment}
-    wide = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*") and name not in loose]
-    wide += [
-        kernel.arg_names.index(n) for n in ("x_stride", "row_stride", "vocab", "block_stride") if n in kernel.arg_names
+def test_compiles_without_spilling(
+    kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path
+) -> None:
+    signature = {
+        name: "constexpr" if name in constants else KINDS.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    loose = {
+        parameter.name for parameter in kernel.params if parameter.do_not_specialize_on_alignment
+    }
+    wide = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") and name not in loose
     ]
-    source = ASTSource(kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in wide})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    wide += [
+        kernel.arg_names.index(n)
+        for n in ("x_stride", "row_stride", "vocab", "block_stride")
+        if n in kernel.arg_names
+    ]
+    source = ASTSource(
+        kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in wide}
+    )
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    )
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-    command = [str(ASSEMBLER), "-v", "-arch=sm_90a", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "kernel.cubin")]
+    command = [
+        str(ASSEMBLER),
+        "-v",
+        "-arch=sm_90a",
+        str(tmp_path / "kernel.ptx"),
+        "-o",
+        str(tmp_path / "kernel.cubin"),
+    ]
     report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report

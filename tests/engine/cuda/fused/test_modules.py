@@ -22,14 +22,25 @@ from tokenmill_worker.engine.model.loader import LoadedModel, load_model
 
 pytest.importorskip("triton")
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
-from tokenmill_worker.engine.cuda.fused.launches import HeadNorms, Heads, Target, add_and_norm, gate, rotate_and_write
+from tokenmill_worker.engine.cuda.fused.launches import (
+    HeadNorms,
+    Heads,
+    Target,
+    add_and_norm,
+    gate,
+    rotate_and_write,
+)
 from tokenmill_worker.engine.cuda.fused.replace import fuse_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.skipif(DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"),
+    pytest.mark.skipif(
+        DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"
+    ),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # the interpreter's numpy: then infinity
+    pytest.mark.filterwarnings(
+        "ignore:overflow encountered:RuntimeWarning"
+    ),  # the interpreter's numpy: then infinity
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
 ALL = {"DeviceNorm", "DeviceMLP", "DeviceAttention", "DeviceLayer"}
@@ -49,7 +60,11 @@ def rms(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 80), (3, 1)])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norm_after_an_addition(rows: int, width: int, offset: float) -> None:
-    x, residual, weight = random(rows, 2 * width)[:, :width], random(rows, width, seed=1), random(width, seed=2)
+    x, residual, weight = (
+        random(rows, 2 * width)[:, :width],
+        random(rows, width, seed=1),
+        random(width, seed=2),
+    )
     out, sums = add_and_norm(x, residual, weight, 1e-5, offset)
     torch.testing.assert_close(sums, x + residual)
     torch.testing.assert_close(out, rms(x + residual, weight, 1e-5, offset))
@@ -71,7 +86,9 @@ def test_gates(inner: int) -> None:
     ("head_dim", "rotary_dim", "has_norm", "is_token_major"),
     [(16, 16, True, False), (16, 16, False, True), (20, 12, True, True)],
 )
-def test_one_pass_over_few_tokens(head_dim: int, rotary_dim: int, has_norm: bool, is_token_major: bool) -> None:
+def test_one_pass_over_few_tokens(
+    head_dim: int, rotary_dim: int, has_norm: bool, is_token_major: bool
+) -> None:
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=head_dim, rotary_dim=rotary_dim)
     check_one_pass(heads, has_norm, is_token_major, 5)
 
@@ -83,35 +100,67 @@ def test_one_pass_turns_queries_and_writes_the_cache() -> None:
 
 def test_one_pass_rounds_to_8_bits() -> None:
     """A rotated key may come from the other side of a tie; a value is what it was."""
-    check_one_pass(Heads(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16), True, False, 5, torch.float8_e4m3fn)
+    check_one_pass(
+        Heads(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
+        True,
+        False,
+        5,
+        torch.float8_e4m3fn,
+    )
 
 
 def check_one_pass(
-    heads: Heads, has_norm: bool, is_token_major: bool, num_tokens: int, kv_dtype: torch.dtype = torch.float32
+    heads: Heads,
+    has_norm: bool,
+    is_token_major: bool,
+    num_tokens: int,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> None:
     head_dim, rotary_dim, num_kv = heads.head_dim, heads.rotary_dim, heads.num_kv_heads
     num_packed = heads.num_heads + 2 * num_kv
-    packed, angles = random(num_tokens, num_packed * head_dim), random(num_tokens, rotary_dim, seed=1)
-    norms = HeadNorms(random(head_dim, seed=2), random(head_dim, seed=3), 1e-6, 1.0) if has_norm else None
+    packed, angles = (
+        random(num_tokens, num_packed * head_dim),
+        random(num_tokens, rotary_dim, seed=1),
+    )
+    norms = (
+        HeadNorms(random(head_dim, seed=2), random(head_dim, seed=3), 1e-6, 1.0)
+        if has_norm
+        else None
+    )
     shape = (4, num_kv, head_dim) if is_token_major else (num_kv, 4, head_dim)
     pool = torch.full((num_tokens // 4 + 3, 3, 2, *shape), torch.nan, dtype=kv_dtype, device=DEVICE)
     cache = pool[:, 1]
     order = torch.randperm(4 * (num_tokens // 4 + 2), generator=torch.Generator().manual_seed(4))
     slots = (4 + order[:num_tokens]).to(DEVICE)
-    strides = (cache.stride(2), cache.stride(3)) if is_token_major else (cache.stride(3), cache.stride(2))
-    out = rotate_and_write(packed, heads, (angles.cos(), angles.sin()), norms, Target(cache, slots, 4, *strides))
-    parts = packed.view(num_tokens, num_packed, head_dim).split([heads.num_heads, num_kv, num_kv], dim=1)
+    strides = (
+        (cache.stride(2), cache.stride(3)) if is_token_major else (cache.stride(3), cache.stride(2))
+    )
+    out = rotate_and_write(
+        packed, heads, (angles.cos(), angles.sin()), norms, Target(cache, slots, 4, *strides)
+    )
+    parts = packed.view(num_tokens, num_packed, head_dim).split(
+        [heads.num_heads, num_kv, num_kv], dim=1
+    )
     query, key, value = parts
     if norms is not None:
-        query, key = rms(query, norms.query_weight, 1e-6, 1.0), rms(key, norms.key_weight, 1e-6, 1.0)
+        query, key = (
+            rms(query, norms.query_weight, 1e-6, 1.0),
+            rms(key, norms.key_weight, 1e-6, 1.0),
+        )
     query, key = (rotate(x, angles.cos(), angles.sin()) for x in (query, key))
     torch.testing.assert_close(out, query)
-    held = (cache if is_token_major else cache.transpose(2, 3)).float()  # [blocks, 2, tokens, heads, head_dim]
+    held = (
+        cache if is_token_major else cache.transpose(2, 3)
+    ).float()  # [blocks, 2, tokens, heads, head_dim]
     blocks, offsets = slots // 4, slots % 4
     tie = 1 / 8 if kv_dtype.itemsize == 1 else 1e-5
-    torch.testing.assert_close(held[blocks, 0, offsets], stored_as(key, kv_dtype).float(), rtol=tie, atol=tie / 64)
+    torch.testing.assert_close(
+        held[blocks, 0, offsets], stored_as(key, kv_dtype).float(), rtol=tie, atol=tie / 64
+    )
     torch.testing.assert_close(held[blocks, 1, offsets], stored_as(value, kv_dtype).float())
-    assert int(torch.isfinite(pool.float()).sum()) == 2 * num_tokens * num_kv * head_dim  # nothing else was written
+    assert (
+        int(torch.isfinite(pool.float()).sum()) == 2 * num_tokens * num_kv * head_dim
+    )  # nothing else was written
 
 
 # ── in models ──
@@ -142,14 +191,18 @@ def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
     model: Any = loaded.model
     layer = model.model.layers[1]
     kind: Any = type(layer)
-    layer.__class__ = type("Twisted", (kind,), {"forward": lambda self, x, **more: 2.0 * kind.forward(self, x, **more)})
+    layer.__class__ = type(
+        "Twisted", (kind,), {"forward": lambda self, x, **more: 2.0 * kind.forward(self, x, **more)}
+    )
     expected = answers(loaded, "reference")
     assert fuse_on_device(loaded.model)["DeviceLayer"] == 1
     assert answers(loaded, "triton") == expected
 
 
 def load(folder: Path) -> LoadedModel:
-    return load_model(folder, EngineConfig(model=str(folder), dtype="float32", device=DEVICE, fuse=False))
+    return load_model(
+        folder, EngineConfig(model=str(folder), dtype="float32", device=DEVICE, fuse=False)
+    )
 
 
 def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
@@ -160,7 +213,9 @@ def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
     )  # fmt: skip
     runner = ModelRunner.around(loaded, config)
     planner = ChunkingPlanner(runner.cache_config, 6)
-    sequences = [make_sequence(f"s{i}", range(5 + i, 5 + i + length), 2) for i, length in enumerate((9, 3))]
+    sequences = [
+        make_sequence(f"s{i}", range(5 + i, 5 + i + length), 2) for i, length in enumerate((9, 3))
+    ]
     for sequence in sequences:
         planner.add(sequence)
     while not (plan := planner.plan()).is_empty:

@@ -23,4 +23,8 @@ def test_a_stand_in_that_fails_is_a_warning_once_and_the_model_stays(
     assert not fuse_on_device(load_model(folder, config).model)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == len(set(said))
-    assert {line.split(" is not fused")[0] for line in said} == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
+    assert {line.split(" is not fused")[0] for line in said} == {
+        "LlamaRMSNorm",
+        "LlamaMLP",
+        "LlamaAttention",
+    }

@@ -77,7 +77,9 @@ def test_one_that_takes_too_long_is_given_up_and_others_go_on() -> None:
         compiler.compile(regex("slow 2")).result(60)
     with pytest.raises(GrammarError, match="too many grammars"):
         compiler.compile(regex("quick 2")).result(60)
-    assert compiler.compile(regex("quick")).result(60) == "regex:quick"  # what is compiled serves on
+    assert (
+        compiler.compile(regex("quick")).result(60) == "regex:quick"
+    )  # what is compiled serves on
     for gate in slow.gates.values():
         gate.set()
     deadline = time.monotonic() + 60
@@ -91,7 +93,14 @@ def test_those_that_wait_behind_too_many_stuck_are_refused() -> None:
     compiler = make(slow, timeout_s=0.1, max_threads=1, max_stuck=2)
     futures = [compiler.compile(regex(f"slow {i}")) for i in range(6)]
     messages = [str(future.exception(60)) for future in futures]
-    assert ["took more than" in message for message in messages] == [True, True, False, False, False, False]
+    assert ["took more than" in message for message in messages] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert all("too many grammars" in message for message in messages[2:])
     assert len(slow.calls) == 2
     for gate in slow.gates.values():
@@ -156,4 +165,6 @@ def test_what_the_library_refuses(wanted: ResponseFormat) -> None:
 
 
 def test_equal_schemas_have_one_source() -> None:
-    assert source_of(ResponseFormat(json_schema={})) == source_of(ResponseFormat(json_schema={"type": "object"}))
+    assert source_of(ResponseFormat(json_schema={})) == source_of(
+        ResponseFormat(json_schema={"type": "object"})
+    )

@@ -28,7 +28,10 @@ def compiler() -> GrammarCompiler:
     [
         ({"type": 5}, "'type' at /type is invalid: 5 is not a value that it may have"),
         ({"minimum": "a"}, '\'minimum\' at /minimum is invalid: "a" is not of type "number"'),
-        ({"properties": {"a/b": {"minLength": -1}}}, "'minLength' at /properties/a~1b/minLength is invalid: -1 is"),
+        (
+            {"properties": {"a/b": {"minLength": -1}}},
+            "'minLength' at /properties/a~1b/minLength is invalid: -1 is",
+        ),
         ({"items": [{}]}, "'items' at /items is invalid"),
         ({"required": ["x" * 500, 5, 5, "x" * 500]}, "is invalid"),
         ({"$schema": 5}, "'$schema' at /$schema is invalid"),
@@ -36,9 +39,15 @@ def compiler() -> GrammarCompiler:
             {"$schema": "http://x.test/y"},
             "'$schema' at /$schema names a draft that is not supported: 'http://x.test/y'",
         ),
-        ({**DRAFT7, "exclusiveMinimum": True}, "'exclusiveMinimum' at /exclusiveMinimum is invalid"),
+        (
+            {**DRAFT7, "exclusiveMinimum": True},
+            "'exclusiveMinimum' at /exclusiveMinimum is invalid",
+        ),
         ({"then": {"pattern": "("}, "if": True}, "'pattern' at /then/pattern is invalid"),
-        ({"$defs": {"a": {"$ref": "http://x.test/y"}}}, "'$ref' at /$defs/a/$ref leads to 'http://x.test/y', which"),
+        (
+            {"$defs": {"a": {"$ref": "http://x.test/y"}}},
+            "'$ref' at /$defs/a/$ref leads to 'http://x.test/y', which",
+        ),
         (
             {"$id": "http://x.test/y", "items": {"$ref": "z#/a"}},
             "'$ref' at /items/$ref leads to 'z', which is not part",
@@ -57,9 +66,15 @@ def test_a_schema_that_cannot_be_read_is_refused_with_its_place(
     assert len(sentence) < 600
 
 
-@pytest.mark.parametrize("schema", [{"multipleOf": 1e-30}, {"type": "integer", "minimum": 5, "maximum": 1}])
-def test_what_the_compiler_refuses_names_the_schema(compiler: GrammarCompiler, schema: dict[str, object]) -> None:
-    with pytest.raises(GrammarError, match=r"^response_format\.json_schema cannot be enforced: .+ \(at "):
+@pytest.mark.parametrize(
+    "schema", [{"multipleOf": 1e-30}, {"type": "integer", "minimum": 5, "maximum": 1}]
+)
+def test_what_the_compiler_refuses_names_the_schema(
+    compiler: GrammarCompiler, schema: dict[str, object]
+) -> None:
+    with pytest.raises(
+        GrammarError, match=r"^response_format\.json_schema cannot be enforced: .+ \(at "
+    ):
         compiler.compile(ResponseFormat(json_schema=schema)).result(60)
 
 
@@ -74,7 +89,10 @@ def test_what_the_compiler_refuses_names_the_schema(compiler: GrammarCompiler, s
         {"items": {"type": "string"}, "additionalItems": False},
         {"prefixItems": [{"type": "string"}]},
         {"definitions": {"n": {"type": "integer"}}, "$ref": "#/definitions/n", "minimum": 3},
-        {"not": {"$ref": "#/definitions/n", "type": "string"}, "definitions": {"n": {"type": ["string", "number"]}}},
+        {
+            "not": {"$ref": "#/definitions/n", "type": "string"},
+            "definitions": {"n": {"type": ["string", "number"]}},
+        },
         {"dependencies": {"a": ["b"], "b": {"maxProperties": 2}}},
         {"dependentRequired": {"a": ["b"]}},
         {"properties": {"a": {"const": 1, "minContains": 2}}},
@@ -97,12 +115,18 @@ def test_an_earlier_draft_keeps_its_meaning(draft: str, schema: dict[str, object
 
 
 def test_draft_4_reads_exclusive_bounds() -> None:
-    read = modern({**DRAFT4, "minimum": 1, "exclusiveMinimum": True, "maximum": 5, "exclusiveMaximum": False}).schema
+    read = modern(
+        {**DRAFT4, "minimum": 1, "exclusiveMinimum": True, "maximum": 5, "exclusiveMaximum": False}
+    ).schema
     assert read == {"exclusiveMinimum": 1, "maximum": 5}
 
 
 def test_anchors_of_earlier_drafts_are_found() -> None:
-    schema = {**DRAFT7, "definitions": {"n": {"$id": "#n", "type": "integer"}}, "items": {"$ref": "#n"}}
+    schema = {
+        **DRAFT7,
+        "definitions": {"n": {"$id": "#n", "type": "integer"}},
+        "items": {"$ref": "#n"},
+    }
     rewritten = rewrite(modern(schema).schema)
     assert rewritten.problems == ()
     written = jsonschema_rs.Draft202012Validator(rewritten.schema)
@@ -113,7 +137,10 @@ def test_anchors_of_earlier_drafts_are_found() -> None:
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        ({**DRAFT2019, "properties": {"a": {"$recursiveRef": "#"}}}, "'$recursiveRef' at /properties/a/$recursiveRef"),
+        (
+            {**DRAFT2019, "properties": {"a": {"$recursiveRef": "#"}}},
+            "'$recursiveRef' at /properties/a/$recursiveRef",
+        ),
         ({"properties": {"a": DRAFT7}}, "'$schema' at /properties/a is not supported"),
         ({**DRAFT7, "not": DRAFT2019}, "'$schema' at /not is not supported"),
     ],

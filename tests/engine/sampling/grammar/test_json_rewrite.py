@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill_worker.engine.sampling.grammar.json_schema import MAX_DEPTH, rewrite
-from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import PatternProblem, other_than, translated
+from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import (
+    PatternProblem,
+    other_than,
+    translated,
+)
 
 VALUES = [
     None, True, False, 0, 1, 2, 5, 2.5, -3, "", "a", "b", "ab", "abc", [], [1], [1, "a"], ["a", "a", None], {},
@@ -19,7 +23,11 @@ SCHEMAS = [
     {"type": "object", "required": ["a", "b"], "properties": {"a": {"type": "integer"}}},
     {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "minimum": 2},
     {"properties": {"a": {"$anchor": "n", "type": "integer"}, "b": {"$ref": "#n"}}},
-    {"$id": "http://x.test/root", "$defs": {"n": {"$id": "inner", "type": "null"}}, "items": {"$ref": "inner"}},
+    {
+        "$id": "http://x.test/root",
+        "$defs": {"n": {"$id": "inner", "type": "null"}},
+        "items": {"$ref": "inner"},
+    },
     {"$defs": {"n": {"$dynamicAnchor": "it", "type": "string"}}, "items": {"$dynamicRef": "#it"}},
     {"not": {"type": "string"}},
     {"not": {"const": "ab"}},
@@ -48,7 +56,10 @@ SCHEMAS = [
     {"uniqueItems": True, "maxItems": 1},
     {"properties": {"a": True}, "unevaluatedProperties": False},
     {"allOf": [{"properties": {"a": True}}], "unevaluatedProperties": {"type": "integer"}},
-    {"anyOf": [{"properties": {"a": {"type": "integer"}}}, {"required": ["b"]}], "unevaluatedProperties": False},
+    {
+        "anyOf": [{"properties": {"a": {"type": "integer"}}}, {"required": ["b"]}],
+        "unevaluatedProperties": False,
+    },
     {"oneOf": [{"required": ["a"]}, {"properties": {"b": True}}], "unevaluatedProperties": False},
     {
         "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
@@ -56,12 +67,25 @@ SCHEMAS = [
         "else": {"properties": {"c": True}},
         "unevaluatedProperties": False,
     },
-    {"$defs": {"n": {"properties": {"a": True}}}, "$ref": "#/$defs/n", "unevaluatedProperties": False},
-    {"dependentSchemas": {"a": {"properties": {"b": True}}}, "unevaluatedProperties": {"type": "integer"}},
+    {
+        "$defs": {"n": {"properties": {"a": True}}},
+        "$ref": "#/$defs/n",
+        "unevaluatedProperties": False,
+    },
+    {
+        "dependentSchemas": {"a": {"properties": {"b": True}}},
+        "unevaluatedProperties": {"type": "integer"},
+    },
     {"prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
     {"allOf": [{"prefixItems": [True, True]}], "unevaluatedItems": {"type": "null"}},
     {"minLength": 2.0, "unknown": {"not": {}}, "title": "t", "format": "my-own"},
-    {"properties": {"not": {"type": "string"}, "if": {"const": {"not": 1}}, "contains": {"enum": ["uniqueItems"]}}},
+    {
+        "properties": {
+            "not": {"type": "string"},
+            "if": {"const": {"not": 1}},
+            "contains": {"enum": ["uniqueItems"]},
+        }
+    },
     {"oneOf": [{"type": "integer"}, {"minimum": 2}]},
     {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     {"format": "json-pointer"},
@@ -77,7 +101,9 @@ def admits(schema: object, value: object) -> bool:
 def test_it_admits_what_it_admitted(schema: dict[str, object], expand: bool) -> None:
     rewritten = rewrite(schema, expand_one_of=expand)
     assert rewritten.problems == ()
-    changed = [value for value in VALUES if admits(schema, value) != admits(rewritten.schema, value)]
+    changed = [
+        value for value in VALUES if admits(schema, value) != admits(rewritten.schema, value)
+    ]
     if schema == {"format": "json-pointer"}:  # an annotation becomes an assertion
         changed = [value for value in changed if not isinstance(value, str)]
     assert changed == []
@@ -134,21 +160,38 @@ def grown(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 @settings(max_examples=300, deadline=None)
 @given(st.recursive(LEAVES, grown, max_leaves=8), st.booleans())
 def test_random_schemas_mean_the_same_or_are_refused(schema: object, expand: bool) -> None:
-    whole: dict[str, object] = {"$defs": {"d": {"type": "integer", "minimum": 1}}, "allOf": [schema]}
+    whole: dict[str, object] = {
+        "$defs": {"d": {"type": "integer", "minimum": 1}},
+        "allOf": [schema],
+    }
     rewritten = rewrite(whole, expand_one_of=expand)
     if not rewritten.problems:
-        assert [value for value in VALUES if admits(whole, value) != admits(rewritten.schema, value)] == []
+        assert [
+            value for value in VALUES if admits(whole, value) != admits(rewritten.schema, value)
+        ] == []
 
 
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        ({"properties": {"x": {"contains": {"type": "null"}}}}, "'contains' at /properties/x/contains is not"),
-        ({"$defs": {"a/b": {"uniqueItems": True}}, "$ref": "#/$defs/a~1b"}, "'uniqueItems' at /$defs/a~1b/uniqueItems"),
-        ({"$ref": "http://example.org/schema"}, "'$ref' at /$ref to 'http://example.org/schema' is not supported"),
+        (
+            {"properties": {"x": {"contains": {"type": "null"}}}},
+            "'contains' at /properties/x/contains is not",
+        ),
+        (
+            {"$defs": {"a/b": {"uniqueItems": True}}, "$ref": "#/$defs/a~1b"},
+            "'uniqueItems' at /$defs/a~1b/uniqueItems",
+        ),
+        (
+            {"$ref": "http://example.org/schema"},
+            "'$ref' at /$ref to 'http://example.org/schema' is not supported",
+        ),
         ({"$ref": "#/$defs/nowhere"}, "there is nothing at that place"),
         ({"$ref": "#nowhere"}, "there is no anchor 'nowhere'"),
-        ({"$ref": "#"}, "'$ref' at the top is not supported: it leads back to the schema that it stands in"),
+        (
+            {"$ref": "#"},
+            "'$ref' at the top is not supported: it leads back to the schema that it stands in",
+        ),
         ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "leads back"),
         ({"pattern": "^(?!a)b"}, "'pattern' at /pattern is not supported: look-around"),
         ({"not": {"pattern": "a"}}, "'not' at /not"),
@@ -157,14 +200,20 @@ def test_random_schemas_mean_the_same_or_are_refused(schema: object, expand: boo
         ({"properties": 5}, "a keyword at the top has a value of a wrong type"),
     ],
 )
-def test_what_cannot_be_said_is_named_with_its_place(schema: dict[str, object], problem: str) -> None:
+def test_what_cannot_be_said_is_named_with_its_place(
+    schema: dict[str, object], problem: str
+) -> None:
     found = rewrite(schema).problems
     assert len(found) == 1
     assert problem in found[0]
 
 
 def test_recursion_through_a_value_is_kept() -> None:
-    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}, "required": ["left"]}
+    tree = {
+        "type": "object",
+        "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}},
+        "required": ["left"],
+    }
     rewritten = rewrite(tree)
     assert rewritten.problems == ()
     assert not admits(rewritten.schema, {"left": {}})
@@ -178,7 +227,9 @@ def test_a_bottomless_schema_is_refused() -> None:
 
 
 def test_what_grows_without_measure_is_refused() -> None:
-    defs: dict[str, object] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(6)}
+    defs: dict[str, object] = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(6)
+    }
     schema = {"$defs": {**defs, "d6": {"type": "string"}}, "not": {"$ref": "#/$defs/d0"}}
     assert "more than" in rewrite(schema).problems[0]
 
@@ -200,7 +251,9 @@ def test_patterns_are_translated(pattern: str, expected: str) -> None:
     assert translated(pattern) == expected
 
 
-@pytest.mark.parametrize("pattern", [r"(?=a)", r"(?<!a)", r"\bfoo", r"(a)\1", r"\k<n>", "(?i)a", "[]"])
+@pytest.mark.parametrize(
+    "pattern", [r"(?=a)", r"(?<!a)", r"\bfoo", r"(a)\1", r"\k<n>", "(?i)a", "[]"]
+)
 def test_patterns_of_another_power_are_refused(pattern: str) -> None:
     with pytest.raises(PatternProblem, match="not supported"):
         translated(pattern)

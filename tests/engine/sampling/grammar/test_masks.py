@@ -17,7 +17,20 @@ from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engine.sampling.grammar import masks as structured_output
 from tokenmill_worker.engine.sequence import Sequence
 
-WORDS = [b'{"', b'": ', b", ", b"true", b"null", b"name", b"12", b'"}', b"[[", b"abc", "é".encode(), b"\n  "]
+WORDS = [
+    b'{"',
+    b'": ',
+    b", ",
+    b"true",
+    b"null",
+    b"name",
+    b"12",
+    b'"}',
+    b"[[",
+    b"abc",
+    "é".encode(),
+    b"\n  ",
+]
 VOCAB = [bytes([i]) for i in range(256)] + WORDS + [b""]
 EOS = len(VOCAB) - 1
 WIDTH = len(VOCAB) + 5  # the logits have ids beyond the tokenizer's
@@ -63,7 +76,9 @@ def structured(wanted: ResponseFormat, seed: int = 0, **params: object) -> Seque
     return Sequence("r", [1, 2, 3], 3, sampling, seed=seed)
 
 
-def run(sampler: Sampler, sequences: list[Sequence], limit: int = 400, proposer: object = None) -> list[str]:
+def run(
+    sampler: Sampler, sequences: list[Sequence], limit: int = 400, proposer: object = None
+) -> list[str]:
     model = Writer(WIDTH, memory=8)
     for _ in range(limit):
         active = [s for s in sequences if EOS not in s.output_ids]
@@ -97,10 +112,14 @@ def assert_person(text: str) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([1.0, 0.9]))
-def test_random_logits_write_what_the_grammar_says(seed: int, temperature: float, top_p: float) -> None:
+def test_random_logits_write_what_the_grammar_says(
+    seed: int, temperature: float, top_p: float
+) -> None:
     sampler = make_sampler(GrammarCompiler.from_vocab(VOCAB, [EOS]))
     options = {"temperature": temperature, "top_p": top_p}
-    sequences = [structured(wanted, seed + i, **options) for i, wanted in enumerate((JSON, DATE, SUM))]
+    sequences = [
+        structured(wanted, seed + i, **options) for i, wanted in enumerate((JSON, DATE, SUM))
+    ]
     person, date, total = run(sampler, sequences)
     assert_person(person)
     assert re.fullmatch(str(DATE.regex), date)
@@ -110,7 +129,10 @@ def test_random_logits_write_what_the_grammar_says(seed: int, temperature: float
 
 def test_an_empty_schema_admits_any_object_and_only_objects(compiler: GrammarCompiler) -> None:
     for seed in range(5):
-        (text,) = run(make_sampler(compiler), [structured(ResponseFormat(json_schema={}), seed, temperature=0.8)])
+        (text,) = run(
+            make_sampler(compiler),
+            [structured(ResponseFormat(json_schema={}), seed, temperature=0.8)],
+        )
         assert isinstance(json.loads(text), dict)
 
 
@@ -136,7 +158,9 @@ def test_drafts_right_and_wrong_change_nothing(compiler: GrammarCompiler) -> Non
         run(make_sampler(compiler), [plain])
         truth, steps = plain.output_ids, list[int]()
 
-        def propose(sequence: Sequence, truth: list[int] = truth, steps: list[int] = steps) -> tuple[int, ...]:
+        def propose(
+            sequence: Sequence, truth: list[int] = truth, steps: list[int] = steps
+        ) -> tuple[int, ...]:
             position = sequence.num_output_tokens
             steps.append(position)
             coming = truth[position : position + 4]
@@ -180,26 +204,39 @@ def test_a_resumed_text_that_breaks_the_grammar_fails_alone(compiler: GrammarCom
 def test_a_step_launched_before_the_last_ones_token_is_known(compiler: GrammarCompiler) -> None:
     plain = structured(JSON, 6, temperature=0.8)
     run(make_sampler(compiler), [plain])
-    sampler, model, sequence = make_sampler(compiler), Writer(WIDTH, memory=8), structured(JSON, 6, temperature=0.8)
-    assert generate_a_step_late(sampler, model, sequence, plain.num_output_tokens) == plain.output_ids
+    sampler, model, sequence = (
+        make_sampler(compiler),
+        Writer(WIDTH, memory=8),
+        structured(JSON, 6, temperature=0.8),
+    )
+    assert (
+        generate_a_step_late(sampler, model, sequence, plain.num_output_tokens) == plain.output_ids
+    )
 
 
 def test_a_token_in_flight_that_no_step_of_ours_draws(compiler: GrammarCompiler) -> None:
     sequence = structured(JSON)
     sequence.num_inflight = 1
-    _, _, errors = make_sampler(compiler).sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
+    _, _, errors = (
+        make_sampler(compiler).sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
+    )
     assert "has not reached the host" in errors[0]
 
 
 def test_a_finished_grammar_ends_even_short_of_min_tokens(compiler: GrammarCompiler) -> None:
     (text,) = run(make_sampler(compiler), [structured(ResponseFormat(regex="ab"), min_tokens=50)])
     assert text == "ab"
-    (longer,) = run(make_sampler(compiler), [structured(ResponseFormat(regex="[ab]{1,40}"), min_tokens=20)])
+    (longer,) = run(
+        make_sampler(compiler), [structured(ResponseFormat(regex="[ab]{1,40}"), min_tokens=20)]
+    )
     assert len(longer) >= 20
 
 
 def test_with_ignore_eos_only_the_end_follows_the_end(compiler: GrammarCompiler) -> None:
-    sampler, sequence = make_sampler(compiler), structured(ResponseFormat(regex="ab"), ignore_eos=True)
+    sampler, sequence = (
+        make_sampler(compiler),
+        structured(ResponseFormat(regex="ab"), ignore_eos=True),
+    )
     for drafts in ((), (), (EOS,), (EOS, EOS), (97, EOS)):
         item = plan_item(sequence, drafts)
         tokens, _, errors = sampler.sample(Writer(WIDTH).logits([item]), [item]).finish()
@@ -239,7 +276,9 @@ def test_a_grammar_that_holds_up_every_step_fails_alone(
     assert "too ambiguous" in errors[0]
 
 
-def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(compiler: GrammarCompiler) -> None:
+def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(
+    compiler: GrammarCompiler,
+) -> None:
     """The compiler has dropped the grammar since; a new compilation would take as long."""
     sequence = structured(DATE)
     compiled = compiler.compile(DATE)

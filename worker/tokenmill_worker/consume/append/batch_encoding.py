@@ -19,7 +19,9 @@ from tokenmill_worker.jobs import Append, AppendReply, Exceptions
 _ARRAY, _TEXT, _UINT = 0xDD, 0xDB, 0xCE  # MessagePack: all of 32 bits
 _LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBI")
 _PUBLISHED, _FOLLOWS = 1, 2
-_VOUCHER_BITS: Final = 48  # a random start, so that no two processes share a voucher; Lua is exact up to 2 ** 53
+_VOUCHER_BITS: Final = (
+    48  # a random start, so that no two processes share a voucher; Lua is exact up to 2 ** 53
+)
 
 
 class AppendCalls:
@@ -31,7 +33,9 @@ class AppendCalls:
         self._voucher = random.SystemRandom().getrandbits(_VOUCHER_BITS)
         # Job → [number of the log's last entry, fencing token, how a chunk's values begin], as seen under this voucher.
         self._known: dict[str, list[Any]] = {}
-        self._unknown: list[int] = []  # indices in the current call of chunks whose job is not known
+        self._unknown: list[
+            int
+        ] = []  # indices in the current call of chunks whose job is not known
 
     def next_call(self, items: Sequence[Append]) -> tuple[int, bytes]:
         """Return the voucher and one MessagePack array with six values per chunk. The array is
@@ -72,7 +76,9 @@ class AppendCalls:
         known, learned = self._known, self._unknown
         if not reply and not learned:  # the usual case
             return {}
-        if reply and reply[0] == -1:  # the voucher did not match: only this call's results are known
+        if (
+            reply and reply[0] == -1
+        ):  # the voucher did not match: only this call's results are known
             known.clear()
             reply, learned = reply[3:], list(range(len(items)))
         exceptions = {

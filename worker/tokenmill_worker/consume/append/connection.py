@@ -21,7 +21,9 @@ from tokenmill.transport.failover import is_demotion
 from tokenmill.transport.raw_protocol import Wire
 from tokenmill.transport.scripts import Argument, Script, call_async
 
-_NOTICE: Any = getattr(hiredis, "PushNotification", ())  # a message that the server pushes, with RESP3
+_NOTICE: Any = getattr(
+    hiredis, "PushNotification", ()
+)  # a message that the server pushes, with RESP3
 
 
 class HeldConnection:

@@ -66,7 +66,9 @@ class AttentionBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
+    ) -> str | None:
         """Return one sentence on why this backend cannot serve the layer here, or None if it can."""
 
     @abstractmethod
@@ -81,7 +83,9 @@ class AttentionBackend(ABC):
         """
         return None
 
-    def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
+    def workspace_bytes(
+        self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int
+    ) -> int:
         """Return the most memory that one call of `attend` takes beside its output.
 
         It is 0 for a backend that reads the cache in place.

@@ -17,13 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape, stored_as
+from tokenmill_worker.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+    stored_as,
+)
 
-MAX_PADDING = 1.25  # decodes share one batch while the longest is at most this much longer than the shortest
+MAX_PADDING = (
+    1.25  # decodes share one batch while the longest is at most this much longer than the shortest
+)
 PADDING_SLACK = 32  # ... or longer by no more than this many tokens
 MAX_SCORES = 1 << 23  # per call; longer chunks attend in pieces
 MAX_GATHERED_TOKENS = 65_536  # per share, padding included; bounds the memory of a call
-_REMEMBERED_STEPS = 8  # layer groups whose gather indices are kept while a step runs through the layers
+_REMEMBERED_STEPS = (
+    8  # layer groups whose gather indices are kept while a step runs through the layers
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,9 @@ class _Share:
     length: int
     blocks: Tensor  # int64 [num_seqs, length]; positions past a sequence's end repeat its last one
     offsets: Tensor  # int64 [num_seqs, length]
-    visible: Tensor | None  # bool [num_seqs, num_queries, length]; None: every query sees every position
+    visible: (
+        Tensor | None
+    )  # bool [num_seqs, num_queries, length]; None: every query sees every position
 
 
 class ReferenceAttention(AttentionBackend):
@@ -44,24 +55,38 @@ class ReferenceAttention(AttentionBackend):
 
     name = "reference"
 
-    def __init__(self, max_scores: int = MAX_SCORES, max_gathered_tokens: int = MAX_GATHERED_TOKENS) -> None:
+    def __init__(
+        self, max_scores: int = MAX_SCORES, max_gathered_tokens: int = MAX_GATHERED_TOKENS
+    ) -> None:
         self._max_scores = max_scores
         self._max_gathered_tokens = max_gathered_tokens
         self._layouts: list[tuple[AttentionMetadata, list[_Share]]] = []
         self._slots: list[tuple[AttentionMetadata, Tensor, Tensor]] = []
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
+    ) -> str | None:
         if shape.num_heads % shape.num_kv_heads:
-            return f"{shape.num_heads} query heads do not divide over {shape.num_kv_heads} key heads"
+            return (
+                f"{shape.num_heads} query heads do not divide over {shape.num_kv_heads} key heads"
+            )
         return None
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (block_size, num_kv_heads, head_dim)
 
-    def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
+    def workspace_bytes(
+        self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int
+    ) -> int:
         """Return the size of one share's keys and values, and of its scores with their mask or softmax."""
-        gathered = max(MAX_GATHERED_TOKENS, max_model_len) * 2 * shape.num_kv_heads * shape.head_dim * element_size
+        gathered = (
+            max(MAX_GATHERED_TOKENS, max_model_len)
+            * 2
+            * shape.num_kv_heads
+            * shape.head_dim
+            * element_size
+        )
         scores = max(MAX_SCORES, shape.num_heads * max_model_len) * (3 * 4 + element_size)
         return gathered + scores
 
@@ -82,8 +107,12 @@ class ReferenceAttention(AttentionBackend):
         for share in self._layout_of(metadata):
             keys = _gather(cache[:, 0], share, query.dtype)
             values = _gather(cache[:, 1], share, query.dtype)
-            queries = query[share.rows].view(share.num_seqs, share.num_queries, shape.num_heads, shape.head_dim)
-            attended = _attend_in_pieces(queries, keys, values, share.visible, shape, sinks, self._max_scores)
+            queries = query[share.rows].view(
+                share.num_seqs, share.num_queries, shape.num_heads, shape.head_dim
+            )
+            attended = _attend_in_pieces(
+                queries, keys, values, share.visible, shape, sinks, self._max_scores
+            )
             output[share.rows] = attended.reshape(-1, shape.num_heads, shape.head_dim)
         return output
 
@@ -116,11 +145,17 @@ def _plan(metadata: AttentionMetadata, max_tokens: int) -> list[_Share]:
     decodes = [i for i in live if query_lens[i] == 1]
     groups = _by_length(decodes, seq_lens, metadata.window, max_tokens)
     shares = [_plan_decodes(metadata, group, seq_lens, starts) for group in groups]
-    shares += [_plan_chunk(metadata, i, query_lens[i], seq_lens[i], starts[i]) for i in live if query_lens[i] > 1]
+    shares += [
+        _plan_chunk(metadata, i, query_lens[i], seq_lens[i], starts[i])
+        for i in live
+        if query_lens[i] > 1
+    ]
     return shares
 
 
-def _by_length(decodes: list[int], seq_lens: tuple[int, ...], window: int | None, max_tokens: int) -> list[list[int]]:
+def _by_length(
+    decodes: list[int], seq_lens: tuple[int, ...], window: int | None, max_tokens: int
+) -> list[list[int]]:
     groups: list[list[int]] = []
     shortest = 0
     for i in sorted(decodes, key=lambda i: seq_lens[i]):
@@ -152,7 +187,9 @@ def _plan_decodes(
     return _Share(rows, len(group), 1, length, blocks, offsets, visible)
 
 
-def _plan_chunk(metadata: AttentionMetadata, i: int, num_queries: int, seq_len: int, start: int) -> _Share:
+def _plan_chunk(
+    metadata: AttentionMetadata, i: int, num_queries: int, seq_len: int, start: int
+) -> _Share:
     """Plan one sequence's prefill chunk: queries at positions [seq_len - num_queries, seq_len)."""
     device = metadata.seq_lens.device
     first_query = seq_len - num_queries
@@ -163,7 +200,15 @@ def _plan_chunk(metadata: AttentionMetadata, i: int, num_queries: int, seq_len: 
     if metadata.window:
         visible &= positions > queries - metadata.window
     blocks, offsets = _places(metadata, metadata.block_table[i : i + 1], positions[None])
-    return _Share(slice(start, start + num_queries), 1, num_queries, seq_len - first, blocks, offsets, visible[None])
+    return _Share(
+        slice(start, start + num_queries),
+        1,
+        num_queries,
+        seq_len - first,
+        blocks,
+        offsets,
+        visible[None],
+    )
 
 
 def _places(metadata: AttentionMetadata, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +238,9 @@ def _attend_in_pieces(
     piece = max(1, max_scores // (num_seqs * shape.num_heads * keys.shape[2]))
     if piece >= num_queries:
         return _attend(query, keys, values, visible, shape, sinks)
-    masks = [None] * -(-num_queries // piece) if visible is None else torch.split(visible, piece, dim=1)
+    masks = (
+        [None] * -(-num_queries // piece) if visible is None else torch.split(visible, piece, dim=1)
+    )
     pieces = [
         _attend(part, keys, values, mask, shape, sinks)
         for part, mask in zip(torch.split(query, piece, dim=1), masks, strict=True)
@@ -202,7 +249,12 @@ def _attend_in_pieces(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, shape: AttentionShape, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    shape: AttentionShape,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend without repeating keys: query heads that share a key head become more rows of it.
 
@@ -216,21 +268,34 @@ def _attend(
     rows = rows.reshape(num_seqs, num_kv_heads, per_key * num_queries, head_dim)
     mask = None
     if visible is not None:
-        mask = visible[:, None, None].expand(-1, 1, per_key, -1, -1).reshape(num_seqs, 1, per_key * num_queries, -1)
+        mask = (
+            visible[:, None, None]
+            .expand(-1, 1, per_key, -1, -1)
+            .reshape(num_seqs, 1, per_key * num_queries, -1)
+        )
     if sinks is None and shape.softcap is None:
-        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=shape.scale)
+        attended = F.scaled_dot_product_attention(
+            rows, keys, values, attn_mask=mask, scale=shape.scale
+        )
     else:
         row_sinks = None
         if sinks is not None:
             row_sinks = sinks.view(1, num_kv_heads, per_key, 1).expand(1, -1, -1, num_queries)
             row_sinks = row_sinks.reshape(1, num_kv_heads, per_key * num_queries, 1)
         attended = _attend_by_hand(rows, keys, values, mask, shape, row_sinks)
-    attended = attended.view(num_seqs, num_kv_heads, per_key, num_queries, head_dim).permute(0, 3, 1, 2, 4)
+    attended = attended.view(num_seqs, num_kv_heads, per_key, num_queries, head_dim).permute(
+        0, 3, 1, 2, 4
+    )
     return attended.reshape(num_seqs, num_queries, num_heads, head_dim)
 
 
 def _attend_by_hand(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, shape: AttentionShape, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    shape: AttentionShape,
+    sinks: Tensor | None,
 ) -> Tensor:
     logits = torch.matmul(query, keys.transpose(2, 3)) * shape.scale
     if shape.softcap is not None:

@@ -35,7 +35,11 @@ def backend_class(name: str) -> type[AttentionBackend]:
 
 
 def why_not(
-    name: str, device: torch.device, dtype: torch.dtype, shapes: list[AttentionShape], block_size: int
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: list[AttentionShape],
+    block_size: int,
 ) -> str | None:
     """Return one sentence on why this backend cannot serve all these layers here, or None if it can."""
     try:

@@ -22,7 +22,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+)
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.program import Caller
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
@@ -38,11 +42,20 @@ class AttendArguments(ctypes.Structure):
     """Arguments of the attention kernel; the fields match the struct in attention.cpp."""
 
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("query", "out", "cache", "query_start", "seq_lens", "block_table", "sinks")),
+        *(
+            (name, c_void_p)
+            for name in ("query", "out", "cache", "query_start", "seq_lens", "block_table", "sinks")
+        ),
         ("workspace", c_void_p),
-        *((name, c_int64) for name in ("workspace_bytes", "query_stride", "query_head_stride", "block_stride")),
+        *(
+            (name, c_int64)
+            for name in ("workspace_bytes", "query_stride", "query_head_stride", "block_stride")
+        ),
         *((name, c_int64) for name in ("value_offset", "table_stride")),
-        *((name, c_int32) for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")),
+        *(
+            (name, c_int32)
+            for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")
+        ),
         *((name, c_int32) for name in ("block_size", "window", "kv_type", "uses_amx")),
         *((name, c_float) for name in ("scale", "softcap")),
         ("plan", c_void_p),  # set by the kernel
@@ -53,11 +66,23 @@ class WriteArguments(ctypes.Structure):
     """Arguments of the cache write kernel; the fields match the struct in cache_write.cpp."""
 
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "rotated", "cache", "slots")),
-        *((name, c_int64) for name in ("query_stride", "query_head_stride", "key_stride", "key_head_stride")),
-        *((name, c_int64) for name in ("value_stride", "value_head_stride", "cos_stride", "rotated_stride")),
+        *(
+            (name, c_void_p)
+            for name in ("query", "key", "value", "cos", "sin", "rotated", "cache", "slots")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("query_stride", "query_head_stride", "key_stride", "key_head_stride")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("value_stride", "value_head_stride", "cos_stride", "rotated_stride")
+        ),
         *((name, c_int64) for name in ("block_stride", "value_offset")),
-        *((name, c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
+        *(
+            (name, c_int32)
+            for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")
+        ),
         *((name, c_int32) for name in ("block_size", "kv_type")),
     ]
 
@@ -72,7 +97,9 @@ def missing_kernel() -> str | None:
         load("attention")
         load("cache_write")
     except KernelUnavailableError as error:
-        log.warning("no CPU attention kernel, attention in plain torch is several times slower: %s", error)
+        log.warning(
+            "no CPU attention kernel, attention in plain torch is several times slower: %s", error
+        )
         return str(error)
     return None
 
@@ -86,15 +113,22 @@ class CpuAttention(AttentionBackend):
 
     name = "cpu"
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+    def __init__(
+        self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True
+    ) -> None:
         self.uses_amx = uses_amx
-        attention, cache_write = load("attention", cache_dir, march), load("cache_write", cache_dir, march)
+        attention, cache_write = (
+            load("attention", cache_dir, march),
+            load("cache_write", cache_dir, march),
+        )
         self._call = Caller(cache_dir, march)
         self.members = (cache_write.tokenmill_write_member, attention.tokenmill_attend_member)
         self._local = threading.local()
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
+    ) -> str | None:
         if device.type != "cpu":
             return f"the cpu kernel does not run on {device.type}"
         if dtype not in KV_TYPES:
@@ -130,7 +164,11 @@ class CpuAttention(AttentionBackend):
         arguments = self._write_arguments(key, value, cache, metadata)
         arguments.query = query.data_ptr()
         arguments.query_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
-        arguments.cos, arguments.sin, arguments.cos_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
+        arguments.cos, arguments.sin, arguments.cos_stride = (
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0),
+        )
         arguments.rotated, arguments.rotated_stride = rotated.data_ptr(), rotated.stride(0)
         arguments.num_heads, arguments.rotary_dim = query.shape[1], cos.shape[-1]
         self._write(arguments)
@@ -183,7 +221,11 @@ class CpuAttention(AttentionBackend):
         return self._call(self.members[1], arguments, torch.get_num_threads())
 
     def _write(self, arguments: WriteArguments) -> None:
-        self._call(self.members[0], arguments, torch.get_num_threads() if arguments.num_tokens >= _FEW_TOKENS else 1)
+        self._call(
+            self.members[0],
+            arguments,
+            torch.get_num_threads() if arguments.num_tokens >= _FEW_TOKENS else 1,
+        )
 
     def use_workspace(self, arguments: AttendArguments, num_bytes: int) -> None:
         """Point a call of attend at a workspace of at least `num_bytes`.

@@ -41,7 +41,9 @@ class DecodeInputs:
         self._metadata = metadata
         self._blocks = self._blocks_now()
 
-    def advance(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...] | None:
+    def advance(
+        self, items: Seq[ScheduledSequence], tables: Tables
+    ) -> tuple[AttentionMetadata, ...] | None:
         """Increment the inputs and return the step's metadata.
 
         Return None, and change nothing, unless `items` are the next tokens of the same sequences.
@@ -51,7 +53,9 @@ class DecodeInputs:
             return None
         ids = []
         starts = self._positions.tolist()
-        for item, sequence, start, epoch in zip(items, self._sequences, starts, self._epochs, strict=True):
+        for item, sequence, start, epoch in zip(
+            items, self._sequences, starts, self._epochs, strict=True
+        ):
             known = sequence.token_ids
             if (
                 item.sequence is not sequence
@@ -68,7 +72,9 @@ class DecodeInputs:
         self._ends += 1
         return self._count_up(items, tables)
 
-    def _count_up(self, items: Seq[ScheduledSequence], tables: Tables) -> tuple[AttentionMetadata, ...]:
+    def _count_up(
+        self, items: Seq[ScheduledSequence], tables: Tables
+    ) -> tuple[AttentionMetadata, ...]:
         blocks, lens = self._blocks_now(), tuple(self._ends.tolist())
         longest = max(lens)
         found = None
@@ -97,6 +103,9 @@ class DecodeInputs:
         """Return, by layer group, the block that each sequence's token is written to."""
         places = (self._positions // self._size).tolist()
         return [
-            [sequence.block_tables[group][place] for sequence, place in zip(self._sequences, places, strict=True)]
+            [
+                sequence.block_tables[group][place]
+                for sequence, place in zip(self._sequences, places, strict=True)
+            ]
             for group in range(len(self._metadata))
         ]

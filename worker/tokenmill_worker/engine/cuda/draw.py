@@ -33,7 +33,9 @@ class DeviceDraw:
         self._keys: npt.NDArray[np.int32] | None = None
         self._keys_there: Tensor | None = None
 
-    def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]
+    ) -> tuple[Tensor, Tensor]:
         """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good row."""
         num_rows, vocab = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)

@@ -11,7 +11,9 @@ floor exactly in 16 passes, each testing three distances, without sorting the ro
 import triton
 import triton.language as tl
 
-INFINITY_BITS = tl.constexpr(0x7F800000)  # as an integer, +infinity follows the largest finite distance
+INFINITY_BITS = tl.constexpr(
+    0x7F800000
+)  # as an integer, +infinity follows the largest finite distance
 STAGES = tl.constexpr(3)  # a row's next two tiles are being loaded while one is read
 LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
@@ -45,7 +47,9 @@ def share(bits, bound, mass, COUNTS: tl.constexpr):
 
 
 @triton.jit
-def reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr):
+def reach(
+    row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr
+):
     """Count the tokens, or sum the mass, within each of three distances (as integers) and within `nearest`.
 
     A lane's part is summed in float32, in the order of the tokens, so a larger distance never
@@ -63,7 +67,11 @@ def reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.con
         near += share(bits, first, mass, COUNTS)
         middle += share(bits, second, mass, COUNTS)
         far += share(bits, third, mass, COUNTS)
-    return tl.sum(near.to(tl.float64), 0), tl.sum(middle.to(tl.float64), 0), tl.sum(far.to(tl.float64), 0)
+    return (
+        tl.sum(near.to(tl.float64), 0),
+        tl.sum(middle.to(tl.float64), 0),
+        tl.sum(far.to(tl.float64), 0),
+    )
 
 
 @triton.jit
@@ -79,8 +87,14 @@ def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TIL
         first = tl.minimum(low + step - 1, high)
         second = tl.minimum(low + 2 * step - 1, high)
         third = tl.minimum(low + 3 * step - 1, high)
-        near, middle, far = reach(row, vocab, peak, scale, first, second, third, nearest, COUNTS, TILE)
-        missed = (near < target).to(tl.int32) + (middle < target).to(tl.int32) + (far < target).to(tl.int32)
+        near, middle, far = reach(
+            row, vocab, peak, scale, first, second, third, nearest, COUNTS, TILE
+        )
+        missed = (
+            (near < target).to(tl.int32)
+            + (middle < target).to(tl.int32)
+            + (far < target).to(tl.int32)
+        )
         low += step * missed
         high = tl.minimum(low + step - 1, high)
     return low
@@ -133,11 +147,17 @@ def draw_kernel(
     nearest = tl.maximum(floor, 0.0).to(tl.int32, bitcast=True)
     if (tl.load(top_k + row_id) < vocab) & (scale != 0.0):
         wanted = tl.load(top_k + row_id).to(tl.float64)
-        nearest = tl.minimum(nearest, farthest(row, vocab, peak, scale, wanted, INFINITY_BITS, True, TILE))
+        nearest = tl.minimum(
+            nearest, farthest(row, vocab, peak, scale, wanted, INFINITY_BITS, True, TILE)
+        )
     if (tl.load(top_p + row_id) < 1.0) & (scale != 0.0):
-        _, _, whole = reach(row, vocab, peak, scale, nearest, nearest, nearest, nearest, False, TILE)
+        _, _, whole = reach(
+            row, vocab, peak, scale, nearest, nearest, nearest, nearest, False, TILE
+        )
         wanted = tl.load(top_p + row_id) * whole
-        nearest = tl.minimum(nearest, farthest(row, vocab, peak, scale, wanted, nearest, False, TILE))
+        nearest = tl.minimum(
+            nearest, farthest(row, vocab, peak, scale, wanted, nearest, False, TILE)
+        )
 
     if scale != 0.0:
         first_key = tl.load(keys + 2 * row_id).to(tl.uint32, bitcast=True)
@@ -148,7 +168,9 @@ def draw_kernel(
             token = start + lanes
             distance = distances(row, token, vocab, peak, scale)
             is_in = (distance.to(tl.int32, bitcast=True) <= nearest) & (token < vocab)
-            values = tl.where(is_in, -distance - gumbel_cost(token, first_key, second_key), float("-inf"))
+            values = tl.where(
+                is_in, -distance - gumbel_cost(token, first_key, second_key), float("-inf")
+            )
             best, best_token = better(best, best_token, values, token)
         _, winner = winner_of(best, best_token, vocab)
     tl.store(token_ids + row_id, tl.minimum(winner, vocab - 1).to(tl.int64))

@@ -15,8 +15,14 @@ from torch import Tensor
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.execution.inputs import StepInputs
 
-EXACT_BATCHES = 4  # up to this many sequences, decodes are padded to powers of two; beyond, to multiples
-BATCH_STEPS = ((64, 8), (256, 16), (1 << 30, 64))  # (up to this many sequences, padded to a multiple of)
+EXACT_BATCHES = (
+    4  # up to this many sequences, decodes are padded to powers of two; beyond, to multiples
+)
+BATCH_STEPS = (
+    (64, 8),
+    (256, 16),
+    (1 << 30, 64),
+)  # (up to this many sequences, padded to a multiple of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,11 @@ class PaddedShape:
 def padded_shape(inputs: StepInputs, config: EngineConfig, max_model_len: int) -> PaddedShape:
     """Return the smallest padded shape that holds the step; lengths do not exceed the model's."""
     metadata = inputs.metadata[0]
-    num_tokens, num_seqs, num_rows = inputs.input_ids.shape[0], metadata.num_seqs, inputs.rows.shape[0]
+    num_tokens, num_seqs, num_rows = (
+        inputs.input_ids.shape[0],
+        metadata.num_seqs,
+        inputs.rows.shape[0],
+    )
     length = _multiple(metadata.max_seq_len, config.kv_padding_interval)
     length = max(min(length, max_model_len), metadata.max_seq_len)
     if metadata.max_query_len == 1:
@@ -81,7 +91,9 @@ class StaticInputs:
         self._positions = zeros(shape.num_tokens, dtype=torch.int64)
         self._rows = zeros(shape.num_rows, dtype=torch.int64)
         self._query_start = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=device)
-        self._seq_lens = torch.full((shape.num_seqs,), int(shape.is_decode), dtype=torch.int32, device=device)
+        self._seq_lens = torch.full(
+            (shape.num_seqs,), int(shape.is_decode), dtype=torch.int32, device=device
+        )
         self._slots: list[Tensor] = []
         self._tables: list[Tensor] = []
         for group in example.metadata:

@@ -81,7 +81,9 @@ class CudaCapture:
         finally:
             stream.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
         try:
             with _refusal(), recording:
                 output = run()
@@ -126,7 +128,9 @@ class GraphRunner:
     `num_captured` and `num_replays` count since the start.
     """
 
-    def __init__(self, forward: Forward, config: EngineConfig, max_model_len: int, capture: Capture) -> None:
+    def __init__(
+        self, forward: Forward, config: EngineConfig, max_model_len: int, capture: Capture
+    ) -> None:
         self._forward = forward
         self._config = config
         self._max_model_len = max_model_len
@@ -186,7 +190,9 @@ class GraphRunner:
             graph = self._capture(lambda: self._forward(static.current()))
         except CaptureError as error:
             self.refusal = str(error)
-            log.warning("steps are no longer captured as graphs, they run eagerly: %s", self.refusal)
+            log.warning(
+                "steps are no longer captured as graphs, they run eagerly: %s", self.refusal
+            )
             return None
         self.num_captured += 1
         entry = self._entries[shape] = _Entry(static, graph)

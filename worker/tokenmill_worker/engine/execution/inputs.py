@@ -76,7 +76,9 @@ class InputBuilder:
     Call `release` when a sequence ends or is preempted.
     """
 
-    def __init__(self, cache: CacheConfig, max_model_len: int, device: torch.device, num_rows: int) -> None:
+    def __init__(
+        self, cache: CacheConfig, max_model_len: int, device: torch.device, num_rows: int
+    ) -> None:
         self._cache = cache
         self._device = device
         self._width = -(-max_model_len // cache.block_size) + 1
@@ -101,16 +103,23 @@ class InputBuilder:
         """Build the tensors of a step; on a CPU they are valid until the next call."""
         items, size = plan.scheduled, self._cache.block_size
         last, self._last = self._last, None
-        if last is not None and (metadata := last.decodes.advance(items, self._tables_of)) is not None:
+        if (
+            last is not None
+            and (metadata := last.decodes.advance(items, self._tables_of)) is not None
+        ):
             self._last = last
-            return StepInputs(last.inputs.input_ids, last.inputs.positions, last.inputs.rows, metadata)
+            return StepInputs(
+                last.inputs.input_ids, last.inputs.positions, last.inputs.rows, metadata
+            )
         packing = _pack(items)
         rows = self._update_rows(items)
         token_ids, missing = self._token_ids(items, packing.query_start, previous)
         blocks, offsets = np.divmod(packing.positions, size)
         owners = rows if packing.owner is None else rows[packing.owner]
         slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
-        longs = self._to_device([token_ids, packing.positions, packing.sampled, *slots, *missing], np.int64)
+        longs = self._to_device(
+            [token_ids, packing.positions, packing.sampled, *slots, *missing], np.int64
+        )
         max_seq_len = int(packing.ends.max())
         tables = self._cut(rows, max_seq_len)
         shorts = self._to_device([packing.query_start, packing.ends, *tables], np.int32)
@@ -134,7 +143,11 @@ class InputBuilder:
             for group in range(len(tables))
         )
         inputs = StepInputs(input_ids, longs[1], longs[2], metadata)
-        if self._device.type == "cpu" and packing.owner is None and len(packing.sampled) == len(items):
+        if (
+            self._device.type == "cpu"
+            and packing.owner is None
+            and len(packing.sampled) == len(items)
+        ):
             self._last = _Last(inputs, DecodeInputs(items, input_ids, longs[1], metadata))
         return inputs
 
@@ -160,7 +173,9 @@ class InputBuilder:
             token_ids.extend(known[item.start : stop])
             if stop > len(known):
                 if stop > len(known) + 1 or previous is None or item.sequence not in previous.rows:
-                    raise RuntimeError(f"a token of {item.sequence.request_id} is neither on the host nor in flight")
+                    raise RuntimeError(
+                        f"a token of {item.sequence.request_id} is neither on the host nor in flight"
+                    )
                 packed.append(first + stop - 1 - item.start)
                 sampled.append(previous.rows[item.sequence])
                 token_ids.append(0)
@@ -191,7 +206,9 @@ class InputBuilder:
                 end = len(entries)
                 start = min(filled[row], item.start // size)
                 if end > width:
-                    raise RuntimeError(f"{item.sequence.request_id} holds more blocks than the model's length needs")
+                    raise RuntimeError(
+                        f"{item.sequence.request_id} holds more blocks than the model's length needs"
+                    )
                 if end - start == 1:
                     changed.append(row)
                     indices.append(start)
@@ -221,11 +238,15 @@ class InputBuilder:
         self._epochs.extend([-1] * count)
         for filled in self._filled:
             filled.extend([0] * count)
-        self._tables = [np.concatenate([t, np.zeros((count, self._width), np.int32)]) for t in self._tables]
+        self._tables = [
+            np.concatenate([t, np.zeros((count, self._width), np.int32)]) for t in self._tables
+        ]
 
     # ── to the device ──
 
-    def _to_device(self, arrays: Seq[npt.NDArray[Any]], kind: type[np.int64 | np.int32]) -> list[Tensor]:
+    def _to_device(
+        self, arrays: Seq[npt.NDArray[Any]], kind: type[np.int64 | np.int32]
+    ) -> list[Tensor]:
         """Move all arrays in one copy.
 
         Torch reuses the pinned memory only after the copy is done.
@@ -272,7 +293,9 @@ def _pack(items: Seq[ScheduledSequence]) -> _Packing:
     np.cumsum(lens, out=query_start[1:])
     owner = np.repeat(np.arange(count), lens)
     positions = np.arange(len(owner)) + (starts - query_start[:-1])[owner]
-    return _Packing(query_lens, query_start, positions, starts + lens, owner, _sampled_rows(items, query_start))
+    return _Packing(
+        query_lens, query_start, positions, starts + lens, owner, _sampled_rows(items, query_start)
+    )
 
 
 def _sampled_rows(items: Seq[ScheduledSequence], query_start: Ints) -> Ints:

@@ -89,7 +89,9 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-def load_runner(config: EngineConfig, cache_dir: str | None = None, on_progress: Progress | None = None) -> Runner:
+def load_runner(
+    config: EngineConfig, cache_dir: str | None = None, on_progress: Progress | None = None
+) -> Runner:
     """Load the runner for the configured model.
 
     Raises EngineConfigError, or OSError if the model is not found.

@@ -26,7 +26,11 @@ _MEASURED_MARGIN = 1.1
 
 
 def size_cache(
-    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype, may_shorten: bool
+    loaded: LoadedModel,
+    config: EngineConfig,
+    backend: AttentionBackend,
+    kv_dtype: torch.dtype,
+    may_shorten: bool,
 ) -> tuple[CacheConfig, int]:
     """Return the cache's shape, and the longest sequence: the model's length, or what memory holds.
 
@@ -45,7 +49,9 @@ def size_cache(
             num_blocks = solve(shape, budget, cap)
         except DoesNotFitError as error:
             if not may_shorten or error.longest < SHORTEST:
-                raise EngineConfigError([_too_small(error.longest, length, budget, config)]) from error
+                raise EngineConfigError(
+                    [_too_small(error.longest, length, budget, config)]
+                ) from error
             length = error.longest
             num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
     num_host = (0,) * len(num_blocks)
@@ -54,15 +60,23 @@ def size_cache(
         problem = _host_problem(config, num_host)
         if problem is not None:
             raise EngineConfigError([problem])
-    return CacheConfig(config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache), length
+    return CacheConfig(
+        config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache
+    ), length
 
 
 def memory_shape(
-    loaded: LoadedModel, config: EngineConfig, backend: AttentionBackend, kv_dtype: torch.dtype, length: int
+    loaded: LoadedModel,
+    config: EngineConfig,
+    backend: AttentionBackend,
+    kv_dtype: torch.dtype,
+    length: int,
 ) -> MemoryShape:
     text = loaded.config
     experts = getattr(text, "num_experts_per_tok", None) or 1
-    expert_size = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    expert_size = getattr(text, "moe_intermediate_size", None) or getattr(
+        text, "intermediate_size", None
+    )
     inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
     graphed = _graphed_batches(config)
     rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculative_tokens))
@@ -80,7 +94,9 @@ def memory_shape(
         max_num_seqs=config.max_num_seqs,
         max_model_len=length,
         workspace_bytes=max(
-            backend.workspace_bytes(shape, config.max_num_batched_tokens, length, loaded.dtype.itemsize)
+            backend.workspace_bytes(
+                shape, config.max_num_batched_tokens, length, loaded.dtype.itemsize
+            )
             for shape in set(loaded.shapes)
         ),
         num_buffer_sets=2 if config.async_batching else 1,
@@ -93,7 +109,9 @@ def _graphed_batches(config: EngineConfig) -> list[int]:
     """Return the decode sizes that may be captured at the same time, the largest ones."""
     if not config.cuda_graphs:
         return []
-    return sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})[-config.max_cached_graphs :]
+    return sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})[
+        -config.max_cached_graphs :
+    ]
 
 
 def free_memory(device: torch.device) -> int:
@@ -133,7 +151,9 @@ def _host_problem(config: EngineConfig, num_host_blocks: tuple[int, ...]) -> str
     if wanted * GIB > free:
         return f"cpu_offload_gib ({wanted:g}) is more than the free memory of {free / GIB:.1f} GiB: lower it"
     if not all(num_host_blocks):
-        return f"cpu_offload_gib ({wanted:g}) holds no block of every layer group: raise it, or set 0"
+        return (
+            f"cpu_offload_gib ({wanted:g}) holds no block of every layer group: raise it, or set 0"
+        )
     return None
 
 

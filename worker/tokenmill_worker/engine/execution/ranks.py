@@ -43,7 +43,9 @@ class Ranks:
     def __init__(self, on_loss: Callable[[str], None]) -> None:
         self.rank = dist.get_rank()
         self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._store: Any = dist.distributed_c10d._get_default_store()  # torch has no public access to the group's store
+        self._store: Any = (
+            dist.distributed_c10d._get_default_store()
+        )  # torch has no public access to the group's store
         self._on_loss = on_loss
         self.is_lost = False
         self._over = threading.Event()
@@ -57,7 +59,9 @@ class Ranks:
         Raises EngineConfigError outside torchrun.
         """
         if not dist.is_torchelastic_launched() and not dist.is_initialized():
-            raise EngineConfigError(["tensor_parallel needs torchrun: every rank makes the same call"])
+            raise EngineConfigError(
+                ["tensor_parallel needs torchrun: every rank makes the same call"]
+            )
         on_cuda = device != "cpu" and torch.cuda.is_available()
         if on_cuda:
             torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
@@ -72,7 +76,9 @@ class Ranks:
         self._over.set()
         try:
             self._store.set(FAILED, reason)
-        except Exception as problem:  # the store's process is gone, which the other ranks notice themselves
+        except (
+            Exception
+        ) as problem:  # the store's process is gone, which the other ranks notice themselves
             log.warning("the other ranks could not be told: %s", problem)
         return GroupLostError(reason)
 
@@ -120,7 +126,9 @@ def agree(cache: CacheConfig) -> CacheConfig:
     dist.all_reduce(sizes, dist.ReduceOp.MIN)
     counts = tuple(int(size) for size in sizes.tolist())
     groups = len(cache.groups)
-    return CacheConfig(cache.block_size, cache.groups, counts[:groups], counts[groups:], cache.prefix_cache)
+    return CacheConfig(
+        cache.block_size, cache.groups, counts[:groups], counts[groups:], cache.prefix_cache
+    )
 
 
 def end_process(reason: str) -> None:

@@ -73,7 +73,9 @@ class ModelRunner:
         self.model_path: Path = loaded.path
         self.can_structure = grammars is not None
         self.is_asynchronous = bool(config.async_batching)
-        self.proposer = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
+        self.proposer = (
+            PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
+        )
         self._grammars = grammars
         self._adapters = adapters
         self._loaded = loaded
@@ -84,7 +86,9 @@ class ModelRunner:
         self._pinned: PinnedPool | None = None
         if host_pool is not None and loaded.device.type == "cuda":
             self._pinned = PinnedPool(host_pool, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-        self._inputs = InputBuilder(cache_config, self.max_model_len, loaded.device, config.max_num_seqs)
+        self._inputs = InputBuilder(
+            cache_config, self.max_model_len, loaded.device, config.max_num_seqs
+        )
         kernel = _device_kernel(loaded.device, config)
         self._sampler = Sampler(
             loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars,
@@ -95,7 +99,10 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+        cls,
+        config: EngineConfig,
+        cache_dir: str | None = None,
+        on_progress: Callable[[str, float], None] | None = None,
     ) -> Self:
         """Find (and convert) and load the model, choose attention, size and allocate the cache.
 
@@ -112,7 +119,10 @@ class ModelRunner:
 
     @classmethod
     def around(
-        cls, loaded: LoadedModel, config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
+        cls,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        on_progress: Callable[[str, float], None] | None = None,
     ) -> Self:
         """Serve a model that is already loaded. Raises EngineConfigError."""
         report = on_progress or (lambda _what, _fraction: None)
@@ -120,7 +130,14 @@ class ModelRunner:
         may_shorten = config.max_model_len is None
         config = _resolved(config, loaded)
         dtype = kv_dtype(config, loaded.dtype)
-        backend = choose(config.attention, loaded.device, dtype, list(loaded.shapes), config.block_size, config.amx)
+        backend = choose(
+            config.attention,
+            loaded.device,
+            dtype,
+            list(loaded.shapes),
+            config.block_size,
+            config.amx,
+        )
         cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
         if config.tensor_parallel:
             cache_config = ranks.agree(cache_config)
@@ -133,12 +150,21 @@ class ModelRunner:
         host_pool = None
         if any(cache_config.num_host_blocks):
             host_pool = KVCachePool.allocate(
-                loaded.groups, cache_config.num_host_blocks, config.block_size, backend, dtype, torch.device("cpu")
+                loaded.groups,
+                cache_config.num_host_blocks,
+                config.block_size,
+                backend,
+                dtype,
+                torch.device("cpu"),
             )
-        words = vocabulary(loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code)
+        words = vocabulary(
+            loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code
+        )
         grammars = None
         if words is not None:
-            grammars = GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
+            grammars = GrammarCompiler(
+                words.info, special_ids=words.special_ids, encode=words.encode
+            )
         report(f"loading {config.model}", 1.0)
         runner = cls(loaded, config, cache_config, backend, pool, host_pool, grammars, adapters)
         if config.cuda_graphs and loaded.device.type == "cuda":
@@ -157,7 +183,9 @@ class ModelRunner:
     @property
     def graph_counts(self) -> tuple[int, int]:
         """CUDA graphs captured, and steps that replayed one."""
-        return (0, 0) if self.graphs is None else (self.graphs.num_captured, self.graphs.num_replays)
+        return (
+            (0, 0) if self.graphs is None else (self.graphs.num_captured, self.graphs.num_replays)
+        )
 
     # ── a step ──
 
@@ -166,7 +194,9 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device; its tokens may feed the next step before `finish`."""
-        if self._loaded.direct is not None:  # few torch operators: inference mode costs more than it saves
+        if (
+            self._loaded.direct is not None
+        ):  # few torch operators: inference mode costs more than it saves
             return self._launch(plan)
         with torch.inference_mode():
             return self._launch(plan)
@@ -211,7 +241,12 @@ class ModelRunner:
                 step.done.synchronize()
             return StepOutput(step.plan.step_id, (), (), {})
         tokens, logprobs, errors = step.sampled.finish()
-        return StepOutput(step.plan.step_id, tokens, logprobs, {step.indices[i]: error for i, error in errors.items()})
+        return StepOutput(
+            step.plan.step_id,
+            tokens,
+            logprobs,
+            {step.indices[i]: error for i, error in errors.items()},
+        )
 
     def _mark(self) -> torch.cuda.Event | None:
         """Return an event at the end of the queued work; None on CPU, where nothing is queued."""
@@ -227,10 +262,14 @@ class ModelRunner:
         return self.graphs
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs))
+        return self._loaded.logits(
+            inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs)
+        )
 
     def _highest(self, inputs: StepInputs, layout: Layout) -> Sampled | None:
-        found = self._loaded.highest(inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs))
+        found = self._loaded.highest(
+            inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs)
+        )
         return None if found is None else self._sampler.take_highest(*found, layout)
 
     def _paged(self, inputs: StepInputs) -> PagedStep:
@@ -278,7 +317,9 @@ class ModelRunner:
             self._adapters.close()
 
 
-def _adapters(loaded: LoadedModel, config: EngineConfig, report: Callable[[str, float], None]) -> Adapters | None:
+def _adapters(
+    loaded: LoadedModel, config: EngineConfig, report: Callable[[str, float], None]
+) -> Adapters | None:
     """Load the adapters; return None if none are configured.
 
     They are loaded before the cache is sized, so that their memory counts. Raises
@@ -316,7 +357,9 @@ def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     """Return the configuration with every "auto" resolved."""
     dtype = str(loaded.dtype).removeprefix("torch.")
     is_cuda = loaded.device.type == "cuda"
-    may_run_ahead = is_cuda and not config.speculative_tokens  # drafts follow tokens that the host knows
+    may_run_ahead = (
+        is_cuda and not config.speculative_tokens
+    )  # drafts follow tokens that the host knows
     return config.replace(
         dtype=dtype,
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),

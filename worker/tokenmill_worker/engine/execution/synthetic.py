@@ -85,11 +85,16 @@ class SyntheticRunner:
     graph_counts: tuple[int, int] = (0, 0)
     proposer: Callable[[Sequence], tuple[int, ...]] | None = None
     model_path: Path = TOKENIZER
-    _states: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # sequence → (tokens mixed in, state)
+    _states: dict[Sequence, tuple[int, int]] = field(
+        default_factory=dict
+    )  # sequence → (tokens mixed in, state)
 
     @classmethod
     def load(
-        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+        cls,
+        config: EngineConfig,
+        cache_dir: str | None = None,
+        on_progress: Callable[[str, float], None] | None = None,
     ) -> SyntheticRunner:
         """Build the runner; `cache_dir` and `on_progress` are unused, for nothing is kept or slow."""
         options = SyntheticOptions.parse(config.model)
@@ -98,7 +103,9 @@ class SyntheticRunner:
         return cls(
             config=config,
             options=options,
-            cache_config=CacheConfig(config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache),
+            cache_config=CacheConfig(
+                config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache
+            ),
             max_model_len=min(config.max_model_len or options.length, options.length),
         )
 
@@ -174,7 +181,10 @@ class SyntheticRunner:
         draw = ((state ^ noise ^ (state >> 29)) * 0xBF58476D1CE4E5B9 & _MASK) >> 20
         if sequence.token_ids[-1] == 0xC3:
             return 0xA9  # the second byte of "é": output must not end within a character
-        may_end = not sequence.params.ignore_eos and sequence.num_output_tokens >= sequence.params.min_tokens
+        may_end = (
+            not sequence.params.ignore_eos
+            and sequence.num_output_tokens >= sequence.params.min_tokens
+        )
         if may_end and draw % self.options.mean_tokens == 0:
             return END_OF_TEXT
         return 0xC3 if draw % 41 == 1 else _LETTERS[(draw >> 8) % len(_LETTERS)]

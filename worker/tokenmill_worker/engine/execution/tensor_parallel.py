@@ -103,13 +103,17 @@ class Telling:
             draft_ids=item.draft_ids,
             token_ids=tuple(sequence.token_ids[item.start : stop]),
             num_blocks=sent,
-            block_tables=tuple(tuple(table[first:]) for table, first in zip(tables, sent, strict=True)),
+            block_tables=tuple(
+                tuple(table[first:]) for table, first in zip(tables, sent, strict=True)
+            ),
             samples=item.samples,
         )
 
     def forget(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
         """Return and remove the keys of those sequences that the other ranks have."""
-        return tuple(self._known.pop(sequence).key for sequence in sequences if sequence in self._known)
+        return tuple(
+            self._known.pop(sequence).key for sequence in sequences if sequence in self._known
+        )
 
 
 class LeadingRunner(ModelRunner):
@@ -120,7 +124,10 @@ class LeadingRunner(ModelRunner):
 
     @classmethod
     def load(
-        cls, config: EngineConfig, cache_dir: str | None = None, on_progress: Callable[[str, float], None] | None = None
+        cls,
+        config: EngineConfig,
+        cache_dir: str | None = None,
+        on_progress: Callable[[str, float], None] | None = None,
     ) -> Self:
         """Join the ranks and load this rank's part of the model; every rank makes the same call.
 
@@ -197,15 +204,21 @@ def rebuild(step: Step, sequences: dict[int, Sequence]) -> StepPlan:
             sequence = sequences[item.key] = Sequence(str(item.key), [], 0, SamplingParams())
         known = sequence.token_ids
         del known[item.start :]
-        known += [0] * (item.start - len(known))  # placeholders for a cached prefix: never read here
+        known += [0] * (
+            item.start - len(known)
+        )  # placeholders for a cached prefix: never read here
         known += item.token_ids
         sequence.epoch = item.epoch
         if not sequence.block_tables:
             sequence.block_tables = [[] for _ in item.block_tables]
-        for table, first, entries in zip(sequence.block_tables, item.num_blocks, item.block_tables, strict=True):
+        for table, first, entries in zip(
+            sequence.block_tables, item.num_blocks, item.block_tables, strict=True
+        ):
             table[first:] = entries
         scheduled.append(
-            ScheduledSequence(sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch)
+            ScheduledSequence(
+                sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch
+            )
         )
     moves = [tuple(BlockCopy(*copy) for copy in copies) for copies in (step.swap_out, step.swap_in)]
     return StepPlan(step.step_id, tuple(scheduled), *moves)

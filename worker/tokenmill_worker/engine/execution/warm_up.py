@@ -28,7 +28,9 @@ def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
     if is_synthetic(runner.config.model):
         return
     report("warming up", 0.0)
-    length = max(1, min(PROMPT_TOKENS, runner.max_model_len - 2, runner.config.max_num_batched_tokens))
+    length = max(
+        1, min(PROMPT_TOKENS, runner.max_model_len - 2, runner.config.max_num_batched_tokens)
+    )
     for params in (SamplingParams(temperature=0.0), SamplingParams(seed=1)):
         sequence = _sequence(runner, length, params)
         runner.execute(StepPlan(0, (ScheduledSequence(sequence, 0, length, True),)))
@@ -39,7 +41,10 @@ def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
     sizes = _graph_batches(runner)
     for index, size in enumerate(sizes):
         report(f"capturing decodes of {size}", index / len(sizes))
-        _execute(runner, [(_sequence(runner, length, SamplingParams(temperature=0.0)), 1) for _ in range(size)])
+        _execute(
+            runner,
+            [(_sequence(runner, length, SamplingParams(temperature=0.0)), 1) for _ in range(size)],
+        )
 
 
 def build_kernels(runner: Runner) -> None:
@@ -50,7 +55,12 @@ def build_kernels(runner: Runner) -> None:
     params = SamplingParams(seed=1, presence_penalty=1.0)
     config, longest = runner.config, max(1, min(LONG_CONTEXT, runner.max_model_len - 1))
     small, large = CHUNK_TOKENS
-    for chunk, context in ((small, small), (PROMPT_TOKENS, longest), (large, longest), (1, longest)):
+    for chunk, context in (
+        (small, small),
+        (PROMPT_TOKENS, longest),
+        (large, longest),
+        (1, longest),
+    ):
         context = min(context, longest)
         chunk = min(chunk, context, max(1, config.max_num_batched_tokens - 1))
         tokens = (chunk, 1)[: config.max_num_seqs]
@@ -86,8 +96,12 @@ def _graph_batches(runner: Runner) -> list[int]:
     config = runner.config
     if not config.cuda_graphs:
         return []
-    from tokenmill_worker.engine.cuda.graph_inputs import padded_batch  # imports torch, which runs the graphs anyway
+    from tokenmill_worker.engine.cuda.graph_inputs import (
+        padded_batch,
+    )  # imports torch, which runs the graphs anyway
 
     places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
-    sizes = sorted({min(padded_batch(n), config.max_num_seqs) for n in range(1, config.max_num_seqs + 1)})
+    sizes = sorted(
+        {min(padded_batch(n), config.max_num_seqs) for n in range(1, config.max_num_seqs + 1)}
+    )
     return [*sizes[: places - 1], sizes[-1]][::-1] if len(sizes) > places else sizes[::-1]

@@ -33,14 +33,18 @@ class BlockPool:
         "refs",
     )
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[bytes, int], None] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[bytes, int], None] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self._next: list[int] = [*range(1, num_blocks), 0]
         self._prev: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
         self._on_evict = on_evict
         self.refs = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
-        self.cached: dict[bytes, int] = {}  # hash → block with this content (fenced: not yet filled)
+        self.cached: dict[
+            bytes, int
+        ] = {}  # hash → block with this content (fenced: not yet filled)
         self.fenced: dict[int, Sequence] = {}  # block → the sequence whose step fills it
         self.num_free = num_blocks - 1
         self.num_findable = 0  # free blocks with a hash

@@ -23,7 +23,11 @@ class HostPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that sequences could take now, unpinned ones kept by hash included."""
-        return len(self._free) + len(self._kept) - sum(1 for block in self._pins if block in self._hash_of)
+        return (
+            len(self._free)
+            + len(self._kept)
+            - sum(1 for block in self._pins if block in self._hash_of)
+        )
 
     def take(self) -> int | None:
         """Take a block for a preempted sequence; return None if there is none."""

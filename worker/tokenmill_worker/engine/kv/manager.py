@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from tokenmill_worker.engine.config import CacheConfig
 from tokenmill_worker.engine.kv.block_pool import BlockPool
 from tokenmill_worker.engine.kv.host_tier import HostTier
-from tokenmill_worker.engine.kv.prefix_cache import BlockHasher, Present, first_visible_block, longest_hit
+from tokenmill_worker.engine.kv.prefix_cache import (
+    BlockHasher,
+    Present,
+    first_visible_block,
+    longest_hit,
+)
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
 
@@ -39,7 +44,9 @@ class KVManager:
     `max_chunk` is the largest number of tokens of one sequence in one step.
     """
 
-    def __init__(self, cache: CacheConfig, *, model_key: str, max_chunk: int, safety_margin: float) -> None:
+    def __init__(
+        self, cache: CacheConfig, *, model_key: str, max_chunk: int, safety_margin: float
+    ) -> None:
         self.block_size = cache.block_size
         self.windows = [group.window for group in cache.groups]
         self.prefix_cache = cache.prefix_cache
@@ -50,12 +57,18 @@ class KVManager:
             for group, count in enumerate(cache.num_blocks)
         ]
         self.hasher = BlockHasher(cache.block_size, model_key)
-        self.oldest_step = 0  # in flight or being planned; a fence whose owner last ran before it has stalled
+        self.oldest_step = (
+            0  # in flight or being planned; a fence whose owner last ran before it has stalled
+        )
         self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
-        self._deferred: deque[tuple[int, int, int]] = deque()  # (step, group, block): released when the step is over
+        self._deferred: deque[tuple[int, int, int]] = (
+            deque()
+        )  # (step, group, block): released when the step is over
         # A sliding group's table is filled at most this far ahead of what the next query sees.
         self._ahead = [
-            None if window is None else min(-(-(window - 1 + max_chunk) // self.block_size) + 2, pool.num_usable)
+            None
+            if window is None
+            else min(-(-(window - 1 + max_chunk) // self.block_size) + 2, pool.num_usable)
             for window, pool in zip(self.windows, self.pools, strict=True)
         ]
         self.tracks_every_token = any(window is not None for window in self.windows)
@@ -140,7 +153,9 @@ class KVManager:
         for group in range(len(self.pools)):
             first = min(self.first_visible(group, hit.num_tokens), num_blocks)
             contents = sequence.block_hashes[first:num_blocks]
-            prefixes.append([NULL_BLOCK] * first + [self._entry(group, content) for content in contents])
+            prefixes.append(
+                [NULL_BLOCK] * first + [self._entry(group, content) for content in contents]
+            )
         if not self._place(sequence, hit.num_tokens, prefixes, headroom):
             return False
         for group, prefix in enumerate(prefixes):
@@ -157,7 +172,9 @@ class KVManager:
             return block
         host_block = self.tier.pools[group].find(content)
         if host_block is None:
-            raise RuntimeError(f"group {group} has lost a cached block between its look-up and its use")
+            raise RuntimeError(
+                f"group {group} has lost a cached block between its look-up and its use"
+            )
         return -1 - host_block
 
     def restore(self, sequence: Sequence, headroom: int | None) -> bool:
@@ -170,12 +187,18 @@ class KVManager:
         for group, pool in enumerate(self.pools):
             prefix = []
             for index, host_block in enumerate(sequence.host_tables[group]):
-                content = sequence.block_hashes[index] if index < min(full, len(sequence.block_hashes)) else None
+                content = (
+                    sequence.block_hashes[index]
+                    if index < min(full, len(sequence.block_hashes))
+                    else None
+                )
                 block = None if content is None else pool.cached.get(content)
                 if host_block < 0:
                     prefix.append(NULL_BLOCK)
                 else:
-                    prefix.append(block if block is not None and block not in pool.fenced else -1 - host_block)
+                    prefix.append(
+                        block if block is not None and block not in pool.fenced else -1 - host_block
+                    )
             prefixes.append(prefix)
         if not self._place(sequence, committed, prefixes, headroom):
             return False
@@ -195,7 +218,9 @@ class KVManager:
         self._extend(sequence, [target] * len(self.pools))
         return True
 
-    def _place(self, sequence: Sequence, start: int, prefixes: list[list[int]], headroom: int | None) -> bool:
+    def _place(
+        self, sequence: Sequence, start: int, prefixes: list[list[int]], headroom: int | None
+    ) -> bool:
         """Return whether the blocks suffice; change nothing.
 
         Cached blocks on the free list count as taken. The larger of the safety margin and
@@ -205,30 +230,42 @@ class KVManager:
             held = sum(1 for entry in prefix if entry >= 0)
             revived = sum(1 for entry in prefix if entry > 0 and not pool.refs[entry])
             need = max(self.target(group, start, sequence.num_tokens), len(prefix)) - held + revived
-            if pool.num_free - need < (0 if headroom is None else max(self.margins[group], headroom)):
+            if pool.num_free - need < (
+                0 if headroom is None else max(self.margins[group], headroom)
+            ):
                 return False
         return True
 
     def _fill(self, sequence: Sequence, prefixes: list[list[int]]) -> None:
         """Build the tables: share the prefix, promote its host blocks, allocate the rest."""
         start = len(prefixes[0]) * self.block_size
-        for pool, prefix in zip(self.pools, prefixes, strict=True):  # before an allocation can evict it
+        for pool, prefix in zip(
+            self.pools, prefixes, strict=True
+        ):  # before an allocation can evict it
             for entry in prefix:
                 if entry > 0:
                     pool.share(entry)
         sequence.block_tables = []
         for group, prefix in enumerate(prefixes):
             sequence.block_tables.append(
-                [e if e >= 0 else self._promote(sequence, group, e, i) for i, e in enumerate(prefix)]
+                [
+                    e if e >= 0 else self._promote(sequence, group, e, i)
+                    for i, e in enumerate(prefix)
+                ]
             )
-        self._extend(sequence, [self.target(g, start, sequence.num_tokens) for g in range(len(self.pools))])
+        self._extend(
+            sequence, [self.target(g, start, sequence.num_tokens) for g in range(len(self.pools))]
+        )
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:
         """Allocate a device block for a host block and plan the copy; a full block is shareable
         after it.
         """
         block = self.pools[group].allocate()
-        moves, committed = self.tier.moves, sequence.num_committed_tokens  # 0: the block comes from the prefix cache
+        moves, committed = (
+            self.tier.moves,
+            sequence.num_committed_tokens,
+        )  # 0: the block comes from the prefix cache
         self.tier.copy_in(group, -1 - entry, block)
         if index < len(sequence.block_hashes):
             self.pools[group].fence(block, sequence.block_hashes[index], sequence)
@@ -333,7 +370,9 @@ class KVManager:
 
     def release_deferred(self, oldest_in_flight: int | None) -> None:
         """Release blocks deferred by steps older than this one (None: nothing is in flight)."""
-        while self._deferred and (oldest_in_flight is None or self._deferred[0][0] < oldest_in_flight):
+        while self._deferred and (
+            oldest_in_flight is None or self._deferred[0][0] < oldest_in_flight
+        ):
             _, group, block = self._deferred.popleft()
             self.pools[group].release(block)
 

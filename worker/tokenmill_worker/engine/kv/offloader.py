@@ -30,7 +30,10 @@ class Offloader:
     """
 
     def __init__(
-        self, device_pool: KVCachePool, host_pool: KVCachePool | None, max_staging_bytes: int = MAX_STAGING_BYTES
+        self,
+        device_pool: KVCachePool,
+        host_pool: KVCachePool | None,
+        max_staging_bytes: int = MAX_STAGING_BYTES,
     ) -> None:
         self._max_staging_bytes = max_staging_bytes
         self._device_tensors = _movable(device_pool)
@@ -59,14 +62,18 @@ class Offloader:
             own = sorted((copy for copy in copies if copy.group == group), key=place)
             pairs = [(copy.source, copy.target) for copy in own]
             tensor = self._device_tensors[group]
-            per_part = max(1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size()))
+            per_part = max(
+                1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size())
+            )
             for start in range(0, len(pairs), per_part):
                 part = pairs[start : start + per_part]
                 yield group, [source for source, _ in part], [target for _, target in part]
 
     def _host(self, group: int) -> Tensor:
         if self._host_tensors is None:
-            raise RuntimeError("the plan moves blocks to or from the host, but there is no host pool")
+            raise RuntimeError(
+                "the plan moves blocks to or from the host, but there is no host pool"
+            )
         return self._host_tensors[group]
 
     def _move_out(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
@@ -77,7 +84,9 @@ class Offloader:
         self._stream.wait_stream(torch.cuda.current_stream(pool.device))
         with torch.cuda.stream(self._stream):
             for start, stop in runs(targets):
-                host[targets[start] : targets[start] + stop - start].copy_(leaving[start:stop], non_blocking=True)
+                host[targets[start] : targets[start] + stop - start].copy_(
+                    leaving[start:stop], non_blocking=True
+                )
             leaving.record_stream(self._stream)
 
     def _move_in(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
@@ -86,9 +95,13 @@ class Offloader:
             return
         compute = torch.cuda.current_stream(pool.device)
         with torch.cuda.stream(self._stream):
-            arriving = torch.empty((len(sources), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
+            arriving = torch.empty(
+                (len(sources), *pool.shape[1:]), dtype=pool.dtype, device=pool.device
+            )
             for start, stop in runs(sources):
-                arriving[start:stop].copy_(host[sources[start] : sources[start] + stop - start], non_blocking=True)
+                arriving[start:stop].copy_(
+                    host[sources[start] : sources[start] + stop - start], non_blocking=True
+                )
         compute.wait_stream(self._stream)
         pool.index_copy_(0, _ids(targets, pool), arriving)
         arriving.record_stream(compute)
@@ -103,7 +116,10 @@ def _movable(pool: KVCachePool) -> tuple[Tensor, ...]:
 
     Torch cannot index-copy 8-bit floats on every device.
     """
-    return tuple(tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor for tensor in pool.tensors)
+    return tuple(
+        tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        for tensor in pool.tensors
+    )
 
 
 def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:

@@ -48,7 +48,12 @@ class BlockHasher:
 def root_hash(model_key: str, generation: int, cache_salt: str, adapter: str = "") -> bytes:
     """Return the hash that stands as parent of a sequence's first block."""
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tokenmill-kv")
-    tagged = (b"model", model_key), (b"generation", str(generation)), (b"salt", cache_salt), (b"adapter", adapter)
+    tagged = (
+        (b"model", model_key),
+        (b"generation", str(generation)),
+        (b"salt", cache_salt),
+        (b"adapter", adapter),
+    )
     for tag, value in tagged:
         data = value.encode("utf-8", "surrogatepass")
         digest.update(tag + len(data).to_bytes(8, "little") + data)
@@ -64,7 +69,11 @@ def first_visible_block(position: int, window: int | None, block_size: int) -> i
 
 
 def longest_hit(
-    hashes: list[bytes], limit: int, present: list[Present], windows: list[int | None], block_size: int
+    hashes: list[bytes],
+    limit: int,
+    present: list[Present],
+    windows: list[int | None],
+    block_size: int,
 ) -> int:
     """Return how many leading blocks (≤ limit) can be taken from the cache in every layer group.
 
@@ -87,7 +96,9 @@ def longest_hit(
     return found
 
 
-def _longest_sliding_hit(hashes: list[bytes], limit: int, has: Present, window: int, block_size: int) -> int:
+def _longest_sliding_hit(
+    hashes: list[bytes], limit: int, has: Present, window: int, block_size: int
+) -> int:
     """Return how many leading blocks (≤ limit) a sliding group can take from the cache.
 
     Search from the right for the first run of cached blocks that covers the window of the query

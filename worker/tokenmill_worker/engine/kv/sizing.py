@@ -41,14 +41,23 @@ class MemoryShape:
     max_num_seqs: int
     max_model_len: int
     workspace_bytes: int = 0  # scratch memory of the attention backend
-    num_buffer_sets: int = 1  # 2 with asynchronous batching: inputs and logits of two steps live at once
+    num_buffer_sets: int = (
+        1  # 2 with asynchronous batching: inputs and logits of two steps live at once
+    )
     graph_rows: int = 0  # rows of logits that captured graphs keep; 0: no graphs
     graph_tokens: int = 0  # tokens of the largest captured step
 
     # ── one block, one sequence ──
 
     def block_bytes(self, group: LayerGroup) -> int:
-        return len(group.layers) * 2 * self.block_size * group.num_kv_heads * group.head_dim * self.kv_bytes
+        return (
+            len(group.layers)
+            * 2
+            * self.block_size
+            * group.num_kv_heads
+            * group.head_dim
+            * self.kv_bytes
+        )
 
     def blocks_for(self, group: LayerGroup, length: int) -> int:
         """Return the most blocks of a group that one sequence of `length` tokens ever holds."""
@@ -59,7 +68,9 @@ class MemoryShape:
         return min(whole, -(-reach // self.block_size) + 1)
 
     def sequence_bytes(self, length: int) -> int:
-        return sum(self.block_bytes(group) * self.blocks_for(group, length) for group in self.groups)
+        return sum(
+            self.block_bytes(group) * self.blocks_for(group, length) for group in self.groups
+        )
 
     # ── what is not KV ──
 
@@ -75,7 +86,10 @@ class MemoryShape:
     @property
     def graphs(self) -> int:
         """Bytes of captured graphs: activations that they share, and logits that each one keeps."""
-        return self.graph_tokens * self._token_bytes + self.graph_rows * self.vocab_size * self.activation_bytes
+        return (
+            self.graph_tokens * self._token_bytes
+            + self.graph_rows * self.vocab_size * self.activation_bytes
+        )
 
     @property
     def _token_bytes(self) -> int:
@@ -87,7 +101,12 @@ class MemoryShape:
     @property
     def logits(self) -> int:
         """Bytes of the head's output, its float32 form, an edited copy, and (log-)probabilities."""
-        return self.num_buffer_sets * self.max_num_rows * self.vocab_size * (self.activation_bytes + 3 * 4)
+        return (
+            self.num_buffer_sets
+            * self.max_num_rows
+            * self.vocab_size
+            * (self.activation_bytes + 3 * 4)
+        )
 
     @property
     def bookkeeping(self) -> int:
@@ -96,7 +115,9 @@ class MemoryShape:
         They are token ids, positions, rows and slots; query starts, lengths and block tables.
         """
         longs = 8 * ((2 + len(self.groups)) * self.max_num_tokens + 3 * self.max_num_rows)
-        tables = len(self.groups) * self.max_num_seqs * (-(-self.max_model_len // self.block_size) + 1)
+        tables = (
+            len(self.groups) * self.max_num_seqs * (-(-self.max_model_len // self.block_size) + 1)
+        )
         return self.num_buffer_sets * (longs + 4 * (tables + 2 * self.max_num_seqs + 1))
 
     @property
@@ -113,7 +134,9 @@ class MemoryShape:
         return steps + self.histories + self.workspace_bytes
 
 
-def solve(shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None) -> tuple[int, ...]:
+def solve(
+    shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None
+) -> tuple[int, ...]:
     """Return the blocks of each group, the reserved one included, that fit the budget beside all else.
 
     Raises:
@@ -136,7 +159,9 @@ def solve(shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = No
 
 def host_blocks(shape: MemoryShape, num_blocks: Seq[int], host_bytes: int) -> tuple[int, ...]:
     """Return the host pool's blocks per group, in the proportion of the device pools."""
-    device_bytes = sum(shape.block_bytes(g) * count for g, count in zip(shape.groups, num_blocks, strict=True))
+    device_bytes = sum(
+        shape.block_bytes(g) * count for g, count in zip(shape.groups, num_blocks, strict=True)
+    )
     return tuple(int(count * host_bytes / device_bytes) for count in num_blocks)
 
 
@@ -169,11 +194,16 @@ def _at_least_one_sequence(shape: MemoryShape, room: int, counts: list[int]) -> 
     floors = [shape.blocks_for(group, shape.max_model_len) for group in shape.groups]
     raised = [max(count, floor) for count, floor in zip(counts, floors, strict=True)]
     sizes = [shape.block_bytes(group) for group in shape.groups]
-    spare = sum((count - floor) * size for count, floor, size in zip(raised, floors, sizes, strict=True))
+    spare = sum(
+        (count - floor) * size for count, floor, size in zip(raised, floors, sizes, strict=True)
+    )
     left = room - sum(floor * size for floor, size in zip(floors, sizes, strict=True))
     if spare <= left:
         return raised
-    return [floor + int((count - floor) * left / spare) for count, floor in zip(raised, floors, strict=True)]
+    return [
+        floor + int((count - floor) * left / spare)
+        for count, floor in zip(raised, floors, strict=True)
+    ]
 
 
 def _fill(shape: MemoryShape, room: int, counts: list[int]) -> list[int]:

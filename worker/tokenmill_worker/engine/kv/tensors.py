@@ -33,7 +33,9 @@ def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:
     """
     if config.kv_dtype != "auto":
         return _DTYPES[config.kv_dtype]
-    return torch.float16 if config.quantization is not None and weights == torch.float32 else weights
+    return (
+        torch.float16 if config.quantization is not None and weights == torch.float32 else weights
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,27 @@ class KVCachePool:
         pinned: bool = False,
     ) -> KVCachePool:
         shapes = (
-            (count, len(group.layers), 2, *backend.block_shape(block_size, group.num_kv_heads, group.head_dim))
+            (
+                count,
+                len(group.layers),
+                2,
+                *backend.block_shape(block_size, group.num_kv_heads, group.head_dim),
+            )
             for group, count in zip(groups, num_blocks, strict=True)
         )
         if device.type == "cpu" and not pinned:
             return cls(
-                tuple(huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes)
+                tuple(
+                    huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+                    for shape in shapes
+                )
             )
-        return cls(tuple(torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned) for shape in shapes))
+        return cls(
+            tuple(
+                torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+                for shape in shapes
+            )
+        )
 
     def touch(self) -> None:
         """Write to every block of an empty pool now, so that no later step waits for page faults."""

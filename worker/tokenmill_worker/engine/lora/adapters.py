@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from tokenmill_worker.engine.lora.batch import AdapterBatch, LoadedAdapter
-from tokenmill_worker.engine.lora.files import AdapterError, AdapterFile, LowRank, read_adapter, stamp_of
+from tokenmill_worker.engine.lora.files import (
+    AdapterError,
+    AdapterFile,
+    LowRank,
+    read_adapter,
+    stamp_of,
+)
 from tokenmill_worker.engine.lora.sites import Place, Sites
 from tokenmill_worker.engine.plan import StepPlan
 
@@ -38,7 +44,9 @@ class Adapters:
         self._sites = Sites(model)
         self._folders = folders
         self._max_cached = max_cached
-        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # by key, the least recently used first
+        self._loaded: OrderedDict[str, LoadedAdapter] = (
+            OrderedDict()
+        )  # by key, the least recently used first
         self._known: dict[str, tuple[tuple[int, ...], str]] = {}  # name → stamp of its files, key
         self._lock = threading.Lock()
         self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
@@ -81,7 +89,9 @@ class Adapters:
     def _current(self, name: str) -> LoadedAdapter | None:
         """Return the loaded adapter if its files have not changed, else None; raises AdapterError."""
         if name not in self._folders:
-            raise AdapterError(f"adapter {name!r} is not served here; {_choice(list(self._folders))}")
+            raise AdapterError(
+                f"adapter {name!r} is not served here; {_choice(list(self._folders))}"
+            )
         with _named(name):
             stamp = stamp_of(self._folders[name])
         known = self._known.get(name)
@@ -107,9 +117,14 @@ class Adapters:
         layers: dict[str, list[tuple[Place, LowRank]]] = {}
         for path, factors in file.layers.items():
             place = self._sites.place(path)
-            wanted, found = (place.size, place.in_features), (factors.b.shape[0], factors.a.shape[1])
+            wanted, found = (
+                (place.size, place.in_features),
+                (factors.b.shape[0], factors.a.shape[1]),
+            )
             if wanted != found:
-                raise AdapterError(f"its {path} is for a layer of shape {found}, the model's is {wanted}")
+                raise AdapterError(
+                    f"its {path} is for a layer of shape {found}, the model's is {wanted}"
+                )
             layers.setdefault(place.site, []).append((place, factors))
         sites = {site: self._joined(members) for site, members in layers.items()}
         return LoadedAdapter(f"{name}@{file.digest}", sites)
@@ -126,7 +141,9 @@ class Adapters:
             width = factors.a.shape[0]
             b[place.start : place.start + place.size, column : column + width] = factors.b
             column += width
-        return LowRank(self._moved(torch.cat([factors.a for _, factors in members])), self._moved(b))
+        return LowRank(
+            self._moved(torch.cat([factors.a for _, factors in members])), self._moved(b)
+        )
 
     def _moved(self, factor: Tensor) -> Tensor:
         """Copy a factor to the device without waiting for it.
@@ -147,7 +164,9 @@ class Adapters:
             if self._sites.is_detoured:
                 self._sites.straight()
             return False
-        self._batch = AdapterBatch.of(plan, {key: self._get(key) for key in keys}, self._device, self._sites.head)
+        self._batch = AdapterBatch.of(
+            plan, {key: self._get(key) for key in keys}, self._device, self._sites.head
+        )
         if not self._sites.is_detoured:
             self._sites.detour(self._add)
         return True

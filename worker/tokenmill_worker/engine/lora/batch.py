@@ -51,7 +51,11 @@ class AdapterBatch:
 
     @classmethod
     def of(
-        cls, plan: StepPlan, adapters: dict[str, LoadedAdapter], device: torch.device, head: str | None = None
+        cls,
+        plan: StepPlan,
+        adapters: dict[str, LoadedAdapter],
+        device: torch.device,
+        head: str | None = None,
     ) -> AdapterBatch:
         """Group the rows of a plan.
 
@@ -59,7 +63,9 @@ class AdapterBatch:
             adapters: by key, those of the plan's sequences.
             head: the site of the output head.
         """
-        everywhere = _grouped(((i.sequence.adapter, i.num_tokens) for i in plan.scheduled), adapters, device)
+        everywhere = _grouped(
+            ((i.sequence.adapter, i.num_tokens) for i in plan.scheduled), adapters, device
+        )
         at_head = {key: adapter for key, adapter in adapters.items() if head in adapter.sites}
         rows = ((i.sequence.adapter, 1 + len(i.draft_ids)) for i in plan.scheduled if i.samples)
         return cls(everywhere, _grouped(rows, at_head, device), head)
@@ -67,10 +73,14 @@ class AdapterBatch:
     def add(self, site: str, x: Tensor, y: Tensor) -> None:
         """Add the adapters to the products `y` `[num_rows, n]` of the rows `x` `[num_rows, k]`, in place."""
         rows = self._everywhere
-        if site == self._head and x.shape[0] != rows.count:  # with equal counts, every row is sampled
+        if (
+            site == self._head and x.shape[0] != rows.count
+        ):  # with equal counts, every row is sampled
             rows = self._sampled
         if x.shape[0] != rows.count:
-            raise RuntimeError(f"{site} sees {x.shape[0]} rows of the step's {rows.count}: it cannot be adapted")
+            raise RuntimeError(
+                f"{site} sees {x.shape[0]} rows of the step's {rows.count}: it cannot be adapted"
+            )
         for group in rows.groups:
             factors = group.adapter.sites.get(site)
             if factors is None:
@@ -78,10 +88,14 @@ class AdapterBatch:
             if isinstance(group.rows, slice):
                 y[group.rows].addmm_(x[group.rows] @ factors.a.T, factors.b.T)
             else:
-                y.index_add_(0, group.rows, x.index_select(0, group.rows) @ factors.a.T @ factors.b.T)
+                y.index_add_(
+                    0, group.rows, x.index_select(0, group.rows) @ factors.a.T @ factors.b.T
+                )
 
 
-def _grouped(rows: Iterable[tuple[str, int]], adapters: dict[str, LoadedAdapter], device: torch.device) -> _Rows:
+def _grouped(
+    rows: Iterable[tuple[str, int]], adapters: dict[str, LoadedAdapter], device: torch.device
+) -> _Rows:
     """Group rows, given as (adapter's key or "", number of rows) in the order of the step."""
     runs: dict[str, list[range]] = {}
     start = 0
@@ -89,7 +103,9 @@ def _grouped(rows: Iterable[tuple[str, int]], adapters: dict[str, LoadedAdapter]
         if key in adapters:
             runs.setdefault(key, []).append(range(start, start + count))
         start += count
-    return _Rows(tuple(_Group(adapters[key], _places(found, device)) for key, found in runs.items()), start)
+    return _Rows(
+        tuple(_Group(adapters[key], _places(found, device)) for key, found in runs.items()), start
+    )
 
 
 def _places(runs: list[range], device: torch.device) -> slice | Tensor:
@@ -99,5 +115,7 @@ def _places(runs: list[range], device: torch.device) -> slice | Tensor:
     """
     if all(after.start == before.stop for before, after in itertools.pairwise(runs)):
         return slice(runs[0].start, runs[-1].stop)
-    rows = torch.tensor([row for run in runs for row in run], dtype=torch.int64, pin_memory=device.type == "cuda")
+    rows = torch.tensor(
+        [row for run in runs for row in run], dtype=torch.int64, pin_memory=device.type == "cuda"
+    )
     return rows.to(device, non_blocking=True)

@@ -40,7 +40,14 @@ _NAMES = {
     "lora_bias": "biases (lora_bias)",
     "alora_invocation_tokens": "activation by tokens (alora_invocation_tokens)",
 }
-_INITS = {"none", "true", "false", "gaussian", "orthogonal", "eva"}  # other methods change the base model
+_INITS = {
+    "none",
+    "true",
+    "false",
+    "gaussian",
+    "orthogonal",
+    "eva",
+}  # other methods change the base model
 _TENSORS = {
     "lora_embedding_": "adapted embeddings",
     "lora_magnitude_vector": "DoRA (lora_magnitude_vector)",
@@ -75,7 +82,9 @@ def stamp_of(folder: Path) -> tuple[int, ...]:
         found = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
     except OSError:
         raise AdapterError(_missing(folder)) from None
-    return tuple(number for stat in found for number in (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    return tuple(
+        number for stat in found for number in (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    )
 
 
 def read_adapter(folder: Path) -> AdapterFile:
@@ -127,9 +136,13 @@ def _layers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Low
     for name, tensor in tensors.items():
         match = _FACTOR.fullmatch(name)
         if match is None or tensor.dim() != 2:
-            reason = next((words for sign, words in _TENSORS.items() if sign in name), f"the tensor {name}")
+            reason = next(
+                (words for sign, words in _TENSORS.items() if sign in name), f"the tensor {name}"
+            )
             raise AdapterError(f"it needs {reason}, which is not supported")
-        if not bool(torch.isfinite(tensor).all()):  # they could spread to other requests' rows of the same step
+        if not bool(
+            torch.isfinite(tensor).all()
+        ):  # they could spread to other requests' rows of the same step
             raise AdapterError(f"its tensor {name} holds values that are not finite")
         factors.setdefault(match["path"].removeprefix(_ROOT), {})[match["factor"]] = tensor
     if not factors:
@@ -142,13 +155,17 @@ def _low_rank(config: dict[str, Any], path: str, pair: dict[str, Tensor]) -> Low
     if a is None or b is None:
         raise AdapterError(f"{path} has only one of lora_A and lora_B")
     if a.shape[0] != b.shape[1] or not a.shape[0]:
-        raise AdapterError(f"{path} has a lora_A of rank {a.shape[0]} and a lora_B of rank {b.shape[1]}")
+        raise AdapterError(
+            f"{path} has a lora_A of rank {a.shape[0]} and a lora_B of rank {b.shape[1]}"
+        )
     return LowRank(a.float(), b.float() * _scaling(config, path, a.shape[0]))
 
 
 def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
     alpha = config.get("lora_alpha", 8)
-    for pattern, own in (config.get("alpha_pattern") or {}).items():  # the first match counts, as in peft
+    for pattern, own in (
+        config.get("alpha_pattern") or {}
+    ).items():  # the first match counts, as in peft
         if re.fullmatch(rf"(.*\.)?({pattern})", path):
             alpha = own
             break

@@ -43,14 +43,20 @@ class Sites:
 
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[str, Place] = {}
-        self._weights: list[tuple[str, nn.Module, str, int]] = []  # a PackedWeight in an attribute, and half a panel
+        self._weights: list[
+            tuple[str, nn.Module, str, int]
+        ] = []  # a PackedWeight in an attribute, and half a panel
         self._products: list[tuple[str, nn.Module]] = []
         self._layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._all_paths: set[str] = set()
         head = getattr(model, "get_output_embeddings", lambda: None)()
         self.head: str | None = None  # the only site that gets just the sampled rows
-        wrapped = [f"{name}.layer" for name, module in model.named_modules() if isinstance(module, FusedLayer)]
+        wrapped = [
+            f"{name}.layer"
+            for name, module in model.named_modules()
+            if isinstance(module, FusedLayer)
+        ]
         for name, module in model.named_modules():
             path = _original_path(name, wrapped)
             self._all_paths.add(path)
@@ -103,13 +109,19 @@ class Sites:
 
     def _note(self, path: str, module: nn.Module) -> None:
         if isinstance(module, FusedAttention):
-            query, rest = (count * module.head_dim for count in (module.num_heads, module.num_kv_heads))
+            query, rest = (
+                count * module.head_dim for count in (module.num_heads, module.num_kv_heads)
+            )
             ranges = {"q_proj": (0, query), "k_proj": (query, rest), "v_proj": (query + rest, rest)}
             self._note_weight(path, module, "qkv", ranges | {"qkv_proj": (0, query + 2 * rest)})
             self._note_weight(path, module, "out", {"o_proj": (0, module.out.n)})
         elif isinstance(module, FusedMLP):
             size = module.down.k
-            ranges = {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
+            ranges = {
+                "gate_proj": (0, size),
+                "up_proj": (size, size),
+                "gate_up_proj": (0, 2 * size),
+            }
             self._note_weight(path, module, "gate_up", ranges)
             self._note_weight(path, module, "down", {"down_proj": (0, module.down.n)})
         elif isinstance(module, PackedLinear):
@@ -119,13 +131,17 @@ class Sites:
             self._places[path] = Place(path, 0, shape[0], shape[0], shape[1])
             self._products.append((path, module))
 
-    def _note_weight(self, path: str, module: nn.Module, name: str, ranges: dict[str, tuple[int, int]]) -> None:
+    def _note_weight(
+        self, path: str, module: nn.Module, name: str, ranges: dict[str, tuple[int, int]]
+    ) -> None:
         weight: PackedWeight = getattr(module, name)
         half_panel = module.half_panel if isinstance(module, FusedMLP) and name == "gate_up" else 0
         site = f"{path}:{name}"
         self._weights.append((site, module, name, half_panel))
         for layer, (start, size) in ranges.items():
-            self._places[f"{path}.{layer}".rstrip(".")] = Place(site, start, size, weight.n, weight.k)
+            self._places[f"{path}.{layer}".rstrip(".")] = Place(
+                site, start, size, weight.n, weight.k
+            )
 
 
 def _original_path(name: str, wrapped: list[str]) -> str:
@@ -166,7 +182,9 @@ _ACTIVATIONS: Final[dict[Epilogue, Callable[[Tensor], Tensor]]] = {
 }
 
 
-def _adapted(forward: Callable[[Tensor], Tensor], site: str, add: Add) -> Callable[[Tensor], Tensor]:
+def _adapted(
+    forward: Callable[[Tensor], Tensor], site: str, add: Add
+) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
         y = forward(x)
         add(site, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))

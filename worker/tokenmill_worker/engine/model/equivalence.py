@@ -19,12 +19,16 @@ from tokenmill_worker.engine.attention import AttentionMetadata
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 2e-4  # share of a row's largest value; float32 sums in another order differ by about 1e-6
+TOLERANCE = (
+    2e-4  # share of a row's largest value; float32 sums in another order differ by about 1e-6
+)
 _SIZES = (0.003, 0.1, 1.0, 1.0, 40.0)
 
 
 @torch.inference_mode()
-def agree(original: Callable[[Tensor], Tensor], candidate: Callable[[Tensor], Tensor], width: int) -> bool:
+def agree(
+    original: Callable[[Tensor], Tensor], candidate: Callable[[Tensor], Tensor], width: int
+) -> bool:
     """Return whether both map hidden states `[1, num_tokens, width]` to equal results."""
     rows = random_rows(width)
     try:
@@ -51,7 +55,11 @@ def random_rows(width: int, device: torch.device | str = "cpu") -> Tensor:
 def two_prompts(block_size: int, device: torch.device | str = "cpu") -> AttentionMetadata:
     """Return the metadata of `random_rows` as prompts of two and three tokens, in blocks 1 and 2."""
     lens = (2, 3)
-    slots = [block_size * (1 + index) + offset for index, length in enumerate(lens) for offset in range(length)]
+    slots = [
+        block_size * (1 + index) + offset
+        for index, length in enumerate(lens)
+        for offset in range(length)
+    ]
 
     def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -71,7 +79,13 @@ class AttentionCall:
     extras: dict[str, Any] = field(default_factory=dict)
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        extras: dict[str, Any],
     ) -> Tensor:
         self.seen = [query, key, value, torch.tensor([scale])]
         self.extras = {name: extra for name, extra in extras.items() if extra is not None}
@@ -95,7 +109,10 @@ def random_tables(rotary_dim: int, device: torch.device | str = "cpu") -> tuple[
 def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionCall | None:
     """Run the module with a recording step; return None where it cannot be called like a decoder's usual attention."""
     call = AttentionCall()
-    arguments = {"hidden_states": random_rows(width), "position_embeddings": random_tables(rotary_dim)}
+    arguments = {
+        "hidden_states": random_rows(width),
+        "position_embeddings": random_tables(rotary_dim),
+    }
     try:
         out: Tensor = module(**arguments, attention_mask=None, past_key_values=None, paged=call)[0]
     except Exception as error:

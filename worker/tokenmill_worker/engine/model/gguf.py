@@ -25,7 +25,9 @@ def gguf_to_folder(source: Path, folder: Path, report: Callable[[float], None]) 
 
     `report` is called with the share that is done, from 0 to 1.
     """
-    with contextlib.redirect_stderr(_Bars(lambda share: report(0.1 + 0.7 * share))):  # Transformers' progress bars
+    with contextlib.redirect_stderr(
+        _Bars(lambda share: report(0.1 + 0.7 * share))
+    ):  # Transformers' progress bars
         _convert(source, folder, report)
 
 
@@ -52,7 +54,10 @@ def _convert(source: Path, folder: Path, report: Callable[[float], None]) -> Non
     tokenizer = AutoTokenizer.from_pretrained(**where)
     report(0.05)
     config = AutoConfig.from_pretrained(**where)
-    for role in ("bos", "eos"):  # some versions of Transformers read the tokenizer's own ids wrongly
+    for role in (
+        "bos",
+        "eos",
+    ):  # some versions of Transformers read the tokenizer's own ids wrongly
         token_id = getattr(config, f"{role}_token_id", None)
         if isinstance(token_id, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))

@@ -57,7 +57,8 @@ def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[L
     layers = []
     if not problems:
         layers = [
-            LayerKind(trait.shape, window_of(trait.mask_code or 0.0)) for _, trait in sorted(probe.layers.items())
+            LayerKind(trait.shape, window_of(trait.mask_code or 0.0))
+            for _, trait in sorted(probe.layers.items())
         ]
         problems = _window_problems(layers, config, length)
     if problems:
@@ -71,7 +72,10 @@ def group_layers(layers: list[LayerKind]) -> tuple[LayerGroup, ...]:
     for index, layer in enumerate(layers):
         key = (layer.shape.num_kv_heads, layer.shape.head_dim, layer.window)
         members.setdefault(key, []).append(index)
-    return tuple(LayerGroup(tuple(indices), heads, dim, window) for (heads, dim, window), indices in members.items())
+    return tuple(
+        LayerGroup(tuple(indices), heads, dim, window)
+        for (heads, dim, window), indices in members.items()
+    )
 
 
 def _reasons(trait: LayerTrait) -> list[str]:
@@ -88,10 +92,15 @@ def _config_problems(config: Any) -> list[str]:
 
     These are states beside the attention, and factors that change only at long contexts.
     """
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    unknown = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     found = [f"its layers are of type {', '.join(sorted(unknown))}"] if unknown else []
     if getattr(config, "attn_temperature_tuning", False):
-        found.append("attn_temperature_tuning scales queries by positions that the model counts over the whole step")
+        found.append(
+            "attn_temperature_tuning scales queries by positions that the model counts over the whole step"
+        )
     return found
 
 

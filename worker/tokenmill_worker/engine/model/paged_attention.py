@@ -25,7 +25,13 @@ class AttentionStep(Protocol):
     """Value of the keyword argument `paged` during a forward pass."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        extras: dict[str, Any],
     ) -> Tensor:
         """Return the attended queries; queries, keys and values are `[num_tokens, heads, head_dim]`."""
         ...
@@ -80,7 +86,9 @@ def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
     if step is None and (holder := getattr(module, "step_holder", None)) is not None:
         step = holder.step
     if step is None:
-        raise StepNotPassedError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
+        raise StepNotPassedError(
+            f"{type(module).__name__} does not pass keyword arguments on to its attention"
+        )
     return step
 
 
@@ -128,16 +136,26 @@ class PagedStep:
     rows: Tensor | None = None
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        extras: dict[str, Any],
     ) -> Tensor:
         index: Any = module.layer_idx
         binding = self.layers[index]
         metadata = self.metadata[binding.group]
         key_size, value_size = key.shape[-1], value.shape[-1]
         if key_size != value_size:
-            query, key, value = (_padded(states, binding.shape.head_dim) for states in (query, key, value))
+            query, key, value = (
+                _padded(states, binding.shape.head_dim) for states in (query, key, value)
+            )
         self.backend.write(key, value, binding.cache, metadata)
-        attended = self.backend.attend(query, binding.cache, metadata, binding.shape, extras.get("s_aux"))
+        attended = self.backend.attend(
+            query, binding.cache, metadata, binding.shape, extras.get("s_aux")
+        )
         return attended if key_size == value_size else attended[..., :value_size].contiguous()
 
     @property
@@ -175,7 +193,9 @@ class LayerTrait:
     """Observations of one layer's attention in a probing pass."""
 
     shape: AttentionShape
-    mask_code: float | None  # code of the mask it was given (probe.py); None: the model made the mask itself
+    mask_code: (
+        float | None
+    )  # code of the mask it was given (probe.py); None: the model made the mask itself
     extras: frozenset[str]  # names of further keyword arguments that were not None
 
 
@@ -188,7 +208,13 @@ class Probe:
     rows: list[Tensor] | None = None  # queries, keys and values of every layer, if recorded
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        extras: dict[str, Any],
     ) -> Tensor:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
@@ -201,7 +227,9 @@ class Probe:
         shape = AttentionShape(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            head_dim=max(query.shape[2], value.shape[2]),  # the cache keeps keys and values in heads of one size
+            head_dim=max(
+                query.shape[2], value.shape[2]
+            ),  # the cache keeps keys and values in heads of one size
             scale=scale,
             softcap=None if softcap is None else float(softcap),
         )

@@ -80,7 +80,11 @@ def check_positions(model: Any, name: str) -> None:
     """Check that equal tokens at equal positions are equal rows everywhere; raises EngineConfigError."""
     probe = _run(lambda: _record(model, [1, 1, 1], keep_rows=True), name)
     if any(_differ(rows) for rows in probe.rows or ()):
-        reason = "takes no position_ids" if "position_ids" not in inspect.signature(model.forward).parameters else ""
+        reason = (
+            "takes no position_ids"
+            if "position_ids" not in inspect.signature(model.forward).parameters
+            else ""
+        )
         raise EngineConfigError([
             f"{name} cannot be served: its forward {reason or 'does not go by position_ids'}, "
             "so it would count positions over all sequences of a step"
@@ -107,7 +111,12 @@ def _record(model: Any, positions: list[int], keep_rows: bool = False) -> Probe:
     probe = Probe(rows=[] if keep_rows else None)
     device = next(model.parameters()).device
     tokens = torch.ones(1, len(positions), dtype=torch.int64, device=device)
-    model(input_ids=tokens, position_ids=torch.tensor([positions], device=device), use_cache=False, paged=probe)
+    model(
+        input_ids=tokens,
+        position_ids=torch.tensor([positions], device=device),
+        use_cache=False,
+        paged=probe,
+    )
     return probe
 
 
@@ -141,7 +150,12 @@ def mask_code(module: nn.Module, mask: Tensor | None) -> float | None:
     if mask is None:
         return _CAUSAL if getattr(module, "is_causal", True) else _OTHER
     code = float(mask.flatten()[0])
-    if not mask.is_floating_point() or code == 0.0 or not bool((mask == code).all()) or code != int(code):
+    if (
+        not mask.is_floating_point()
+        or code == 0.0
+        or not bool((mask == code).all())
+        or code != int(code)
+    ):
         return None
     return code if code >= -(2**24) else None
 
@@ -157,13 +171,20 @@ def window_of(code: float) -> int | None:
 
 
 def _coded_mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any,
+    local_size: int | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """Return a tensor of the mask's shape that holds its code in place of a mask."""
     code = _CAUSAL if local_size is None else -1.0 - local_size
     if not _has_form(mask_function, local_size, q_length):
         code = _OTHER
-    return torch.full((batch_size, 1, q_length, kv_length), code, device=kwargs.get("device", "cpu"))
+    return torch.full(
+        (batch_size, 1, q_length, kv_length), code, device=kwargs.get("device", "cpu")
+    )
 
 
 def _has_form(mask_function: Any, window: int | None, num_tokens: int) -> bool:

@@ -34,13 +34,18 @@ _MAX_WEIGHTS = 4_000_000  # beyond this, a model is compared by its first layers
 _MAX_WHOLE_WEIGHTS = 600_000_000  # beyond this, its fused pass is not compared
 _MIN_DEPTH = 2  # first layers that are compared at least
 _MAX_FLOAT32_WEIGHTS = 3_000_000_000  # beyond this, the model is compared in its own type
-_SEEDS = (11, 12)  # a router may decide a near tie otherwise, so a difference counts only with both seeds
+_SEEDS = (
+    11,
+    12,
+)  # a router may decide a near tie otherwise, so a difference counts only with both seeds
 
 
 class Forward(Protocol):
     """Computes logits `[num_rows, vocab]` of packed tokens at `rows`."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor: ...
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,9 @@ def verify(
         for seed in _SEEDS:
             expected.append(_expected(model, layers[:depth], name, max_length, seed))
             try:
-                found = difference(expected[-1], forward, layers[:depth], ReferenceAttention(), tolerance=tolerance)
+                found = difference(
+                    expected[-1], forward, layers[:depth], ReferenceAttention(), tolerance=tolerance
+                )
             except Exception as error:
                 raise failed(name, error) from error
             if found is None:
@@ -93,7 +100,9 @@ def verify(
 
 
 @torch.inference_mode()
-def of_all_layers(model: Any, layers: Sequence[LayerKind], name: str, max_length: int) -> tuple[Expected, ...]:
+def of_all_layers(
+    model: Any, layers: Sequence[LayerKind], name: str, max_length: int
+) -> tuple[Expected, ...]:
     """Return the logits of the whole model's own pass for the prompt that decodes; () for a model that is too large."""
     if sum(p.numel() for p in model.parameters()) > _MAX_WHOLE_WEIGHTS:
         return ()
@@ -113,19 +122,36 @@ def difference(
     device = expected.prompts[0].device
     num_blocks = -(-max(len(prompt) for prompt in expected.prompts) // block_size)
     groups = group_layers(list(layers))
-    bindings = _bindings(groups, layers, backend, (1 + num_blocks * len(expected.prompts), block_size), device)
+    bindings = _bindings(
+        groups, layers, backend, (1 + num_blocks * len(expected.prompts), block_size), device
+    )
     for chunks in expected.steps:
-        metadata = tuple(_metadata(chunks, group.window, num_blocks, block_size, device) for group in groups)
-        tokens = torch.cat([expected.prompts[chunk.prompt][chunk.start : chunk.stop] for chunk in chunks])
-        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+        metadata = tuple(
+            _metadata(chunks, group.window, num_blocks, block_size, device) for group in groups
+        )
+        tokens = torch.cat(
+            [expected.prompts[chunk.prompt][chunk.start : chunk.stop] for chunk in chunks]
+        )
+        positions = torch.cat(
+            [torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks]
+        )
         starts = metadata[0].query_start.tolist()
-        places = [(chunk, at) for chunk in chunks for at in chunk.compared if (chunk.prompt, at) in expected.logits]
+        places = [
+            (chunk, at)
+            for chunk in chunks
+            for at in chunk.compared
+            if (chunk.prompt, at) in expected.logits
+        ]
         rows = [starts[chunks.index(chunk)] + position - chunk.start for chunk, position in places]
         row_tensor = torch.tensor(rows, device=device)
-        logits = forward(tokens, positions, row_tensor, PagedStep(backend, bindings, metadata, row_tensor))
+        logits = forward(
+            tokens, positions, row_tensor, PagedStep(backend, bindings, metadata, row_tensor)
+        )
         for (chunk, position), row in zip(places, logits.float(), strict=True):
             wanted = expected.logits[chunk.prompt, position]
-            share = float((row - wanted).abs().max() / (wanted - wanted.mean()).abs().max().clamp_min(1e-12))
+            share = float(
+                (row - wanted).abs().max() / (wanted - wanted.mean()).abs().max().clamp_min(1e-12)
+            )
             if not share <= tolerance:  # NaN too
                 return f"{chunk.kind}, at position {position}, by {share:.2g} of their range"
     return None
@@ -137,19 +163,32 @@ def difference(
 def _steps(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
     """Return two steps: first chunks, then the last prompt's last token beside the longer rests of the others."""
     starts = (lengths[0] // 3, lengths[1] // 2, lengths[2] - 1)
-    first = [Chunk(i, 0, start, "the first chunk of a prompt") for i, start in enumerate(starts) if start]
+    first = [
+        Chunk(i, 0, start, "the first chunk of a prompt") for i, start in enumerate(starts) if start
+    ]
     rest = [
-        Chunk(i, starts[i], lengths[i], "a decode" if i == _DECODES and starts[i] else "a later chunk of a prompt")
+        Chunk(
+            i,
+            starts[i],
+            lengths[i],
+            "a decode" if i == _DECODES and starts[i] else "a later chunk of a prompt",
+        )
         for i in (_DECODES, 0, 1)
     ]
     return tuple(tuple(chunks) for chunks in (first, rest) if chunks)
 
 
 def _metadata(
-    chunks: Sequence[Chunk], window: int | None, num_blocks: int, block_size: int, device: torch.device
+    chunks: Sequence[Chunk],
+    window: int | None,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
 ) -> AttentionMetadata:
     """Return metadata in which each prompt has blocks of its own, in descending order."""
-    tables = [[(1 + chunk.prompt) * num_blocks - index for index in range(num_blocks)] for chunk in chunks]
+    tables = [
+        [(1 + chunk.prompt) * num_blocks - index for index in range(num_blocks)] for chunk in chunks
+    ]
     slots = [
         table[position // block_size] * block_size + position % block_size
         for chunk, table in zip(chunks, tables, strict=True)
@@ -179,8 +218,15 @@ def _bindings(
     num_blocks, block_size = size
     found: dict[int, LayerBinding] = {}
     for number, group in enumerate(groups):
-        shape = (num_blocks, 2, *backend.block_shape(block_size, group.num_kv_heads, group.head_dim))
-        found |= {i: LayerBinding(number, torch.zeros(shape, device=device), layers[i].shape) for i in group.layers}
+        shape = (
+            num_blocks,
+            2,
+            *backend.block_shape(block_size, group.num_kv_heads, group.head_dim),
+        )
+        found |= {
+            i: LayerBinding(number, torch.zeros(shape, device=device), layers[i].shape)
+            for i in group.layers
+        }
     return [found[index] for index in range(len(layers))]
 
 
@@ -188,10 +234,18 @@ def _bindings(
 
 
 def _expected(
-    model: Any, layers: Sequence[LayerKind], name: str, max_length: int, seed: int, of: Sequence[int] = (0, 1, 2)
+    model: Any,
+    layers: Sequence[LayerKind],
+    name: str,
+    max_length: int,
+    seed: int,
+    of: Sequence[int] = (0, 1, 2),
 ) -> Expected:
     """All prompts, and the logits of the ones numbered in `of`."""
-    past = max((layer.window for layer in layers if layer.window and layer.window <= _MAX_WINDOW), default=0)
+    past = max(
+        (layer.window for layer in layers if layer.window and layer.window <= _MAX_WINDOW),
+        default=0,
+    )
     lengths = [min(length + past, max_length) for length in _LENGTHS]
     steps = _steps(lengths)
     prompts = _prompts(model, lengths, seed)
@@ -202,7 +256,9 @@ def _expected(
                 chunks = [chunk for step in steps for chunk in step if chunk.prompt == number]
                 positions = sorted({position for chunk in chunks for position in chunk.compared})
                 rows = _own_logits(model, prompts[number], positions)
-                logits |= {(number, position): row for position, row in zip(positions, rows, strict=True)}
+                logits |= {
+                    (number, position): row for position, row in zip(positions, rows, strict=True)
+                }
     except Exception as error:
         raise EngineConfigError([
             f"{name} cannot be served: its own forward pass fails ({type(error).__name__}: {str(error)[:160]})"
@@ -230,9 +286,14 @@ def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...
     parts = [config.to_dict(), config.get_text_config().to_dict()]
     special = {v for part in parts for k, v in part.items() if "token" in k and isinstance(v, int)}
     size = int(config.get_text_config().vocab_size)
-    usable = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0])
+    usable = torch.tensor(
+        [token for token in range(min(size, 4096)) if token not in special] or [0]
+    )
     generator = torch.Generator().manual_seed(seed)
-    return tuple(usable[torch.randint(len(usable), (length,), generator=generator)].to(device) for length in lengths)
+    return tuple(
+        usable[torch.randint(len(usable), (length,), generator=generator)].to(device)
+        for length in lengths
+    )
 
 
 # ── what of the model is compared ──
@@ -241,12 +302,18 @@ def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...
 @contextmanager
 def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
     """Keep the first layers within the context, down to one of each kind (a tiny model: all); yield their number."""
-    stack = _stack(model, len(layers)) if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS else None
+    stack = (
+        _stack(model, len(layers))
+        if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS
+        else None
+    )
     if stack is None:
         yield len(layers)
         return
     parent, name, whole = stack
-    kinds = [(kind, *map(_described, layer.modules())) for kind, layer in zip(layers, whole, strict=True)]
+    kinds = [
+        (kind, *map(_described, layer.modules())) for kind, layer in zip(layers, whole, strict=True)
+    ]
     depth = min(len(whole), max(_MIN_DEPTH, *(1 + kinds.index(kind) for kind in kinds)))
     setattr(parent, name, whole[:depth])
     try:
@@ -258,7 +325,11 @@ def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
 def _described(module: nn.Module) -> tuple[type, frozenset[tuple[str, bool | str]]]:
     """Return the module's class and flags, such as whether its layer rotates; some families keep flags as 0 and 1."""
     flags = {name: value for name, value in vars(module).items() if isinstance(value, bool | str)}
-    flags |= {name: bool(value) for name, value in vars(module).items() if type(value) is int and value in (0, 1)}
+    flags |= {
+        name: bool(value)
+        for name, value in vars(module).items()
+        if type(value) is int and value in (0, 1)
+    }
     flags.pop("layer_idx", None)
     return type(module), frozenset(flags.items())
 
@@ -278,7 +349,11 @@ def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.Module
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[float]:
     """Convert the model to float32 within the context, if memory allows; yield the tolerance that then applies."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.dtype != torch.float32]
+    tensors = [
+        t
+        for t in (*model.parameters(), *model.buffers())
+        if t.is_floating_point() and t.dtype != torch.float32
+    ]
     if sum(tensor.numel() for tensor in tensors) > _MAX_FLOAT32_WEIGHTS:
         yield _NARROW_TOLERANCE
         return

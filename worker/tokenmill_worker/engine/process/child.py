@@ -22,7 +22,15 @@ import msgspec
 
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.errors import why
-from tokenmill_worker.engine.process.mailbox import Broken, FrameError, Logged, Mailbox, Progress, Report, read_command
+from tokenmill_worker.engine.process.mailbox import (
+    Broken,
+    FrameError,
+    Logged,
+    Mailbox,
+    Progress,
+    Report,
+    read_command,
+)
 from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, Outlet
 from tokenmill_worker.engine.process.time_slices import lengthen_slices
 
@@ -49,7 +57,9 @@ def main(descriptor: int) -> int:
     except (EOFError, OSError):
         return PARENT_GONE  # it ended before it sent the configuration
     mailbox = Mailbox()
-    threading.Thread(target=_read_commands, args=(connection, mailbox), name="commands", daemon=True).start()
+    threading.Thread(
+        target=_read_commands, args=(connection, mailbox), name="commands", daemon=True
+    ).start()
     reports = Outlet(connection, on_broken=lambda: os._exit(PARENT_GONE))
     try:
         return _serve(start, mailbox, reports.put)

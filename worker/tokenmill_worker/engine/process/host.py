@@ -39,7 +39,9 @@ from tokenmill_worker.engine.process.mailbox import (
 from tokenmill_worker.engine.process.socket_frames import Frames
 from tokenmill_worker.engine.types import Capacity, GenerationRequest
 
-DYING_S = 1.0  # wait for a process that closed its socket to exit: killing it would lose its exit status
+DYING_S = (
+    1.0  # wait for a process that closed its socket to exit: killing it would lose its exit status
+)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -163,7 +165,9 @@ class _Reports:
         if self._has_reported:
             self._has_reported, silent_s = False, 0.0
         if silent_s >= stall_s:
-            self._take_in(Broken(f"it hangs: no report for {silent_s:g} s (stall_seconds is {stall_s:g})"))
+            self._take_in(
+                Broken(f"it hangs: no report for {silent_s:g} s (stall_seconds is {stall_s:g})")
+            )
         else:
             self._look_again(stall_s, silent_s)
 
@@ -191,13 +195,17 @@ def _as_one(frames: list[Frame]) -> Frame:
         return frames[0]
     events = tuple(event for frame in frames for event in frame.events)
     stats = next((frame.stats for frame in reversed(frames) if frame.stats is not None), None)
-    return msgspec.structs.replace(frames[-1], events=events, stats=stats, ended_s=frames[0].ended_s)
+    return msgspec.structs.replace(
+        frames[-1], events=events, stats=stats, ended_s=frames[0].ended_s
+    )
 
 
 class EngineProcess(_Reports):
     """The engine in a process of its own, which lives from `start` to `stop` or `kill`."""
 
-    def __init__(self, config: EngineConfig, cache_dir: str | None = None, stall_s: float | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, cache_dir: str | None = None, stall_s: float | None = None
+    ) -> None:
         super().__init__(stall_s)
         self._config = config
         self._cache_dir = cache_dir
@@ -212,7 +220,9 @@ class EngineProcess(_Reports):
         ours, theirs = socket.socketpair()
         with theirs:
             loop = asyncio.get_running_loop()
-            _, self._frames = await loop.create_unix_connection(lambda: Frames(self._take_in), sock=ours)
+            _, self._frames = await loop.create_unix_connection(
+                lambda: Frames(self._take_in), sock=ours
+            )
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tokenmill_worker.engine.process.child", str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],

@@ -61,7 +61,10 @@ class EngineLoop:
         A broken engine is reported as Broken.
         """
         try:
-            warm_up(self._engine.runner, lambda message, fraction: self._emit(Progress(message, fraction)))
+            warm_up(
+                self._engine.runner,
+                lambda message, fraction: self._emit(Progress(message, fraction)),
+            )
         except Exception as error:
             self._emit(Broken(f"the first step failed: {why(error)}", at_start=True))
             self._close()
@@ -88,7 +91,9 @@ class EngineLoop:
     def _turn(self) -> bool:
         engine, stats = self._engine, None
         only_prepares = engine.only_prepares
-        commands = self._mailbox.take_all(PREPARING_S if only_prepares else 0.0 if engine.has_work else IDLE_REPORT_S)
+        commands = self._mailbox.take_all(
+            PREPARING_S if only_prepares else 0.0 if engine.has_work else IDLE_REPORT_S
+        )
         if not self._apply(commands):
             return False
         events = tuple(engine.step())

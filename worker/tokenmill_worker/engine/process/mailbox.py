@@ -138,7 +138,9 @@ class Mailbox:
 
     def take_all(self, timeout: float = 0.0) -> list[Command]:
         """Return all messages; if there are none, wait up to `timeout` seconds for one."""
-        if not self._messages and not timeout:  # reading the list is atomic: no lock while steps run
+        if (
+            not self._messages and not timeout
+        ):  # reading the list is atomic: no lock while steps run
             return []
         with self._arrived:
             if not self._messages and timeout:

@@ -15,7 +15,13 @@ from typing import Final, NoReturn, cast
 
 import msgspec
 
-from tokenmill_worker.engine.process.mailbox import MAX_FRAME_BYTES, Broken, FrameError, Report, read_report
+from tokenmill_worker.engine.process.mailbox import (
+    MAX_FRAME_BYTES,
+    Broken,
+    FrameError,
+    Report,
+    read_report,
+)
 
 LENGTH_BYTES: Final = 4
 
@@ -83,7 +89,9 @@ class Frames(asyncio.Protocol):
         self.ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's transports do not derive from it
+        self._transport = cast(
+            "asyncio.WriteTransport", transport
+        )  # uvloop's transports do not derive from it
 
     def data_received(self, data: bytes) -> None:
         if self.ended.is_set():

@@ -17,8 +17,13 @@ from typing import Final
 
 COMPUTE_SLICE_MS: Final = 20  # the kernel's default is 0.7 to 3 ms, its maximum 100
 _SCHED_OTHER: Final = 0
-_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}  # system call numbers; the C library has no wrapper
-_ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, slice ns, deadline, period
+_SCHED_SETATTR: Final = {
+    "x86_64": 314,
+    "aarch64": 274,
+}  # system call numbers; the C library has no wrapper
+_ATTRIBUTES: Final = struct.Struct(
+    "=IIQiIQQQ"
+)  # size, policy, flags, nice, priority, slice ns, deadline, period
 
 
 def lengthen_slices(slice_ms: float = COMPUTE_SLICE_MS) -> bool:
@@ -30,6 +35,11 @@ def lengthen_slices(slice_ms: float = COMPUTE_SLICE_MS) -> bool:
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != _SCHED_OTHER:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    wanted = _ATTRIBUTES.pack(_ATTRIBUTES.size, _SCHED_OTHER, 0, nice, 0, round(slice_ms * 1e6), 0, 0)
+    wanted = _ATTRIBUTES.pack(
+        _ATTRIBUTES.size, _SCHED_OTHER, 0, nice, 0, round(slice_ms * 1e6), 0, 0
+    )
     call = ctypes.CDLL(None, use_errno=True).syscall
-    return bool(call(ctypes.c_long(number), ctypes.c_long(0), ctypes.c_char_p(wanted), ctypes.c_long(0)) == 0)
+    return bool(
+        call(ctypes.c_long(number), ctypes.c_long(0), ctypes.c_char_p(wanted), ctypes.c_long(0))
+        == 0
+    )

@@ -75,7 +75,11 @@ class Outputs:
         choice.logprobs += event.logprobs or ()
         choice.num_cached_tokens = choice.num_cached_tokens or event.num_cached_tokens
         choice.preemptions = event.preemptions
-        choice.finish_reason, choice.error, choice.error_code = event.finish_reason, event.error, event.error_code
+        choice.finish_reason, choice.error, choice.error_code = (
+            event.finish_reason,
+            event.error,
+            event.error_code,
+        )
         if event.finish_reason is not None and collected.is_finished:
             self._finished[event.request_id] = None
 
@@ -135,4 +139,8 @@ class Outputs:
             )
             for choice in collected.choices
         )
-        return outputs[0] if len(outputs) == 1 else msgspec.structs.replace(outputs[0], choices=outputs)
+        return (
+            outputs[0]
+            if len(outputs) == 1
+            else msgspec.structs.replace(outputs[0], choices=outputs)
+        )

@@ -44,8 +44,12 @@ class Needs:
             sequence.grammar = None if self.grammar is None else self.grammar.result()
         if self.adapter is None:
             return
-        if (error := self.adapter.exception()) is not None:  # a ValueError's message is a sentence for the user
-            raise RequestError(str(error) if isinstance(error, ValueError) else sentence_of(error)) from error
+        if (
+            error := self.adapter.exception()
+        ) is not None:  # a ValueError's message is a sentence for the user
+            raise RequestError(
+                str(error) if isinstance(error, ValueError) else sentence_of(error)
+            ) from error
         for sequence in sequences:
             sequence.adapter = self.adapter.result()
 
@@ -109,4 +113,7 @@ class Preparing:
 
 
 def _ends(sequences: list[Sequence], reason: FinishReason) -> list[TokenEvent]:
-    return [TokenEvent(request_id=s.request_id, choice=s.choice, finish_reason=reason) for s in sequences]
+    return [
+        TokenEvent(request_id=s.request_id, choice=s.choice, finish_reason=reason)
+        for s in sequences
+    ]

@@ -45,7 +45,9 @@ class Intake:
             resumed = request.resumed[choice] if choice < len(request.resumed) else ()
             self._check_ids(resumed, "resumed")
             if len(resumed) >= limit:
-                raise RequestError(f"choice {choice} resumes with {len(resumed)} tokens, its limit is {limit}")
+                raise RequestError(
+                    f"choice {choice} resumes with {len(resumed)} tokens, its limit is {limit}"
+                )
             sequences.append(
                 Sequence(
                     request_id=request.request_id,
@@ -79,7 +81,9 @@ class Intake:
         lowest, highest = min(ids, default=0), max(ids, default=0)
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
-            raise RequestError(f"{what} token id {wrong} is outside the vocabulary of {self.vocab_size} ids")
+            raise RequestError(
+                f"{what} token id {wrong} is outside the vocabulary of {self.vocab_size} ids"
+            )
 
     def _resolve_max_tokens(self, request: GenerationRequest) -> int:
         room = self.max_model_len - len(request.prompt_ids)
@@ -97,7 +101,9 @@ class Intake:
     def _check_params(self, params: SamplingParams) -> None:
         problems = engine_problems(params, self.vocab_size)
         if params.response_format is not None and not self.can_structure:
-            problems.append("response_format is not available: the engine has no grammar compiler for this model")
+            problems.append(
+                "response_format is not available: the engine has no grammar compiler for this model"
+            )
         if problems:
             raise RequestError("; ".join(problems))
 
@@ -108,25 +114,62 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
     NaN is refused because every comparison with it is false.
     """
     checks = (
-        (params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "must be at least 1", params.max_tokens),
+        (
+            params.max_tokens is None or params.max_tokens >= 1,
+            "max_tokens",
+            "must be at least 1",
+            params.max_tokens,
+        ),
         (params.min_tokens >= 0, "min_tokens", "must not be negative", params.min_tokens),
-        (0.0 <= params.temperature <= 1e4, "temperature", "must be in [0, 10000]", params.temperature),
+        (
+            0.0 <= params.temperature <= 1e4,
+            "temperature",
+            "must be in [0, 10000]",
+            params.temperature,
+        ),
         (0.0 <= params.top_p <= 1.0, "top_p", "must be in [0, 1]", params.top_p),
         (params.top_k >= -1, "top_k", "must be -1, 0 or more", params.top_k),
         (0.0 <= params.min_p <= 1.0, "min_p", "must be in [0, 1]", params.min_p),
         (1 <= params.n <= 128, "n", "must be from 1 to 128", params.n),
-        (-1e3 <= params.presence_penalty <= 1e3, "presence_penalty", "must be finite", params.presence_penalty),
-        (-1e3 <= params.frequency_penalty <= 1e3, "frequency_penalty", "must be finite", params.frequency_penalty),
-        (0.0 < params.repetition_penalty <= 1e3, "repetition_penalty", "must be positive", params.repetition_penalty),
-        (0 <= params.num_top_logprobs <= 100, "top_logprobs", "must be from 0 to 100", params.num_top_logprobs),
+        (
+            -1e3 <= params.presence_penalty <= 1e3,
+            "presence_penalty",
+            "must be finite",
+            params.presence_penalty,
+        ),
+        (
+            -1e3 <= params.frequency_penalty <= 1e3,
+            "frequency_penalty",
+            "must be finite",
+            params.frequency_penalty,
+        ),
+        (
+            0.0 < params.repetition_penalty <= 1e3,
+            "repetition_penalty",
+            "must be positive",
+            params.repetition_penalty,
+        ),
+        (
+            0 <= params.num_top_logprobs <= 100,
+            "top_logprobs",
+            "must be from 0 to 100",
+            params.num_top_logprobs,
+        ),
     )
     found = [f"{name} {rule}, not {value}" for ok, name, rule, value in checks if not ok]
-    for what, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+    for what, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", tuple(params.logit_bias)),
+    ):
         found += [
-            f"{what} has id {i}, outside the vocabulary of {vocab_size} ids" for i in ids if not 0 <= i < vocab_size
+            f"{what} has id {i}, outside the vocabulary of {vocab_size} ids"
+            for i in ids
+            if not 0 <= i < vocab_size
         ]
     found += [
-        f"logit_bias of id {i} must be finite" for i, bias in params.logit_bias.items() if not -1e4 <= bias <= 1e4
+        f"logit_bias of id {i} must be finite"
+        for i, bias in params.logit_bias.items()
+        if not -1e4 <= bias <= 1e4
     ]
     return found
 

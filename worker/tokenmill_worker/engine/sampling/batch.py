@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.sampling.draws import Drawer, Draws
-from tokenmill_worker.engine.sampling.parameter_table import COUNTS, EDITED, NUMBERS, RowTable, Trait
+from tokenmill_worker.engine.sampling.parameter_table import (
+    COUNTS,
+    EDITED,
+    NUMBERS,
+    RowTable,
+    Trait,
+)
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 
 
@@ -59,7 +65,9 @@ def build(table: RowTable, row_slots: Indices, drawer: Drawer, device: torch.dev
         with_min_tokens=_where(traits, Trait.MIN_TOKENS),
         with_logprobs=with_logprobs,
         logprob_rows=to_device(with_logprobs, device) if some_logprobs else None,
-        max_top_logprobs=int(table.counts[row_slots, COUNTS.index("num_top_logprobs")].max(initial=0)),
+        max_top_logprobs=int(
+            table.counts[row_slots, COUNTS.index("num_top_logprobs")].max(initial=0)
+        ),
     )
 
 
@@ -68,7 +76,11 @@ def _where(traits: npt.NDArray[np.int32], trait: Trait) -> Indices:
 
 
 def _bias(table: RowTable, row_slots: Indices, rows: Indices, device: torch.device) -> Bias | None:
-    found = [(row, *table.bias[slot]) for row, slot in zip(rows, row_slots[rows], strict=True) if slot in table.bias]
+    found = [
+        (row, *table.bias[slot])
+        for row, slot in zip(rows, row_slots[rows], strict=True)
+        if slot in table.bias
+    ]
     if not found:
         return None
     at = np.concatenate([np.full(len(ids), row, np.int64) for row, ids, _ in found])

@@ -55,7 +55,9 @@ def _is_greedy(table: RowTable, slots: Indices) -> npt.NDArray[np.bool_]:
 class Kernel(Protocol):
     """Samples all rows in one pass over their logits."""
 
-    def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]: ...
+    def draw(
+        self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ class KernelDrawer:
         numbers = table.numbers[slots]
         temperature = numbers[:, NUMBERS.index("temperature")]
         drawing = Drawing(
-            inverse_temperature=np.where(greedy, 0.0, 1.0 / np.where(greedy, 1.0, temperature)).astype(np.float32),
+            inverse_temperature=np.where(
+                greedy, 0.0, 1.0 / np.where(greedy, 1.0, temperature)
+            ).astype(np.float32),
             log_min_p=numbers[:, NUMBERS.index("log_min_p")].astype(np.float32),
             top_p=np.ascontiguousarray(numbers[:, NUMBERS.index("top_p")]),
             top_k=np.ascontiguousarray(table.counts[slots, COUNTS.index("top_k")]),
@@ -116,10 +120,16 @@ class TorchDrawer:
         greedy = _is_greedy(table, slots)
         truncated = (table.traits[slots] & int(Trait.TRUNCATED)) != 0
         plain = np.flatnonzero(~greedy & ~truncated)
-        groups = [self._group(table, slots, rows) for rows in (plain, np.flatnonzero(truncated)) if len(rows)]
+        groups = [
+            self._group(table, slots, rows)
+            for rows in (plain, np.flatnonzero(truncated))
+            if len(rows)
+        ]
         is_mixed = bool(groups) and bool(greedy.any())
         greedy_rows = to_device(np.flatnonzero(greedy), self._device) if is_mixed else None
-        return _TorchDraws(self._device, self._vocabulary, table.seeds[slots], greedy_rows, tuple(groups))
+        return _TorchDraws(
+            self._device, self._vocabulary, table.seeds[slots], greedy_rows, tuple(groups)
+        )
 
     def _group(self, table: RowTable, row_slots: Indices, rows: Indices) -> _Group:
         slots = row_slots[rows]
@@ -133,7 +143,9 @@ class TorchDrawer:
             limits=self._limits(table, slots, log_min_p) if is_truncated else None,
         )
 
-    def _limits(self, table: RowTable, slots: Indices, log_min_p: npt.NDArray[np.float32]) -> Limits:
+    def _limits(
+        self, table: RowTable, slots: Indices, log_min_p: npt.NDArray[np.float32]
+    ) -> Limits:
         top_k = table.counts[slots, COUNTS.index("top_k")]
         limited = top_k[top_k < table.vocab_size]
         return Limits(
@@ -150,7 +162,9 @@ class _TorchDraws:
     device: torch.device
     vocabulary: Tensor
     seeds: npt.NDArray[np.uint64]
-    greedy: Tensor | None  # rows; None where the groups cover all rows, or where there are no groups
+    greedy: (
+        Tensor | None
+    )  # rows; None where the groups cover all rows, or where there are no groups
     groups: tuple[_Group, ...]  # empty: all rows are greedy
 
     @property

@@ -13,17 +13,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_CACHED_ELEMENTS = 1 << 18  # on CPU a chunk and its scratch stay in the second-level cache: 5 times faster
+_CACHED_ELEMENTS = (
+    1 << 18
+)  # on CPU a chunk and its scratch stay in the second-level cache: 5 times faster
 _DEVICE_ELEMENTS = 1 << 24  # on an accelerator; bounds the scratch memory
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def row_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def row_keys(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
     """Return two 32-bit keys per row: a splitmix64 step over (seed, position)."""
     with np.errstate(over="ignore"):
-        z = _mix64(seeds + _GOLDEN)  # neighbouring seeds must not give streams that are shifted copies
+        z = _mix64(
+            seeds + _GOLDEN
+        )  # neighbouring seeds must not give streams that are shifted copies
         z = _mix64(z + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     low = (z & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (z >> np.uint64(32)).astype(np.uint32)

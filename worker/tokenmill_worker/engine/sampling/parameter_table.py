@@ -48,7 +48,9 @@ class RowTable:
         self.numbers = np.zeros((capacity, len(NUMBERS)), np.float64)
         self.counts = np.zeros((capacity, len(COUNTS)), np.int64)
         self.bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
-        self.held_back: dict[int, npt.NDArray[np.int64]] = {}  # ids that end a sequence: masked until min_tokens
+        self.held_back: dict[
+            int, npt.NDArray[np.int64]
+        ] = {}  # ids that end a sequence: masked until min_tokens
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -94,14 +96,21 @@ class RowTable:
         """
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < self.vocab_size}
         if bias:
-            self.bias[row] = (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
+            self.bias[row] = (
+                np.array(list(bias), np.int64),
+                np.array(list(bias.values()), np.float32),
+            )
         if params.min_tokens > 0:
             ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-            self.held_back[row] = np.array(sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64)
+            self.held_back[row] = np.array(
+                sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64
+            )
 
     def _traits(self, params: SamplingParams, top_k: int) -> int:
         greedy = params.temperature < GREEDY_BELOW or top_k == 1 or params.top_p == 0.0
-        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        penalised = (
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
         traits = (
             (greedy, Trait.GREEDY),
             (not greedy and (top_k < self.vocab_size or params.top_p < 1.0), Trait.TRUNCATED),

@@ -35,8 +35,12 @@ class Histories:
         self._device = device
         self._found: dict[Sequence, _History] = {}
         self._free: list[int] = []
-        self._outputs = torch.zeros((0, 0), dtype=torch.int64, device=device)  # [slots, output positions]
-        self._prompts = torch.zeros((0, 0), dtype=torch.int64, device=device)  # [slots, distinct prompt ids]
+        self._outputs = torch.zeros(
+            (0, 0), dtype=torch.int64, device=device
+        )  # [slots, output positions]
+        self._prompts = torch.zeros(
+            (0, 0), dtype=torch.int64, device=device
+        )  # [slots, distinct prompt ids]
 
     def __len__(self) -> int:
         return len(self._found)
@@ -47,9 +51,13 @@ class Histories:
             self._free.append(history.slot)
         if not self._found:  # give the memory back
             self._free = []
-            self._outputs, self._prompts = (table.new_zeros((0, 0)) for table in (self._outputs, self._prompts))
+            self._outputs, self._prompts = (
+                table.new_zeros((0, 0)) for table in (self._outputs, self._prompts)
+            )
 
-    def open(self, sequence: Sequence, position: int, draft_ids: tuple[int, ...]) -> tuple[int, int]:
+    def open(
+        self, sequence: Sequence, position: int, draft_ids: tuple[int, ...]
+    ) -> tuple[int, int]:
         """Write the history up to output position `position` (exclusive) and the drafts after it.
 
         Returns (slot, number of distinct prompt ids). After this step the positions up to and
@@ -58,7 +66,9 @@ class Histories:
         history = self._found.get(sequence)
         if history is None:
             history = self._start(sequence)
-        fresh = sequence.token_ids[sequence.num_prompt_tokens + history.known :][: max(0, position - history.known)]
+        fresh = sequence.token_ids[sequence.num_prompt_tokens + history.known :][
+            : max(0, position - history.known)
+        ]
         wanted = [*fresh, *draft_ids]
         self._outputs = _widened(self._outputs, position + len(draft_ids) + 1)
         if wanted:
@@ -91,9 +101,15 @@ class Histories:
         presence, frequency, repetition = penalties[:, :1], penalties[:, 1:2], penalties[:, 2:]
         output_ids, counted = _read(self._outputs, places.slots, places.lengths, places.longest)
         if places.repeats:
-            prompt_ids, _ = _read(self._prompts, places.slots, places.prompt_lengths, places.longest_prompt)
+            prompt_ids, _ = _read(
+                self._prompts, places.slots, places.prompt_lengths, places.longest_prompt
+            )
             # an empty history is replaced by the first prompt id; a prompt is never empty
-            output_ids = torch.where(counted, output_ids, prompt_ids[:, :1]) if places.longest else output_ids
+            output_ids = (
+                torch.where(counted, output_ids, prompt_ids[:, :1])
+                if places.longest
+                else output_ids
+            )
             _repel(part, torch.cat((prompt_ids, output_ids), dim=1), repetition)
         if places.longest:
             output_ids, _ = _read(self._outputs, places.slots, places.lengths, places.longest)
@@ -122,7 +138,9 @@ class Places:
     repeats: bool  # does any row have a repetition penalty?
 
     @classmethod
-    def build(cls, slots: Indices, lengths: Indices, prompts: Indices, repeats: bool, device: torch.device) -> Places:
+    def build(
+        cls, slots: Indices, lengths: Indices, prompts: Indices, repeats: bool, device: torch.device
+    ) -> Places:
         packed = to_device(np.stack((slots, lengths, prompts)), device)
         return cls(
             slots=packed[0],

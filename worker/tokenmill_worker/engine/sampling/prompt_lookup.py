@@ -17,7 +17,9 @@ from tokenmill_worker.engine.sequence import Sequence
 MIN_MATCH = 3
 _MAX_COMPARED = 24  # how far back a candidate's match is extended, in tokens
 _MAX_CANDIDATES = 8
-_INDEXED_PER_CALL = 2_000  # a long prompt is indexed over several steps, so that no single step is slow
+_INDEXED_PER_CALL = (
+    2_000  # a long prompt is indexed over several steps, so that no single step is slow
+)
 _LONGEST_PAUSE = 256
 
 
@@ -29,8 +31,12 @@ class NgramIndex:
     def __init__(self, size: int) -> None:
         self._size = size
         self.length = 0  # tokens indexed
-        self._latest: dict[int, int] = {}  # hash of a run → the position after its latest occurrence
-        self._earlier = array("i")  # position → the position after the run's occurrence before it, or -1
+        self._latest: dict[
+            int, int
+        ] = {}  # hash of a run → the position after its latest occurrence
+        self._earlier = array(
+            "i"
+        )  # position → the position after the run's occurrence before it, or -1
 
     def extend(self, token_ids: Seq[int], limit: int) -> None:
         """Index up to `limit` more tokens."""
@@ -61,7 +67,9 @@ class NgramIndex:
         if best < 0:
             return ()
         draft = list(token_ids[best : best + max_tokens])
-        while len(draft) < max_tokens:  # the match reaches the sequence's end: continue the repetition
+        while (
+            len(draft) < max_tokens
+        ):  # the match reaches the sequence's end: continue the repetition
             draft.append(draft[len(draft) - (end - best)])
         return tuple(draft)
 
@@ -126,7 +134,9 @@ class PromptLookup:
         came = token_ids[state.drafted_at : state.drafted_at + len(draft)]
         if not draft or not came:
             return
-        accepted = next((i for i, (a, b) in enumerate(zip(draft, came, strict=False)) if a != b), len(came))
+        accepted = next(
+            (i for i, (a, b) in enumerate(zip(draft, came, strict=False)) if a != b), len(came)
+        )
         if accepted == len(draft):
             state.budget, state.pause = min(self.max_tokens, 2 * state.budget), 1
         elif 2 * accepted >= len(draft):

@@ -19,7 +19,9 @@ from tokenmill_worker.engine.sampling.batch import Batch
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_ALLOWED = "no token is allowed here: masks and biases exclude the whole vocabulary"
 
-Finished = tuple[tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...] | None, ...], dict[int, str]]
+Finished = tuple[
+    tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...] | None, ...], dict[int, str]
+]
 
 
 class Share(msgspec.Struct, frozen=True, gc=False):
@@ -145,7 +147,11 @@ class Sampled:
                 rows = range(0)
             tokens.append(tuple(ids[row] for row in rows))
             wanted = logprobs is not None and share.params.wants_logprobs
-            scores.append(tuple(logprobs.of(row, share.params) for row in rows) if wanted and logprobs else None)
+            scores.append(
+                tuple(logprobs.of(row, share.params) for row in rows)
+                if wanted and logprobs
+                else None
+            )
         return tuple(tokens), tuple(scores), errors
 
 

@@ -66,7 +66,9 @@ class Sampler:
         self._table = RowTable(vocab_size, eos_token_ids)
         self._histories = Histories(device)
         self._grammars = Grammars(grammars)
-        self._drawer: Drawer = TorchDrawer(vocab_size, device) if kernel is None else KernelDrawer(kernel)
+        self._drawer: Drawer = (
+            TorchDrawer(vocab_size, device) if kernel is None else KernelDrawer(kernel)
+        )
         self._takes_any_dtype = takes_any_dtype
         self._cached: tuple[int, bytes, Batch] | None = None
 
@@ -99,16 +101,22 @@ class Sampler:
                 positions.extend(range(first + 1, first + drafts + 1))
         return Layout(shares, np.array(positions, np.int64), self._batch(np.array(slots, np.int64)))
 
-    def sample(self, logits: Tensor, items: Seq[ScheduledSequence], layout: Layout | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, items: Seq[ScheduledSequence], layout: Layout | None = None
+    ) -> Sampled:
         """Sample a token for each row; `layout` is that of the items, if it exists already."""
         shares, positions, batch = layout or self.lay_out(items)
         if logits.shape[0] != len(positions):
-            raise ValueError(f"{logits.shape[0]} rows of logits for items that own {len(positions)}")
+            raise ValueError(
+                f"{logits.shape[0]} rows of logits for items that own {len(positions)}"
+            )
         raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if raw.dtype != torch.float32 and (batch.is_edited or not self._takes_any_dtype):
             raw = raw.float()
         raw_logprobs = (
-            RawLogprobs.take(raw, batch.logprob_rows, batch.max_top_logprobs) if len(batch.with_logprobs) else None
+            RawLogprobs.take(raw, batch.logprob_rows, batch.max_top_logprobs)
+            if len(batch.with_logprobs)
+            else None
         )
         places = self._places(batch, items, shares, positions)
         work, errors = raw, {}
@@ -135,7 +143,11 @@ class Sampler:
     def _batch(self, slots: Indices) -> Batch:
         signature = slots.tobytes()
         if self._cached is None or self._cached[:2] != (self._table.version, signature):
-            self._cached = (self._table.version, signature, build(self._table, slots, self._drawer, self._device))
+            self._cached = (
+                self._table.version,
+                signature,
+                build(self._table, slots, self._drawer, self._device),
+            )
         return self._cached[2]
 
     # ── edits ──
@@ -150,12 +162,20 @@ class Sampler:
         prompts: list[int] = []
         for item, share in zip(items, shares, strict=True):
             if share.first in penalised:
-                slot, prompt = self._histories.open(item.sequence, int(positions[share.first]), item.draft_ids)
+                slot, prompt = self._histories.open(
+                    item.sequence, int(positions[share.first]), item.draft_ids
+                )
                 slots.extend([slot] * share.num_rows)
                 prompts.extend([prompt] * share.num_rows)
-        repeats = bool((self._table.numbers[batch.row_slots, NUMBERS.index("repetition")] != 1.0).any())
+        repeats = bool(
+            (self._table.numbers[batch.row_slots, NUMBERS.index("repetition")] != 1.0).any()
+        )
         return Places.build(
-            np.array(slots, np.int64), positions[batch.penalised], np.array(prompts, np.int64), repeats, self._device
+            np.array(slots, np.int64),
+            positions[batch.penalised],
+            np.array(prompts, np.int64),
+            repeats,
+            self._device,
         )
 
     def _edit(
@@ -168,9 +188,13 @@ class Sampler:
     ) -> dict[int, str]:
         """Apply penalties, biases, then masks, in place; return the items whose grammar failed."""
         if places is not None and batch.penalties is not None:
-            self._histories.apply(logits, to_device(batch.penalised, self._device), places, batch.penalties)
+            self._histories.apply(
+                logits, to_device(batch.penalised, self._device), places, batch.penalties
+            )
         if batch.bias is not None:
-            logits.index_put_((batch.bias.rows, batch.bias.token_ids), batch.bias.values, accumulate=True)
+            logits.index_put_(
+                (batch.bias.rows, batch.bias.token_ids), batch.bias.values, accumulate=True
+            )
         masks = self._grammars.masks(items)
         self._hold_back(logits, batch, positions, masks)
         masks.apply(logits)

@@ -40,7 +40,9 @@ class Limits:
     bounded: bool
 
     def take(self, rows: Tensor | slice) -> Limits:
-        return Limits(self.top_k[rows], self.top_p[rows], self.log_min_p[rows], self.max_top_k, self.bounded)
+        return Limits(
+            self.top_k[rows], self.top_p[rows], self.log_min_p[rows], self.max_top_k, self.bounded
+        )
 
 
 def draw(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
@@ -58,7 +60,9 @@ def draw_sorted_in_chunks(
 ) -> Tensor:
     step = max(1, max_elements // scaled.shape[1])
     parts = [slice(first, first + step) for first in range(0, scaled.shape[0], step)]
-    return torch.cat([draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary) for part in parts])
+    return torch.cat(
+        [draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary) for part in parts]
+    )
 
 
 def draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
@@ -111,7 +115,9 @@ def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min
     kept = row[row >= floor]
     mass = np.exp(kept)
     lowest = max(float(kept.min()), -_DEEPEST)
-    bins = np.minimum(kept * np.float32((_BINS - 1) / min(lowest, -1e-6)), _BINS - 1).astype(np.int64)
+    bins = np.minimum(kept * np.float32((_BINS - 1) / min(lowest, -1e-6)), _BINS - 1).astype(
+        np.int64
+    )
     reached = np.cumsum(np.bincount(bins, weights=mass, minlength=_BINS))
     target = top_p * reached[-1]
     border = min(int(np.searchsorted(reached, target)), _BINS - 1)
@@ -151,5 +157,7 @@ def _total(scaled: Tensor, floor: Tensor, values: Tensor, total: Tensor) -> Tens
     inside = values[:, -1:] < floor
     if scaled.device.type == "cpu" and bool(inside.all()):
         return total
-    whole = scaled.exp().masked_fill_(scaled < floor, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+    whole = (
+        scaled.exp().masked_fill_(scaled < floor, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+    )
     return torch.where(inside, total, whole)

@@ -74,7 +74,9 @@ class Admission:
         rows = self._config.max_num_seqs - state.num_running
         if not len(state.queue) or step.room <= 0 or (step.has_preempted and step.items):
             return
-        if (rows <= 0 and not self._may_preempt) or self._refused_at.get(max_rank) == self._situation():
+        if (rows <= 0 and not self._may_preempt) or self._refused_at.get(
+            max_rank
+        ) == self._situation():
             return
         skipped: list[Place] = []
         is_final = self._scan(step, max_rank, max(rows, 0) + self._config.max_bypass + 1, skipped)
@@ -92,7 +94,9 @@ class Admission:
         """
         head: Place | None = None
         is_final = True
-        while step.room > 0 and looks > 0 and (place := self._state.queue.pop(max_rank)) is not None:
+        while (
+            step.room > 0 and looks > 0 and (place := self._state.queue.pop(max_rank)) is not None
+        ):
             looks -= 1
             verdict = self._try_harder(step, place)
             if verdict is Verdict.ADMITTED:
@@ -100,12 +104,23 @@ class Admission:
                     head.bypassed += 1
             else:
                 skipped.append(place)
-                is_final = is_final and verdict in (Verdict.NO_BLOCKS, Verdict.NO_ROW, Verdict.NO_ADAPTER)
-                if verdict in (Verdict.NO_BLOCKS, Verdict.NO_READS, Verdict.NO_ADAPTER) and head is None:
+                is_final = is_final and verdict in (
+                    Verdict.NO_BLOCKS,
+                    Verdict.NO_ROW,
+                    Verdict.NO_ADAPTER,
+                )
+                if (
+                    verdict in (Verdict.NO_BLOCKS, Verdict.NO_READS, Verdict.NO_ADAPTER)
+                    and head is None
+                ):
                     head = place
-            if verdict is Verdict.NO_ROW or (head is not None and head.bypassed >= self._config.max_bypass):
+            if verdict is Verdict.NO_ROW or (
+                head is not None and head.bypassed >= self._config.max_bypass
+            ):
                 break
-            if place.has_taken and (verdict is not Verdict.NO_BLOCKS or self._state.kv.has_deferred):
+            if place.has_taken and (
+                verdict is not Verdict.NO_BLOCKS or self._state.kv.has_deferred
+            ):
                 break  # blocks freed for this sequence must not go to others, nor back to its victims
         return is_final and step.room > 0
 
@@ -214,7 +229,11 @@ class Admission:
         if hit is None:
             return Verdict.AWAITS
         chunk = self._chunk(step, sequence, hit.num_tokens)
-        if step.reads is not None and step.items and self._planner.read_cost(hit.num_tokens + chunk) > step.reads:
+        if (
+            step.reads is not None
+            and step.items
+            and self._planner.read_cost(hit.num_tokens + chunk) > step.reads
+        ):
             return Verdict.NO_READS
         if self._is_limited(sequence, hit.num_tokens, chunk):
             return Verdict.LIMITED
@@ -239,9 +258,13 @@ class Admission:
         return hit if hit.pending is None else None
 
     def _chunk(self, step: Step, sequence: Sequence, start: int) -> int:
-        return min(sequence.num_tokens - start, step.room, self._planner.chunk_limit(sequence, start))
+        return min(
+            sequence.num_tokens - start, step.room, self._planner.chunk_limit(sequence, start)
+        )
 
-    def _is_limited(self, sequence: Sequence, start: int, chunk: int, without: Collection[Sequence] = ()) -> bool:
+    def _is_limited(
+        self, sequence: Sequence, start: int, chunk: int, without: Collection[Sequence] = ()
+    ) -> bool:
         """Return whether a limit on concurrent prefills forbids starting.
 
         Sequences in `without` do not count. A prefill that ends within this step is never limited.
@@ -253,7 +276,10 @@ class Admission:
         prefilling = [other for other in self._state.prefilling if other not in without]
         if config.max_num_partial_prefills and len(prefilling) >= config.max_num_partial_prefills:
             return True
-        if not (config.max_long_partial_prefills and planner.threshold) or remaining <= planner.threshold:
+        if (
+            not (config.max_long_partial_prefills and planner.threshold)
+            or remaining <= planner.threshold
+        ):
             return False
         long = sum(1 for s in prefilling if self._state.places[s].is_long)
         return long >= config.max_long_partial_prefills

@@ -23,7 +23,10 @@ class Committer:
         self._state = state
         self._eos = state.eos_token_ids
         self._charges = state.config.policy is SchedulingPolicy.PRIORITY
-        self._block_size, self._tracks_every_token = state.kv.block_size, state.kv.tracks_every_token
+        self._block_size, self._tracks_every_token = (
+            state.kv.block_size,
+            state.kv.tracks_every_token,
+        )
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         """Apply the output; return one event per sequence that got tokens or ended.
@@ -52,7 +55,11 @@ class Committer:
             if samples and moves.is_counted:
                 item.sequence.num_inflight -= 1
             if output.errors and index in output.errors:
-                events.append(state.end(item.sequence, FinishReason.ERROR, output.errors[index], "engine_error"))
+                events.append(
+                    state.end(
+                        item.sequence, FinishReason.ERROR, output.errors[index], "engine_error"
+                    )
+                )
             elif samples:
                 events.append(self._take_tokens(item, tokens, logprobs))
             else:
@@ -63,7 +70,10 @@ class Committer:
         return events
 
     def _take_tokens(
-        self, item: ScheduledSequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None
+        self,
+        item: ScheduledSequence,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
     ) -> TokenEvent:
         """Append sampled tokens, commit the computed positions, and finish the sequence at its end."""
         state, sequence = self._state, item.sequence
@@ -75,7 +85,11 @@ class Committer:
             ids.append(token)
             count += 1
             num_output = len(ids) - sequence.num_prompt_tokens
-            if token in self._eos or num_output >= sequence.max_tokens or sequence.params.stop_token_ids:
+            if (
+                token in self._eos
+                or num_output >= sequence.max_tokens
+                or sequence.params.stop_token_ids
+            ):
                 reason = self._end_of(sequence, token, num_output)
                 if reason is not None:
                     break
@@ -135,7 +149,9 @@ class Committer:
         for item in plan.scheduled:
             if item.sequence.epoch == item.epoch:
                 self._roll_back(item.sequence)
-        for sequence in moves.arrived:  # this step's copies fill its blocks, whatever was planned since
+        for (
+            sequence
+        ) in moves.arrived:  # this step's copies fill its blocks, whatever was planned since
             if sequence.status in (PREFILLING, DECODING):
                 state.reset(sequence)
         for sequence in moves.offloaded:

@@ -20,7 +20,9 @@ class Counters:
     finished: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in _NAMES}  # asdict copies deeply: too slow for every step
+        return {
+            name: getattr(self, name) for name in _NAMES
+        }  # asdict copies deeply: too slow for every step
 
 
 _NAMES = tuple(field.name for field in fields(Counters))

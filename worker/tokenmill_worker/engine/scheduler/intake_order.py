@@ -16,6 +16,8 @@ def for_prefix_hits(sequences: list[Sequence], block_size: int) -> list[Sequence
     ordered: list[Sequence] = []
     for group in groups.values():
         if len(group) > 1:
-            group.sort(key=lambda sequence: sequence.token_ids, reverse=True)  # stable: choices keep their order
+            group.sort(
+                key=lambda sequence: sequence.token_ids, reverse=True
+            )  # stable: choices keep their order
         ordered += group
     return ordered

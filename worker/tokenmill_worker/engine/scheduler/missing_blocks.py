@@ -23,7 +23,9 @@ class MissingBlocks:
     def __init__(self, kv: KVManager, sequence: Sequence, num_computed: int) -> None:
         groups = range(len(kv.pools))
         self._kv = kv
-        self._gone: list[Counter[int]] = [Counter() for _ in groups]  # block → how many preempted sequences hold it
+        self._gone: list[Counter[int]] = [
+            Counter() for _ in groups
+        ]  # block → how many preempted sequences hold it
         self._shared = [_shared(kv, group, sequence, num_computed) for group in groups]
         self._missing = [self._lacks(group, sequence, num_computed) for group in groups]
 
@@ -38,7 +40,9 @@ class MissingBlocks:
 
         Blocks shared with the waiting sequence stay in use and free nothing.
         """
-        for group, (pool, table) in enumerate(zip(self._kv.pools, sequence.block_tables, strict=True)):
+        for group, (pool, table) in enumerate(
+            zip(self._kv.pools, sequence.block_tables, strict=True)
+        ):
             gone, shared = self._gone[group], self._shared[group]
             for block in table:
                 if block == NULL_BLOCK or block in shared:

@@ -31,7 +31,9 @@ class Planner:
     results.
     """
 
-    def __init__(self, state: State, proposer: Proposer | None, ageing_s: float, pace: Pace) -> None:
+    def __init__(
+        self, state: State, proposer: Proposer | None, ageing_s: float, pace: Pace
+    ) -> None:
         self._state = state
         self._pace = pace
         self._config = state.config
@@ -46,7 +48,9 @@ class Planner:
         }
         self._fill = phases[self._config.policy]
         windows = state.kv.windows
-        self._widest = None if None in windows else max(window for window in windows if window is not None)
+        self._widest = (
+            None if None in windows else max(window for window in windows if window is not None)
+        )
         self.threshold = self._config.long_prefill_token_threshold
         if not self.threshold and self._config.max_num_partial_prefills > 1:
             self.threshold = max(1, int(state.max_model_len * 0.04))
@@ -68,7 +72,9 @@ class Planner:
             step.only = frozenset(only)
             self._fill_only(step, only)
         moves = state.kv.tier.take_moves()
-        plan = StepPlan(step.step_id, tuple(step.items), tuple(moves.swap_out), tuple(moves.swap_in))
+        plan = StepPlan(
+            step.step_id, tuple(step.items), tuple(moves.swap_out), tuple(moves.swap_in)
+        )
         if not plan.is_empty:
             state.launch(plan, moves)
         return plan
@@ -94,7 +100,9 @@ class Planner:
         none. Decodes take turns anyway; only bulk decodes, which are scheduled after all others,
         are remembered.
         """
-        if step.favoured is not None or not (sequence.status is PREFILLING or self._is_held_back(sequence)):
+        if step.favoured is not None or not (
+            sequence.status is PREFILLING or self._is_held_back(sequence)
+        ):
             return
         first = self._stood_back
         if first is None or sequence.last_step < first.last_step:
@@ -130,7 +138,9 @@ class Planner:
         if self._pace.is_kept:
             bulk = [sequence for sequence in decodes if sequence.priority >= BULK]
             bulk_prefills = [entry for entry in prefills if entry[1].priority >= BULK]
-            step.reserve = min(MIN_TOKENS if bulk_prefills else len(bulk), MIN_TOKENS, step.tokens // 8)
+            step.reserve = min(
+                MIN_TOKENS if bulk_prefills else len(bulk), MIN_TOKENS, step.tokens // 8
+            )
             self._decodes(step, [sequence for sequence in decodes if sequence.priority < BULK])
             self._prefills_by_class(step, [entry for entry in prefills if entry[1].priority < BULK])
             if state.queue.num_below(BULK):
@@ -148,7 +158,9 @@ class Planner:
         ranked = []
         for sequence in self._state.prefilling:
             place = self._state.places[sequence]
-            ranked.append((max(0, place.rank - int((now - place.since) / self._ageing_s)), sequence))
+            ranked.append(
+                (max(0, place.rank - int((now - place.since) / self._ageing_s)), sequence)
+            )
         ranked.sort(key=lambda entry: entry[0])
         return ranked
 
@@ -164,7 +176,9 @@ class Planner:
         room = self._pace.room_at(now, others)
         return 0 if room is None else max(0, step.tokens - room)
 
-    def _prefills_by_class(self, step: Step, ranked: list[tuple[int, Sequence]], admitted_below: int = 0) -> None:
+    def _prefills_by_class(
+        self, step: Step, ranked: list[tuple[int, Sequence]], admitted_below: int = 0
+    ) -> None:
         """Schedule running prefills by rank; before each rank, admit waiting sequences of better ranks.
 
         Waiting sequences of ranks below `admitted_below` were already tried in this step.
@@ -176,7 +190,9 @@ class Planner:
             self._running_prefills(step, [sequence], max_rank=rank)
 
     def _fill_only(self, step: Step, only: Collection[Sequence]) -> None:
-        waiting = [s for s in only if s in self._state.places and s.status not in (DECODING, PREFILLING)]
+        waiting = [
+            s for s in only if s in self._state.places and s.status not in (DECODING, PREFILLING)
+        ]
         self._decodes(step, [s for s in only if s.status is DECODING])
         self._prefills(step, [s for s in only if s.status is PREFILLING])
         for sequence in waiting:
@@ -202,14 +218,22 @@ class Planner:
                 known += sequence.num_inflight
                 if known - sequence.num_prompt_tokens >= sequence.max_tokens:
                     continue  # a step in flight samples its last token
-            if fast and known - start == 1 and known <= sequence.num_slots and not step.has_preempted:
+            if (
+                fast
+                and known - start == 1
+                and known <= sequence.num_slots
+                and not step.has_preempted
+            ):
                 append(ScheduledSequence(sequence, start, 1, True, (), sequence.epoch))
                 sequence.num_computed_tokens = known
                 sequence.last_step = step_id
                 left -= 1
             elif sequence.status is DECODING and sequence is not step.favoured:
                 step.tokens = left + step.reserve
-                if not self.schedule(step, sequence, num_after=len(decodes) - index - 1) and step.reads is not None:
+                if (
+                    not self.schedule(step, sequence, num_after=len(decodes) - index - 1)
+                    and step.reads is not None
+                ):
                     starved = starved or sequence
                 left = step.room
         step.tokens = left + step.reserve
@@ -222,7 +246,9 @@ class Planner:
             index = decoding.index(first)
             decoding[:] = decoding[index:] + decoding[:index]
 
-    def _running_prefills(self, step: Step, prefills: list[Sequence], max_rank: int | None = None) -> None:
+    def _running_prefills(
+        self, step: Step, prefills: list[Sequence], max_rank: int | None = None
+    ) -> None:
         """Schedule chunks of running prefills; reserve room for short prompts that wait behind them."""
         for_short = self._admission.short_waiting(step, max_rank) if prefills else 0
         step.reserve += for_short
@@ -250,7 +276,9 @@ class Planner:
     def read_cost(self, end: int) -> int:
         return end if self._widest is None else min(end, self._widest)
 
-    def schedule(self, step: Step, sequence: Sequence, num_after: int = 0, may_preempt: bool = True) -> bool:
+    def schedule(
+        self, step: Step, sequence: Sequence, num_after: int = 0, may_preempt: bool = True
+    ) -> bool:
         """Schedule as many tokens of a running sequence as the budgets allow.
 
         Drafts leave one token for each of `num_after` other sequences. Return False if the sequence
@@ -285,7 +313,11 @@ class Planner:
 
     def _drafts(self, step: Step, sequence: Sequence, num_after: int) -> tuple[int, ...]:
         """Return proposed tokens, limited by budget, answer length and free blocks."""
-        if self._proposer is None or not sequence.params.speculate or sequence.status is not DECODING:
+        if (
+            self._proposer is None
+            or not sequence.params.speculate
+            or sequence.status is not DECODING
+        ):
             return ()
         known = sequence.num_tokens
         room = min(step.room - 1 - num_after, sequence.max_tokens - sequence.num_output_tokens - 1)

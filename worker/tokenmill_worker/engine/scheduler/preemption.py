@@ -17,7 +17,9 @@ from tokenmill_worker.engine.scheduler.queues import Place
 from tokenmill_worker.engine.sequence import Sequence
 
 PROTECTED_AFTER = 4
-PREEMPTING_GAP = 2  # least difference in class between a sequence and its victims: interactive over bulk
+PREEMPTING_GAP = (
+    2  # least difference in class between a sequence and its victims: interactive over bulk
+)
 
 Rule = Literal["least_wasted", "newest", "oldest"]
 _Key = tuple[int, bool, int, int]
@@ -54,14 +56,18 @@ def yields_to_urgent(sequence: Sequence) -> bool:
     return sequence.priority >= PREEMPTING_GAP and not is_protected(sequence)
 
 
-def victims_first(candidates: Iterable[Sequence], places: dict[Sequence, Place], rule: Rule) -> list[Sequence]:
+def victims_first(
+    candidates: Iterable[Sequence], places: dict[Sequence, Place], rule: Rule
+) -> list[Sequence]:
     """Sort the candidates; the first to be preempted comes first."""
     by_rule = _RULES[rule]
 
     def key(sequence: Sequence) -> _Key:
         place = places[sequence]
         protected = is_protected(sequence)
-        first, second = _newest(sequence, place.ticket) if protected else by_rule(sequence, place.ticket)
+        first, second = (
+            _newest(sequence, place.ticket) if protected else by_rule(sequence, place.ticket)
+        )
         return place.rank, not protected, first, second
 
     return sorted(candidates, key=key, reverse=True)

@@ -30,7 +30,9 @@ class Place:
     since: float  # when it entered its present rank
     queued: bool = False
     bypassed: int = 0
-    awaited: tuple[int, bytes] | None = None  # (group, hash) of a shared block that a running step fills
+    awaited: tuple[int, bytes] | None = (
+        None  # (group, hash) of a shared block that a running step fills
+    )
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
     has_taken: bool = False  # others were preempted for it and it has not started yet
@@ -123,7 +125,9 @@ class _Class:
     """
 
     tenants: dict[str, list[tuple[float, int, Place]]] = field(default_factory=dict)
-    order: list[tuple[int, str]] = field(default_factory=list)  # (tokens served when pushed: a lower bound, tenant)
+    order: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (tokens served when pushed: a lower bound, tenant)
     entered: deque[tuple[float, Place]] = field(default_factory=deque)  # by `since`, for ageing
     live: int = 0
 
@@ -168,7 +172,11 @@ class PriorityQueue:
             one.tenants[tenant] = []
             served = self._served[tenant] = max(self._served.get(tenant, 0), self._level)
             heapq.heappush(one.order, (served, tenant))
-        due = place.arrived_at + 4 * self._ageing_s if sequence.deadline is None else sequence.deadline
+        due = (
+            place.arrived_at + 4 * self._ageing_s
+            if sequence.deadline is None
+            else sequence.deadline
+        )
         heapq.heappush(one.tenants[tenant], (due, place.ticket, place))
 
     def pop(self, max_rank: int | None = None) -> Place | None:
@@ -231,13 +239,19 @@ class PriorityQueue:
         self._served[tenant] = self._served.get(tenant, self._level) + tokens
         if len(self._served) > 10_000:  # tenants at or below the level restart at the level anyway
             waiting = {name for one in self._classes.values() for name in one.tenants}
-            self._served = {k: v for k, v in self._served.items() if v > self._level or k in waiting}
+            self._served = {
+                k: v for k, v in self._served.items() if v > self._level or k in waiting
+            }
 
     def _compact(self) -> None:
         """Remove entries of sequences that left; their number has paid for the walk."""
         self._stale = 0
         for rank, one in self._classes.items():
-            one.entered = deque(e for e in one.entered if e[1].queued and e[1].rank == rank and e[1].since == e[0])
+            one.entered = deque(
+                e for e in one.entered if e[1].queued and e[1].rank == rank and e[1].since == e[0]
+            )
             for waiting in one.tenants.values():
-                waiting[:] = [entry for entry in waiting if entry[2].queued and entry[2].rank == rank]
+                waiting[:] = [
+                    entry for entry in waiting if entry[2].queued and entry[2].rank == rank
+                ]
                 heapq.heapify(waiting)

@@ -23,7 +23,13 @@ from tokenmill_worker.engine.scheduler.queues import FifoQueue, PriorityQueue, W
 from tokenmill_worker.engine.scheduler.state import OFFLOADED, WAITING, State
 from tokenmill_worker.engine.scheduler.step_time import Pace
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
-from tokenmill_worker.engine.types import Capacity, EngineStats, RequestError, SchedulingPolicy, TokenEvent
+from tokenmill_worker.engine.types import (
+    Capacity,
+    EngineStats,
+    RequestError,
+    SchedulingPolicy,
+    TokenEvent,
+)
 
 
 class Scheduler:
@@ -52,8 +58,12 @@ class Scheduler:
             safety_margin=config.safety_margin,
         )
         # A sequence's last token needs no slot: it is never computed.
-        self.max_model_len = max_model_len = min(max_model_len, self.kv.max_tokens_alone(max_model_len) + 1)
-        queue: WaitingQueue = PriorityQueue(ageing_s) if config.policy is SchedulingPolicy.PRIORITY else FifoQueue()
+        self.max_model_len = max_model_len = min(
+            max_model_len, self.kv.max_tokens_alone(max_model_len) + 1
+        )
+        queue: WaitingQueue = (
+            PriorityQueue(ageing_s) if config.policy is SchedulingPolicy.PRIORITY else FifoQueue()
+        )
         self._state = State(
             config=config,
             kv=self.kv,
@@ -71,7 +81,9 @@ class Scheduler:
             deadlines=[],
             counters=Counters(),
         )
-        self._pace = Pace(config.bulk_slowdown if config.policy is SchedulingPolicy.PRIORITY else None)
+        self._pace = Pace(
+            config.bulk_slowdown if config.policy is SchedulingPolicy.PRIORITY else None
+        )
         self._planner = Planner(self._state, proposer, ageing_s, self._pace)
         self._planned_at: dict[int, float] = {}
         self._committed_at = 0.0
@@ -91,7 +103,9 @@ class Scheduler:
             if sequence.request_id in state.requests:
                 raise RequestError(f"request id {sequence.request_id!r} is already in use")
         if len(state.queue) + len(sequences) > self.config.max_waiting:
-            raise RequestError(f"the engine has {len(state.queue)} waiting requests already", code="engine_error")
+            raise RequestError(
+                f"the engine has {len(state.queue)} waiting requests already", code="engine_error"
+            )
         now = state.clock()
         for sequence in for_prefix_hits(sequences, self.kv.block_size):
             state.enter(sequence, now)
@@ -116,12 +130,18 @@ class Scheduler:
             )
         sequence.max_tokens = min(wanted, room)
 
-    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> list[TokenEvent]:
+    def cancel(
+        self, request_id: str, reason: FinishReason, choice: int | None = None
+    ) -> list[TokenEvent]:
         """End a request, or one choice of it, in any state.
 
         Return no events if it is unknown or has ended.
         """
-        found = [s for s in self._state.requests.get(request_id, ()) if choice is None or s.choice == choice]
+        found = [
+            s
+            for s in self._state.requests.get(request_id, ())
+            if choice is None or s.choice == choice
+        ]
         return [self._state.end(sequence, reason) for sequence in found]
 
     def fail(self, sequence: Sequence, message: str) -> list[TokenEvent]:
@@ -168,7 +188,9 @@ class Scheduler:
         table = [NULL_BLOCK] * (length // self.kv.block_size + 1)
         tables = [list(table) for _ in self.kv.pools]
         params = SamplingParams(temperature=0.0)
-        sequence = Sequence("probe", [0] * length, length, params, max_tokens=1, block_tables=tables)
+        sequence = Sequence(
+            "probe", [0] * length, length, params, max_tokens=1, block_tables=tables
+        )
         return StepPlan(0, (ScheduledSequence(sequence, 0, length, True),))
 
     def is_in_flight(self, plan: StepPlan) -> bool:

@@ -26,7 +26,11 @@ from tokenmill_worker.engine.scheduler.queues import Place, WaitingQueue
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 from tokenmill_worker.engine.types import TokenEvent
 
-WAITING, PREFILLING, DECODING = SequenceStatus.WAITING, SequenceStatus.PREFILLING, SequenceStatus.DECODING
+WAITING, PREFILLING, DECODING = (
+    SequenceStatus.WAITING,
+    SequenceStatus.PREFILLING,
+    SequenceStatus.DECODING,
+)
 OFFLOADED, FINISHED = SequenceStatus.OFFLOADED, SequenceStatus.FINISHED
 
 
@@ -71,7 +75,11 @@ class State:
         """
         if not sequence.adapter:
             return True
-        adapters = self.adapters - Counter(other.adapter for other in without) if without else self.adapters
+        adapters = (
+            self.adapters - Counter(other.adapter for other in without)
+            if without
+            else self.adapters
+        )
         return sequence.adapter in adapters or len(adapters) < self.config.max_loras
 
     def enter(self, sequence: Sequence, now: float) -> None:
@@ -213,12 +221,18 @@ class State:
         """
         self.num_over += 1
         if self.num_over > 64 + len(self.deadlines) // 2:
-            self.deadlines[:] = [entry for entry in self.deadlines if entry[2].status is not FINISHED]
+            self.deadlines[:] = [
+                entry for entry in self.deadlines if entry[2].status is not FINISHED
+            ]
             heapq.heapify(self.deadlines)
             self.num_over = 0
 
     def end(
-        self, sequence: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        code: str | None = None,
     ) -> TokenEvent:
         """Finish a sequence without a token and return the event."""
         self.finish(sequence, reason)

@@ -21,18 +21,24 @@ class Step:
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
-    favoured: Sequence | None = None  # scheduled first: the previous step had too few reads left for it
+    favoured: Sequence | None = (
+        None  # scheduled first: the previous step had too few reads left for it
+    )
     only: frozenset[Sequence] | None = None
 
     @property
     def room(self) -> int:
         return self.tokens - self.reserve
 
-    def add(self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()) -> None:
+    def add(
+        self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()
+    ) -> None:
         """Schedule the sequence up to position `end`, then its drafts; its counter advances at once."""
         start = sequence.num_computed_tokens
         num_tokens = end - start + len(draft_ids)
-        self.items.append(ScheduledSequence(sequence, start, num_tokens, samples, draft_ids, sequence.epoch))
+        self.items.append(
+            ScheduledSequence(sequence, start, num_tokens, samples, draft_ids, sequence.epoch)
+        )
         sequence.num_computed_tokens = start + num_tokens
         sequence.last_step = self.step_id
         self.tokens -= num_tokens

@@ -16,12 +16,18 @@ MIN_TOKENS: Final = 4  # bulk tokens of every step, whatever they cost, so that 
 FIRST_TOKENS: Final = 64  # most bulk tokens of a step while no step was measured
 RECENT_S: Final = 60.0  # bulk steps stay short for so long after urgent work: more may arrive
 SHORT_S: Final = 0.02  # steps this short stream tokens faster than anyone reads
-ALONE_S: Final = 0.25  # limit of a bulk step, unless a shared step takes longer; new arrivals wait for its end
-_ALONE: Final = 2.0  # for RECENT_S: a bulk step lasts at most this many times a step shared with one token
+ALONE_S: Final = (
+    0.25  # limit of a bulk step, unless a shared step takes longer; new arrivals wait for its end
+)
+_ALONE: Final = (
+    2.0  # for RECENT_S: a bulk step lasts at most this many times a step shared with one token
+)
 _NEW: Final = 0.1  # weight of a new step in the average of its size
 _ODD: Final = 4.0  # steps longer than this many times their size's average are cut to it: disturbed
 _FEW: Final = 4  # steps of a size before outliers are cut
-_FURTHER: Final = 4  # a step may be this many times the largest seen, if the line predicts it is short
+_FURTHER: Final = (
+    4  # a step may be this many times the largest seen, if the line predicts it is short
+)
 
 
 class Pace:
@@ -32,7 +38,9 @@ class Pace:
 
     def __init__(self, slowdown: float | None) -> None:
         self._slowdown = slowdown
-        self._sizes: dict[int, tuple[int, float, float]] = {}  # bits of the tokens → (steps, tokens, seconds)
+        self._sizes: dict[
+            int, tuple[int, float, float]
+        ] = {}  # bits of the tokens → (steps, tokens, seconds)
         self._urgent_at = float("-inf")
 
     @property
@@ -48,7 +56,11 @@ class Pace:
         if count >= _FEW:
             seconds = min(seconds, _ODD * usual)
         part = max(_NEW, 1.0 / (count + 1))
-        self._sizes[size] = count + 1, tokens + part * (num_tokens - tokens), usual + part * (seconds - usual)
+        self._sizes[size] = (
+            count + 1,
+            tokens + part * (num_tokens - tokens),
+            usual + part * (seconds - usual),
+        )
 
     def room_at(self, now: float, num_tokens: int) -> int | None:
         """Return how many bulk tokens a step may carry beside `num_tokens` others; None: no limit.
@@ -113,4 +125,8 @@ def _tokens_within(curve: list[tuple[float, float]], limit: float, at_least: int
             return left + (limit - low) * (right - left) / (high - low)
     (left, low), (right, high) = curve[-2:]  # every size seen is short enough
     further = _FURTHER * right
-    return further if high <= low else min(further, right + (limit - high) * (right - left) / (high - low))
+    return (
+        further
+        if high <= low
+        else min(further, right + (limit - high) * (right - left) / (high - low))
+    )

@@ -24,7 +24,9 @@ _NOT_PUBLIC: Final = tuple(
         "3fff::/20", "5f00::/16", "fec0::/10",
     )
 )  # fmt: skip
-_PUBLIC: Final = tuple(ipaddress.ip_address(text) for text in ("192.0.0.9", "192.0.0.10"))  # anycast: PCP, TURN
+_PUBLIC: Final = tuple(
+    ipaddress.ip_address(text) for text in ("192.0.0.9", "192.0.0.10")
+)  # anycast: PCP, TURN
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -77,7 +79,9 @@ def _is_public(address: Address) -> bool:
 def _carried(address: Address) -> list[Address]:
     if isinstance(address, ipaddress.IPv4Address):
         return []
-    carried: list[Address] = [one for one in (address.ipv4_mapped, address.sixtofour) if one is not None]
+    carried: list[Address] = [
+        one for one in (address.ipv4_mapped, address.sixtofour) if one is not None
+    ]
     if address.teredo is not None:
         carried += address.teredo
     if address in _NAT64:

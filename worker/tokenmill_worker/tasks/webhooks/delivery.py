@@ -53,7 +53,12 @@ class Courier:
     """Delivers the messages of the outbox. `clock` gives Unix seconds."""
 
     def __init__(
-        self, outbox: Outbox, sender: Sender, secret: str, retries: Retries, clock: Callable[[], float] = time.time
+        self,
+        outbox: Outbox,
+        sender: Sender,
+        secret: str,
+        retries: Retries,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._outbox = outbox
         self._sender = sender
@@ -67,7 +72,10 @@ class Courier:
         if not self._secret:
             waiting = self._outbox.counts()["pending"]
             if waiting:
-                log.error("%d webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set, and none is sent unsigned", waiting)
+                log.error(
+                    "%d webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set, and none is sent unsigned",
+                    waiting,
+                )
             return []
         return self._outbox.claim(self._now_ms())
 
@@ -100,12 +108,18 @@ class Courier:
             "User-Agent": "tokenmill",
             "webhook-id": attempt.id,
             "webhook-timestamp": str(sent_at),
-            "webhook-signature": sign(attempt.id, sent_at, body, tenant_secret(self._secret, attempt.notice["tenant"])),
+            "webhook-signature": sign(
+                attempt.id, sent_at, body, tenant_secret(self._secret, attempt.notice["tenant"])
+            ),
         }
         return self._sender.post(attempt.notice["url"], body, headers)
 
-    def _failed(self, attempt: Attempt, error: str, reply: Reply | None, *, is_final: bool = False) -> str:
-        delay_s = self._retries.delay_s(attempt.number, self._rng, reply.retry_after_s if reply else None)
+    def _failed(
+        self, attempt: Attempt, error: str, reply: Reply | None, *, is_final: bool = False
+    ) -> str:
+        delay_s = self._retries.delay_s(
+            attempt.number, self._rng, reply.retry_after_s if reply else None
+        )
         due_ms = None if is_final else self._now_ms() + round(delay_s * 1000)
         log.warning("webhook %s, try %d: %s", attempt.id, attempt.number, error)
         self._outbox.failed(attempt, error, reply.status if reply else None, due_ms)
@@ -127,14 +141,18 @@ def event_of(attempt: Attempt) -> WebhookEvent:
         tenant=notice["tenant"],
         choices=_choices(job),
         usage=_usage(attempt.usage),
-        error=JobError(job["error_code"], job["error_message"] or "") if job.get("error_code") else None,
+        error=JobError(job["error_code"], job["error_message"] or "")
+        if job.get("error_code")
+        else None,
         attempt=job.get("attempts", 0),
         created_ms=job.get("created_ms", 0),
         started_ms=job.get("started_ms", 0),
         finished_ms=notice["ended_ms"],
         metadata=dict(job.get("metadata") or {}),
     )
-    return WebhookEvent(type=notice["event"], timestamp=moment.isoformat().replace("+00:00", "Z"), data=data)
+    return WebhookEvent(
+        type=notice["event"], timestamp=moment.isoformat().replace("+00:00", "Z"), data=data
+    )
 
 
 def _choices(job: Mapping[str, Any]) -> tuple[WebhookChoice, ...] | None:
@@ -147,8 +165,13 @@ def _choices(job: Mapping[str, Any]) -> tuple[WebhookChoice, ...] | None:
         return (WebhookChoice(index=0, text=job["text"] or "", finish_reason=reason),)
     if sum(len(choice.text.encode()) for choice in choices) > MAX_TEXT_BYTES:
         return None
-    return tuple(WebhookChoice(index=one.index, text=one.text, finish_reason=one.finish_reason) for one in choices)
+    return tuple(
+        WebhookChoice(index=one.index, text=one.text, finish_reason=one.finish_reason)
+        for one in choices
+    )
 
 
 def _usage(row: Mapping[str, Any] | None) -> Usage | None:
-    return Usage(**{name: row[name] for name in Usage.__struct_fields__}) if row is not None else None
+    return (
+        Usage(**{name: row[name] for name in Usage.__struct_fields__}) if row is not None else None
+    )

@@ -53,7 +53,9 @@ class Sender:
     (tests have their own).
     """
 
-    def __init__(self, timeout_s: float, allowed: Sequence[Network] = (), tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, timeout_s: float, allowed: Sequence[Network] = (), tls: ssl.SSLContext | None = None
+    ) -> None:
         self._timeout_s = timeout_s
         self._allowed = tuple(allowed)
         self._tls = tls or ssl.create_default_context()
@@ -76,7 +78,12 @@ class Sender:
             raise SendFailed(f"{redacted_url(url)}: {error or type(error).__name__}") from error
 
     def _post(
-        self, target: _Target, addresses: Sequence[str], deadline: _Deadline, body: bytes, headers: Mapping[str, str]
+        self,
+        target: _Target,
+        addresses: Sequence[str],
+        deadline: _Deadline,
+        body: bytes,
+        headers: Mapping[str, str],
     ) -> Reply:
         connection = http.client.HTTPConnection(target.host, target.port, timeout=self._timeout_s)
         connection.auto_open = 0  # only the socket connected below is used
@@ -84,7 +91,9 @@ class Sender:
             connection.sock = self._dial(addresses, target.port, deadline)
             if target.is_tls:  # the certificate must match the host name
                 connection.sock = deadline.watch(
-                    self._tls.wrap_socket(connection.sock, server_hostname=target.host, do_handshake_on_connect=False)
+                    self._tls.wrap_socket(
+                        connection.sock, server_hostname=target.host, do_handshake_on_connect=False
+                    )
                 )
                 connection.sock.do_handshake()
             return _exchange(connection, target, body, headers)
@@ -125,7 +134,9 @@ class _Target:
         if not is_known or not parts.hostname:
             raise ValueError("is no http or https URL")
         host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode()
-        path = quote(parts.path or "/", safe=_SAFE) + (f"?{quote(parts.query, safe=_SAFE)}" if parts.query else "")
+        path = quote(parts.path or "/", safe=_SAFE) + (
+            f"?{quote(parts.query, safe=_SAFE)}" if parts.query else ""
+        )
         shown = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
         login = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
         basic = f"Basic {base64.b64encode(login.encode()).decode()}" if parts.username else None
@@ -158,7 +169,9 @@ def _seconds(value: str | None) -> float | None:
         return float(value) if len(value) < 9 else None
     try:
         moment = parsedate_to_datetime(value)
-        return max(0.0, (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - time.time())
+        return max(
+            0.0, (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - time.time()
+        )
     except (ValueError, OverflowError):
         return None
 
@@ -187,7 +200,9 @@ class _Deadline:
     def _shut(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # below TLS, which another thread is using
+                socket.socket.shutdown(
+                    self._sock, socket.SHUT_RDWR
+                )  # below TLS, which another thread is using
 
     def __enter__(self) -> Self:
         self._timer.start()

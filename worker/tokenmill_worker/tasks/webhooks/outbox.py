@@ -23,7 +23,9 @@ from sqlalchemy.engine import Connection
 from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_schemas.webhook import redacted_url
 
-CLAIM_MS: Final = 300_000  # longer than any claimed message waits for a free thread, see MAX_IN_FLIGHT
+CLAIM_MS: Final = (
+    300_000  # longer than any claimed message waits for a free thread, see MAX_IN_FLIGHT
+)
 MAX_IN_FLIGHT: Final = 64
 MAX_OF_TENANT: Final = 48  # keeps room for other tenants while one tenant's hosts hang
 MAX_ERROR_CHARS: Final = 500
@@ -78,7 +80,9 @@ class Outbox:
                 return []
             taken = connection.execute(
                 update(webhooks)
-                .where(webhooks.c.id.in_(wanted), _is_due(now_ms))  # not claimed by another process meanwhile
+                .where(
+                    webhooks.c.id.in_(wanted), _is_due(now_ms)
+                )  # not claimed by another process meanwhile
                 .values(state="sending", due_ms=until_ms)
                 .returning(webhooks.c.id)
             )
@@ -91,11 +95,15 @@ class Outbox:
         died = and_(webhooks.c.state == "sending", webhooks.c.due_ms <= now_ms)
         reason = func.coalesce(webhooks.c.last_error, "each process that tried it died")
         spent = webhooks.c.attempts >= self._max_attempts
-        connection.execute(update(webhooks).where(died, spent).values(state="dead", last_error=reason))
+        connection.execute(
+            update(webhooks).where(died, spent).values(state="dead", last_error=reason)
+        )
 
     def _choose(self, connection: Connection, now_ms: int) -> list[str]:
         columns = (webhooks.c.tenant, webhooks.c.host)
-        flying = select(*columns, func.count()).where(webhooks.c.state == "sending", webhooks.c.due_ms > now_ms)
+        flying = select(*columns, func.count()).where(
+            webhooks.c.state == "sending", webhooks.c.due_ms > now_ms
+        )
         of_tenant: Counter[str] = Counter()
         of_host: Counter[str] = Counter()
         for tenant, host, count in connection.execute(flying.group_by(*columns)):
@@ -117,8 +125,14 @@ class Outbox:
         """
         order = webhooks.c.due_ms
         place = func.row_number().over(partition_by=webhooks.c.host, order_by=order).label("place")
-        due = select(webhooks.c.id, webhooks.c.tenant, webhooks.c.host, order, place).where(_is_due(now_ms)).subquery()
-        turn = func.row_number().over(partition_by=due.c.tenant, order_by=due.c.due_ms).label("turn")
+        due = (
+            select(webhooks.c.id, webhooks.c.tenant, webhooks.c.host, order, place)
+            .where(_is_due(now_ms))
+            .subquery()
+        )
+        turn = (
+            func.row_number().over(partition_by=due.c.tenant, order_by=due.c.due_ms).label("turn")
+        )
         few = select(due, turn).where(due.c.place <= self._per_host).subquery()
         in_turn = select(few.c.id, few.c.tenant, few.c.host).where(few.c.turn <= 4 * MAX_IN_FLIGHT)
         return in_turn.order_by(few.c.turn, few.c.due_ms).limit(16 * MAX_IN_FLIGHT)
@@ -130,7 +144,11 @@ class Outbox:
         with self._engine.begin() as connection:
             begun = connection.execute(
                 update(webhooks)
-                .where(webhooks.c.id == claim.id, webhooks.c.state == "sending", webhooks.c.due_ms == claim.until_ms)
+                .where(
+                    webhooks.c.id == claim.id,
+                    webhooks.c.state == "sending",
+                    webhooks.c.due_ms == claim.until_ms,
+                )
                 .values(attempts=webhooks.c.attempts + 1, due_ms=now_ms + CLAIM_MS)
                 .returning(webhooks)
             )
@@ -147,7 +165,14 @@ class Outbox:
     def delivered(self, attempt: Attempt, status: int, now_ms: int) -> None:
         """Record a delivery, and remove the secrets from the URL: they are not needed any more."""
         shown = redacted_url(attempt.notice["url"])
-        self._end(attempt, state="delivered", delivered_ms=now_ms, last_status=status, last_error=None, url=shown)
+        self._end(
+            attempt,
+            state="delivered",
+            delivered_ms=now_ms,
+            last_status=status,
+            last_error=None,
+            url=shown,
+        )
 
     def failed(self, attempt: Attempt, error: str, status: int | None, due_ms: int | None) -> None:
         """Record a failed try. `due_ms`: the next try; None makes the message dead at once."""
@@ -160,7 +185,9 @@ class Outbox:
             connection.execute(_of(attempt.id, attempt.number).values(**values))
 
     def standing(self, now_ms: int) -> Standing:
-        due = select(func.min(webhooks.c.due_ms)).where(webhooks.c.state == "pending", webhooks.c.due_ms <= now_ms)
+        due = select(func.min(webhooks.c.due_ms)).where(
+            webhooks.c.state == "pending", webhooks.c.due_ms <= now_ms
+        )
         with self._engine.connect() as connection:
             oldest = connection.scalar(due)
         return Standing(self.counts(), (now_ms - oldest) / 1000 if oldest is not None else 0.0)
@@ -168,10 +195,16 @@ class Outbox:
     def counts(self) -> dict[str, int]:
         """Return how many messages are pending, are being sent, or are dead."""
         statement = select(
-            *(func.count(case((webhooks.c.state == name, 1))).label(name) for name in ("pending", "sending", "dead"))
+            *(
+                func.count(case((webhooks.c.state == name, 1))).label(name)
+                for name in ("pending", "sending", "dead")
+            )
         ).where(webhooks.c.state.in_(("pending", "sending", "dead")))
         with self._engine.connect() as connection:
-            return {name: int(count) for name, count in connection.execute(statement).mappings().one().items()}
+            return {
+                name: int(count)
+                for name, count in connection.execute(statement).mappings().one().items()
+            }
 
 
 def _is_due(now_ms: int) -> Any:

@@ -67,7 +67,9 @@ class FusedList(nn.ModuleList):
 
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__(layers)
-        self._rows = (FusedRow(layers, scratch),)  # in a tuple: its layers are children of this list already
+        self._rows = (
+            FusedRow(layers, scratch),
+        )  # in a tuple: its layers are children of this list already
 
     @property
     def row(self) -> FusedRow:

@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionMetadata
-from tokenmill_worker.engine.cpu.attention import KV_TYPES, AttendArguments, CpuAttention, WriteArguments
+from tokenmill_worker.engine.cpu.attention import (
+    KV_TYPES,
+    AttendArguments,
+    CpuAttention,
+    WriteArguments,
+)
 from tokenmill_worker.engine.cpu.fused.modules import FusedAttention, FusedMLP, FusedNorm
-from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearArguments, NormArguments, PackedWeight
+from tokenmill_worker.engine.cpu.kernels.linear import (
+    Epilogue,
+    LinearArguments,
+    NormArguments,
+    PackedWeight,
+)
 from tokenmill_worker.engine.cpu.kernels.program import Step
 from tokenmill_worker.engine.model.paged_attention import LayerBinding
 
@@ -44,7 +54,9 @@ class Scratch:
         if num_rows <= self._rows:
             return
         self._rows = max(num_rows, self._rows * 2)
-        self._buffers = {name: torch.empty(self._rows * width) for name, width in self._widths.items()}
+        self._buffers = {
+            name: torch.empty(self._rows * width) for name, width in self._widths.items()
+        }
         self._buffers["work"] = torch.empty(self._rows * self._work_bytes, dtype=torch.uint8)
         self.version += 1
 
@@ -104,7 +116,10 @@ class LayerCalls:
         self.after = [norm_arguments(norm, hidden) for norm in parts.after]
         self.heads = [
             (norm_arguments(norm, row, count), count)
-            for norm, count in ((attention.q_norm, attention.num_heads), (attention.k_norm, attention.num_kv_heads))
+            for norm, count in (
+                (attention.q_norm, attention.num_heads),
+                (attention.k_norm, attention.num_kv_heads),
+            )
             if isinstance(norm, FusedNorm)
         ]
         self.qkv = linear_arguments(attention.qkv, Epilogue.PLAIN, row, parts.before[0])
@@ -121,7 +136,9 @@ class LayerCalls:
             setattr(self.write, f"{name}_stride", row)
             setattr(self.write, f"{name}_head_stride", attention.head_dim)
         self.write.rotated_stride = row
-        self.attend = AttendArguments(**shared, query_stride=row, query_head_stride=attention.head_dim)
+        self.attend = AttendArguments(
+            **shared, query_stride=row, query_head_stride=attention.head_dim
+        )
         self._sinks = attention.sinks
         self.attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
 
@@ -224,7 +241,9 @@ class LayerTable:
             self._inputs = out["residual"]
             self._on_out += [out["y"], down["residual"], down["y"]]
         self._rotation = [self._writes[name] for name in ("cos", "sin", "cos_stride", "rotary_dim")]
-        self._groups: list[tuple[int, Any, Any]] = []  # group, its indices in the writes and in the attends
+        self._groups: list[
+            tuple[int, Any, Any]
+        ] = []  # group, its indices in the writes and in the attends
         self._used: object = None  # arguments of the last call
 
     def assign(self, groups: Sequence[int]) -> None:
@@ -233,11 +252,16 @@ class LayerTable:
         is_one = len(set(groups)) == 1
         self._used = None
         self._groups = [
-            (group, *((slice(None),) * 2 if is_one else (each == group, each[: len(groups)] == group)))
+            (
+                group,
+                *((slice(None),) * 2 if is_one else (each == group, each[: len(groups)] == group)),
+            )
             for group in dict.fromkeys(groups)
         ]
 
-    def use(self, x: int, out: int, rotation: Rotation, metadata: Sequence[AttentionMetadata]) -> None:
+    def use(
+        self, x: int, out: int, rotation: Rotation, metadata: Sequence[AttentionMetadata]
+    ) -> None:
         """Set the arguments that may change in every call.
 
         All layers but the first read and write `out`.
@@ -291,7 +315,11 @@ def linear_arguments(
     arguments = weight.arguments(epilogue)
     arguments.x_stride, arguments.y_stride = weight.k, columns
     if norm is not None:
-        arguments.norm, arguments.norm_eps, arguments.norm_offset = norm.weight.data_ptr(), norm.eps, norm.offset
+        arguments.norm, arguments.norm_eps, arguments.norm_offset = (
+            norm.weight.data_ptr(),
+            norm.eps,
+            norm.offset,
+        )
     return arguments
 
 

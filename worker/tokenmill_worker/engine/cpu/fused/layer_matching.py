@@ -20,13 +20,24 @@ from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.fused.layer import FusedLayer, FusedList
 from tokenmill_worker.engine.cpu.fused.layer_calls import LayerParts, Scratch
 from tokenmill_worker.engine.cpu.fused.modules import FusedAttention, FusedMLP, FusedNorm
-from tokenmill_worker.engine.model.equivalence import call_attention, close, random_rows, random_tables, two_prompts
+from tokenmill_worker.engine.model.equivalence import (
+    call_attention,
+    close,
+    random_rows,
+    random_tables,
+    two_prompts,
+)
 from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
 
 log = logging.getLogger(__name__)
 
 _BEFORE = ("input_layernorm", "post_attention_layernorm")
-_AROUND = ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+_AROUND = (
+    "input_layernorm",
+    "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)
 BLOCK_SIZE = 16
 
 
@@ -37,7 +48,9 @@ def fuse_layers(model: nn.Module) -> Counter[str]:
     for parent, name, stack in list(_lists(model)):
         for index, layer in enumerate(stack):
             parts = _parts(layer)
-            if parts is not None and _agrees([layer], candidate := FusedLayer(layer, parts, scratch), [parts]):
+            if parts is not None and _agrees(
+                [layer], candidate := FusedLayer(layer, parts, scratch), [parts]
+            ):
                 stack[index] = candidate
                 count += 1
         joined = _joined(model, list(stack), scratch)
@@ -70,7 +83,11 @@ def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     types = set(getattr(config, "layer_types", None) or [])
     own_types = {getattr(layer, "attention_type", None) for layer in layers}
-    return len(types) <= 1 and len(own_types) == 1 and len({_geometry(layer.parts) for layer in layers}) == 1
+    return (
+        len(types) <= 1
+        and len(own_types) == 1
+        and len({_geometry(layer.parts) for layer in layers}) == 1
+    )
 
 
 def _geometry(parts: LayerParts) -> tuple[int, ...]:
@@ -89,7 +106,10 @@ def _parts(layer: nn.Module) -> LayerParts | None:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if not isinstance(attention, FusedAttention) or not isinstance(mlp, FusedMLP):
         return None
-    if any(norm is not None and not isinstance(norm, FusedNorm) for norm in (attention.q_norm, attention.k_norm)):
+    if any(
+        norm is not None and not isinstance(norm, FusedNorm)
+        for norm in (attention.q_norm, attention.k_norm)
+    ):
         return None
     names = ["input_layernorm", "post_attention_layernorm"]
     if hasattr(layer, "pre_feedforward_layernorm"):  # norms on both sides of attention and MLP
@@ -112,18 +132,27 @@ def small_step(parts: Sequence[LayerParts]) -> PagedStep | None:
     """
     attention = parts[0].attention
     shape = _shape(attention, attention.qkv.k)
-    if shape is None or CpuAttention.why_not(torch.device("cpu"), torch.float32, shape, BLOCK_SIZE) is not None:
+    if (
+        shape is None
+        or CpuAttention.why_not(torch.device("cpu"), torch.float32, shape, BLOCK_SIZE) is not None
+    ):
         return None
     backend = CpuAttention()
     block = backend.block_shape(BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-    bindings = {part.attention.layer_idx: LayerBinding(0, torch.zeros(3, 2, *block), shape) for part in parts}
+    bindings = {
+        part.attention.layer_idx: LayerBinding(0, torch.zeros(3, 2, *block), shape)
+        for part in parts
+    }
     return PagedStep(backend, bindings, (two_prompts(BLOCK_SIZE),))  # type: ignore[arg-type]
 
 
 def _agrees(layers: Sequence[nn.Module], candidate: nn.Module, parts: Sequence[LayerParts]) -> bool:
     attention = parts[0].attention
     tables = random_tables(attention.rotary_dim)
-    expected, found = (_run(modules, small_step(parts), tables, attention.qkv.k) for modules in (layers, [candidate]))
+    expected, found = (
+        _run(modules, small_step(parts), tables, attention.qkv.k)
+        for modules in (layers, [candidate])
+    )
     if expected is None or found is None:
         return False
     return all(close(a, b) for a, b in zip(expected, found, strict=True))
@@ -134,7 +163,11 @@ def _shape(attention: FusedAttention, width: int) -> AttentionShape | None:
     if call is None:
         return None
     return AttentionShape(
-        attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scaling, call.extras.get("softcap")
+        attention.num_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        attention.scaling,
+        call.extras.get("softcap"),
     )
 
 

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.fused.last_layer import LastLayerCalls, of_rows
-from tokenmill_worker.engine.cpu.fused.layer_calls import LayerCalls, LayerParts, LayerTable, Rotation, Scratch
+from tokenmill_worker.engine.cpu.fused.layer_calls import (
+    LayerCalls,
+    LayerParts,
+    LayerTable,
+    Rotation,
+    Scratch,
+)
 from tokenmill_worker.engine.cpu.kernels.program import KernelTimes, Program, Step
 from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
 
@@ -23,7 +29,11 @@ class LayerRun:
     """The layers' kernel calls as one program, built when a backend is first used."""
 
     def __init__(
-        self, parts: Sequence[LayerParts], scratch: Scratch, before: Sequence[Step] = (), after: Sequence[Step] = ()
+        self,
+        parts: Sequence[LayerParts],
+        scratch: Scratch,
+        before: Sequence[Step] = (),
+        after: Sequence[Step] = (),
     ) -> None:
         """Reserve the buffers; `before` and `after` are further kernel calls of the same pass."""
         self._scratch = scratch
@@ -56,7 +66,11 @@ class LayerRun:
         may hold the output of the last layer but one.
         """
         step, tables = kwargs.get("paged"), kwargs.get("position_embeddings")
-        if not isinstance(step, PagedStep) or not isinstance(step.backend, CpuAttention) or tables is None:
+        if (
+            not isinstance(step, PagedStep)
+            or not isinstance(step.backend, CpuAttention)
+            or tables is None
+        ):
             return None
         if not all(is_plain(tensor) for tensor in (hidden_states, *tables)):
             return None
@@ -113,7 +127,9 @@ class LayerRun:
         before = [*self._before, *(step for layer in steps[:-1] for step in layer)]
         self._program = Program([*before, *steps[-1], *self._after], times=self._times)
         if self._narrow is not None:
-            self._narrow_program = Program([*before, *self._narrow.steps(backend), *self._after], times=self._times)
+            self._narrow_program = Program(
+                [*before, *self._narrow.steps(backend), *self._after], times=self._times
+            )
         self._without_last = len(before)
         self._backend = backend
 

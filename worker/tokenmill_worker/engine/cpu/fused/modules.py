@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, PackedWeight, Packer, pack_gated
+from tokenmill_worker.engine.cpu.kernels.linear import (
+    Epilogue,
+    LinearKernels,
+    PackedWeight,
+    Packer,
+    pack_gated,
+)
 from tokenmill_worker.engine.model.paged_attention import StepHolder, step_of
 
 
@@ -46,7 +52,9 @@ class FusedNorm(nn.Module):
 class FusedMLP(nn.Module):
     """Computes `down(act(gate(x)) · up(x))` by two kernel calls, the activation inside the first."""
 
-    def __init__(self, packer: Packer, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue) -> None:
+    def __init__(
+        self, packer: Packer, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue
+    ) -> None:
         super().__init__()
         self.gate_up = pack_gated(packer, gate, up)
         self.half_panel = packer.panel_width // 2  # outputs of gate and up alternate in this width
@@ -99,7 +107,9 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         packed = self.qkv(rows).view(rows.shape[0], -1, self.head_dim)
-        query, key, value = torch.split(packed, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        query, key, value = torch.split(
+            packed, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
+        )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         step: Any = step_of(self, kwargs)

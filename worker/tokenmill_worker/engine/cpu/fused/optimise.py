@@ -28,7 +28,9 @@ def optimise(
     Raises EngineConfigError where a requested quantisation is not possible.
     """
     weight = next(model.parameters())
-    usable = weight.device.type == "cpu" and weight.dtype == torch.float32 and not config.tensor_parallel
+    usable = (
+        weight.device.type == "cpu" and weight.dtype == torch.float32 and not config.tensor_parallel
+    )
     if config.quantization is None and not (config.fuse and usable):
         return model
     if not usable:
@@ -40,14 +42,18 @@ def optimise(
         packing = choose(config.quantization, config.narrow_weights, config.amx)
     except KernelUnavailableError as error:
         if config.quantization is not None:
-            raise EngineConfigError([f"quantization {config.quantization!r} needs compiled kernels: {error}"]) from None
+            raise EngineConfigError(
+                [f"quantization {config.quantization!r} needs compiled kernels: {error}"]
+            ) from None
         log.warning("the model runs on torch's own linear layers: %s", error)
         return model
     swapped = swap_modules(model, packing)
     if packing.kernels.has_amx:
         log.info("products of many rows run in the CPU's matrix registers (AMX)")
     if config.quantization is None:
-        forms = ", ".join(f"{count / 1e6:.1f} million as {form}" for form, count in _forms(model).items())
+        forms = ", ".join(
+            f"{count / 1e6:.1f} million as {form}" for form, count in _forms(model).items()
+        )
         log.info("weights in memory, each the same bits as in float32: %s", forms or "none packed")
     else:
         _report_the_rest(model, config, swapped)
@@ -68,8 +74,16 @@ def _report_the_rest(model: nn.Module, config: EngineConfig, swapped: Counter[st
     """Log the weights that stay float32 because no replacement took them; raises EngineConfigError if all do."""
     if not swapped["FusedAttention"] + swapped["FusedMLP"] + swapped["PackedLinear"]:
         raise EngineConfigError([f"no layer of {config.model} can be quantised"])
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    rest = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in embeddings]
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    rest = [
+        weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in embeddings
+    ]
     if rest:
         count = sum(weight.numel() for weight in rest)
-        log.warning("%d weights (%.1f million values) are not quantised and stay float32", len(rest), count / 1e6)
+        log.warning(
+            "%d weights (%.1f million values) are not quantised and stay float32",
+            len(rest),
+            count / 1e6,
+        )

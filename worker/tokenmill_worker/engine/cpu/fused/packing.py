@@ -9,7 +9,12 @@ from torch import Tensor
 from tokenmill_worker.engine.config import Quantization
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight, Packer
 from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
-from tokenmill_worker.engine.cpu.kernels.quantized import INT4_GROUP, MAX_INT8_DEPTH, Int4Packer, Int8Packer
+from tokenmill_worker.engine.cpu.kernels.quantized import (
+    INT4_GROUP,
+    MAX_INT8_DEPTH,
+    Int4Packer,
+    Int8Packer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,9 @@ class Packing:
     head: Packer
 
     @classmethod
-    def choose(cls, quantization: Quantization | None, narrow: bool = True, amx: bool = True) -> Packing:
+    def choose(
+        cls, quantization: Quantization | None, narrow: bool = True, amx: bool = True
+    ) -> Packing:
         """Choose the packers for a quantisation.
 
         Raises KernelUnavailableError where the kernels cannot be compiled.
@@ -41,7 +48,12 @@ class Packing:
             return cls(kernels, exact, exact, exact)
         int8 = _Fitting(kernels, Int8Packer(uses_amx=amx))
         # The head of a small model holds a fifth of its weights and decides each token: it keeps 8 bits.
-        return cls(kernels, kernels, int8 if quantization == "int8" else _Fitting(int8, Int4Packer(uses_amx=amx)), int8)
+        return cls(
+            kernels,
+            kernels,
+            int8 if quantization == "int8" else _Fitting(int8, Int4Packer(uses_amx=amx)),
+            int8,
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -57,5 +69,9 @@ class _Fitting:
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         depth = weight.shape[1]
-        fits = depth % INT4_GROUP == 0 if isinstance(self._packer, Int4Packer) else depth <= MAX_INT8_DEPTH
+        fits = (
+            depth % INT4_GROUP == 0
+            if isinstance(self._packer, Int4Packer)
+            else depth <= MAX_INT8_DEPTH
+        )
         return (self._packer if fits else self._otherwise).pack(weight, bias)

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tokenmill_worker.engine.cpu.fused.layer_matching import fuse_layers
-from tokenmill_worker.engine.cpu.fused.modules import FusedAttention, FusedMLP, FusedNorm, PackedLinear
+from tokenmill_worker.engine.cpu.fused.modules import (
+    FusedAttention,
+    FusedMLP,
+    FusedNorm,
+    PackedLinear,
+)
 from tokenmill_worker.engine.cpu.fused.packing import Packing
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, Packer
 from tokenmill_worker.engine.model.equivalence import agree, call_attention
@@ -45,12 +50,19 @@ def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
                 setattr(parent, name, stand_in)
                 swapped[type(stand_in).__name__] += 1
     swapped += fuse_layers(model)
-    log.info("fused modules: %s", ", ".join(f"{count} {kind}" for kind, count in swapped.items()) or "none")
+    log.info(
+        "fused modules: %s",
+        ", ".join(f"{count} {kind}" for kind, count in swapped.items()) or "none",
+    )
     return swapped
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+    ]
 
 
 def _reads_weight_of(parent: nn.Module, child: str) -> bool:
@@ -87,24 +99,36 @@ def _checked(
 
 def _linear(packing: Packing, module: nn.Module) -> nn.Module | None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or weight.dtype != torch.float32:
+    if (
+        not isinstance(module, nn.Linear | Conv1D)
+        or not isinstance(weight, Tensor)
+        or weight.dtype != torch.float32
+    ):
         return None
     if isinstance(module, Conv1D):  # GPT-2's linear layer, stored transposed
         weight = weight.T
-    return _checked(packing, module, weight.shape[1], lambda packer: PackedLinear(packer, weight, bias))
+    return _checked(
+        packing, module, weight.shape[1], lambda packer: PackedLinear(packer, weight, bias)
+    )
 
 
 def _norm(packing: Packing, module: nn.Module) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
+    if (
+        "RMSNorm" not in type(module).__name__
+        or not isinstance(weight, Tensor)
+        or not isinstance(eps, float)
+    ):
         return None
     candidates = (FusedNorm(packing.kernels, weight, eps, offset) for offset in (0.0, 1.0))
     return next((norm for norm in candidates if agree(module, norm, weight.shape[0])), None)
 
 
 def _mlp(packing: Packing, module: nn.Module) -> nn.Module | None:
-    epilogue = _ACTIVATIONS.get(type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__)
+    epilogue = _ACTIVATIONS.get(
+        type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__
+    )
     down = getattr(module, "down_proj", None)
     halves = _gate_and_up(module)
     if epilogue is None or halves is None or not isinstance(down, nn.Linear):
@@ -112,7 +136,9 @@ def _mlp(packing: Packing, module: nn.Module) -> nn.Module | None:
     gate, up = halves
     if gate.shape[0] % (packing.exact.panel_width // 2):
         return None
-    return _checked(packing, module, gate.shape[1], lambda packer: FusedMLP(packer, gate, up, down, epilogue))
+    return _checked(
+        packing, module, gate.shape[1], lambda packer: FusedMLP(packer, gate, up, down, epilogue)
+    )
 
 
 def _gate_and_up(module: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -124,7 +150,9 @@ def _gate_and_up(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     gate_proj, up_proj = getattr(module, "gate_proj", None), getattr(module, "up_proj", None)
     if not isinstance(gate_proj, nn.Linear) or not isinstance(up_proj, nn.Linear):
         return None
-    return None if _has_bias(gate_proj) or _has_bias(up_proj) else (gate_proj.weight, up_proj.weight)
+    return (
+        None if _has_bias(gate_proj) or _has_bias(up_proj) else (gate_proj.weight, up_proj.weight)
+    )
 
 
 def _has_bias(linear: nn.Linear) -> bool:
@@ -137,7 +165,12 @@ def _attention(packing: Packing, module: nn.Module) -> nn.Module | None:
     projections = _qkv(module)
     head_dim = getattr(module, "head_dim", None)
     needed = all(hasattr(module, name) for name in ("layer_idx", "scaling"))
-    if projections is None or not isinstance(out, nn.Linear) or not isinstance(head_dim, int) or not needed:
+    if (
+        projections is None
+        or not isinstance(out, nn.Linear)
+        or not isinstance(head_dim, int)
+        or not needed
+    ):
         return None
     weight, bias, query_size, key_size = projections
     rotary_dim = _rotary_dim(module)
@@ -172,7 +205,12 @@ def _qkv(module: nn.Module) -> tuple[Tensor, Tensor | None, int, int] | None:
     if present and len(present) != 3:
         return None
     weight = _join([part.weight for part in linears])
-    return weight, _join(present) if present else None, linears[0].out_features, linears[1].out_features
+    return (
+        weight,
+        _join(present) if present else None,
+        linears[0].out_features,
+        linears[1].out_features,
+    )
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
@@ -182,6 +220,8 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 def _rotary_dim(module: nn.Module) -> int:
     config = getattr(module, "config", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    factor = getattr(config, "partial_rotary_factor", None) or (rope.get("partial_rotary_factor") or 1.0)
+    factor = getattr(config, "partial_rotary_factor", None) or (
+        rope.get("partial_rotary_factor") or 1.0
+    )
     head_dim: int = module.head_dim  # type: ignore[assignment]
     return int(head_dim * factor)

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.fused.layer import FusedList, FusedRow
-from tokenmill_worker.engine.cpu.fused.layer_calls import FLOAT_BYTES, LayerParts, Rotation, linear_arguments
+from tokenmill_worker.engine.cpu.fused.layer_calls import (
+    FLOAT_BYTES,
+    LayerParts,
+    Rotation,
+    linear_arguments,
+)
 from tokenmill_worker.engine.cpu.fused.layer_matching import BLOCK_SIZE, small_step
 from tokenmill_worker.engine.cpu.fused.layer_run import LayerRun, is_plain
 from tokenmill_worker.engine.cpu.fused.modules import FusedNorm, PackedLinear
@@ -61,14 +66,23 @@ class DirectForward:
     """Embedding, layers, last norm and head of one model as one call into the kernels."""
 
     def __init__(
-        self, embed: nn.Embedding, rotary: RotaryTable, layers: FusedRow, norm: FusedNorm, head: PackedLinear
+        self,
+        embed: nn.Embedding,
+        rotary: RotaryTable,
+        layers: FusedRow,
+        norm: FusedNorm,
+        head: PackedLinear,
     ) -> None:
         hidden = embed.weight.shape[1]
         self._rotary, self._layers, self._scratch = rotary, layers, layers.scratch
         self._around = (embed, norm, head)
         self.num_logits = head.packed.n
-        self._scratch.reserve({"in": hidden, "out": hidden, "rotation": 2 * rotary.width}, (head.packed,))
-        self._embed = RowArguments(source=embed.weight.data_ptr(), width=hidden, limit=embed.weight.shape[0])
+        self._scratch.reserve(
+            {"in": hidden, "out": hidden, "rotation": 2 * rotary.width}, (head.packed,)
+        )
+        self._embed = RowArguments(
+            source=embed.weight.data_ptr(), width=hidden, limit=embed.weight.shape[0]
+        )
         self._rotate = RowArguments(width=2 * rotary.width)
         self._read = RowArguments(width=hidden)
         self._head = linear_arguments(head.packed, Epilogue.PLAIN, self.num_logits, norm)
@@ -83,7 +97,9 @@ class DirectForward:
         self._version = -1
         self._point_at_table()
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> Tensor | None:
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+    ) -> Tensor | None:
         """Return logits `[num_rows, vocab]` at `rows` of the packed tokens (`[num_tokens]`).
 
         They are valid until the next call. Returns None where a step needs the model's own code:
@@ -121,9 +137,15 @@ class DirectForward:
         self._run.watch(times)
 
     def _takes(self, step: AttentionStep) -> bool:
-        return isinstance(step, PagedStep) and isinstance(step.backend, CpuAttention) and self._is_whole()
+        return (
+            isinstance(step, PagedStep)
+            and isinstance(step.backend, CpuAttention)
+            and self._is_whole()
+        )
 
-    def _pass(self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep) -> None:
+    def _pass(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
+    ) -> None:
         assert isinstance(step, PagedStep)
         num_tokens = input_ids.numel()
         self._scratch.fit(num_tokens)
@@ -142,21 +164,29 @@ class DirectForward:
             self._run.run(num_tokens, self._embed.target, self._read.source, self._rotation, step)
 
     def _point_at_table(self) -> None:
-        self._rotate.source, self._rotate.limit = self._rotary.rows.data_ptr(), len(self._rotary.rows)
+        self._rotate.source, self._rotate.limit = (
+            self._rotary.rows.data_ptr(),
+            len(self._rotary.rows),
+        )
 
     def _point(self) -> None:
         """Set the addresses of the buffers after they have moved."""
         at, width = self._scratch.at, self._rotary.width
         self._rotate.target = at("rotation")
-        self._rotation = Rotation(at("rotation"), at("rotation") + width * FLOAT_BYTES, 2 * width, width)
-        self._embed.target = self._read.target = self._head.x = at("in")  # reused: the layers have read it by then
+        self._rotation = Rotation(
+            at("rotation"), at("rotation") + width * FLOAT_BYTES, 2 * width, width
+        )
+        self._embed.target = self._read.target = self._head.x = at(
+            "in"
+        )  # reused: the layers have read it by then
         self._read.source = at("out")
         self._head.workspace = at("work")
         self._version = self._scratch.version
 
     def _is_whole(self) -> bool:
         return self._layers.is_whole and not any(
-            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in self._around
+            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+            for module in self._around
         )
 
 
@@ -183,10 +213,17 @@ def find_direct(model: nn.Module) -> DirectForward | None:
 def _built(model: Any) -> tuple[DirectForward, list[LayerParts]] | None:
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     layers, norm, rotary = (getattr(base, name, None) for name in ("layers", "norm", "rotary_emb"))
-    if not isinstance(layers, FusedList) or not isinstance(norm, FusedNorm) or not isinstance(rotary, nn.Module):
+    if (
+        not isinstance(layers, FusedList)
+        or not isinstance(norm, FusedNorm)
+        or not isinstance(rotary, nn.Module)
+    ):
         return None
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(head, PackedLinear) or getattr(rotary, "rope_type", _CHANGING[0]) in _CHANGING:
+    if (
+        not isinstance(head, PackedLinear)
+        or getattr(rotary, "rope_type", _CHANGING[0]) in _CHANGING
+    ):
         return None
     if type(embed) is not nn.Embedding or embed.max_norm is not None or not is_plain(embed.weight):
         return None
@@ -207,9 +244,13 @@ def _agrees(model: Any, direct: DirectForward, step: PagedStep) -> bool:
     metadata = two_prompts(BLOCK_SIZE)
     count = metadata.slot_mapping.numel()
     generator = torch.Generator().manual_seed(3)
-    input_ids = torch.randint(0, model.get_input_embeddings().weight.shape[0], (count,), generator=generator)
+    input_ids = torch.randint(
+        0, model.get_input_embeddings().weight.shape[0], (count,), generator=generator
+    )
     positions = torch.tensor([0, 1, _FIRST_LENGTH - 2, _FIRST_LENGTH - 1, 7])[:count]
-    wanted = model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step).logits[0]
+    wanted = model(
+        input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step
+    ).logits[0]
     for rows in (torch.arange(count), torch.tensor([1, count - 1])):
         found = direct(input_ids, positions, rows, step)
         highest = direct.highest(input_ids, positions, rows, step)

@@ -60,7 +60,10 @@ class _Arguments(ctypes.Structure):
     """Arguments of the sampling kernel; the fields match the struct in draw.cpp."""
 
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("logits", "inverse_temperature", "log_min_p", "top_p", "top_k", "keys")),
+        *(
+            (name, c_void_p)
+            for name in ("logits", "inverse_temperature", "log_min_p", "top_p", "top_k", "keys")
+        ),
         *((name, c_void_p) for name in ("token_ids", "peaks")),
         *((name, c_int64) for name in ("num_rows", "vocab", "stride")),
     ]
@@ -114,9 +117,14 @@ class DrawKernel:
     """The loaded sampling kernel; raises KernelUnavailableError where it cannot be compiled."""
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
-        self._call, self._member = Caller(cache_dir, march), load("draw", cache_dir, march).tokenmill_draw_member
+        self._call, self._member = (
+            Caller(cache_dir, march),
+            load("draw", cache_dir, march).tokenmill_draw_member,
+        )
 
-    def draw(self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]
+    ) -> tuple[Tensor, Tensor]:
         """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good row.
 
         Both belong to this drawing's buffers and stay valid during the next two calls.
@@ -131,6 +139,10 @@ class DrawKernel:
         if num_rows == 0:
             return token_ids, peaks
         arguments = buffers.arguments
-        arguments.logits, arguments.stride, arguments.vocab = logits.data_ptr(), logits.stride(0), vocab
+        arguments.logits, arguments.stride, arguments.vocab = (
+            logits.data_ptr(),
+            logits.stride(0),
+            vocab,
+        )
         self._call(self._member, arguments, min(torch.get_num_threads(), num_rows))
         return token_ids, peaks

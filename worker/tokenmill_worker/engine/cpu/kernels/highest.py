@@ -20,7 +20,9 @@ _ALIGNMENT = 64
 class _Arguments(ctypes.Structure):
     """Arguments of the argmax kernel; the fields match the struct in draw.cpp."""
 
-    _fields_: ClassVar = [(name, c_void_p) for name in ("seen", "token_ids", "peaks")] + [("num_rows", c_int64)]
+    _fields_: ClassVar = [(name, c_void_p) for name in ("seen", "token_ids", "peaks")] + [
+        ("num_rows", c_int64)
+    ]
 
 
 class HighestOutputs:

@@ -18,7 +18,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError, Toolchain, find_toolchain
+from tokenmill_worker.engine.cpu.kernels.toolchain import (
+    KernelUnavailableError,
+    Toolchain,
+    find_toolchain,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +40,18 @@ def load(name: str, cache_dir: Path | None = None, march: str = "native") -> cty
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
-        raise KernelUnavailableError(f"the compiled kernel {target} does not load: {error}") from error
+        raise KernelUnavailableError(
+            f"the compiled kernel {target} does not load: {error}"
+        ) from error
 
 
 def cache_folder(chosen: Path | None) -> Path:
     """Return the chosen folder, or one under the home directory, or a temporary one if neither can be written."""
-    candidates = [chosen] if chosen else [Path.home() / ".cache" / "tokenmill", Path(tempfile.gettempdir()) / _owner()]
+    candidates = (
+        [chosen]
+        if chosen
+        else [Path.home() / ".cache" / "tokenmill", Path(tempfile.gettempdir()) / _owner()]
+    )
     for folder in candidates:
         kernels = folder / "kernels"
         try:
@@ -51,7 +61,9 @@ def cache_folder(chosen: Path | None) -> Path:
         # Another user's folder could hold any code, so only a folder of this user is accepted.
         if os.access(kernels, os.W_OK) and kernels.stat().st_uid == os.getuid():
             return kernels
-    raise KernelUnavailableError(f"no folder of ours to keep compiled kernels in (tried {candidates})")
+    raise KernelUnavailableError(
+        f"no folder of ours to keep compiled kernels in (tried {candidates})"
+    )
 
 
 def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain: Toolchain) -> Path:
@@ -64,14 +76,25 @@ def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain:
     if target.exists():
         return target
     started = time.monotonic()
-    log.info("compiling the CPU kernel %r with %s (once; kept in %s)", name, toolchain.compiler, folder)
+    log.info(
+        "compiling the CPU kernel %r with %s (once; kept in %s)", name, toolchain.compiler, folder
+    )
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         for source, made in zip(sources, objects, strict=True):
             _run([toolchain.compiler, *toolchain.flags, "-c", str(source), "-o", str(made)])
         made = Path(scratch) / target.name
         # Linked without -fopenmp, which would add the compiler's own runtime to torch's.
-        _run([toolchain.compiler, "-shared", *map(str, objects), str(toolchain.openmp), "-o", str(made)])
+        _run(
+            [
+                toolchain.compiler,
+                "-shared",
+                *map(str, objects),
+                str(toolchain.openmp),
+                "-o",
+                str(made),
+            ]
+        )
         made.replace(target)
     log.info("compiled the CPU kernel %r in %.1f s", name, time.monotonic() - started)
     return target
@@ -83,7 +106,9 @@ def _run(command: list[str]) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelUnavailableError(f"{command[0]} does not run: {error}") from error
     if result.returncode != 0:
-        raise KernelUnavailableError(f"{command[0]} failed to compile a kernel: {result.stderr.strip()[-600:]}")
+        raise KernelUnavailableError(
+            f"{command[0]} failed to compile a kernel: {result.stderr.strip()[-600:]}"
+        )
 
 
 def _owner() -> str:

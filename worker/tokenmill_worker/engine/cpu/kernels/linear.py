@@ -32,7 +32,11 @@ class Epilogue(IntEnum):
     HIGHEST = 4  # not stored: each thread keeps its highest output (highest.h)
 
 
-_NORM: list[tuple[str, type]] = [("norm", c_void_p), ("norm_eps", c_float), ("norm_offset", c_float)]  # as in norm.h
+_NORM: list[tuple[str, type]] = [
+    ("norm", c_void_p),
+    ("norm_eps", c_float),
+    ("norm_offset", c_float),
+]  # as in norm.h
 
 
 class LinearArguments(ctypes.Structure):
@@ -44,7 +48,10 @@ class LinearArguments(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("x", "weight", "scale", "bias", "residual", "y", "workspace")),
+        *(
+            (name, c_void_p)
+            for name in ("x", "weight", "scale", "bias", "residual", "y", "workspace")
+        ),
         *((name, c_int64) for name in ("x_stride", "y_stride", "m", "n", "k")),
         ("epilogue", c_int32),
         ("uses_amx", c_int32),
@@ -58,7 +65,10 @@ class NormArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("x", "residual", "y")),
-        *((name, c_int64) for name in ("x_stride", "y_stride", "residual_stride", "m", "k", "inner")),
+        *(
+            (name, c_int64)
+            for name in ("x_stride", "y_stride", "residual_stride", "m", "k", "inner")
+        ),
         *_NORM,
     ]
 
@@ -70,7 +80,18 @@ class PackedWeight:
     weight's storage format for people. Each row needs `row_bytes` of workspace.
     """
 
-    __slots__ = ("_call", "bias", "form", "k", "member", "n", "panels", "row_bytes", "scale", "uses_amx")
+    __slots__ = (
+        "_call",
+        "bias",
+        "form",
+        "k",
+        "member",
+        "n",
+        "panels",
+        "row_bytes",
+        "scale",
+        "uses_amx",
+    )
 
     def __init__(
         self,
@@ -105,7 +126,9 @@ class PackedWeight:
     def num_columns(self, epilogue: Epilogue) -> int:
         return self.n // 2 if epilogue in (Epilogue.SWIGLU, Epilogue.GEGLU_TANH) else self.n
 
-    def __call__(self, x: Tensor, epilogue: Epilogue = Epilogue.PLAIN, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, epilogue: Epilogue = Epilogue.PLAIN, residual: Tensor | None = None
+    ) -> Tensor:
         """Return `[m, n]`, or `[m, n / 2]` for a gated epilogue.
 
         `residual` is `[m, n]` and must be contiguous like the result.
@@ -116,7 +139,11 @@ class PackedWeight:
             return y
         workspace = torch.empty(x.shape[0] * self.row_bytes, dtype=torch.uint8)
         arguments = self.arguments(epilogue)
-        arguments.x, arguments.y, arguments.workspace = x.data_ptr(), y.data_ptr(), workspace.data_ptr()
+        arguments.x, arguments.y, arguments.workspace = (
+            x.data_ptr(),
+            y.data_ptr(),
+            workspace.data_ptr(),
+        )
         arguments.residual = None if residual is None else residual.data_ptr()
         arguments.x_stride, arguments.y_stride, arguments.m = x.stride(0), y.stride(0), x.shape[0]
         self._call(self.member, arguments, torch.get_num_threads())
@@ -162,7 +189,9 @@ class LinearKernels:
     batch.
     """
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+    def __init__(
+        self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True
+    ) -> None:
         self.uses_amx = uses_amx
         self._library = library = load("linear", cache_dir, march)
         self._pack, self.norm_member = library.tokenmill_pack, library.tokenmill_rms_norm_member
@@ -178,12 +207,25 @@ class LinearKernels:
         rows = weight.detach().float().contiguous()
         n, k = rows.shape
         panels = self._arena.take(self._packed_floats(c_int64(n), c_int64(k)), torch.float32)
-        self._pack(c_void_p(rows.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k), c_int64(k))
+        self._pack(
+            c_void_p(rows.data_ptr()),
+            c_void_p(panels.data_ptr()),
+            c_int64(n),
+            c_int64(k),
+            c_int64(k),
+        )
         bias = padded_bias(bias, self.panel_width)
-        return PackedWeight(self._call, self._library, (n, k), panels, None, bias, uses_amx=self.uses_amx)
+        return PackedWeight(
+            self._call, self._library, (n, k), panels, None, bias, uses_amx=self.uses_amx
+        )
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float = 0.0,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Normalise `x` `[m, k]` float32, scale it by `offset + weight`, and add `residual` where given."""
         y = torch.empty(x.shape, dtype=torch.float32)

@@ -40,7 +40,9 @@ _TINY = torch.finfo(torch.float32).tiny
 class NarrowPacker:
     """Packs a weight into its narrowest exact form: 4 bits, 8 bits, half precision, float32."""
 
-    def __init__(self, kernels: LinearKernels, cache_dir: Path | None = None, march: str = "native") -> None:
+    def __init__(
+        self, kernels: LinearKernels, cache_dir: Path | None = None, march: str = "native"
+    ) -> None:
         self.panel_width = kernels.panel_width
         self._kernels = kernels
         self._where = (cache_dir, march)
@@ -84,11 +86,18 @@ class NarrowPacker:
         return self._packed("byte", (codes, scale), panels, scales, bias)
 
     def _packed(
-        self, form: str, source: tuple[Tensor, ...], panels: Tensor, scales: Tensor | None, bias: Tensor | None
+        self,
+        form: str,
+        source: tuple[Tensor, ...],
+        panels: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
     ) -> PackedWeight:
         library, (n, k) = self._library(form), source[0].shape
         target = (panels,) if scales is None else (panels, scales)
-        library.tokenmill_pack(*(c_void_p(part.data_ptr()) for part in (*source, *target)), c_int64(n), c_int64(k))
+        library.tokenmill_pack(
+            *(c_void_p(part.data_ptr()) for part in (*source, *target)), c_int64(n), c_int64(k)
+        )
         return PackedWeight(
             self._call, library, (n, k), panels, scales,
             padded_bias(bias, self.panel_width), _WORDS[form], self._kernels.uses_amx,
@@ -111,7 +120,9 @@ def find_int4(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     return None if found is None else (found[0], found[1], found[2])
 
 
-def _in_parts(rows: Tensor, find: Callable[[Tensor], tuple[Tensor, ...] | None]) -> list[Tensor] | None:
+def _in_parts(
+    rows: Tensor, find: Callable[[Tensor], tuple[Tensor, ...] | None]
+) -> list[Tensor] | None:
     """Apply `find` to parts of the rows and concatenate what it returns.
 
     Returns None as soon as `find` does; in most such cases a few rows suffice.
@@ -139,7 +150,11 @@ def _affine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         found = ((some - first) / torch.where(wide == 0, _TINY, wide)).round_().clamp_(0, 15)
         exact = (found * wide + first == some).all(dim=1)
         hits = left[exact]
-        codes[hits], scale[hits], zero[hits] = found[exact].to(torch.uint8), step[exact], start[exact]
+        codes[hits], scale[hits], zero[hits] = (
+            found[exact].to(torch.uint8),
+            step[exact],
+            start[exact],
+        )
         left = left[~exact]
         if not len(left):
             by_row = (len(rows), -1)

@@ -62,7 +62,14 @@ class Caller:
         """Run the kernel and return its answer, which is 0 when it is done."""
         call = _Call(ctypes.cast(member, c_void_p), ctypes.addressof(arguments))
         answer = c_int64()
-        self._run(ctypes.byref(call), c_int64(0), c_int64(1), c_int64(num_threads), ctypes.byref(answer), None)
+        self._run(
+            ctypes.byref(call),
+            c_int64(0),
+            c_int64(1),
+            c_int64(num_threads),
+            ctypes.byref(answer),
+            None,
+        )
         return answer.value
 
 
@@ -105,13 +112,18 @@ class Program:
         self._ended = None if times is None else (c_int64 * len(steps))()
         self._steps = tuple(steps)  # keeps the arguments alive
         self._calls = (_Call * len(steps))(
-            *(_Call(ctypes.cast(step.member, c_void_p), ctypes.addressof(step.arguments)) for step in steps)
+            *(
+                _Call(ctypes.cast(step.member, c_void_p), ctypes.addressof(step.arguments))
+                for step in steps
+            )
         )
         self._answer = c_int64()
         self._answer_at = ctypes.byref(self._answer)
         self._count = len(steps)
 
-    def run(self, num_threads: int, on_answer: Callable[[int], None], stop: int | None = None) -> None:
+    def run(
+        self, num_threads: int, on_answer: Callable[[int], None], stop: int | None = None
+    ) -> None:
         """Run the calls [0, stop), or all of them.
 
         A call returns a number if its workspace is too small. It is repeated after `on_answer` has

@@ -26,7 +26,9 @@ _ROWS_AT_ONCE = 1024
 class Int8Packer:
     """Packs 8-bit weights with one scale per output; activations are rounded at run time, each row in its own range."""
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+    def __init__(
+        self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True
+    ) -> None:
         self._library = library = load("linear_int8", cache_dir, march)
         self._call, self._uses_amx = Caller(cache_dir, march), uses_amx
         self._pack = library.tokenmill_pack
@@ -43,12 +45,18 @@ class Int8Packer:
             raise ValueError(f"8-bit weights take at most {MAX_INT8_DEPTH} inputs, not {k}")
         integers, scale = round_int8(weight)
         panels = self._arena.take(self._panel_bytes(c_int64(n), c_int64(k)), torch.uint8)
-        self._pack(c_void_p(integers.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k))
+        self._pack(
+            c_void_p(integers.data_ptr()), c_void_p(panels.data_ptr()), c_int64(n), c_int64(k)
+        )
         sums = scale * integers.sum(dim=1)
-        by_panel = [padded(part, self.panel_width).view(-1, self.panel_width) for part in (scale, sums)]
+        by_panel = [
+            padded(part, self.panel_width).view(-1, self.panel_width) for part in (scale, sums)
+        ]
         scales = torch.stack(by_panel, dim=1).contiguous()  # [panels, 2, panel_width]
         bias = padded_bias(bias, self.panel_width)
-        return PackedWeight(self._call, self._library, (n, k), panels, scales, bias, "8 bits", self._uses_amx)
+        return PackedWeight(
+            self._call, self._library, (n, k), panels, scales, bias, "8 bits", self._uses_amx
+        )
 
 
 def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +70,9 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Int4Packer:
     """Packs 4-bit weights with a half-precision scale and zero per group of 32 inputs; activations stay float32."""
 
-    def __init__(self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True) -> None:
+    def __init__(
+        self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True
+    ) -> None:
         self._library = library = load("linear_int4", cache_dir, march)
         self._call, self._uses_amx = Caller(cache_dir, march), uses_amx
         self._pack = library.tokenmill_pack
@@ -73,10 +83,14 @@ class Int4Packer:
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """Pack `weight` `[n, k]`; k is a multiple of INT4_GROUP."""
         if weight.shape[1] % INT4_GROUP:
-            raise ValueError(f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {weight.shape[1]}")
+            raise ValueError(
+                f"4-bit weights take a multiple of {INT4_GROUP} inputs, not {weight.shape[1]}"
+            )
         return self.pack_codes(*round_int4(weight), bias)
 
-    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> PackedWeight:
+    def pack_codes(
+        self, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
+    ) -> PackedWeight:
         """Pack codes, scales and zeros as `round_int4` returns them."""
         n, k = codes.shape
         columns = -(-n // self.panel_width) * self.panel_width
@@ -85,7 +99,9 @@ class Int4Packer:
         pointers = (c_void_p(tensor.data_ptr()) for tensor in (codes, scale, zero, panels, scales))
         self._pack(*pointers, c_int64(n), c_int64(k))
         bias = padded_bias(bias, self.panel_width)
-        return PackedWeight(self._call, self._library, (n, k), panels, scales, bias, "4 bits", self._uses_amx)
+        return PackedWeight(
+            self._call, self._library, (n, k), panels, scales, bias, "4 bits", self._uses_amx
+        )
 
 
 def round_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +123,11 @@ def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cut = (high - low) * (1.0 - share) / 2
         scale, zero = ((high - low) * share / 15.0).half(), (low + cut).half()
         wide, start = scale.float()[..., None], zero.float()[..., None]
-        codes = ((groups - start) / wide.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 15)
+        codes = (
+            ((groups - start) / wide.clamp_min(torch.finfo(torch.float32).tiny))
+            .round_()
+            .clamp_(0, 15)
+        )
         error = (codes * wide + start - groups).square_().sum(dim=-1)
         found = (codes.to(torch.uint8), scale, zero, error)
         best = found if best is None else _lower(best, found)

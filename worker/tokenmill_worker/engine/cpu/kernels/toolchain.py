@@ -50,15 +50,21 @@ class Toolchain:
 
 def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS) -> Toolchain:
     if not sys.platform.startswith("linux"):
-        raise KernelUnavailableError(f"the C++ kernels are built on Linux only, not on {sys.platform}")
+        raise KernelUnavailableError(
+            f"the C++ kernels are built on Linux only, not on {sys.platform}"
+        )
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
         raise KernelUnavailableError(f"no C++ compiler found (looked for {', '.join(compilers)})")
     version = _output([compiler, "--version"])
     openmp = loaded_openmp()
     if "clang" in version and "gomp" in openmp.name:
-        raise KernelUnavailableError("clang cannot share torch's OpenMP runtime (libgomp); install g++")
-    option = "-mcpu" if platform.machine() in ("aarch64", "arm64") and march == "native" else "-march"
+        raise KernelUnavailableError(
+            "clang cannot share torch's OpenMP runtime (libgomp); install g++"
+        )
+    option = (
+        "-mcpu" if platform.machine() in ("aarch64", "arm64") and march == "native" else "-march"
+    )
     cpu_flags = _cpu_flags()
     flags = (*FLAGS, f"{option}={march}", *tuning(compiler, march, cpu_flags))
     return Toolchain(compiler, flags, openmp, "\n".join((version, *flags, str(openmp), cpu_flags)))
@@ -73,7 +79,9 @@ def loaded_openmp() -> Path:
         # This symbol comes from torch's own dependencies, whatever other libraries the process has loaded.
         address = ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value or 0
     except (OSError, AttributeError) as error:
-        raise KernelUnavailableError(f"torch has no OpenMP runtime that a kernel could share: {error}") from error
+        raise KernelUnavailableError(
+            f"torch has no OpenMP runtime that a kernel could share: {error}"
+        ) from error
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, *_, path = line.split(maxsplit=5)
         first, last = (int(end, 16) for end in span.split("-"))
@@ -95,18 +103,24 @@ def tuning(compiler: str, march: str, cpu_flags: str) -> tuple[str, ...]:
         target = _output([compiler, "-march=native", "-Q", "--help=target"])
     except KernelUnavailableError:  # not GCC
         return ()
-    tuned_for = next((line.split()[-1] for line in target.splitlines() if line.strip().startswith("-mtune=")), "")
+    tuned_for = next(
+        (line.split()[-1] for line in target.splitlines() if line.strip().startswith("-mtune=")), ""
+    )
     return ("-mtune=skylake-avx512",) if tuned_for in _BEFORE_AVX512 else ()
 
 
 def _cpu_flags() -> str:
     """Return the instruction sets of this machine; different machines may share a cache folder."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
+    )
 
 
 def _output(command: list[str]) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelUnavailableError(f"{command[0]} does not run: {error}") from error

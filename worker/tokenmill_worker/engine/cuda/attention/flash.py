@@ -62,7 +62,9 @@ class FlashAttention(TokenMajorBackend):
         self._library = library or installed_library(is_hopper())
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
+    ) -> str | None:
         if device.type != "cuda":
             return f"flash-attn does not run on {device.type}"
         try:

@@ -10,7 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 FA2_BLOCK_MULTIPLE = 256  # FlashAttention 2 reads pages of this many tokens, or multiples
@@ -24,7 +28,14 @@ class TokenMajorBackend(AttentionBackend):
         if cache.is_cuda:
             from tokenmill_worker.engine.cuda.attention.triton import write_blocks
 
-            write_blocks(key, value, cache, metadata, token_stride=cache.stride(2), head_stride=cache.stride(3))
+            write_blocks(
+                key,
+                value,
+                cache,
+                metadata,
+                token_stride=cache.stride(2),
+                head_stride=cache.stride(3),
+            )
             return
         block = torch.div(metadata.slot_mapping, metadata.block_size, rounding_mode="floor")
         offset = metadata.slot_mapping - block * metadata.block_size
@@ -36,7 +47,12 @@ class TokenMajorBackend(AttentionBackend):
 
 
 def refusal(
-    library: str, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int, multiple: int
+    library: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    block_size: int,
+    multiple: int,
 ) -> str | None:
     """Return why a FlashAttention library cannot serve this layer, or None if it can.
 

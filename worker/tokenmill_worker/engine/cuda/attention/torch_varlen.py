@@ -25,7 +25,15 @@ from tokenmill_worker.engine.cuda.attention.token_major import (
     without_garbage,
 )
 
-NEEDED = ("block_table", "seqused_k", "enable_gqa", "num_splits", "window_size", "scale", "return_aux")
+NEEDED = (
+    "block_table",
+    "seqused_k",
+    "enable_gqa",
+    "num_splits",
+    "window_size",
+    "scale",
+    "return_aux",
+)
 
 
 def find_varlen() -> Callable[..., Any]:
@@ -62,7 +70,9 @@ class TorchVarlenAttention(TokenMajorBackend):
         self._varlen = varlen or find_varlen()
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
+    ) -> str | None:
         try:
             if device.type == "cuda":  # on other devices another torch would not help
                 find_varlen()

@@ -14,8 +14,16 @@ import torch
 import triton
 from torch import Tensor
 
-from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionShape
-from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel, fold_kernel, write_kernel
+from tokenmill_worker.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+)
+from tokenmill_worker.engine.cuda.attention.triton_kernels import (
+    attend_kernel,
+    fold_kernel,
+    write_kernel,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
@@ -25,7 +33,9 @@ TOKENS_A_SPLIT = 256  # a shorter split does not pay for the fold kernel
 TOKENS_A_LONG_SPLIT = 1024  # the same, where the device is full without splits
 LONGEST_SHARE = 2048  # most tokens of one program while programs of shorter contexts have finished
 PROGRAMS_A_MULTIPROCESSOR = 2
-MOST_PROGRAMS_A_MULTIPROCESSOR = 32  # with split long contexts; splits of short contexts start too and return at once
+MOST_PROGRAMS_A_MULTIPROCESSOR = (
+    32  # with split long contexts; splits of short contexts start too and return at once
+)
 NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was used
 
 
@@ -66,22 +76,32 @@ def plan_launch(
     group = shape.num_heads // shape.num_kv_heads
     rows = max(16, triton.next_power_of_2(group))
     is_decode = metadata.max_query_len == 1
-    if not is_decode:  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
-        rows = max(rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64)
+    if (
+        not is_decode
+    ):  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
+        rows = max(
+            rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64
+        )
     head_pad = max(16, triton.next_power_of_2(shape.head_dim))
     tile_bytes = 16384 if is_decode or has_warp_groups else 8192
-    tile_keys = max(16, min(128 if is_decode else 64, tile_bytes // (head_pad * max(element_size, 2))))  # 8 bits: as 16
+    tile_keys = max(
+        16, min(128 if is_decode else 64, tile_bytes // (head_pad * max(element_size, 2)))
+    )  # 8 bits: as 16
     if is_exact:  # float32 without tensor cores: registers bound the tile
         rows = max(16, triton.next_power_of_2(group))
         tile_keys = max(16, min(32, 2048 // head_pad))
     block_tokens = rows // group
-    num_programs = metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
+    num_programs = (
+        metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
+    )
     programs = max(1, num_programs * shape.num_kv_heads)
     reach = metadata.max_seq_len
     if metadata.window is not None:
         reach = min(reach, metadata.window + min(block_tokens, metadata.max_query_len))
     room = MAX_PARTIAL_BYTES // max(num_tokens * shape.num_heads * head_pad * 4, 1)
-    num_splits, tokens_a_split = _split(reach, programs, num_multiprocessors, is_alone=metadata.num_seqs == 1)
+    num_splits, tokens_a_split = _split(
+        reach, programs, num_multiprocessors, is_alone=metadata.num_seqs == 1
+    )
     return Launch(
         block_rows=rows,
         block_tokens=block_tokens,
@@ -95,14 +115,18 @@ def plan_launch(
     )
 
 
-def _split(reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool) -> tuple[int, int]:
+def _split(
+    reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool
+) -> tuple[int, int]:
     """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a split.
 
     `programs` is the number of programs per split. A sequence that is alone in its step has no
     shorter contexts beside it, so it is not split any further than it takes to fill the device.
     """
     to_fill = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
-    to_shorten = min(-(-reach // LONGEST_SHARE), MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs)
+    to_shorten = min(
+        -(-reach // LONGEST_SHARE), MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs
+    )
     if to_shorten > to_fill and not is_alone:
         return to_shorten, TOKENS_A_LONG_SPLIT
     return min(to_fill, -(-reach // TOKENS_A_SPLIT)), TOKENS_A_SPLIT
@@ -127,12 +151,22 @@ class TritonAttention(AttentionBackend):
         self._has_warp_groups = properties is not None and properties.major in (9, 10)
 
     @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int) -> str | None:
+    def why_not(
+        cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
+    ) -> str | None:
         if device.type != "cuda" and not is_interpreted():
             return f"Triton kernels do not run on {device.type}"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8 and dtype == torch.bfloat16:
+        if (
+            device.type == "cuda"
+            and torch.cuda.get_device_capability(device)[0] < 8
+            and dtype == torch.bfloat16
+        ):
             return "bfloat16 needs compute capability 8.0"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9) and dtype.itemsize == 1:
+        if (
+            device.type == "cuda"
+            and torch.cuda.get_device_capability(device) < (8, 9)
+            and dtype.itemsize == 1
+        ):
             return "8-bit keys and values need compute capability 8.9"
         if device.type == "cpu" and dtype == torch.bfloat16:
             return "Triton's interpreter multiplies no bfloat16 matrices"
@@ -145,12 +179,16 @@ class TritonAttention(AttentionBackend):
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim
 
-    def workspace_bytes(self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int) -> int:
+    def workspace_bytes(
+        self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int
+    ) -> int:
         """Return the size of split results: values, with a maximum and a sum per row of at least 16 values."""
         return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
-        write_blocks(key, value, cache, metadata, token_stride=cache.stride(3), head_stride=cache.stride(2))
+        write_blocks(
+            key, value, cache, metadata, token_stride=cache.stride(3), head_stride=cache.stride(2)
+        )
 
     def token_and_head_strides(self, cache: Tensor) -> tuple[int, int]:
         return cache.stride(3), cache.stride(2)
@@ -233,14 +271,22 @@ class TritonAttention(AttentionBackend):
 
 
 def write_blocks(
-    key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata, *, token_stride: int, head_stride: int
+    key: Tensor,
+    value: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    token_stride: int,
+    head_stride: int,
 ) -> None:
     """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, for any order of tokens and heads in a block."""
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
     key, value = _rows(key), _rows(value)
-    tokens = 4 if num_tokens <= 256 else 16  # per program: enough programs for decodes, wide ones for prompts
+    tokens = (
+        4 if num_tokens <= 256 else 16
+    )  # per program: enough programs for decodes, wide ones for prompts
     write_kernel[(-(-num_tokens // tokens), num_kv_heads)](
         key,
         value,

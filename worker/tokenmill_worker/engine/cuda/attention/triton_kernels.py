@@ -31,7 +31,9 @@ def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
 @triton.jit
 def place_of(query_start, num_seqs, BLOCK_TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """Return a program's sequence, its first query row, its number of queries, and the program's first query."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tokens see the most keys, so they start first
+    program = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # a prompt's last tokens see the most keys, so they start first
     seq = program if IS_DECODE else find_sequence(query_start, num_seqs, program, BLOCK_TOKENS)
     start = tl.load(query_start + seq)
     query_len = tl.load(query_start + seq + 1) - start
@@ -129,7 +131,17 @@ def store_partials(
 
 @triton.jit
 def store_rows(
-    out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr
+    out,
+    sinks,
+    row_at,
+    head,
+    dims,
+    is_row,
+    largest,
+    total,
+    values,
+    HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
@@ -139,7 +151,9 @@ def store_rows(
         values = values * shrink[:, None]
     values = values / tl.where(total == 0.0, 1.0, total)[:, None]
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out + row_at[:, None] * HEAD_DIM + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + row_at[:, None] * HEAD_DIM + dims[None, :], values.to(out.dtype.element_ty), mask=mask
+    )
 
 
 # Triton would otherwise compile a 1 into the kernel as a constant, and build the kernel again for other values. A
@@ -188,7 +202,9 @@ def attend_kernel(
         return
     base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
     end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
-    begin, first_tile, last_tile = tiles_to_visit(base + first_token, end, least_tiles, WINDOW, TILE_KEYS, IS_SPLIT)
+    begin, first_tile, last_tile = tiles_to_visit(
+        base + first_token, end, least_tiles, WINDOW, TILE_KEYS, IS_SPLIT
+    )
     if IS_SPLIT and first_tile >= last_tile:
         return
 
@@ -200,7 +216,9 @@ def attend_kernel(
     dims = tl.arange(0, HEAD_PAD)
     is_dim = dims < HEAD_DIM
     query_at = (start + token).to(tl.int64) * query_stride + head * query_head_stride
-    queries = tl.load(query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    queries = tl.load(
+        query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0
+    )
 
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -215,18 +233,42 @@ def attend_kernel(
         block = next_block
         next_block = blocks_of_tile(block_table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
         key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
-        keys = tl.load(cache + key_at[None, :] + dims[:, None], mask=is_dim[:, None] & is_key[None, :], other=0.0)
-        logits = logits_of_tile(queries, keys, base + token, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP)
+        keys = tl.load(
+            cache + key_at[None, :] + dims[:, None],
+            mask=is_dim[:, None] & is_key[None, :],
+            other=0.0,
+        )
+        logits = logits_of_tile(
+            queries, keys, base + token, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP
+        )
         weights, shrink, largest, total = weights_of(logits, largest, total)
         tile_of_values = cache + value_offset + key_at[:, None] + dims[None, :]
-        loaded = tl.load(tile_of_values, mask=is_key[:, None] & is_dim[None, :], other=0.0).to(queries.dtype)
-        values = values * shrink[:, None] + tl.dot(weights.to(queries.dtype), loaded, input_precision="ieee")
+        loaded = tl.load(tile_of_values, mask=is_key[:, None] & is_dim[None, :], other=0.0).to(
+            queries.dtype
+        )
+        values = values * shrink[:, None] + tl.dot(
+            weights.to(queries.dtype), loaded, input_precision="ieee"
+        )
 
     row_at = (start + token).to(tl.int64) * NUM_HEADS + head
     if IS_SPLIT:
-        store_partials(out, limits, row_at, dims, is_row, largest, total, values, num_tokens, NUM_HEADS, HEAD_PAD)
+        store_partials(
+            out,
+            limits,
+            row_at,
+            dims,
+            is_row,
+            largest,
+            total,
+            values,
+            num_tokens,
+            NUM_HEADS,
+            HEAD_PAD,
+        )
     else:
-        store_rows(out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM, HAS_SINKS)
+        store_rows(
+            out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM, HAS_SINKS
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_splits"])
@@ -261,7 +303,9 @@ def fold_kernel(
     total = tl.sum(weights * sums, 0)
     if HAS_SINKS:
         total += tl.exp2(sink - shift)
-    values = tl.load(partials + row_at[:, None] * HEAD_PAD + dims[None, :], mask=is_used[:, None], other=0.0)
+    values = tl.load(
+        partials + row_at[:, None] * HEAD_PAD + dims[None, :], mask=is_used[:, None], other=0.0
+    )
     result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -276,9 +320,13 @@ def narrowed(values, TYPE: tl.constexpr):
     if tl.float8e4nv == TYPE:
         bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        unit = magnitude.to(tl.float32, bitcast=True) + 16384.0  # a subnormal's unit is this one's last bit
+        unit = (
+            magnitude.to(tl.float32, bitcast=True) + 16384.0
+        )  # a subnormal's unit is this one's last bit
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-        kept = tl.where(magnitude < 0x3C800000, unit.to(tl.uint32, bitcast=True) - 0x46800000, normal)
+        kept = tl.where(
+            magnitude < 0x3C800000, unit.to(tl.uint32, bitcast=True) - 0x46800000, normal
+        )
         kept = tl.where(magnitude >= 0x43E00000, 0x7E, kept)
         kept = tl.where(magnitude > 0x7F800000, 0x7F, kept)
         result = (kept | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -313,10 +361,16 @@ def write_kernel(
     is_token = token < num_tokens
     mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
     slot = tl.load(slots + token, mask=is_token, other=0)
-    at = (slot // BLOCK_SIZE) * block_stride + head * head_stride + (slot % BLOCK_SIZE) * token_stride
+    at = (
+        (slot // BLOCK_SIZE) * block_stride
+        + head * head_stride
+        + (slot % BLOCK_SIZE) * token_stride
+    )
     at = at[:, None] + dims[None, :]
     token_at = token.to(tl.int64)[:, None]
     keys = tl.load(key + token_at * key_stride + head * key_head_stride + dims[None, :], mask=mask)
-    values = tl.load(value + token_at * value_stride + head * value_head_stride + dims[None, :], mask=mask)
+    values = tl.load(
+        value + token_at * value_stride + head * value_head_stride + dims[None, :], mask=mask
+    )
     tl.store(cache + at, narrowed(keys, cache.dtype.element_ty), mask=mask)
     tl.store(cache + value_offset + at, narrowed(values, cache.dtype.element_ty), mask=mask)

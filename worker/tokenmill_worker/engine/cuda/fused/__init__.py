@@ -22,7 +22,12 @@ def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
     Adapters and tensor parallelism need the layers that Transformers built, so with either the
     model stays unchanged.
     """
-    if not config.fuse or config.tensor_parallel or config.adapters or not next(model.parameters()).is_cuda:
+    if (
+        not config.fuse
+        or config.tensor_parallel
+        or config.adapters
+        or not next(model.parameters()).is_cuda
+    ):
         return
     if find_spec("triton") is None:
         log.warning("the model runs on Transformers' own modules: Triton is not installed")

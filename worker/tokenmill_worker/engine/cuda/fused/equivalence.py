@@ -49,7 +49,9 @@ def extras_of(module: Any, heads: Heads, width: int) -> dict[str, Any] | None:
     probe = _Listener()
     weight = next(module.parameters())
     rows = random_rows(width, weight.device).to(weight.dtype)
-    tables = tuple(table.to(weight.dtype) for table in random_tables(heads.rotary_dim, weight.device))
+    tables = tuple(
+        table.to(weight.dtype) for table in random_tables(heads.rotary_dim, weight.device)
+    )
     module(rows, position_embeddings=tables, attention_mask=None, past_key_values=None, paged=probe)
     return None if probe.extras.get("s_aux") is not None else probe.extras
 
@@ -60,7 +62,13 @@ class _Listener(Probe):
     extras: dict[str, Any]
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: dict[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        extras: dict[str, Any],
     ) -> Tensor:
         self.extras = {name: extra for name, extra in extras.items() if extra is not None}
         return super().attend(module, query, key, value, scale, extras)
@@ -80,10 +88,17 @@ def _agree(original: nn.Module, candidate: nn.Module, attention: DeviceAttention
     backend = TritonAttention()
     found = []
     for module in (original, candidate):
-        cache = torch.zeros(3, 2, *backend.block_shape(_BLOCK_SIZE, heads.num_kv_heads, heads.head_dim), device=device)
+        cache = torch.zeros(
+            3,
+            2,
+            *backend.block_shape(_BLOCK_SIZE, heads.num_kv_heads, heads.head_dim),
+            device=device,
+        )
         bindings: Any = {attention.layer_idx: LayerBinding(0, cache, shape)}
         out: Any = module(
-            rows.clone(), **arguments, paged=PagedStep(backend, bindings, (two_prompts(_BLOCK_SIZE, device),))
+            rows.clone(),
+            **arguments,
+            paged=PagedStep(backend, bindings, (two_prompts(_BLOCK_SIZE, device),)),
         )
         out = out[0] if isinstance(out, tuple) else out
         found.append((out, cache[1:].flatten(1)))

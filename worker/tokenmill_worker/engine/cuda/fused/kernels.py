@@ -38,7 +38,9 @@ def norm_kernel(
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
     weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + OFFSET
-    tl.store(out + row * WIDTH + column, (values * scale * weights).to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + row * WIDTH + column, (values * scale * weights).to(out.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit
@@ -78,9 +80,13 @@ def store_head(at, values, is_token, START: tl.constexpr, SIZE: tl.constexpr, PA
 
 
 @triton.jit
-def weights_of_head(weight, OFFSET: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
+def weights_of_head(
+    weight, OFFSET: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr
+):
     dim = tl.arange(0, PAD)
-    return tl.load(weight + START + dim, mask=dim < SIZE, other=0.0).to(tl.float32)[None, :] + OFFSET
+    return (
+        tl.load(weight + START + dim, mask=dim < SIZE, other=0.0).to(tl.float32)[None, :] + OFFSET
+    )
 
 
 @triton.jit

@@ -11,7 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from tokenmill_worker.engine.cuda.fused.kernels import gate_kernel, norm_kernel, rotate_and_write_kernel
+from tokenmill_worker.engine.cuda.fused.kernels import (
+    gate_kernel,
+    norm_kernel,
+    rotate_and_write_kernel,
+)
 
 _GATE_TILE = 1024
 _FEW_TOKENS = 256  # up to here, one token per program keeps more of the device busy
@@ -70,19 +74,27 @@ def gate(packed: Tensor, is_gelu: bool) -> Tensor:
     out = torch.empty((num_rows, inner), dtype=packed.dtype, device=packed.device)
     if num_rows:
         tile = min(_GATE_TILE, triton.next_power_of_2(inner))
-        gate_kernel[(num_rows, triton.cdiv(inner, tile))](packed, out, INNER=inner, TILE=tile, IS_GELU=is_gelu)
+        gate_kernel[(num_rows, triton.cdiv(inner, tile))](
+            packed, out, INNER=inner, TILE=tile, IS_GELU=is_gelu
+        )
     return out
 
 
 def rotate_and_write(
-    packed: Tensor, heads: Heads, tables: tuple[Tensor, Tensor], norms: HeadNorms | None, target: Target
+    packed: Tensor,
+    heads: Heads,
+    tables: tuple[Tensor, Tensor],
+    norms: HeadNorms | None,
+    target: Target,
 ) -> Tensor:
     """Write rotated keys and values to the cache; return the rotated queries `[num_tokens, num_heads, head_dim]`.
 
     `tables` are cosines and sines, `[num_tokens, rotary_dim]`.
     """
     num_tokens, cache = packed.shape[0], target.cache
-    out = torch.empty((num_tokens, heads.num_heads, heads.head_dim), dtype=packed.dtype, device=packed.device)
+    out = torch.empty(
+        (num_tokens, heads.num_heads, heads.head_dim), dtype=packed.dtype, device=packed.device
+    )
     if not num_tokens:
         return out
     cos, sin = (table.contiguous() for table in tables)

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tokenmill_worker.engine.cpu.fused.modules import rotate
-from tokenmill_worker.engine.cuda.fused.launches import HeadNorms, Heads, Target, add_and_norm, gate, rotate_and_write
+from tokenmill_worker.engine.cuda.fused.launches import (
+    HeadNorms,
+    Heads,
+    Target,
+    add_and_norm,
+    gate,
+    rotate_and_write,
+)
 from tokenmill_worker.engine.model.paged_attention import PagedStep, StepHolder, step_of
 
 Tables = tuple[Tensor, Tensor]
@@ -90,10 +97,14 @@ class DeviceAttention(nn.Module):
 
     def attend(self, rows: Tensor, tables: Tables, step: Any) -> Tensor:
         packed = functional.linear(rows, self.weight, self.bias)
-        attended = self._attend_in_place(packed, tables, step) if isinstance(step, PagedStep) else None
+        attended = (
+            self._attend_in_place(packed, tables, step) if isinstance(step, PagedStep) else None
+        )
         if attended is None:
             attended = self._attend_by_parts(packed, tables, step)
-        return functional.linear(attended.view(rows.shape[0], -1), self.o_proj.weight, self.o_proj.bias)
+        return functional.linear(
+            attended.view(rows.shape[0], -1), self.o_proj.weight, self.o_proj.bias
+        )
 
     def _attend_in_place(self, packed: Tensor, tables: Tables, step: PagedStep) -> Tensor | None:
         """Attend with the fused cache write, or return None where the backend's block layout does not allow it."""
@@ -109,12 +120,14 @@ class DeviceAttention(nn.Module):
     def _attend_by_parts(self, packed: Tensor, tables: Tables, step: Any) -> Tensor:
         heads = self.heads
         shaped = packed.view(packed.shape[0], -1, heads.head_dim)
-        query, key, value = torch.split(shaped, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
+        query, key, value = torch.split(
+            shaped, [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1
+        )
         if self.norms is not None:
             query, key = (
-                add_and_norm(x.reshape(-1, heads.head_dim), None, weight, self.norms.eps, self.norms.offset)[0].view(
-                    x.shape
-                )
+                add_and_norm(
+                    x.reshape(-1, heads.head_dim), None, weight, self.norms.eps, self.norms.offset
+                )[0].view(x.shape)
                 for x, weight in ((query, self.norms.query_weight), (key, self.norms.key_weight))
             )
         query, key = rotate(query, *tables), rotate(key, *tables)
@@ -133,13 +146,19 @@ class DeviceLayer(nn.Module):
         self.post_attention_layernorm: DeviceNorm = source.post_attention_layernorm
         self.attention_type = getattr(source, "attention_type", None)
 
-    def forward(self, hidden_states: Tensor, *, position_embeddings: Tables, paged: Any, **_: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *, position_embeddings: Tables, paged: Any, **_: Any
+    ) -> Tensor:
         return run_layers((self,), hidden_states, position_embeddings, paged)
 
-    def pass_on(self, x: Tensor, residual: Tensor | None, tables: Tables, step: Any) -> tuple[Tensor, Tensor]:
+    def pass_on(
+        self, x: Tensor, residual: Tensor | None, tables: Tables, step: Any
+    ) -> tuple[Tensor, Tensor]:
         """Run the layer on `x + residual`; return the MLP's output and the residual still to be added to it."""
         normed, residual = self.input_layernorm.after(x, residual)
-        normed, residual = self.post_attention_layernorm.after(self.self_attn.attend(normed, tables, step), residual)
+        normed, residual = self.post_attention_layernorm.after(
+            self.self_attn.attend(normed, tables, step), residual
+        )
         return self.mlp(normed), residual
 
 
@@ -148,7 +167,9 @@ class DeviceLayers(nn.ModuleList):
 
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:
         super().__init__(layers)
-        self._whole = (WholeStack(layers),)  # in a tuple: its layers are children of this list already
+        self._whole = (
+            WholeStack(layers),
+        )  # in a tuple: its layers are children of this list already
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -164,13 +185,19 @@ class WholeStack(nn.Module):
         self._layers = tuple(layers)
         self.attention_type = layers[0].attention_type
 
-    def forward(self, hidden_states: Tensor, *, position_embeddings: Tables, paged: Any, **_: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *, position_embeddings: Tables, paged: Any, **_: Any
+    ) -> Tensor:
         return run_layers(self._layers, hidden_states, position_embeddings, paged)
 
 
-def run_layers(layers: Sequence[DeviceLayer], hidden_states: Tensor, position_embeddings: Tables, step: Any) -> Tensor:
+def run_layers(
+    layers: Sequence[DeviceLayer], hidden_states: Tensor, position_embeddings: Tables, step: Any
+) -> Tensor:
     tables = flat(position_embeddings)
-    x, residual = layers[0].pass_on(hidden_states.reshape(-1, hidden_states.shape[-1]), None, tables, step)
+    x, residual = layers[0].pass_on(
+        hidden_states.reshape(-1, hidden_states.shape[-1]), None, tables, step
+    )
     for layer in layers[1:]:
         x, residual = layer.pass_on(x, residual, tables, step)
     return (x + residual).view(hidden_states.shape)

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from tokenmill_worker.engine.cuda.fused import equivalence
 from tokenmill_worker.engine.cuda.fused.launches import HeadNorms, Heads
-from tokenmill_worker.engine.cuda.fused.modules import DeviceAttention, DeviceLayer, DeviceLayers, DeviceMLP, DeviceNorm
+from tokenmill_worker.engine.cuda.fused.modules import (
+    DeviceAttention,
+    DeviceLayer,
+    DeviceLayers,
+    DeviceMLP,
+    DeviceNorm,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +61,11 @@ def fuse_on_device(model: nn.Module) -> Counter[str]:
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+    ]
 
 
 def _checked(module: nn.Module, build: Build, agrees: Agrees, failed: set[str]) -> nn.Module | None:
@@ -91,8 +101,14 @@ def _join(model: nn.Module) -> None:
         if not isinstance(stack, nn.ModuleList) or len(layers) < max(len(stack), 2):
             continue
         config: Any = getattr(model, "config", None)
-        types = set(getattr(config.get_text_config(), "layer_types", None) or ()) if config is not None else set()
-        if len(types) <= 1 and len({layer.self_attn.heads for layer in layers}) == 1:  # called alike
+        types = (
+            set(getattr(config.get_text_config(), "layer_types", None) or ())
+            if config is not None
+            else set()
+        )
+        if (
+            len(types) <= 1 and len({layer.self_attn.heads for layer in layers}) == 1
+        ):  # called alike
             setattr(parent, name, DeviceLayers(layers))
 
 
@@ -102,21 +118,34 @@ def _join(model: nn.Module) -> None:
 def _norm(module: Any) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
+    if (
+        "RMSNorm" not in type(module).__name__
+        or not isinstance(weight, Tensor)
+        or not isinstance(eps, float)
+    ):
         return None
     # a norm that adds 1 to its weight (Gemma's) shows a nonzero output for a weight of zeros
     ones = torch.ones(1, weight.shape[0], device=weight.device, dtype=weight.dtype)
     bare = copy.copy(module)
-    bare._parameters = {**module._parameters, "weight": nn.Parameter(torch.zeros_like(weight), requires_grad=False)}
+    bare._parameters = {
+        **module._parameters,
+        "weight": nn.Parameter(torch.zeros_like(weight), requires_grad=False),
+    }
     return DeviceNorm(weight.detach(), eps, 1.0 if bool(bare(ones).any()) else 0.0)
 
 
 def _mlp(module: Any) -> nn.Module | None:
-    is_gelu = _IS_GELU.get(type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__)
+    is_gelu = _IS_GELU.get(
+        type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__
+    )
     down, both = getattr(module, "down_proj", None), getattr(module, "gate_up_proj", None)
     if is_gelu is None or type(down) is not nn.Linear:
         return None
-    parts = [both] if both is not None else [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
+    parts = (
+        [both]
+        if both is not None
+        else [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
+    )
     if any(type(part) is not nn.Linear or _bias(part) is not None for part in parts):
         return None
     return DeviceMLP(_joined([part.weight for part in parts]), down, is_gelu)  # type: ignore[union-attr]
@@ -124,10 +153,18 @@ def _mlp(module: Any) -> nn.Module | None:
 
 def _attention(module: Any) -> nn.Module | None:
     head_dim, out = getattr(module, "head_dim", None), getattr(module, "o_proj", None)
-    if not isinstance(head_dim, int) or type(out) is not nn.Linear or not hasattr(module, "layer_idx"):
+    if (
+        not isinstance(head_dim, int)
+        or type(out) is not nn.Linear
+        or not hasattr(module, "layer_idx")
+    ):
         return None
     joint = getattr(module, "qkv_proj", None)
-    parts = [joint] if joint is not None else [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    parts = (
+        [joint]
+        if joint is not None
+        else [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    )
     if any(type(part) is not nn.Linear for part in parts):
         return None
     query_size = out.in_features
@@ -136,11 +173,15 @@ def _attention(module: Any) -> nn.Module | None:
     if len(biases) not in (0, len(parts)):
         return None
     weight = _joined([part.weight for part in parts])  # type: ignore[union-attr]
-    heads = Heads(query_size // head_dim, key_size // head_dim, head_dim, _rotary_dim(module, head_dim))
+    heads = Heads(
+        query_size // head_dim, key_size // head_dim, head_dim, _rotary_dim(module, head_dim)
+    )
     extras = equivalence.extras_of(module, heads, weight.shape[1])
     if extras is None:
         return None
-    return DeviceAttention(module, (weight, _joined(biases) if biases else None), heads, _head_norms(module), extras)
+    return DeviceAttention(
+        module, (weight, _joined(biases) if biases else None), heads, _head_norms(module), extras
+    )
 
 
 def _layer(module: Any) -> nn.Module | None:
@@ -150,8 +191,12 @@ def _layer(module: Any) -> nn.Module | None:
         "input_layernorm": DeviceNorm,
         "post_attention_layernorm": DeviceNorm,
     }
-    children = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-    if children.keys() != kinds.keys() or not all(isinstance(children[name], kind) for name, kind in kinds.items()):
+    children = {
+        name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)
+    }
+    if children.keys() != kinds.keys() or not all(
+        isinstance(children[name], kind) for name, kind in kinds.items()
+    ):
         return None
     return DeviceLayer(module)
 
@@ -170,7 +215,9 @@ def _head_norms(module: Any) -> HeadNorms | None:
 def _rotary_dim(module: Any, head_dim: int) -> int:
     config = getattr(module, "config", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    factor = getattr(config, "partial_rotary_factor", None) or rope.get("partial_rotary_factor") or 1.0
+    factor = (
+        getattr(config, "partial_rotary_factor", None) or rope.get("partial_rotary_factor") or 1.0
+    )
     return int(head_dim * float(factor))
 
 

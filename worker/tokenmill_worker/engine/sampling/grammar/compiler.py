@@ -16,7 +16,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_worker.engine.sampling.grammar.json_grammar import Encode, JsonCompiler, SchemaRefused
+from tokenmill_worker.engine.sampling.grammar.json_grammar import (
+    Encode,
+    JsonCompiler,
+    SchemaRefused,
+)
 from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
 
 MAX_SOURCE_CHARS = 200_000
@@ -64,7 +68,11 @@ class GrammarCompiler:
 
     @classmethod
     def from_vocab(
-        cls, vocab: list[bytes] | list[str], stop_token_ids: list[int], vocab_size: int | None = None, **options: Any
+        cls,
+        vocab: list[bytes] | list[str],
+        stop_token_ids: list[int],
+        vocab_size: int | None = None,
+        **options: Any,
     ) -> GrammarCompiler:
         """Build a compiler from what each id decodes to.
 
@@ -73,7 +81,10 @@ class GrammarCompiler:
         import xgrammar
 
         info = xgrammar.TokenizerInfo(
-            vocab, xgrammar.VocabType.RAW, vocab_size=vocab_size or len(vocab), stop_token_ids=stop_token_ids
+            vocab,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocab_size or len(vocab),
+            stop_token_ids=stop_token_ids,
         )
         return cls(info, **options)
 
@@ -178,7 +189,9 @@ class _Run:
         if self._settle():
             self._owner._ended(self._key, failed=True, stuck=1)
             limit = self._owner.timeout_s
-            self._future.set_exception(GrammarError(f"the grammar took more than {limit:g} s to compile"))
+            self._future.set_exception(
+                GrammarError(f"the grammar took more than {limit:g} s to compile")
+            )
 
 
 def source_of(wanted: ResponseFormat) -> tuple[str, str]:
@@ -188,7 +201,11 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
     """
     given = [
         (kind, value)
-        for kind, value in (("json", wanted.json_schema), ("regex", wanted.regex), ("grammar", wanted.grammar))
+        for kind, value in (
+            ("json", wanted.json_schema),
+            ("regex", wanted.regex),
+            ("grammar", wanted.grammar),
+        )
         if value is not None
     ]
     if len(given) != 1:
@@ -201,7 +218,9 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
     if not value:
         raise GrammarError(f"the {kind} is empty")
     if len(value) > MAX_SOURCE_CHARS:
-        raise GrammarError(f"the {kind} has {len(value)} characters; the limit is {MAX_SOURCE_CHARS}")
+        raise GrammarError(
+            f"the {kind} has {len(value)} characters; the limit is {MAX_SOURCE_CHARS}"
+        )
     return kind, value
 
 
@@ -223,23 +242,31 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
 
     @functools.cache  # reading a large vocabulary takes a second, and only JSON needs it
     def schemas() -> JsonCompiler:
-        return JsonCompiler(info.decoded_vocab, info.vocab_size, info.stop_token_ids, special_ids, encode)
+        return JsonCompiler(
+            info.decoded_vocab, info.vocab_size, info.stop_token_ids, special_ids, encode
+        )
 
     def compile_source(kind: str, source: str) -> Any:
         if kind in ("json", LOOSE_JSON):
             try:
                 return schemas().compile(source, strict=kind == "json")
             except InvalidSchema as problem:
-                raise GrammarError(f"response_format.json_schema is no valid JSON schema: {problem}") from problem
+                raise GrammarError(
+                    f"response_format.json_schema is no valid JSON schema: {problem}"
+                ) from problem
             except SchemaRefused as refusal:
-                raise GrammarError(f"response_format.json_schema cannot be enforced: {refusal}") from refusal
+                raise GrammarError(
+                    f"response_format.json_schema cannot be enforced: {refusal}"
+                ) from refusal
         try:
             if kind == "regex":
                 compiled = compiler.compile_regex(source)
             else:
                 compiled = compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
         except Exception as error:
-            raise GrammarError(f"response_format.{kind} cannot be compiled: {sentence(error)}") from error
+            raise GrammarError(
+                f"response_format.{kind} cannot be compiled: {sentence(error)}"
+            ) from error
         return lambda: xgrammar.GrammarMatcher(compiled)
 
     return compile_source

@@ -18,15 +18,25 @@ from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import subsch
 Encode = Callable[[str], Sequence[int]]
 
 # fixed white space: a small model could otherwise fill its answer with it
-_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_STYLE: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _LOOSE: dict[str, Any] = {"lenient": True, "coerce_one_of": True}
 _MAX_TRIES = 64  # compilations to find the place of a refusal
 _ONE_OF = "oneOf constraints"
 _SENTENCES = (
     ("Unsatisfiable schema", "no value satisfies it"),
     (_ONE_OF, "'oneOf' is not supported where its branches may admit the same value"),
-    ("patternProperty regexes", "'patternProperties' is not supported where two patterns may match the same name"),
-    ("min/maxProperties", "'minProperties' and 'maxProperties' are not supported beside optional 'properties'"),
+    (
+        "patternProperty regexes",
+        "'patternProperties' is not supported where two patterns may match the same name",
+    ),
+    (
+        "min/maxProperties",
+        "'minProperties' and 'maxProperties' are not supported beside optional 'properties'",
+    ),
     ("regex parse error", "'pattern' is no regular expression that is supported"),
 )
 
@@ -60,7 +70,9 @@ class JsonMatcher:
         into = words[row]
         self._matcher.unsafe_compute_mask_ptr(into.data_ptr(), into.numel() * into.element_size())
         if self._matcher.is_error():
-            raise ValueError(f"its grammar is too complex: {_first_line(self._matcher.get_error())}")
+            raise ValueError(
+                f"its grammar is too complex: {_first_line(self._matcher.get_error())}"
+            )
 
 
 class JsonCompiler:
@@ -84,7 +96,9 @@ class JsonCompiler:
 
         self._stops = list(stop_token_ids)
         words = _Words(vocab, self._stops[0], special_ids, encode)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(words), n_vocab=vocab_size, eos_token=self._stops)
+        self._tokenizer = LLTokenizer(
+            TokenizerWrapper(words), n_vocab=vocab_size, eos_token=self._stops
+        )
 
     def compile(self, source: str, *, strict: bool) -> Callable[[], JsonMatcher]:
         """Return a function that makes a matcher for each sequence.
@@ -111,7 +125,11 @@ class JsonCompiler:
 
     def _loose(self, schema: Any) -> Any:
         grammar = self._grammar(rewrite(modern(schema).schema).schema, **_LOOSE)
-        return self._grammar({"type": "object"} if _is_object(schema) else {}) if grammar.is_error() else grammar
+        return (
+            self._grammar({"type": "object"} if _is_object(schema) else {})
+            if grammar.is_error()
+            else grammar
+        )
 
     def _grammar(self, schema: Any, **options: bool) -> Any:
         from llguidance import LLMatcher
@@ -146,7 +164,9 @@ class JsonCompiler:
 class _Words:
     """The tokenizer interface that llguidance requires."""
 
-    def __init__(self, vocab: Sequence[bytes], eos: int, special_ids: Sequence[int], encode: Encode | None) -> None:
+    def __init__(
+        self, vocab: Sequence[bytes], eos: int, special_ids: Sequence[int], encode: Encode | None
+    ) -> None:
         self.tokens = list(vocab)
         self.eos_token_id = eos
         self.bos_token_id = None
@@ -175,7 +195,11 @@ class _Words:
 
 
 def _inside(
-    pointer: str, schema: dict[str, Any], defs: dict[str, Any], places: dict[str, str], seen: set[str]
+    pointer: str,
+    schema: dict[str, Any],
+    defs: dict[str, Any],
+    places: dict[str, str],
+    seen: set[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:

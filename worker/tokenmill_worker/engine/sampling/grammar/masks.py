@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.plan import ScheduledSequence
-from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError, sentence
+from tokenmill_worker.engine.sampling.grammar.compiler import (
+    GrammarCompiler,
+    GrammarError,
+    sentence,
+)
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sampling.transfer import to_device
 from tokenmill_worker.engine.sequence import Sequence
@@ -44,7 +48,9 @@ class Masks:
         at = to_device(np.array(self.rows, np.int64), logits.device)
         words = to_device(self.words.numpy(), logits.device)
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : min(self.width, logits.shape[1])] != 0
+        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[
+            :, : min(self.width, logits.shape[1])
+        ] != 0
         part = logits[at]
         part[:, allowed.shape[1] :] = -torch.inf  # ids that the tokenizer does not have
         part[:, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
@@ -64,7 +70,9 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._states: dict[Sequence, _State] = {}
-        self._launched: dict[Sequence, tuple[Sampled, int, int]] = {}  # step, its row, output position
+        self._launched: dict[
+            Sequence, tuple[Sampled, int, int]
+        ] = {}  # step, its row, output position
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
 
@@ -96,7 +104,11 @@ class Grammars:
         for item in items:
             sequence = item.sequence
             if sequence.params.response_format is not None and not item.draft_ids:
-                self._launched[sequence] = (sampled, first, item.start + item.num_tokens - sequence.num_prompt_tokens)
+                self._launched[sequence] = (
+                    sampled,
+                    first,
+                    item.start + item.num_tokens - sequence.num_prompt_tokens,
+                )
             first += 1 + len(item.draft_ids)
 
     def release(self, sequence: Sequence) -> None:
@@ -166,7 +178,9 @@ class Grammars:
         if taken:
             matcher.rollback(taken)
         if (time.thread_time() - started_s) / (len(new) + len(words)) > TOKEN_LIMIT_S:
-            raise GrammarError(f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to check")
+            raise GrammarError(
+                f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to check"
+            )
         return words, ends
 
     @property
@@ -202,7 +216,9 @@ class Grammars:
         compiler, wanted = self._compiler, sequence.params.response_format
         if compiler is None or wanted is None:
             raise GrammarError("the engine has no grammar compiler for this model")
-        if sequence.grammar is None:  # a sequence added without request validation has no compiled grammar
+        if (
+            sequence.grammar is None
+        ):  # a sequence added without request validation has no compiled grammar
             sequence.grammar = compiler.compile(wanted).result(compiler.timeout_s + 1)
         return sequence.grammar()
 
@@ -212,7 +228,9 @@ def _read(state: _State, new: list[int]) -> None:
     for token_id in new:
         # after its end only end tokens follow (ignore_eos), which the matcher need not see
         if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
-            raise GrammarError(f"token {token_id} at output position {state.num_read} is not in the grammar")
+            raise GrammarError(
+                f"token {token_id} at output position {state.num_read} is not in the grammar"
+            )
         state.num_read += 1
 
 

@@ -1,6 +1,10 @@
 """Rewrites JSON schemas (draft 2020-12 and earlier ones) for the grammar compiler."""
 
-from tokenmill_worker.engine.sampling.grammar.json_schema.drafts import InvalidSchema, Modern, modern
+from tokenmill_worker.engine.sampling.grammar.json_schema.drafts import (
+    InvalidSchema,
+    Modern,
+    modern,
+)
 from tokenmill_worker.engine.sampling.grammar.json_schema.references import MAX_DEPTH
 from tokenmill_worker.engine.sampling.grammar.json_schema.rewrite import Rewritten, rewrite
 

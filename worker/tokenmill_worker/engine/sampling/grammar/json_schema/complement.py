@@ -43,7 +43,12 @@ def complement(schema: Any, resolve: Resolve, depth: int = 0) -> Schema:
         return not schema
     if not isinstance(schema, dict):
         raise Inexpressible
-    parts = [part for key in schema if key in _ASSERTIONS for part in _without(schema, key, resolve, depth)]
+    parts = [
+        part
+        for key in schema
+        if key in _ASSERTIONS
+        for part in _without(schema, key, resolve, depth)
+    ]
     return {"anyOf": parts} if parts else False
 
 
@@ -90,7 +95,10 @@ def _other_value(value: Any) -> Schema:
     if value is None:
         return _not_of("null")
     if isinstance(value, int | float):
-        beside = [{"type": "number", "exclusiveMinimum": value}, {"type": "number", "exclusiveMaximum": value}]
+        beside = [
+            {"type": "number", "exclusiveMinimum": value},
+            {"type": "number", "exclusiveMaximum": value},
+        ]
         return {"anyOf": [_not_of("number"), *beside]}
     pattern = other_than(value) if isinstance(value, str) else None
     if pattern is None:
@@ -109,7 +117,11 @@ def _without_names(names: Any, _resolve: Resolve, _depth: int) -> Iterator[Schem
 
 def _other_properties(properties: Any, resolve: Resolve, depth: int) -> Iterator[Schema]:
     for name, inner in properties.items():
-        yield {"type": "object", "required": [name], "properties": {name: complement(inner, resolve, depth + 1)}}
+        yield {
+            "type": "object",
+            "required": [name],
+            "properties": {name: complement(inner, resolve, depth + 1)},
+        }
 
 
 def _none_of(schemas: Any, resolve: Resolve, depth: int) -> Iterator[Schema]:

@@ -30,8 +30,25 @@ _NO_ALTERNATIVE = re.compile(r" is not valid under any of the schemas listed in 
 
 _DRAFT4 = frozenset(
     (
-        *("$ref", "definitions", "$defs", "type", "enum", "format", "pattern", "required", "dependencies"),
-        *("properties", "patternProperties", "additionalProperties", "items", "additionalItems", "uniqueItems"),
+        *(
+            "$ref",
+            "definitions",
+            "$defs",
+            "type",
+            "enum",
+            "format",
+            "pattern",
+            "required",
+            "dependencies",
+        ),
+        *(
+            "properties",
+            "patternProperties",
+            "additionalProperties",
+            "items",
+            "additionalItems",
+            "uniqueItems",
+        ),
         *("allOf", "anyOf", "oneOf", "not", *COUNTS, *NUMBERS),
     )
 )
@@ -81,7 +98,9 @@ def _validator_type(schema: Any) -> type:
     except jsonschema_rs.ValidationError as error:
         raise InvalidSchema(_explained(schema, error)) from None
     except Exception as error:
-        raise InvalidSchema(f"it cannot be read: {_shortened(str(error), type(error).__name__)}") from None
+        raise InvalidSchema(
+            f"it cannot be read: {_shortened(str(error), type(error).__name__)}"
+        ) from None
 
 
 def _nothing(uri: str) -> Any:
@@ -95,7 +114,9 @@ def _explained(schema: Any, error: jsonschema_rs.ValidationError) -> str:
     if message.startswith("Resource "):
         return _outside(schema, message.split("'")[1])
     steps = list(error.instance_path)
-    what = _shortened(_NO_ALTERNATIVE.sub(" is not a value that it may have", message), "its value is not allowed")
+    what = _shortened(
+        _NO_ALTERNATIVE.sub(" is not a value that it may have", message), "its value is not allowed"
+    )
     if not steps:
         return f"{what} (at the top)"
     pointer = "".join(f"/{escaped(step)}" for step in steps)
@@ -137,7 +158,9 @@ def _nested_drafts(root: Any) -> list[str]:
         if not isinstance(schema, dict):
             continue
         if "$schema" in schema and str(schema["$schema"]).rstrip("#") != own:
-            found.append(f"'$schema' at {pointer[:_MAX_CHARS]} is not supported: it names another draft than the top")
+            found.append(
+                f"'$schema' at {pointer[:_MAX_CHARS]} is not supported: it names another draft than the top"
+            )
         waiting += [(pointer + step, inner, depth + 1) for step, inner in subschemas(schema)]
     return found
 
@@ -155,20 +178,28 @@ class _Converter:
             raise TooDeep
         if not isinstance(schema, dict):
             return schema
-        known = {"$ref", "definitions", "$defs"} if self._ref_stands_alone and "$ref" in schema else self._known
+        known = (
+            {"$ref", "definitions", "$defs"}
+            if self._ref_stands_alone and "$ref" in schema
+            else self._known
+        )
         held = {key: value for key, value in schema.items() if key in known}
         if known is self._known:
             self._identify(schema, held)
             self._bounds(held)
         if "$recursiveRef" in schema and not self._ref_stands_alone:
-            self._problems[f"'$recursiveRef' at {pointer[:_MAX_CHARS]}/$recursiveRef is not supported"] = None
+            self._problems[
+                f"'$recursiveRef' at {pointer[:_MAX_CHARS]}/$recursiveRef is not supported"
+            ] = None
         self._inner(held, lambda inner, step: self.convert(inner, pointer + step, depth + 1))
         return held
 
     def _identify(self, schema: dict[str, Any], held: dict[str, Any]) -> None:
         identifier = schema.get("$id" if "const" in self._known else "id")
         if isinstance(identifier, str):
-            key, text = ("$anchor", identifier[1:]) if identifier.startswith("#") else ("$id", identifier)
+            key, text = (
+                ("$anchor", identifier[1:]) if identifier.startswith("#") else ("$id", identifier)
+            )
             held.setdefault(key, text)
 
     @staticmethod
@@ -182,14 +213,19 @@ class _Converter:
     def _inner(held: dict[str, Any], convert: Callable[[Any, str], Any]) -> None:
         rest = held.pop("additionalItems", None)
         if isinstance(held.get("items"), list):
-            held["prefixItems"] = [convert(inner, f"/items/{i}") for i, inner in enumerate(held.pop("items"))]
+            held["prefixItems"] = [
+                convert(inner, f"/items/{i}") for i, inner in enumerate(held.pop("items"))
+            ]
             if rest is not None:
                 held["items"] = convert(rest, "/additionalItems")
         elif "items" in held:
             held["items"] = convert(held["items"], "/items")
         for key in (*MAPS, "dependencies"):
             if key in held:
-                held[key] = {name: convert(inner, f"/{key}/{escaped(name)}") for name, inner in held[key].items()}
+                held[key] = {
+                    name: convert(inner, f"/{key}/{escaped(name)}")
+                    for name, inner in held[key].items()
+                }
         for key in LISTS[:3]:
             if key in held:
                 held[key] = [convert(inner, f"/{key}/{i}") for i, inner in enumerate(held[key])]

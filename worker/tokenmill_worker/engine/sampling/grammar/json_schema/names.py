@@ -23,7 +23,9 @@ def objects_with(names: Any, resolve: Callable[[str], Any], depth: int = 0) -> d
     kinds = names.get("type", "string")
     if "string" not in ([kinds] if isinstance(kinds, str) else kinds):
         return {"maxProperties": 0}
-    parts = [_part(key, value, resolve, depth) for key, value in names.items() if key not in _SILENT]
+    parts = [
+        _part(key, value, resolve, depth) for key, value in names.items() if key not in _SILENT
+    ]
     return {"allOf": parts} if parts else {}
 
 

@@ -30,7 +30,9 @@ def translated(pattern: str) -> str:
         if match["any"] is not None and class_start is None:
             out.append("(?s:.)")
         elif match["high"] is not None:
-            code = 0x10000 + ((int(match["high"], 16) - 0xD800) << 10) + int(match["low"], 16) - 0xDC00
+            code = (
+                0x10000 + ((int(match["high"], 16) - 0xD800) << 10) + int(match["low"], 16) - 0xDC00
+            )
             out.append(f"\\x{{{code:X}}}")
         elif match["control"] is not None:
             out.append(f"\\x{{{ord(match['control']) % 32:X}}}")

@@ -97,4 +97,6 @@ def _step(value: Any, name: str) -> Any:
 
 
 def _joined(base: str, reference: str) -> str:
-    return urldefrag(base).url + reference if reference.startswith("#") else urljoin(base, reference)
+    return (
+        urldefrag(base).url + reference if reference.startswith("#") else urljoin(base, reference)
+    )

@@ -12,8 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill_worker.engine.sampling.grammar.json_schema import references
-from tokenmill_worker.engine.sampling.grammar.json_schema.complement import Inexpressible, complement
-from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import COUNTS, LISTS, NUMBERS, Schema, escaped
+from tokenmill_worker.engine.sampling.grammar.json_schema.complement import (
+    Inexpressible,
+    complement,
+)
+from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import (
+    COUNTS,
+    LISTS,
+    NUMBERS,
+    Schema,
+    escaped,
+)
 from tokenmill_worker.engine.sampling.grammar.json_schema.names import objects_with
 from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import PatternProblem, translated
 from tokenmill_worker.engine.sampling.grammar.json_schema.unevaluated import KEYWORDS as UNEVALUATED
@@ -21,7 +30,9 @@ from tokenmill_worker.engine.sampling.grammar.json_schema.unevaluated import wit
 
 __all__ = ["Rewritten", "rewrite"]
 
-MAX_SCHEMAS = 20_000  # most that are visited: an expanded schema may be far larger than the original
+MAX_SCHEMAS = (
+    20_000  # most that are visited: an expanded schema may be far larger than the original
+)
 _COPIED = (*NUMBERS, "type", "enum", "const", "required")
 _ENFORCED_FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -59,7 +70,9 @@ def rewrite(schema: Any, *, expand_one_of: bool = False) -> Rewritten:
         resources = references.Resources(schema)
         return _Rewriter(resources, expand_one_of).run(schema)
     except references.TooDeep:
-        return Rewritten(True, (f"the schema is nested more than {references.MAX_DEPTH} levels deep",), {})
+        return Rewritten(
+            True, (f"the schema is nested more than {references.MAX_DEPTH} levels deep",), {}
+        )
     except _TooMuch:
         return Rewritten(True, (f"written out, it has more than {MAX_SCHEMAS} schemas",), {})
 
@@ -75,12 +88,16 @@ class _Rewriter:
         self._problems: dict[str, None] = {}
         self._names: dict[str, str] = {}  # names of referenced schemas by pointer
         self._waiting: list[tuple[str, references.Place]] = []
-        self._beside: dict[str, set[str]] = {}  # by referenced schema: those that it applies to the same value
+        self._beside: dict[
+            str, set[str]
+        ] = {}  # by referenced schema: those that it applies to the same value
         self._current = ""
         self._num_schemas = 0
 
     def run(self, root: Any) -> Rewritten:
-        main = self._schema(references.Place(root, "", self._resources.root_base), 0, is_same_value=True)
+        main = self._schema(
+            references.Place(root, "", self._resources.root_base), 0, is_same_value=True
+        )
         defs: dict[str, Any] = {}
         while self._waiting:
             self._current, place = self._waiting.pop()
@@ -88,7 +105,9 @@ class _Rewriter:
         self._check_loops()
         if defs and isinstance(main, dict):
             main = {**main, "$defs": defs}
-        return Rewritten(main, tuple(self._problems), {name: pointer for pointer, name in self._names.items()})
+        return Rewritten(
+            main, tuple(self._problems), {name: pointer for pointer, name in self._names.items()}
+        )
 
     # ── one schema ──
 
@@ -101,7 +120,9 @@ class _Rewriter:
             self._problem("a value", "that is no schema", place.pointer)
             return True
         base = self._resources.base_of(place.pointer, place.base)
-        return _Reading(self, references.Place(schema, place.pointer, base), depth, is_same_value).read()
+        return _Reading(
+            self, references.Place(schema, place.pointer, base), depth, is_same_value
+        ).read()
 
     def _count(self, depth: int) -> None:
         if depth > 2 * references.MAX_DEPTH:
@@ -146,14 +167,18 @@ class _Rewriter:
                     stack += self._beside.get(following, ())
             if name in seen:
                 self._problem(
-                    "'$ref'", "is not supported: it leads back to the schema that it stands in", pointers[name]
+                    "'$ref'",
+                    "is not supported: it leads back to the schema that it stands in",
+                    pointers[name],
                 )
 
 
 class _Reading:
     """One schema with keywords; results are collected in `out`, and additional schemas in `parts`."""
 
-    def __init__(self, owner: _Rewriter, place: references.Place, depth: int, is_same_value: bool) -> None:
+    def __init__(
+        self, owner: _Rewriter, place: references.Place, depth: int, is_same_value: bool
+    ) -> None:
         self.owner, self.place, self.depth, self.is_same_value = owner, place, depth, is_same_value
         self.given: dict[str, Any] = place.schema
         self.out: dict[str, Any] = {}
@@ -167,7 +192,14 @@ class _Reading:
                 for key in UNEVALUATED:
                     if self.given.get(key, True) is not True:
                         self._problem(key, "is not supported")
-        for read in (self._plain, self._texts, self._objects, self._arrays, self._alternatives, self._references):
+        for read in (
+            self._plain,
+            self._texts,
+            self._objects,
+            self._arrays,
+            self._alternatives,
+            self._references,
+        ):
             try:
                 read()
             except (AttributeError, TypeError, ValueError):
@@ -184,7 +216,9 @@ class _Reading:
     def _inner(self, schema: Any, steps: str, *, is_same_value: bool = False) -> Schema:
         same = is_same_value and self.is_same_value
         return self.owner._schema(
-            references.Place(schema, self.place.pointer + steps, self.place.base), self.depth + 1, is_same_value=same
+            references.Place(schema, self.place.pointer + steps, self.place.base),
+            self.depth + 1,
+            is_same_value=same,
         )
 
     def _resolve(self, reference: str) -> Any:
@@ -213,7 +247,10 @@ class _Reading:
                 self.out[key] = int(self.given[key])
 
     def _texts(self) -> None:
-        if "pattern" in self.given and (pattern := self._pattern(self.given["pattern"], "pattern")) is not None:
+        if (
+            "pattern" in self.given
+            and (pattern := self._pattern(self.given["pattern"], "pattern")) is not None
+        ):
             self.out["pattern"] = pattern
         name = self.given.get("format")
         if name in _FORMAT_PATTERNS:
@@ -237,13 +274,17 @@ class _Reading:
             if key in self.given:
                 self._members(key)
         if "additionalProperties" in self.given:
-            self.out["additionalProperties"] = self._inner(self.given["additionalProperties"], "/additionalProperties")
+            self.out["additionalProperties"] = self._inner(
+                self.given["additionalProperties"], "/additionalProperties"
+            )
         for name, names in self.given.get("dependentRequired", {}).items():
             self._dependent(name, {"required": names}, "dependentRequired")
         for name, inner in self.given.get("dependentSchemas", {}).items():
             self._dependent(name, inner, "dependentSchemas")
         for name, inner in self.given.get("dependencies", {}).items():  # of earlier drafts
-            self._dependent(name, {"required": inner} if isinstance(inner, list) else inner, "dependencies")
+            self._dependent(
+                name, {"required": inner} if isinstance(inner, list) else inner, "dependencies"
+            )
         if self.given.get("propertyNames", True) not in (True, {}):
             self._property_names(self.given["propertyNames"])
 
@@ -272,24 +313,36 @@ class _Reading:
     def _arrays(self) -> None:
         items, prefix = self.given.get("items", True), self.given.get("prefixItems", ())
         if prefix:
-            self.out["prefixItems"] = [self._inner(inner, f"/prefixItems/{i}") for i, inner in enumerate(prefix)]
+            self.out["prefixItems"] = [
+                self._inner(inner, f"/prefixItems/{i}") for i, inner in enumerate(prefix)
+            ]
         if items is not True:
             self.out["items"] = self._inner(items, "/items")
         if self.given.get("uniqueItems") and self.given.get("maxItems", 2) > 1:
             self._problem("uniqueItems", "is not supported")
         if "contains" in self.given:
-            self._contains(self.given["contains"], self.given.get("minContains", 1), self.given.get("maxContains"))
+            self._contains(
+                self.given["contains"],
+                self.given.get("minContains", 1),
+                self.given.get("maxContains"),
+            )
 
     def _contains(self, inner: Any, least: int, most: int | None) -> None:
         if inner in (True, {}):
-            self.parts.append({"minItems": int(least), **({} if most is None else {"maxItems": int(most)})})
+            self.parts.append(
+                {"minItems": int(least), **({} if most is None else {"maxItems": int(most)})}
+            )
         elif least <= 0 and most is None:
             return
         elif most is not None and most < least:
-            self.parts.append(self._inner({"not": {"type": "array"}}, "/contains", is_same_value=True))
+            self.parts.append(
+                self._inner({"not": {"type": "array"}}, "/contains", is_same_value=True)
+            )
         elif inner is False:
             if least > 0:
-                self.parts.append(self._inner({"not": {"type": "array"}}, "/contains", is_same_value=True))
+                self.parts.append(
+                    self._inner({"not": {"type": "array"}}, "/contains", is_same_value=True)
+                )
         else:
             self._problem("contains", "is not supported")
 
@@ -299,7 +352,8 @@ class _Reading:
         for key in LISTS[:3]:
             if key in self.given and not (key == "oneOf" and self._written_out(self.given[key])):
                 self.out[key] = [
-                    self._inner(inner, f"/{key}/{i}", is_same_value=True) for i, inner in enumerate(self.given[key])
+                    self._inner(inner, f"/{key}/{i}", is_same_value=True)
+                    for i, inner in enumerate(self.given[key])
                 ]
         try:
             if "not" in self.given:
@@ -307,7 +361,9 @@ class _Reading:
         except Inexpressible:
             self._problem("not", "is not supported with these keywords")
         if "if" in self.given and ("then" in self.given or "else" in self.given):
-            self._conditional(self.given["if"], self.given.get("then", True), self.given.get("else", True))
+            self._conditional(
+                self.given["if"], self.given.get("then", True), self.given.get("else", True)
+            )
 
     def _written_out(self, branches: list[Any]) -> bool:
         if not self.owner._expand_one_of:
@@ -317,7 +373,8 @@ class _Reading:
         except Inexpressible:
             return False
         exact = [
-            {"allOf": [inner, *(other for j, other in enumerate(others) if j != i)]} for i, inner in enumerate(branches)
+            {"allOf": [inner, *(other for j, other in enumerate(others) if j != i)]}
+            for i, inner in enumerate(branches)
         ]
         self._same({"anyOf": exact}, "oneOf")
         return True

@@ -15,7 +15,18 @@ from tokenmill_worker.engine.sampling.grammar.json_schema.complement import Inex
 
 MAX_ALTERNATIVES = 32
 _MAX_DEPTH = 16
-APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
+APPLICATORS = (
+    "$ref",
+    "$dynamicRef",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "if",
+    "then",
+    "else",
+    "not",
+    "dependentSchemas",
+)
 KEYWORDS = ("unevaluatedProperties", "unevaluatedItems")
 Resolve = Callable[[str], Any]
 
@@ -55,7 +66,9 @@ def _closed(alternative: _Alternative, wanted: dict[str, Any]) -> dict[str, Any]
 
 
 def _closed_object(seen: Iterable[dict[str, Any]], others: Any) -> list[Any]:
-    if any("additionalProperties" in schema or "unevaluatedProperties" in schema for schema in seen):
+    if any(
+        "additionalProperties" in schema or "unevaluatedProperties" in schema for schema in seen
+    ):
         return []
     names = {name for schema in seen for name in schema.get("properties", {})}
     patterns = {pattern for schema in seen for pattern in schema.get("patternProperties", {})}
@@ -86,7 +99,9 @@ def _alternatives(schema: Any, resolve: Resolve, depth: int) -> list[_Alternativ
         raise Inexpressible
     own = {key: value for key, value in schema.items() if key not in APPLICATORS}
     if any(key in own for key in KEYWORDS):  # everything is evaluated, whatever the other keywords
-        return [_Alternative(seen=({key: True for key in KEYWORDS if key in own},), silent=(schema,))]
+        return [
+            _Alternative(seen=({key: True for key in KEYWORDS if key in own},), silent=(schema,))
+        ]
     found = [_Alternative(seen=(own,))]
     for part in _parts(schema, resolve, depth + 1):
         if len(found) * len(part) > MAX_ALTERNATIVES:
@@ -110,7 +125,11 @@ def _parts(schema: dict[str, Any], resolve: Resolve, depth: int) -> Iterable[lis
         yield _some_of([_alternatives(inner, resolve, depth) for inner in schema["anyOf"]])
     if "oneOf" in schema:
         only = _Alternative(silent=({"oneOf": schema["oneOf"]},))
-        yield [only.with_(one) for inner in schema["oneOf"] for one in _alternatives(inner, resolve, depth)]
+        yield [
+            only.with_(one)
+            for inner in schema["oneOf"]
+            for one in _alternatives(inner, resolve, depth)
+        ]
     if "not" in schema:
         yield [_Alternative(silent=({"not": schema["not"]},))]
     if "if" in schema:
@@ -118,7 +137,9 @@ def _parts(schema: dict[str, Any], resolve: Resolve, depth: int) -> Iterable[lis
         passes = _alternatives(schema["if"], resolve, depth)
         then = _alternatives(schema.get("then", True), resolve, depth)
         otherwise = _alternatives(schema.get("else", True), resolve, depth)
-        yield [one.with_(two) for one in passes for two in then] + [fails.with_(one) for one in otherwise]
+        yield [one.with_(two) for one in passes for two in then] + [
+            fails.with_(one) for one in otherwise
+        ]
     for name, inner in schema.get("dependentSchemas", {}).items():
         absent = _Alternative(silent=({"properties": {name: False}},))
         present = _Alternative(silent=({"required": [name]},))
