@@ -161,7 +161,10 @@ class Provisioner:
         self._step("compiling what a start imports", command, environment)
 
     def _torch_brings_triton(self) -> bool:
-        names = "import importlib.metadata as m, sys; sys.exit(not any('triton' in r for r in m.requires('torch') or ()))"
+        names = (
+            "import importlib.metadata as m, sys;"
+            " sys.exit(not any('triton' in r for r in m.requires('torch') or ()))"
+        )
         return subprocess.run([self.venv / "bin" / "python", "-I", "-c", names]).returncode == 0
 
     def _pip(

@@ -176,9 +176,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "limits": limits_table,
     **{struct.__name__: lambda struct=struct: struct_table(struct) for struct in STRUCTS},  # type: ignore[misc]
     **{
-        f"bytes of {name}": lambda name=name: reference_bytes.block(name)
+        f"bytes of {name}": lambda name=name: reference_bytes.block(name)  # type: ignore[misc]
         for name in reference_bytes.EXAMPLES
-    },  # type: ignore[misc]
+    },
 }
 
 

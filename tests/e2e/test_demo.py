@@ -25,11 +25,11 @@ class Demo:
         self._folder = tmp_path
         self._output = tmp_path / "output"
         environment = {
-            **os.environ,
+            **os.environ,  # noqa: TID251
             "PYTHONPATH": str(ROOT),
             MARK: self._mark,
             "TMPDIR": str(tmp_path),
-        }  # noqa: TID251
+        }
         command = [
             sys.executable,
             "-m",

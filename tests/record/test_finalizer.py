@@ -75,8 +75,10 @@ class Rig:
             self.store,
             self.redis,
             FinalizerLimits(
-                record_backoff=FAST, acknowledge_backoff=FAST, **({"linger_s": 0.0} | limits)
-            ),  # type: ignore[arg-type]
+                record_backoff=FAST,
+                acknowledge_backoff=FAST,
+                **({"linger_s": 0.0} | limits),  # type: ignore[arg-type]
+            ),
             on_lost=self.lost.extend,
             on_recorded=lambda jobs: self.told.extend(job.result.job_id for job in jobs),
         )

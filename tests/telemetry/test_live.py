@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -96,11 +97,11 @@ async def test_log_lines_are_json_name_the_job_and_hold_no_text(
 
 async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> None:
     database = database_url(tmp_path)
-    options = {"model": "synthetic?step_ms=5", "heartbeat_seconds": 0.1}
+    options: dict[str, Any] = {"model": "synthetic?step_ms=5", "heartbeat_seconds": 0.1}
     async with (
         running_worker(redis_url, database, metrics_port=0, **options) as worker,
         client_of(redis_url) as client,
-    ):  # type: ignore[arg-type]
+    ):
         assert worker.watch_port is not None
         jobs = [
             await client.submit(prompt="a", max_tokens=30, ignore_eos=True, tenant=t)

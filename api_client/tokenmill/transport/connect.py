@@ -34,7 +34,10 @@ from tokenmill.transport.failover import leave_replicas
 # Every error of redis-py about a server; a cluster's own errors do not derive from RedisError.
 SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
 
-_NO_PORT = "the Redis URL does not name host:port where it should; is a character of its password not quoted (%2F for /)?"
+_NO_PORT = (
+    "the Redis URL does not name host:port where it should; "
+    "is a character of its password not quoted (%2F for /)?"
+)
 _MAX_CONNECTIONS = 4096  # redis-py's default of 100 rejects the 101st thread that streams
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 

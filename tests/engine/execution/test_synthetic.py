@@ -63,8 +63,7 @@ def test_runners_share_the_packages_files():
 
 
 def test_a_killed_engine_leaves_no_files(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", DIES], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
-    )  # noqa: TID251 - handed on
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # noqa: TID251 - handed on
+    done = subprocess.run([sys.executable, "-c", DIES], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

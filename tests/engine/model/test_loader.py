@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from tokenmill_worker.engine.model.paged_attention import Probe
 
 
 def config(folder: Path, **changes: object) -> EngineConfig:
-    return EngineConfig(
-        **{"model": str(folder), "dtype": "float32", "device": "cpu", "fuse": False, **changes}
-    )  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"model": str(folder), "dtype": "float32", "device": "cpu"}
+    return EngineConfig(**{**fields, "fuse": False, **changes})
 
 
 def test_layers_lengths_and_ends_are_read(llama: Path) -> None:
@@ -80,10 +80,9 @@ def test_frequencies_that_depend_on_the_batch_bound_the_context() -> None:
 
 
 def test_attention_that_does_not_go_through_the_interface_is_refused(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    transformers.AutoModelForCausalLM.from_config(
-        transformers.MambaConfig(**sizes)
-    ).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    mamba = transformers.MambaConfig(**sizes, state_size=4)
+    transformers.AutoModelForCausalLM.from_config(mamba).save_pretrained(tmp_path)
     with pytest.raises(EngineConfigError, match=r"cannot be (served|loaded)"):
         load_model(tmp_path, config(tmp_path, max_model_len=64))
 

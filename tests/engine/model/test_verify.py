@@ -116,9 +116,8 @@ def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(
 
 def add_to_rows(model: nn.Module, twist: Callable[[int], torch.Tensor]) -> None:
     """Change what the last norm gives in a way that no probe of the layers sees."""
-    model.model.norm.register_forward_hook(
-        lambda _m, _a, out: out + 0.1 * twist(out.shape[1])[None, :, None]
-    )  # type: ignore[union-attr]
+    norm = model.get_submodule("model.norm")
+    norm.register_forward_hook(lambda _m, _a, out: out + 0.1 * twist(out.shape[1])[None, :, None])
 
 
 def plain(folder: Path) -> Any:

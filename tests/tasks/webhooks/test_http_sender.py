@@ -136,7 +136,8 @@ def test_an_address_that_is_none(url: str) -> None:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a certificate for localhost only, in one file with its key."""
     folder = tmp_path_factory.mktemp("tls")
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    command += " -addext subjectAltName=DNS:localhost"
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
     both = folder / "both.pem"

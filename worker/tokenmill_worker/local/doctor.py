@@ -163,7 +163,8 @@ def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
         redis_client=client,
     )
     depth, workers = queue.depth(), queue.workers()
-    words = f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running, {count(len(workers), 'worker')}"
+    words = f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running"
+    words += f", {count(len(workers), 'worker')}"
     if depth.num_queued and not workers:
         yield Finding("queue", "warning", words, "nobody serves it: tokenmill worker")
     else:

@@ -165,7 +165,8 @@ class ResultStore:
         except Exception as error:
             verdict = verdict_of(error)
             if verdict is Verdict.SCHEMA:
-                words = f"the database lacks what this version writes ({sentence_of(error)}): run `tokenmill db upgrade`"
+                words = f"the database lacks what this version writes ({sentence_of(error)})"
+                words += ": run `tokenmill db upgrade`"
                 raise StoreUnavailable(words) from error
             if verdict is Verdict.LATER:
                 raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error

@@ -78,9 +78,8 @@ def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(
         found = {}
         for count, num_threads in ((40, 1), (40, 3), (7, 2), (1, 1), (1, 2)):
             torch.set_num_threads(num_threads)
-            found[count, num_threads] = through_layers(
-                model.get_submodule("model.layers")[:], hidden[:, :count]
-            )  # type: ignore[index]
+            layers = model.get_submodule("model.layers")[:]  # type: ignore[index]
+            found[count, num_threads] = through_layers(layers, hidden[:, :count])
     finally:
         torch.set_num_threads(threads)
     for (count, _), rows in found.items():

@@ -141,7 +141,8 @@ def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
         pytest.skip("sentencepiece is not installed")
     expected = str(loaded_openmp())
     for order in ("torch, sentencepiece", "sentencepiece, torch"):
-        script = f"import {order}; from tokenmill_worker.engine.cpu.kernels.toolchain import loaded_openmp as f; print(f())"
+        module = "tokenmill_worker.engine.cpu.kernels.toolchain"
+        script = f"import {order}; from {module} import loaded_openmp as f; print(f())"
         result = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
         )

@@ -19,18 +19,18 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tokenmill_worker.engine.cuda.attention.triton import (
+from tokenmill_worker.engine.cuda.attention.triton import (  # noqa: E402
     MAX_SPLITS,
     Launch,
     fold_warps,
     is_interpreted,
     plan_launch,
-)  # noqa: E402
-from tokenmill_worker.engine.cuda.attention.triton_kernels import (
+)
+from tokenmill_worker.engine.cuda.attention.triton_kernels import (  # noqa: E402
     attend_kernel,
     fold_kernel,
     write_kernel,
-)  # noqa: E402
+)
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}  # bytes

@@ -18,11 +18,11 @@ from triton.compiler import ASTSource  # noqa: E402
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted  # noqa: E402
 from tokenmill_worker.engine.cuda.draw import TILE, WARPS  # noqa: E402
 from tokenmill_worker.engine.cuda.draw_kernel import draw_kernel  # noqa: E402
-from tokenmill_worker.engine.cuda.fused.kernels import (
+from tokenmill_worker.engine.cuda.fused.kernels import (  # noqa: E402
     gate_kernel,
     norm_kernel,
     rotate_and_write_kernel,
-)  # noqa: E402
+)
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 pytestmark = [
