@@ -27,9 +27,8 @@ from tokenmill_schemas.webhook import WebhookEvent
 TOLERANCE_S: Final = 300
 _PREFIX: Final = "whsec_"
 _LEAST_KEY_BYTES: Final = 16
-_MOST_DIGITS: Final = (
-    15  # longest time accepted: more digits may exceed a float or Python's limit for integers
-)
+# longest time accepted: more digits may exceed a float or Python's limit for integers
+_MOST_DIGITS: Final = 15
 _decoder = msgspec.json.Decoder(WebhookEvent)
 
 

@@ -28,12 +28,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     status: JobStatus | None = None  # of the job: set on its last chunk only
     usage: Usage | None = None
     error: JobError | None = None
-    text_ends: tuple[
-        int, ...
-    ] = ()  # of several tokens: len(text) after each, so that a reader may begin between them
-    place: int | None = (
-        None  # read only, from workers before `n`: what `index` is now (theirs counted all choices)
-    )
+    text_ends: tuple[int, ...] = ()  # len(text) after each token; a reader may begin between them
+    place: int | None = None  # read only: old workers' `index` counted the tokens of all choices
     n: int = 1  # how many choices the job has
     after: str = ""  # never sent: set by a reader of several choices; see `position`
 

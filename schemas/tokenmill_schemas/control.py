@@ -49,9 +49,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_running: int = 0
     total_blocks: int = 0
     cached_blocks: int = 0  # free, but found again by what is in them
-    prefix_hits: float | None = (
-        None  # share of the prompt tokens looked up that were found, since the start
-    )
+    prefix_hits: float | None = None  # share of the looked-up prompt tokens found, since start
     queue_ms: tuple[float, float] | None = None
     first_token_ms: tuple[float, float] | None = None
     token_ms: tuple[float, float] | None = None

@@ -27,9 +27,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     grammar: str | None = None  # EBNF, as xgrammar reads it
-    strict: bool = (
-        True  # of json_schema: refuse what the grammar cannot enforce; False: enforce what it can
-    )
+    strict: bool = True  # json_schema: refuse what cannot be enforced; False: enforce what can
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

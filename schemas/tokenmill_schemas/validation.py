@@ -24,9 +24,8 @@ from tokenmill_schemas.size_limits import (
 )
 from tokenmill_schemas.webhook import redacted_url
 
-MAX_NAME_CHARS: Final = (
-    255  # the width of the SQL columns: job id, model, tenant, idempotency key, batch id
-)
+# the width of the SQL columns: job id, model, tenant, idempotency key, batch id
+MAX_NAME_CHARS: Final = 255
 MAX_STOP_CHARS: Final = 1_024
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 100

@@ -97,9 +97,8 @@ class Append(
 class AppendReply(StrEnum):
     OK = "ok"
     DUPLICATE = "duplicate"  # a retried call: the chunk is there already
-    LOST = (
-        "lost"  # another worker holds the job, or it is gone: drop the sequence, write nothing more
-    )
+    # another worker holds the job, or it is gone: drop the sequence, write nothing more
+    LOST = "lost"
     CANCELLED = "cancelled"  # appended, and the user wants it stopped
     GAP = "gap"  # the log is shorter than this worker believed (Redis lost its tail): send again from its end
 

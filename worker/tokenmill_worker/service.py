@@ -34,9 +34,8 @@ from tokenmill_worker.telemetry.logs import log_progress
 
 log = logging.getLogger(__name__)
 
-LOOKAHEAD = (
-    4  # jobs claimed beyond the free places, so that the next step fills a place that becomes free
-)
+# jobs claimed beyond the free places, so that the next step fills a place that becomes free
+LOOKAHEAD = 4
 HAND_OVER_S = 10.0  # limits the wait for a server that does not answer
 RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 

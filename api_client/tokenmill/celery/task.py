@@ -71,9 +71,8 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     chat = False
     wait_s = 1.0
     pauses_s = (0.2, 0.5, 1.0, 2.0, 5.0)
-    unserved_s: float | None = (
-        120.0  # limit of the wait in a queue that no worker has ever served; None: none
-    )
+    # limit of the wait in a queue that no worker has ever served; None: none
+    unserved_s: float | None = 120.0
 
     abstract = True
     max_retries = None

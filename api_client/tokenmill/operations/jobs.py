@@ -73,12 +73,10 @@ class QueueView:
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     patience_s: float = 120.0
-    on_trouble: Callable[[TokenmillError], None] | None = (
-        None  # called once per error that is waited out
-    )
-    unserved_s: float | None = (
-        120.0  # limit of the wait in a queue that no worker has ever served; None: none
-    )
+    # called once per error that is waited out
+    on_trouble: Callable[[TokenmillError], None] | None = None
+    # limit of the wait in a queue that no worker has ever served; None: none
+    unserved_s: float | None = 120.0
 
 
 # ── submit ──

@@ -26,9 +26,8 @@ from tokenmill.transport.raw_protocol import Wire
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = (
-    4_096  # messages queued per subscriber; beyond it they are dropped and it reads the log
-)
+# messages queued per subscriber; beyond it they are dropped and it reads the log
+MAX_WAITING = 4_096
 _CONFIRM_S = 5.0
 _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 

@@ -84,9 +84,8 @@ class LlamaCpp:
         params.no_perf = True
         if self._is_float:
             params.type_k = params.type_v = self._api.GGML_TYPE_F32
-            params.flash_attn_type = (
-                _NO_FLASH  # its flash attention rounds more: other tokens, not faster here
-            )
+            # its flash attention rounds more: other tokens, not faster here
+            params.flash_attn_type = _NO_FLASH
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
             raise RuntimeError("llama.cpp could not make a context")

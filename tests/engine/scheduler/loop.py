@@ -68,9 +68,8 @@ class FakeRunner:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._has_failed = (
-            False  # a failed step has been launched and its result not been asked for
-        )
+        # a failed step has been launched and its result not been asked for
+        self._has_failed = False
         self._num_failures = 0
         self.is_asynchronous = loop.is_async
         self.known: set[Sequence] = set()  # launched and not released: a runner keeps rows for them

@@ -26,9 +26,8 @@ from tokenmill_worker.jobs import Delivery
 log = logging.getLogger(__name__)
 
 LONGEST_BACKOFF_S = 2.0
-SHORTEST_GAP_S = (
-    0.005  # after a claim that found nothing: of many workers woken at once, few claim again
-)
+# after a claim that found nothing: of many workers woken at once, few claim again
+SHORTEST_GAP_S = 0.005
 MAX_AT_ONCE = 32  # jobs per claim: admitting them blocks the event loop for all other tasks
 
 
@@ -208,9 +207,8 @@ class Consumer:
             if self._is_due():
                 return
             if not await wait_at_most(self._stream.bell, until - loop.time()):
-                self._may_wait.any = self._may_wait.urgent = (
-                    True  # orphans and delayed jobs send no wake-up
-                )
+                # orphans and delayed jobs send no wake-up
+                self._may_wait.any = self._may_wait.urgent = True
                 return
 
     async def _sleep(self, seconds: float) -> None:

@@ -49,9 +49,8 @@ class StreamOptions:
     log_ttl_s: int = 86_400
     max_solo_crashes: int = 3  # crashes with no other job in the engine, so the job caused them
     max_crashes: int = 50  # crashes, alone or with other jobs
-    max_deliveries: int = (
-        10  # deliveries that ended with the worker's disappearance, whatever its cause
-    )
+    # deliveries that ended with the worker's disappearance, whatever its cause
+    max_deliveries: int = 10
     max_claim_bytes: int = 16 * 1024 * 1024
     bulk_every: int = 8  # while bulk jobs wait, one job in this many is bulk
     queue_limit: int = 0

@@ -55,20 +55,17 @@ class EngineConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FIFO
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-    max_read_tokens: int | None = (
-        None  # read budget: KV tokens read per step (backends that gather)
-    )
-    safety_margin: float = (
-        0.05  # share of blocks below which no new prefill starts; Transformers' documents say 0.2
-    )
+    # read budget: KV tokens read per step (backends that gather)
+    max_read_tokens: int | None = None
+    # share of blocks below which no new prefill starts; Transformers' documents say 0.2
+    safety_margin: float = 0.05
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 0  # 0: no limit
     max_long_partial_prefills: int = 0  # 0: no limit
     max_waiting: int = 100_000
     preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
-    bulk_slowdown: float | None = (
-        0.5  # how much bulk may lengthen a shared step (0.5: by half); None: no limit
-    )
+    # how much bulk may lengthen a shared step (0.5: by half); None: no limit
+    bulk_slowdown: float | None = 0.5
     max_bypass: int = 16  # sequences that may start before a head that does not fit
     # adapters
     adapters: str = ""  # name=folder,name=folder
@@ -78,9 +75,8 @@ class EngineConfig:
     fuse: bool = True  # CPU in float32, and CUDA: replace layers by equivalent fused ones
     narrow_weights: bool = True  # CPU: store float32 weights in the narrowest lossless form
     amx: bool = True  # CPU: use AMX registers or byte products; off: float32 instructions
-    speculative_tokens: int = (
-        0  # n-gram drafts per step and sequence; 0: off; excludes async_batching
-    )
+    # n-gram drafts per step and sequence; 0: off; excludes async_batching
+    speculative_tokens: int = 0
     cuda_graphs: bool | None = None  # None: on with CUDA
     max_cached_graphs: int = 32
     q_padding_interval: int = 64
@@ -89,9 +85,8 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel: bool = False  # requires torchrun
     trust_remote_code: bool = False
-    verify_model: bool = (
-        True  # at start: compare the logits of a few steps with the unmodified model's
-    )
+    # at start: compare the logits of a few steps with the unmodified model's
+    verify_model: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulingPolicy(self.policy))

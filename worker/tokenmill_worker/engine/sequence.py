@@ -25,9 +25,8 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
-NULL_BLOCK = (
-    0  # block 0 of every group is never allocated: padding and freed window blocks point at it
-)
+# block 0 of every group is never allocated: padding and freed window blocks point at it
+NULL_BLOCK = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +65,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
     # Written by the scheduler only.
-    num_committed_tokens: int = (
-        0  # computed by steps that succeeded; num_computed_tokens also counts steps in flight
-    )
+    # computed by steps that succeeded; num_computed_tokens also counts steps in flight
+    num_committed_tokens: int = 0
     num_slots: int = 0  # tokens that the blocks of every group can hold now
     last_step: int = -1  # the newest step that may write its blocks
     host_tables: list[list[int]] = field(

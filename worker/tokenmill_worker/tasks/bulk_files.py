@@ -41,9 +41,8 @@ from tokenmill_worker.settings import Settings
 
 log = logging.getLogger(__name__)
 
-TURN_S: Final = (
-    300.0  # well below the broker's visibility timeout, after which another process starts the task
-)
+# well below the broker's visibility timeout, after which another process starts the task
+TURN_S: Final = 300.0
 
 
 class NotYet(Exception):

@@ -120,9 +120,8 @@ def test_a_row_that_is_not_finite_spoils_no_other(packer: NarrowPacker, form: st
         assert torch.equal(found[:5], clean[:5])
         assert torch.equal(found[6:], clean[6:])
     weird = x.clone()
-    weird.view(torch.int32)[5, 40] = (
-        0x7FFFFFFF  # a NaN that rounding its bits up would turn into −0
-    )
+    # a NaN that rounding its bits up would turn into −0
+    weird.view(torch.int32)[5, 40] = 0x7FFFFFFF
     assert packed(weird)[5].isnan().all()
 
 

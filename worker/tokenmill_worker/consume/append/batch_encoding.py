@@ -19,9 +19,8 @@ from tokenmill_worker.jobs import Append, AppendReply, Exceptions
 _ARRAY, _TEXT, _UINT = 0xDD, 0xDB, 0xCE  # MessagePack: all of 32 bits
 _LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBI")
 _PUBLISHED, _FOLLOWS = 1, 2
-_VOUCHER_BITS: Final = (
-    48  # a random start, so that no two processes share a voucher; Lua is exact up to 2 ** 53
-)
+# a random start, so that no two processes share a voucher; Lua is exact up to 2 ** 53
+_VOUCHER_BITS: Final = 48
 
 
 class AppendCalls:

@@ -24,15 +24,13 @@ from tokenmill_worker.engine.attention.base import (
     stored_as,
 )
 
-MAX_PADDING = (
-    1.25  # decodes share one batch while the longest is at most this much longer than the shortest
-)
+# decodes share one batch while the longest is at most this much longer than the shortest
+MAX_PADDING = 1.25
 PADDING_SLACK = 32  # ... or longer by no more than this many tokens
 MAX_SCORES = 1 << 23  # per call; longer chunks attend in pieces
 MAX_GATHERED_TOKENS = 65_536  # per share, padding included; bounds the memory of a call
-_REMEMBERED_STEPS = (
-    8  # layer groups whose gather indices are kept while a step runs through the layers
-)
+# layer groups whose gather indices are kept while a step runs through the layers
+_REMEMBERED_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)

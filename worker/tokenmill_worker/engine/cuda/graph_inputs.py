@@ -15,9 +15,8 @@ from torch import Tensor
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.execution.inputs import StepInputs
 
-EXACT_BATCHES = (
-    4  # up to this many sequences, decodes are padded to powers of two; beyond, to multiples
-)
+# up to this many sequences, decodes are padded to powers of two; beyond, to multiples
+EXACT_BATCHES = 4
 BATCH_STEPS = (
     (64, 8),
     (256, 16),

@@ -57,9 +57,8 @@ class KVManager:
             for group, count in enumerate(cache.num_blocks)
         ]
         self.hasher = BlockHasher(cache.block_size, model_key)
-        self.oldest_step = (
-            0  # in flight or being planned; a fence whose owner last ran before it has stalled
-        )
+        # in flight or being planned; a fence whose owner last ran before it has stalled
+        self.oldest_step = 0
         self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
         self._deferred: deque[tuple[int, int, int]] = (
             deque()

@@ -41,9 +41,8 @@ class MemoryShape:
     max_num_seqs: int
     max_model_len: int
     workspace_bytes: int = 0  # scratch memory of the attention backend
-    num_buffer_sets: int = (
-        1  # 2 with asynchronous batching: inputs and logits of two steps live at once
-    )
+    # 2 with asynchronous batching: inputs and logits of two steps live at once
+    num_buffer_sets: int = 1
     graph_rows: int = 0  # rows of logits that captured graphs keep; 0: no graphs
     graph_tokens: int = 0  # tokens of the largest captured step
 

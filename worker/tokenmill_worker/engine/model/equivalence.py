@@ -19,9 +19,8 @@ from tokenmill_worker.engine.attention import AttentionMetadata
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = (
-    2e-4  # share of a row's largest value; float32 sums in another order differ by about 1e-6
-)
+# share of a row's largest value; float32 sums in another order differ by about 1e-6
+TOLERANCE = 2e-4
 _SIZES = (0.003, 0.1, 1.0, 1.0, 40.0)
 
 

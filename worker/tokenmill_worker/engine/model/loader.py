@@ -50,9 +50,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     keeps_rows: bool  # does the model's forward take logits_to_keep?
-    direct: DirectForward | None = (
-        None  # the same pass without Transformers' code around the layers
-    )
+    # the same pass without Transformers' code around the layers
+    direct: DirectForward | None = None
 
     @property
     def vocab_size(self) -> int:

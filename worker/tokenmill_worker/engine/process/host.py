@@ -39,9 +39,8 @@ from tokenmill_worker.engine.process.mailbox import (
 from tokenmill_worker.engine.process.socket_frames import Frames
 from tokenmill_worker.engine.types import Capacity, GenerationRequest
 
-DYING_S = (
-    1.0  # wait for a process that closed its socket to exit: killing it would lose its exit status
-)
+# wait for a process that closed its socket to exit: killing it would lose its exit status
+DYING_S = 1.0
 _encoder = msgspec.msgpack.Encoder()
 
 

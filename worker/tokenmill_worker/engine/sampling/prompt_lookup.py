@@ -17,9 +17,8 @@ from tokenmill_worker.engine.sequence import Sequence
 MIN_MATCH = 3
 _MAX_COMPARED = 24  # how far back a candidate's match is extended, in tokens
 _MAX_CANDIDATES = 8
-_INDEXED_PER_CALL = (
-    2_000  # a long prompt is indexed over several steps, so that no single step is slow
-)
+# a long prompt is indexed over several steps, so that no single step is slow
+_INDEXED_PER_CALL = 2_000
 _LONGEST_PAUSE = 256
 
 

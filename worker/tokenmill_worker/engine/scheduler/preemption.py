@@ -17,9 +17,8 @@ from tokenmill_worker.engine.scheduler.queues import Place
 from tokenmill_worker.engine.sequence import Sequence
 
 PROTECTED_AFTER = 4
-PREEMPTING_GAP = (
-    2  # least difference in class between a sequence and its victims: interactive over bulk
-)
+# least difference in class between a sequence and its victims: interactive over bulk
+PREEMPTING_GAP = 2
 
 Rule = Literal["least_wasted", "newest", "oldest"]
 _Key = tuple[int, bool, int, int]

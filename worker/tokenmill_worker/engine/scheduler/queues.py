@@ -30,9 +30,8 @@ class Place:
     since: float  # when it entered its present rank
     queued: bool = False
     bypassed: int = 0
-    awaited: tuple[int, bytes] | None = (
-        None  # (group, hash) of a shared block that a running step fills
-    )
+    # (group, hash) of a shared block that a running step fills
+    awaited: tuple[int, bytes] | None = None
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
     has_taken: bool = False  # others were preempted for it and it has not started yet

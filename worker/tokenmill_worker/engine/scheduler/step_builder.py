@@ -21,9 +21,8 @@ class Step:
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
-    favoured: Sequence | None = (
-        None  # scheduled first: the previous step had too few reads left for it
-    )
+    # scheduled first: the previous step had too few reads left for it
+    favoured: Sequence | None = None
     only: frozenset[Sequence] | None = None
 
     @property

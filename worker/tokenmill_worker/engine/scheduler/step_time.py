@@ -16,18 +16,15 @@ MIN_TOKENS: Final = 4  # bulk tokens of every step, whatever they cost, so that 
 FIRST_TOKENS: Final = 64  # most bulk tokens of a step while no step was measured
 RECENT_S: Final = 60.0  # bulk steps stay short for so long after urgent work: more may arrive
 SHORT_S: Final = 0.02  # steps this short stream tokens faster than anyone reads
-ALONE_S: Final = (
-    0.25  # limit of a bulk step, unless a shared step takes longer; new arrivals wait for its end
-)
-_ALONE: Final = (
-    2.0  # for RECENT_S: a bulk step lasts at most this many times a step shared with one token
-)
+# limit of a bulk step, unless a shared step takes longer; new arrivals wait for its end
+ALONE_S: Final = 0.25
+# for RECENT_S: a bulk step lasts at most this many times a step shared with one token
+_ALONE: Final = 2.0
 _NEW: Final = 0.1  # weight of a new step in the average of its size
 _ODD: Final = 4.0  # steps longer than this many times their size's average are cut to it: disturbed
 _FEW: Final = 4  # steps of a size before outliers are cut
-_FURTHER: Final = (
-    4  # a step may be this many times the largest seen, if the line predicts it is short
-)
+# a step may be this many times the largest seen, if the line predicts it is short
+_FURTHER: Final = 4
 
 
 class Pace:

@@ -23,9 +23,8 @@ from sqlalchemy.engine import Connection
 from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_schemas.webhook import redacted_url
 
-CLAIM_MS: Final = (
-    300_000  # longer than any claimed message waits for a free thread, see MAX_IN_FLIGHT
-)
+# longer than any claimed message waits for a free thread, see MAX_IN_FLIGHT
+CLAIM_MS: Final = 300_000
 MAX_IN_FLIGHT: Final = 64
 MAX_OF_TENANT: Final = 48  # keeps room for other tenants while one tenant's hosts hang
 MAX_ERROR_CHARS: Final = 500

@@ -33,9 +33,8 @@ TOKENS_A_SPLIT = 256  # a shorter split does not pay for the fold kernel
 TOKENS_A_LONG_SPLIT = 1024  # the same, where the device is full without splits
 LONGEST_SHARE = 2048  # most tokens of one program while programs of shorter contexts have finished
 PROGRAMS_A_MULTIPROCESSOR = 2
-MOST_PROGRAMS_A_MULTIPROCESSOR = (
-    32  # with split long contexts; splits of short contexts start too and return at once
-)
+# with split long contexts; splits of short contexts start too and return at once
+MOST_PROGRAMS_A_MULTIPROCESSOR = 32
 NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was used
 
 

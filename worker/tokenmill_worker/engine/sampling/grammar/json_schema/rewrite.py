@@ -30,9 +30,8 @@ from tokenmill_worker.engine.sampling.grammar.json_schema.unevaluated import wit
 
 __all__ = ["Rewritten", "rewrite"]
 
-MAX_SCHEMAS = (
-    20_000  # most that are visited: an expanded schema may be far larger than the original
-)
+# most that are visited: an expanded schema may be far larger than the original
+MAX_SCHEMAS = 20_000
 _COPIED = (*NUMBERS, "type", "enum", "const", "required")
 _ENFORCED_FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
