@@ -52,8 +52,9 @@ def test_files_that_the_pages_name_exist(page: str) -> None:
     assert missing == []
 
 
-def test_tests_that_the_architecture_names_exist() -> None:
-    text = (ROOT / "ops" / "architecture.md").read_text(encoding="utf-8")
+def test_tests_that_the_pages_name_exist() -> None:
+    pages = [ROOT / "ops" / "architecture.md", ROOT / "ops" / "guides" / "features.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     sources = "\n".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
     )
