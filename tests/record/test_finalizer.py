@@ -11,13 +11,13 @@ import pytest
 
 from tests.record.support import FakeRedis, finished
 from tests.support.waiting import until
+from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas import ChoiceResult
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Admitted, Delivery, Finished
 from tokenmill_worker.record import Finalizer, FinalizerLimits, RecordReport
-from tokenmill_worker.record.retry_queue import Backoff
 
 FAST = Backoff(first_s=0.001, longest_s=0.01)
 

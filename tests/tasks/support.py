@@ -9,10 +9,11 @@ import msgspec
 import sqlalchemy as sa
 
 from tests.record.support import finished
+from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.tables import webhooks
 from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.tasks.webhooks.delivery import Courier, Retries
+from tokenmill_worker.tasks.webhooks.delivery import Courier
 from tokenmill_worker.tasks.webhooks.http_sender import Sender
 from tokenmill_worker.tasks.webhooks.outbox import Outbox
 
@@ -57,7 +58,13 @@ def courier(
     allowed: Any = LOCAL,
 ) -> Courier:
     box = Outbox(engine, max_attempts=max_attempts, per_host=per_host)
-    return Courier(box, Sender(timeout_s, allowed), secret, Retries(5.0, 100.0), clock)
+    return Courier(
+        box,
+        Sender(timeout_s, allowed),
+        secret,
+        Backoff(first_s=5.0, longest_s=100.0, factor=4.0, spread=(0.75, 1.25)),
+        clock,
+    )
 
 
 def notices(engine: sa.Engine) -> list[dict[str, Any]]:

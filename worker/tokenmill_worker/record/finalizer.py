@@ -4,8 +4,8 @@
        │       retried while SQL is down            ▲ retried while Redis is down
        └─────────────── in SQL already ─────────────┘
 
-Both stages take whatever waits as one group, so load makes groups larger and not the wait longer.
-Each stage goes on while the other is stuck. The finalizer never gives a job up. What it still holds
+Both queues take whatever waits as one group, so load makes groups larger and not the wait longer.
+Each goes on while the other is stuck. The finalizer never gives a job up. What it still holds
 when the process ends is unacknowledged; the next worker that claims the job repeats the rest, which
 changes nothing. The caller bounds the memory: it stops claiming while `is_full`. SQL and Redis are
 behind the two protocols.
@@ -23,13 +23,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Acknowledger, Admitted, Finished
 from tokenmill_worker.record.job_size import size_of
 from tokenmill_worker.record.result_store import RecordReport
-from tokenmill_worker.record.retry_queue import Backoff, Stage
+from tokenmill_worker.record.retry_queue import RetryQueue
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalizerLimits:
-    max_buffered: int = 1024  # jobs in both stages from which on `is_full`
+    max_buffered: int = 1024  # jobs in both queues from which on `is_full`
     max_buffered_bytes: int = 512 * 1024 * 1024  # likewise, by `size_of`
     max_group: int = 256
     max_group_bytes: int = 32 * 1024 * 1024
@@ -58,7 +59,7 @@ class FinalizerLimits:
 @dataclass(slots=True)
 class FinalizerStats:
     """Counters since the start. `record_down_since` and `acknowledge_down_since` are monotonic
-    seconds; None while the stage works.
+    seconds; None while the step works.
     """
 
     submitted: int = 0
@@ -104,11 +105,11 @@ class Finalizer:
         self._on_lost = on_lost
         self._on_recorded = on_recorded
         self._changed = asyncio.Event()
-        self._to_record = Stage[Finished](
+        self._to_record = RetryQueue[Finished](
             self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed,
             can_wait=_is_line, linger_s=limits.linger_s, size_of=size_of, max_group_bytes=limits.max_group_bytes,
         )  # fmt: skip
-        self._to_acknowledge = Stage[Finished](
+        self._to_acknowledge = RetryQueue[Finished](
             self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed,
             size_of=size_of, max_group_bytes=limits.max_group_bytes,
         )  # fmt: skip
@@ -169,7 +170,7 @@ class Finalizer:
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Run both stages until cancelled."""
+        """Work off both queues until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._to_record.run(), name="record")
             group.create_task(self._to_acknowledge.run(), name="acknowledge")

@@ -1,43 +1,24 @@
-"""One stage of the finalizer: a queue that is processed in groups from its head, retried without
-limit, in order where possible.
+"""A queue that is processed in groups from its head, and retried without limit.
 
 After a failure the group size halves, down to one. A single item that fails goes to the back. After
 a success the size doubles again. So an item that breaks every group costs tries and does not block
-the others, and a dependency that is down is probed with one item at growing intervals. The stage
-works with items of any type.
+the others, and a dependency that is down is probed with one item at growing intervals.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tokenmill.transport.backoff import Backoff
 from tokenmill.transport.cancellation import heeding_cancellation, wait_at_most
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
-    """Computes pauses: first × 2^n, at most longest, each multiplied by a random number from [0.5,
-    1).
-    """
-
-    first_s: float = 0.1
-    longest_s: float = 15.0
-
-    def delay_s(self, failures: int, rng: random.Random) -> float:
-        return float(
-            min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 30))
-            * (0.5 + rng.random() / 2)
-        )
-
-
-class Stage(Generic[T]):
+class RetryQueue(Generic[T]):
     """Processes its items with `work(group)`, which returns the items to try again one by one, or
     raises to have the whole group tried again.
     """
@@ -49,13 +30,12 @@ class Stage(Generic[T]):
         backoff: Backoff,
         *,
         on_failure: Callable[[Exception], None],
-        rng: random.Random | None = None,
         can_wait: Callable[[T], bool] = lambda _: False,
         linger_s: float = 0.0,
         size_of: Callable[[T], int] = lambda _: 0,
         max_group_bytes: int = 0,
     ) -> None:
-        """Create an empty stage. A group that is not full waits `linger_s` for more items, while
+        """Create an empty queue. A group that is not full waits `linger_s` for more items, while
         every item in it `can_wait`. A group has at most `max_group_bytes` by `size_of`, or one
         item; 0: no limit.
         """
@@ -63,11 +43,9 @@ class Stage(Generic[T]):
         self._max_group = max_group
         self._backoff = backoff
         self._on_failure = on_failure
-        self._rng = rng or random.Random()
         self._waiting: deque[T] = deque()
-        self._later: list[
-            T
-        ] = []  # items that `work` returned: tried again after a pause without others
+        # items that `work` returned: tried again after a pause without others
+        self._later: list[T] = []
         self._current: list[T] = []
         self._arrived = asyncio.Event()
         self._can_wait, self._linger_s = can_wait, linger_s
@@ -107,7 +85,7 @@ class Stage(Generic[T]):
                 failures += 1
                 self._on_failure(error)
                 size = self._put_back(size)
-                await asyncio.sleep(self._backoff.delay_s(failures, self._rng))
+                await asyncio.sleep(self._backoff.delay_s(failures))
                 continue
             failures = 0
             size = min(self._max_group, 2 * size)

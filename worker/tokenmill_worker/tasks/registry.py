@@ -13,6 +13,7 @@ from typing import Any, Final
 from celery import Celery
 
 from tokenmill.errors import QueueUnavailable, TokenmillError
+from tokenmill.transport.backoff import Backoff
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.bulk_files import NotYet, Order
 from tokenmill_worker.tasks.resources import Desk
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 WEBHOOKS: Final = "webhooks"
 UPKEEP: Final = "upkeep"
 BULK: Final = "bulk"
-FETCH_SECONDS: Final = (1, 2, 5, 10, 30)  # pauses between two checks of an unfinished batch
+# pauses between two checks of an unfinished batch
+FETCH_BACKOFF: Final = Backoff(first_s=1.0, longest_s=30.0, spread=(1.0, 1.0))
 RECONCILE_SECONDS: Final = 6 * 3600.0
 
 
@@ -89,7 +91,7 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
         try:
             desk.bulk.fetch(batch_id, queue, output, errors)
         except (NotYet, QueueUnavailable) as error:
-            pause_s = FETCH_SECONDS[min(task.request.retries, len(FETCH_SECONDS) - 1)]
+            pause_s = FETCH_BACKOFF.delay_s(task.request.retries + 1)
             raise task.retry(countdown=pause_s, exc=error, throw=False) from None
         except TokenmillError as error:
             log.error("batch %s was not fetched: %s", batch_id, error)

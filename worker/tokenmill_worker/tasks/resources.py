@@ -8,12 +8,13 @@ from functools import cached_property
 
 from sqlalchemy import Engine
 
+from tokenmill.transport.backoff import Backoff
 from tokenmill_worker.record.threads import open_engine
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.bulk_files import BulkFiles
 from tokenmill_worker.tasks.retention import Limits, Retention
 from tokenmill_worker.tasks.usage_rollup import RollUp
-from tokenmill_worker.tasks.webhooks.delivery import Courier, Retries
+from tokenmill_worker.tasks.webhooks.delivery import Courier
 from tokenmill_worker.tasks.webhooks.http_sender import Sender
 from tokenmill_worker.tasks.webhooks.outbox import Outbox
 
@@ -42,7 +43,12 @@ class Desk:
             self.outbox,
             Sender(settings.webhook_timeout_seconds, settings.networks),
             settings.webhook_secret,
-            Retries(settings.webhook_retry_seconds, settings.webhook_max_retry_seconds),
+            Backoff(
+                first_s=settings.webhook_retry_seconds,
+                longest_s=settings.webhook_max_retry_seconds,
+                factor=4.0,
+                spread=(0.75, 1.25),
+            ),
         )
 
     @cached_property

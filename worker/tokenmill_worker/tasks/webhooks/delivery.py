@@ -8,15 +8,14 @@ sends the message again, with the same id. Nothing is ever sent unsigned.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
+from tokenmill.transport.backoff import Backoff
 from tokenmill.webhooks import sign, tenant_secret
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.generation import FinishReason
@@ -29,24 +28,6 @@ from tokenmill_worker.tasks.webhooks.outbox import Attempt, Claim, Outbox
 log = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES: Final = 256 * 1024  # total of all answers; the receiver must fetch longer ones
-_GROWTH: Final = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """Computes pauses: first × 4^n, at most longest, each multiplied by a random number from [0.75,
-    1.25).
-    """
-
-    first_s: float
-    longest_s: float
-
-    def delay_s(self, tries: int, rng: random.Random, asked_s: float | None = None) -> float:
-        """Return the pause after `tries` tries. `asked_s`: the pause that the receiver asked for,
-        honoured up to the longest.
-        """
-        planned = min(self.longest_s, self.first_s * _GROWTH ** min(tries - 1, 30))
-        return max(planned * (0.75 + rng.random() / 2), min(asked_s or 0.0, self.longest_s))
 
 
 class Courier:
@@ -57,15 +38,14 @@ class Courier:
         outbox: Outbox,
         sender: Sender,
         secret: str,
-        retries: Retries,
+        backoff: Backoff,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._outbox = outbox
         self._sender = sender
         self._secret = secret
-        self._retries = retries
+        self._backoff = backoff
         self._clock = clock
-        self._rng = random.Random()
 
     def claim(self) -> list[Claim]:
         """Claim due messages. Returns none without a secret; the messages wait."""
@@ -117,9 +97,8 @@ class Courier:
     def _failed(
         self, attempt: Attempt, error: str, reply: Reply | None, *, is_final: bool = False
     ) -> str:
-        delay_s = self._retries.delay_s(
-            attempt.number, self._rng, reply.retry_after_s if reply else None
-        )
+        asked_s = reply.retry_after_s if reply else None
+        delay_s = self._backoff.delay_s(attempt.number, asked_s or 0.0)
         due_ms = None if is_final else self._now_ms() + round(delay_s * 1000)
         log.warning("webhook %s, try %d: %s", attempt.id, attempt.number, error)
         self._outbox.failed(attempt, error, reply.status if reply else None, due_ms)
