@@ -14,11 +14,11 @@ from tests.support.tokenizers import byte_level
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, RetryPolicy
-from tokenmill_worker.consume.input_processor import Admission
+from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.engine.process.mailbox import Frame, Ready
 from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import Delivery, Finished
+from tokenmill_worker.jobs import Delivery, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.service import Service
 
@@ -87,12 +87,12 @@ class Record:
     is_full = False
 
     def __init__(self) -> None:
-        self.finished: list[Finished] = []
+        self.finished: list[FinishedJob] = []
 
     async def recall(self, outcomes: list[Any]) -> list[Any]:
         return outcomes
 
-    async def submit(self, finished: Finished) -> None:
+    async def submit(self, finished: FinishedJob) -> None:
         self.finished.append(finished)
 
 
@@ -110,13 +110,13 @@ class Bench:
         self.service = Service(
             **parts,
             host_factory=lambda: self.host,
-            admission_factory=self._admission,
+            processor_factory=self._processor,
             publisher=Publisher(self.log),
             max_num_seqs=4,
         )
 
-    async def _admission(self, ready: Ready) -> Admission:
-        return Admission(byte_level(), MODEL)
+    async def _processor(self, ready: Ready) -> InputProcessor:
+        return InputProcessor(byte_level(), MODEL)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tokenmill_worker.app import Worker
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.engine.process.host import EngineHost
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import Append, Exceptions
+from tokenmill_worker.jobs import AppendFailures, ChunkAppend
 from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
@@ -68,7 +68,7 @@ async def test_told_to_end_while_it_waits_for_a_server(tmp_path: Path) -> None:
 class SlowLog(JobStream):
     """A log whose appends take longer than an engine step."""
 
-    async def append(self, items: list[Append]) -> Exceptions:
+    async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         await asyncio.sleep(0.1)
         return await super().append(items)
 

@@ -14,7 +14,7 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
-from tokenmill_worker.jobs import Append, AppendReply, Delivery, Finished
+from tokenmill_worker.jobs import AppendReply, ChunkAppend, Delivery, FinishedJob
 
 QUEUE = "q"
 
@@ -75,15 +75,17 @@ async def close_queue(queue: Queue) -> None:
     await queue.redis.aclose()
 
 
-def token(delivery: Delivery, index: int, count: int = 1, *, text: str | None = None) -> Append:
+def token(
+    delivery: Delivery, index: int, count: int = 1, *, text: str | None = None
+) -> ChunkAppend:
     """Make a chunk of tokens index … index+count-1, n = 1; token i has id i and text "<i> "."""
     ids = tuple(range(index, index + count))
     words = "".join(f"{i} " for i in ids) if text is None else text
     chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=ids, text=words)
-    return Append(delivery.token, chunk, index)
+    return ChunkAppend(delivery.token, chunk, index)
 
 
-async def appended(worker: JobStream, items: list[Append]) -> list[tuple[AppendReply, int]]:
+async def appended(worker: JobStream, items: list[ChunkAppend]) -> list[tuple[AppendReply, int]]:
     """Append chunks; return for each the reply and the number of the log's last entry after the
     call.
     """
@@ -93,7 +95,7 @@ async def appended(worker: JobStream, items: list[Append]) -> list[tuple[AppendR
 
 def end_of(
     delivery: Delivery, num_tokens: int = 0, status: JobStatus = JobStatus.SUCCEEDED
-) -> Finished:
+) -> FinishedJob:
     words = [f"{i} " for i in range(num_tokens)]
     ends = tuple(itertools.accumulate(map(len, words)))
     reason = FinishReason.STOP if status is JobStatus.SUCCEEDED else FinishReason.CANCELLED
@@ -108,4 +110,4 @@ def end_of(
     chunk = Chunk(
         job_id=delivery.job_id, index=num_tokens, finish_reason=reason, status=status, usage=usage
     )
-    return Finished(delivery.token, result, chunk)
+    return FinishedJob(delivery.token, result, chunk)

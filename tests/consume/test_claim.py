@@ -134,7 +134,7 @@ async def test_a_delivery_says_what_a_worker_needs(queue: Queue) -> None:
     (second,) = await queue.worker("w2").claim(1)
     assert second.token > first.token
     assert (first.deliveries, second.deliveries) == (1, 2)
-    assert (second.crashes, second.attempt, second.alone, second.verdict) == (0, 1, False, "run")
+    assert (second.crashes, second.attempt, second.alone, second.outcome) == (0, 1, False, "run")
     assert len(second.log) == 2
     assert second.payload == first.payload
     assert second.started_ms == first.started_ms >= first.created_ms > 0

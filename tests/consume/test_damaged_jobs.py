@@ -51,7 +51,7 @@ async def test_the_others_are_served_whatever_a_field_holds(queue, field, allowe
     for _ in range(4):
         for delivery in await worker.claim(credits=len(VALUES) + 1):
             seen[delivery.job_id] = delivery
-    assert seen[good].verdict == "run"
+    assert seen[good].outcome == "run"
     for delivery in seen.values():
         await queue.redis.hset(
             queue.keys.job(delivery.job_id), field, random.Random(field).choice(VALUES)
@@ -92,7 +92,7 @@ async def test_an_unknown_state_sets_a_job_aside_or_leaves_it(queue, state, allo
     await queue.redis.hset(queue.keys.job(odd), "state", state)
     good = await queue.submit(job_id="good")
     claimed = {delivery.job_id: delivery for delivery in await worker.claim(credits=9)}
-    assert claimed[good].verdict == "run"
+    assert claimed[good].outcome == "run"
     assert [info.job_id for info in await queue.client.list()] == [good]
 
 

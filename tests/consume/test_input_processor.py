@@ -11,8 +11,8 @@ from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest, Message, Priority
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.input_processor import Admission, ServedModel, seed_of
-from tokenmill_worker.jobs import Admitted, Delivery, Finished
+from tokenmill_worker.consume.input_processor import InputProcessor, ServedModel, seed_of
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 SMOLLM2 = ServedModel(
@@ -24,13 +24,13 @@ SMOLLM2 = ServedModel(
 
 
 @pytest.fixture
-def admission():
-    return Admission(byte_level(), MODEL, worker_id="w1", clock=Clock())
+def processor():
+    return InputProcessor(byte_level(), MODEL, worker_id="w1", clock=Clock())
 
 
 def raw(payload: bytes, **fields) -> Delivery:
     return Delivery(
-        job_id="job", token=3, payload=payload, deliveries=1, crashes=0, verdict="run", log=(),
+        job_id="job", token=3, payload=payload, deliveries=1, crashes=0, outcome="run", log=(),
         created_ms=CREATED_MS, started_ms=CREATED_MS + 200, attempt=1, **fields,
     )  # fmt: skip
 
@@ -39,9 +39,9 @@ def request(**fields) -> JobRequest:
     return JobRequest(**({"job_id": "job", "prompt": "hi"} | fields))
 
 
-async def refusal(admission: Admission, delivery: Delivery) -> tuple[str, str]:
-    outcome = await admission.admit(delivery)
-    assert isinstance(outcome, Finished)
+async def refusal(processor: InputProcessor, delivery: Delivery) -> tuple[str, str]:
+    outcome = await processor.process(delivery)
+    assert isinstance(outcome, FinishedJob)
     result = outcome.result
     assert result.status is JobStatus.FAILED
     assert result.job_id == delivery.job_id
@@ -64,8 +64,8 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
         job_id="job", model="smollm2", messages=chat, params=params, tenant="acme", priority=Priority.BULK,
         deadline_ms=CREATED_MS + 9_000,
     )  # fmt: skip
-    admitted = await Admission(smollm2(), SMOLLM2, clock=Clock()).admit(delivery_of(job))
-    assert isinstance(admitted, Admitted)
+    admitted = await InputProcessor(smollm2(), SMOLLM2, clock=Clock()).process(delivery_of(job))
+    assert isinstance(admitted, AdmittedJob)
     generation = admitted.generation
     assert generation.prompt_ids == await smollm2().encode_chat(chat)
     assert (generation.request_id, generation.priority, generation.tenant) == ("job/1", 2, "acme")
@@ -81,16 +81,16 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
     assert not admitted.answer.is_finished
 
 
-async def test_prompts_and_ids(admission):
-    assert (await admission.admit(delivery_of(request()))).generation.prompt_ids == tuple(b"hi")
-    ids = await admission.admit(delivery_of(request(prompt=None, prompt_ids=(5, 6))))
+async def test_prompts_and_ids(processor):
+    assert (await processor.process(delivery_of(request()))).generation.prompt_ids == tuple(b"hi")
+    ids = await processor.process(delivery_of(request(prompt=None, prompt_ids=(5, 6))))
     assert ids.generation.prompt_ids == (5, 6)
 
 
-async def test_no_seed_is_the_same_seed_at_every_delivery(admission):
+async def test_no_seed_is_the_same_seed_at_every_delivery(processor):
     for attempt in (1, 2):
-        admitted = await admission.admit(delivery_of(request(), attempt=attempt))
-        assert isinstance(admitted, Admitted)
+        admitted = await processor.process(delivery_of(request(), attempt=attempt))
+        assert isinstance(admitted, AdmittedJob)
         assert admitted.generation.params.seed == seed_of("job")
     assert seed_of("job") != seed_of("job2")
     assert 0 <= seed_of("job") < 2**63
@@ -99,33 +99,33 @@ async def test_no_seed_is_the_same_seed_at_every_delivery(admission):
 async def test_no_limit_means_the_default_or_the_rest_of_the_length():
     for default, prompt, expected in ((None, "hi", 4094), (100, "hi", 100), (100, "x" * 4090, 6)):
         model = ServedModel(("tiny",), 4096, MODEL.vocab_size, MODEL.eos_token_ids, default)
-        admitted = await Admission(byte_level(), model, clock=Clock()).admit(
+        admitted = await InputProcessor(byte_level(), model, clock=Clock()).process(
             delivery_of(request(prompt=prompt))
         )
-        assert isinstance(admitted, Admitted)
+        assert isinstance(admitted, AdmittedJob)
         assert admitted.generation.params.max_tokens == expected
 
 
 # ── what does not fit ──
 
 
-async def test_prompt_and_max_tokens_beyond_the_models_length(admission):
+async def test_prompt_and_max_tokens_beyond_the_models_length(processor):
     fits = request(prompt="x" * 96, params=SamplingParams(max_tokens=4000))
-    assert isinstance(await admission.admit(delivery_of(fits)), Admitted)
+    assert isinstance(await processor.process(delivery_of(fits)), AdmittedJob)
     code, message = await refusal(
-        admission, delivery_of(request(prompt="x" * 97, params=fits.params))
+        processor, delivery_of(request(prompt="x" * 97, params=fits.params))
     )
     assert code == "context_length_exceeded"
     assert message == "97 prompt tokens and max_tokens=4000 make 4097; the model's length is 4096"
 
 
-async def test_a_prompt_that_leaves_no_room(admission):
-    assert isinstance(await admission.admit(delivery_of(request(prompt="x" * 4095))), Admitted)
+async def test_a_prompt_that_leaves_no_room(processor):
+    assert isinstance(await processor.process(delivery_of(request(prompt="x" * 4095))), AdmittedJob)
     for prompt in ("x" * 4096, "abc" * 5000):
-        code, message = await refusal(admission, delivery_of(request(prompt=prompt)))
+        code, message = await refusal(processor, delivery_of(request(prompt=prompt)))
         assert code == "context_length_exceeded"
         assert "4096" in message
-    code, _ = await refusal(admission, delivery_of(request(prompt=None, prompt_ids=(1,) * 4096)))
+    code, _ = await refusal(processor, delivery_of(request(prompt=None, prompt_ids=(1,) * 4096)))
     assert code == "context_length_exceeded"
 
 
@@ -134,35 +134,35 @@ async def test_a_prompt_far_too_long_is_refused_without_being_tokenised():
         def encode(self, text, special=False):
             raise AssertionError("tokenised")
 
-    admission = Admission(Lazy(smollm2()._tokenizer), SMOLLM2, clock=Clock())
+    processor = InputProcessor(Lazy(smollm2()._tokenizer), SMOLLM2, clock=Clock())
     for job in (
         request(prompt="x " * 3_000_000),
         request(prompt=None, messages=(Message("user", "x" * 6_000_000),)),
     ):
-        code, message = await refusal(admission, delivery_of(job))
+        code, message = await refusal(processor, delivery_of(job))
         assert code == "context_length_exceeded"
         assert "8192" in message
 
 
-async def test_ids_outside_the_vocabulary(admission):
+async def test_ids_outside_the_vocabulary(processor):
     beyond = MODEL.vocab_size
     for job in (
         request(prompt=None, prompt_ids=(1, beyond)),
         request(params=SamplingParams(stop_token_ids=(beyond,))),
         request(params=SamplingParams(logit_bias={beyond: 1.0})),
     ):
-        code, message = await refusal(admission, delivery_of(job))
+        code, message = await refusal(processor, delivery_of(job))
         assert code == "invalid_request"
         assert str(beyond) in message
 
 
-async def test_an_unknown_model(admission):
-    code, message = await refusal(admission, delivery_of(request(model="gpt-99")))
+async def test_an_unknown_model(processor):
+    code, message = await refusal(processor, delivery_of(request(model="gpt-99")))
     assert (code, message) == (
         "model_not_found",
         "model 'gpt-99' is not served here; this queue serves 'tiny'",
     )
-    assert isinstance(await admission.admit(delivery_of(request(model="tiny"))), Admitted)
+    assert isinstance(await processor.process(delivery_of(request(model="tiny"))), AdmittedJob)
 
 
 # ── bad input ──
@@ -198,24 +198,24 @@ UNDECODABLE = {
 
 
 @pytest.mark.parametrize("case", UNDECODABLE)
-async def test_what_cannot_be_decoded_is_answered(admission, case):
-    code, message = await refusal(admission, raw(UNDECODABLE[case]))
+async def test_what_cannot_be_decoded_is_answered(processor, case):
+    code, message = await refusal(processor, raw(UNDECODABLE[case]))
     assert code == "invalid_request"
     assert message.startswith("the job request")
 
 
-async def test_the_size_limit_is_said_with_the_size(admission):
-    _, message = await refusal(admission, raw(UNDECODABLE["10 MB"]))
+async def test_the_size_limit_is_said_with_the_size(processor):
+    _, message = await refusal(processor, raw(UNDECODABLE["10 MB"]))
     assert str(MAX_PAYLOAD_BYTES) in message
     assert str(len(UNDECODABLE["10 MB"])) in message
 
 
 async def test_a_worker_may_take_less_than_the_wire_does():
-    strict = Admission(byte_level(), MODEL, max_payload_bytes=2_000, clock=Clock())
+    strict = InputProcessor(byte_level(), MODEL, max_payload_bytes=2_000, clock=Clock())
     payload = encode(request(prompt="x" * 2_000))
     _, message = await refusal(strict, raw(payload))
     assert message == f"the job request has {len(payload)} bytes; the limit is 2000"
-    assert isinstance(await strict.admit(raw(encode(request(prompt="x" * 20)))), Admitted)
+    assert isinstance(await strict.process(raw(encode(request(prompt="x" * 20)))), AdmittedJob)
 
 
 @pytest.mark.parametrize(
@@ -248,21 +248,21 @@ async def test_a_worker_may_take_less_than_the_wire_does():
         ({"params": SamplingParams(stop=("",))}, "stop[0] must have 1 to"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused(admission, fields, expected):
-    code, message = await refusal(admission, delivery_of(request(**fields)))
+async def test_what_cannot_be_meant_is_refused(processor, fields, expected):
+    code, message = await refusal(processor, delivery_of(request(**fields)))
     assert code == "invalid_request"
     assert expected in message
 
 
-async def test_every_problem_is_named_at_once(admission):
+async def test_every_problem_is_named_at_once(processor):
     bad = request(prompt="", params=SamplingParams(top_k=-7, n=0))
-    _, message = await refusal(admission, delivery_of(bad))
+    _, message = await refusal(processor, delivery_of(bad))
     assert all(name in message for name in ("prompt", "top_k", "n must"))
 
 
-async def test_a_prompt_without_tokens(admission):
+async def test_a_prompt_without_tokens(processor):
     code, message = await refusal(
-        Admission(Tokenizer(byte_level()._tokenizer, "{# nothing #}"), MODEL, clock=Clock()),
+        InputProcessor(Tokenizer(byte_level()._tokenizer, "{# nothing #}"), MODEL, clock=Clock()),
         delivery_of(request(prompt=None, messages=(Message("user", "x"),))),
     )
     assert (code, message) == ("invalid_request", "the prompt is empty: it has no tokens")
@@ -272,23 +272,23 @@ async def test_a_prompt_without_tokens(admission):
 async def test_messages_where_the_model_has_no_chat_template():
     model = ServedModel(("gemma3-270m",), 2048, 262144, frozenset({1}))
     job = request(prompt=None, messages=(Message("user", "x"),))
-    code, message = await refusal(Admission(gemma3(), model, clock=Clock()), delivery_of(job))
+    code, message = await refusal(InputProcessor(gemma3(), model, clock=Clock()), delivery_of(job))
     assert (code, message) == (
         "invalid_request",
         "the model has no chat template: send a prompt instead of messages",
     )
 
 
-async def test_a_refused_requests_names_fit_the_record(admission):
+async def test_a_refused_requests_names_fit_the_record(processor):
     """SQL text holds no null character, and its columns have an end."""
     bad = request(tenant="a\0b" * 500, model="m\n", metadata={"k": "v" * 1_000_000, "\0": ""})
-    outcome = await admission.admit(delivery_of(bad))
-    assert isinstance(outcome, Finished)
+    outcome = await processor.process(delivery_of(bad))
+    assert isinstance(outcome, FinishedJob)
     assert outcome.result.status is JobStatus.FAILED
     assert outcome.result.tenant.startswith("abab")
     assert len(outcome.result.tenant) <= 256
     assert (outcome.result.model, outcome.result.metadata) == ("m", {})
-    fine = await admission.admit(
+    fine = await processor.process(
         delivery_of(request(prompt="", tenant="acme", metadata={"k": "v"}))
     )
     assert (fine.result.tenant, fine.result.metadata) == ("acme", {"k": "v"})
@@ -300,7 +300,8 @@ async def test_whatever_breaks_inside_is_an_answer_too():
             raise MemoryError
 
     code, message = await refusal(
-        Admission(Broken(byte_level()._tokenizer), MODEL, clock=Clock()), delivery_of(request())
+        InputProcessor(Broken(byte_level()._tokenizer), MODEL, clock=Clock()),
+        delivery_of(request()),
     )
     assert (code, message) == (
         "internal_error",
@@ -308,10 +309,10 @@ async def test_whatever_breaks_inside_is_an_answer_too():
     )
 
 
-async def test_a_deadline_that_passed_in_the_queue(admission):
+async def test_a_deadline_that_passed_in_the_queue(processor):
     late = request(deadline_ms=CREATED_MS + 400)
-    outcome = await admission.admit(delivery_of(late))
-    assert isinstance(outcome, Finished)
+    outcome = await processor.process(delivery_of(late))
+    assert isinstance(outcome, FinishedJob)
     assert outcome.result.error is not None
     assert (outcome.result.status, outcome.result.error.code) == (
         JobStatus.EXPIRED,
@@ -323,8 +324,8 @@ async def test_a_deadline_that_passed_in_the_queue(admission):
     )
 
 
-async def test_a_deadline_from_before_a_redrive_does_not_count(admission):
+async def test_a_deadline_from_before_a_redrive_does_not_count(processor):
     late = delivery_of(request(deadline_ms=CREATED_MS + 400))
-    outcome = await admission.admit(dataclasses.replace(late, is_redriven=True))
-    assert isinstance(outcome, Admitted)
+    outcome = await processor.process(dataclasses.replace(late, is_redriven=True))
+    assert isinstance(outcome, AdmittedJob)
     assert outcome.generation.deadline is None

@@ -9,8 +9,8 @@ from tests.support.tokenizers import byte_level
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest, Message
-from tokenmill_worker.consume.input_processor import Admission
-from tokenmill_worker.jobs import Admitted, Delivery, Finished
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -48,13 +48,13 @@ WHOLE = encode(
 
 async def admit(
     payload: bytes, verdict: str = "run", log: tuple[bytes, ...] = ()
-) -> Admitted | Finished:
+) -> AdmittedJob | FinishedJob:
     delivery = Delivery(
-        job_id="job", token=1, payload=payload, deliveries=1, crashes=0, verdict=verdict, log=log,  # type: ignore[arg-type]
+        job_id="job", token=1, payload=payload, deliveries=1, crashes=0, outcome=verdict, log=log,  # type: ignore[arg-type]
         created_ms=CREATED_MS, started_ms=CREATED_MS, attempt=1,
     )  # fmt: skip
-    outcome = await Admission(byte_level(), MODEL, clock=Clock()).admit(delivery)
-    if isinstance(outcome, Finished):
+    outcome = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
+    if isinstance(outcome, FinishedJob):
         result = outcome.result
         assert result.status.is_final
         assert result.error is None or result.error.code != "internal_error", result.error
@@ -96,4 +96,4 @@ async def test_logs_of_any_bytes(log, verdict):
 
 
 async def test_the_request_that_is_changed_is_a_good_one():
-    assert isinstance(await admit(WHOLE), Admitted)
+    assert isinstance(await admit(WHOLE), AdmittedJob)

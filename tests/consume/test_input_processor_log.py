@@ -4,22 +4,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.publish.support import CREATED_MS, EOS, MODEL, Clock, FakeLog, admit, delivery_of, event
+from tests.publish.support import (
+    CREATED_MS,
+    EOS,
+    MODEL,
+    Clock,
+    FakeLog,
+    admit,
+    delivery_of,
+    event,
+)
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobStatus, Usage
-from tokenmill_worker.consume.input_processor import Admission
-from tokenmill_worker.jobs import Admitted, Finished
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
-def admission():
-    return Admission(byte_level(), MODEL, worker_id="w2", clock=Clock())
+def processor():
+    return InputProcessor(byte_level(), MODEL, worker_id="w2", clock=Clock())
 
 
 def tokens(text: str, index: int = 0, choice: int = 0, end: FinishReason | None = None) -> Chunk:
@@ -37,12 +46,12 @@ async def resume(*log: Chunk, deadline_ms: int | None = None, verdict: str = "ru
     request = JobRequest(
         job_id="job", prompt="hi", params=SamplingParams(**params), deadline_ms=deadline_ms
     )
-    return await admission().admit(delivery_of(request, log, verdict=verdict, attempt=2, token=2))
+    return await processor().process(delivery_of(request, log, outcome=verdict, attempt=2, token=2))
 
 
 async def test_a_half_done_job_is_continued():
     admitted = await resume(tokens("a"), tokens("b", 1), max_tokens=5)
-    assert isinstance(admitted, Admitted)
+    assert isinstance(admitted, AdmittedJob)
     assert admitted.generation.resumed == (tuple(b"ab"),)
     assert admitted.generation.done == ()
     assert admitted.generation.params.max_tokens == 5
@@ -53,7 +62,7 @@ async def test_a_half_done_job_is_continued():
 async def test_choices_that_ended_are_not_run_again():
     log = (tokens("a"), tokens("x", 0, 1), tokens("b", 1, 0, LENGTH))
     admitted = await resume(*log, n=3, max_tokens=2)
-    assert isinstance(admitted, Admitted)
+    assert isinstance(admitted, AdmittedJob)
     assert admitted.generation.resumed == (tuple(b"ab"), tuple(b"x"), ())
     assert admitted.generation.done == (0,)
 
@@ -71,7 +80,7 @@ async def test_choices_that_ended_are_not_run_again():
 )
 async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
     outcome = await resume(*log, **params)
-    assert isinstance(outcome, Finished)
+    assert isinstance(outcome, FinishedJob)
     result = outcome.result
     assert (result.status, result.finish_reason, result.text) == (JobStatus.SUCCEEDED, reason, text)
     assert result.usage.prompt_tokens == 2
@@ -83,7 +92,7 @@ async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
 async def test_text_that_came_with_the_last_token_is_told_with_it():
     """The end's chunk had what was held back until then; the final chunk must not tell it again."""
     outcome = await resume(tokens("a"), tokens("#", 1, end=LENGTH), stop=("##",), max_tokens=2)
-    assert isinstance(outcome, Finished)
+    assert isinstance(outcome, FinishedJob)
     assert outcome.result.choices[0].text_ends == (1, 2)
     assert outcome.final_chunk.text == ""
 
@@ -104,7 +113,7 @@ async def test_what_is_no_end_is_no_end(params):
     )
     if params == {"max_tokens": 3}:
         log = tokens("ab")
-    assert isinstance(await resume(log, **params), Admitted)
+    assert isinstance(await resume(log, **params), AdmittedJob)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +135,7 @@ async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(
         usage=Usage(prompt_tokens=2, cached_tokens=1, ttft_ms=300),
     )
     outcome = await resume(first, stop=("##",), verdict=verdict)
-    assert isinstance(outcome, Finished)
+    assert isinstance(outcome, FinishedJob)
     result = outcome.result
     assert (result.status, result.text, result.finish_reason) == (status, "a#", reason)
     assert (result.error.code if result.error else None) == code
@@ -153,7 +162,7 @@ async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(
 async def test_a_complete_answer_is_not_set_aside(verdict, status):
     """Its workers died before they could record it: it needs no engine and can harm none."""
     outcome = await resume(tokens("ab"), tokens("c", 2), max_tokens=3, verdict=verdict)
-    assert isinstance(outcome, Finished)
+    assert isinstance(outcome, FinishedJob)
     result = outcome.result
     assert (result.status, result.text, result.finish_reason, result.error) == (
         status,
@@ -168,7 +177,7 @@ async def test_a_complete_answer_is_not_set_aside(verdict, status):
 async def test_what_several_choices_held_back_is_in_the_result():
     """The last chunk cannot hold it; a reader without the end of a choice reads the result."""
     outcome = await resume(tokens("a#"), tokens("b", 0, 1), n=2, stop=("##",), verdict="cancelled")
-    assert isinstance(outcome, Finished)
+    assert isinstance(outcome, FinishedJob)
     assert [c.text for c in outcome.result.choices] == ["a#", "b"]
     assert outcome.result.choices[0].token_ids == tuple(b"a#")
     assert (outcome.final_chunk.text, outcome.final_chunk.n) == ("", 2)
@@ -178,19 +187,19 @@ async def test_what_several_choices_held_back_is_in_the_result():
     "payload", [b"\xc1", encode(JobRequest(job_id="job", params=SamplingParams(n=10**9)))]
 )
 async def test_a_verdict_on_a_bad_request_stands(payload):
-    delivery = delivery_of(JobRequest(job_id="job"), (tokens("a"),), verdict="cancelled")
-    outcome = await admission().admit(
+    delivery = delivery_of(JobRequest(job_id="job"), (tokens("a"),), outcome="cancelled")
+    outcome = await processor().process(
         type(delivery)(
             **{f: getattr(delivery, f) for f in delivery.__slots__} | {"payload": payload}
         )
     )
-    assert isinstance(outcome, Finished)
+    assert isinstance(outcome, FinishedJob)
     assert outcome.result.status is JobStatus.CANCELLED
 
 
 async def test_a_deadline_that_passed_in_mid_answer_keeps_the_text():
     outcome = await resume(tokens("ab"), deadline_ms=CREATED_MS + 100)
-    assert isinstance(outcome, Finished)
+    assert isinstance(outcome, FinishedJob)
     assert (outcome.result.status, outcome.result.text) == (JobStatus.EXPIRED, "ab")
     assert outcome.result.usage.prompt_tokens == 2
 
@@ -209,8 +218,8 @@ async def test_a_deadline_that_passed_in_mid_answer_keeps_the_text():
 async def test_a_log_that_cannot_be_continued_fails_the_job(log):
     delivery = delivery_of(JobRequest(job_id="job", prompt="hi"))
     broken = type(delivery)(**{f: getattr(delivery, f) for f in delivery.__slots__} | {"log": log})
-    outcome = await admission().admit(broken)
-    assert isinstance(outcome, Finished)
+    outcome = await processor().process(broken)
+    assert isinstance(outcome, FinishedJob)
     assert outcome.result.error is not None
     assert (outcome.result.status, outcome.result.error.code) == (JobStatus.FAILED, "corrupt_log")
 
@@ -242,14 +251,16 @@ async def run(steps, stop, stream, hand_over_at):
     publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=3), clock=Clock())
     publisher.open(await admit(**params))
     given_out = [0, 0]
-    finished: list[Finished] = []
+    finished: list[FinishedJob] = []
     for number, step in enumerate([*steps, None]):
         if number == hand_over_at and not finished:
             request = JobRequest(
                 job_id="job", prompt="hi", stream=stream, params=SamplingParams(n=2, stop=stop)
             )
-            again = await admission().admit(delivery_of(request, tuple(log.chunks.get("job", ()))))
-            if isinstance(again, Finished):
+            again = await processor().process(
+                delivery_of(request, tuple(log.chunks.get("job", ())))
+            )
+            if isinstance(again, FinishedJob):
                 return again.result, log
             publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=3), clock=Clock())
             publisher.open(again)

@@ -13,8 +13,8 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.input_processor import Admission
-from tokenmill_worker.jobs import Admitted, Finished
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis
@@ -50,11 +50,11 @@ async def publish(queue: Queue, chunk: Chunk, entry: str) -> None:
     await queue.redis.publish(queue.keys.chunks(chunk.job_id), encode(chunk))
 
 
-async def go_on(queue: Queue) -> tuple[Publisher, Admitted]:
+async def go_on(queue: Queue) -> tuple[Publisher, AdmittedJob]:
     worker = queue.worker("new")
     (delivery,) = await worker.claim(1)
-    admitted = await Admission(byte_level(), MODEL).admit(delivery)
-    assert isinstance(admitted, Admitted)
+    admitted = await InputProcessor(byte_level(), MODEL).process(delivery)
+    assert isinstance(admitted, AdmittedJob)
     publisher = Publisher(worker)
     publisher.open(admitted)
     return publisher, admitted
@@ -71,7 +71,7 @@ def said(chunks: list[Chunk], choice: int = 0) -> tuple[list[int], str]:
     )
 
 
-async def finish(queue: Queue, finished: Finished) -> None:
+async def finish(queue: Queue, finished: FinishedJob) -> None:
     assert await queue.worker("new").finish([finished]) == [True]
 
 

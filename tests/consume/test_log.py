@@ -10,7 +10,7 @@ from tokenmill_schemas.codec import decode_chunk, decode_result
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import Priority
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.jobs import Append, AppendReply
+from tokenmill_worker.jobs import AppendReply, ChunkAppend
 
 pytestmark = pytest.mark.redis
 OK, DUPLICATE, LOST, GAP, CANCELLED = (
@@ -25,7 +25,7 @@ async def claimed(queue: Queue, worker_id: str = "w1", **fields):
     return worker, delivery
 
 
-def end_chunk(delivery, start: int, choice: int = 0) -> Append:
+def end_chunk(delivery, start: int, choice: int = 0) -> ChunkAppend:
     """A choice's end without a token."""
     chunk = Chunk(
         job_id=delivery.job_id,
@@ -35,7 +35,7 @@ def end_chunk(delivery, start: int, choice: int = 0) -> Append:
         finish_reason=FinishReason.STOP,
         n=2,
     )
-    return Append(delivery.token, chunk, start)
+    return ChunkAppend(delivery.token, chunk, start)
 
 
 async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> None:
@@ -87,7 +87,9 @@ async def test_a_chunk_that_begins_the_log_makes_it_anew(queue: Queue) -> None:
 async def test_a_chunk_that_says_nothing_is_refused(queue: Queue) -> None:
     worker, job = await claimed(queue)
     with pytest.raises(ValueError, match="neither a token nor an end"):
-        await worker.append([Append(job.token, Chunk(job_id=job.job_id, index=0, text="x"), 0)])
+        await worker.append(
+            [ChunkAppend(job.token, Chunk(job_id=job.job_id, index=0, text="x"), 0)]
+        )
 
 
 async def test_a_cancelled_job_hears_of_it_at_its_next_append(queue: Queue) -> None:
@@ -101,7 +103,7 @@ async def test_checkpoints_are_logged_and_not_published(queue: Queue) -> None:
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
         await pubsub.get_message(timeout=30)
-        await worker.append([Append(job.token, token(job, 0, 32).chunk, 0, checkpoint=True)])
+        await worker.append([ChunkAppend(job.token, token(job, 0, 32).chunk, 0, checkpoint=True)])
         assert await pubsub.get_message(timeout=0.1) is None
     assert await queue.redis.xlen(queue.keys.log(job.job_id)) == 1
 

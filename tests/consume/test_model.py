@@ -32,7 +32,7 @@ from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.jobs import Append, AppendReply, Delivery
+from tokenmill_worker.jobs import AppendReply, ChunkAppend, Delivery
 
 pytestmark = pytest.mark.redis
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class QueueMachine(RuleBasedStateMachine):
     def claim(self, worker: str, credits: int) -> None:
         got = self.run(self.workers[worker].claim(credits))
         self.promote()
-        assert sum(d.verdict == "run" for d in got) <= credits
+        assert sum(d.outcome == "run" for d in got) <= credits
         for delivery in got:
             job = self.jobs[delivery.job_id]
             is_back = (
@@ -172,9 +172,9 @@ class QueueMachine(RuleBasedStateMachine):
             assert (len(delivery.log), delivery.log_end) == (job.length, job.length)
             assert delivery.attempt == job.attempt
             ended = job.cancelled or job.state is JobStatus.CANCELLED
-            assert delivery.verdict == ("cancelled" if ended else "dead" if job.doomed else "run")
+            assert delivery.outcome == ("cancelled" if ended else "dead" if job.doomed else "run")
             if (
-                not job.claims and delivery.verdict == "run" and job.tenant == LIMITED
+                not job.claims and delivery.outcome == "run" and job.tenant == LIMITED
             ):  # out of its lane
                 assert (
                     sum(
@@ -261,7 +261,7 @@ class QueueMachine(RuleBasedStateMachine):
         chunk = Chunk(
             job_id=delivery.job_id, index=job.length, choice=1, finish_reason=FinishReason.STOP, n=2
         )
-        ends = [Append(delivery.token, chunk, job.length)] * 2
+        ends = [ChunkAppend(delivery.token, chunk, job.length)] * 2
         (first, again) = self.run(appended(worker, ends))
         if not is_holder or job.state is not JobStatus.RUNNING:
             assert first[0] is again[0] is AppendReply.LOST

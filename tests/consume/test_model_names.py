@@ -11,20 +11,20 @@ from tests.publish.support import MODEL, Clock, delivery_of
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest, Message
-from tokenmill_worker.consume.input_processor import Admission
-from tokenmill_worker.jobs import Admitted, Finished
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.settings.model_names import naming_problems
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def admission() -> Admission:
+def processor() -> InputProcessor:
     served = dataclasses.replace(
         MODEL,
         adapters=frozenset({"sql", "poet"}),
         aliases={"gpt-4o-mini": MODEL.names[0], "my-lora": "poet", "default-lora": "sql"},
     )
-    return Admission(byte_level(), served, clock=Clock())
+    return InputProcessor(byte_level(), served, clock=Clock())
 
 
 def job(model: str = "", lora: str = "") -> JobRequest:
@@ -45,10 +45,10 @@ def job(model: str = "", lora: str = "") -> JobRequest:
     ],
 )
 async def test_names_lead_to_the_model_or_an_adapter(
-    admission: Admission, model: str, lora: str, adapter: str
+    processor: InputProcessor, model: str, lora: str, adapter: str
 ) -> None:
-    admitted = await admission.admit(delivery_of(job(model, lora)))
-    assert isinstance(admitted, Admitted)
+    admitted = await processor.process(delivery_of(job(model, lora)))
+    assert isinstance(admitted, AdmittedJob)
     assert admitted.generation.params.lora == adapter
     assert admitted.request == job(model, lora), "what is recorded is what was asked"
 
@@ -68,10 +68,10 @@ async def test_names_lead_to_the_model_or_an_adapter(
     ],
 )
 async def test_other_names_are_answered(
-    admission: Admission, model: str, lora: str, words: str
+    processor: InputProcessor, model: str, lora: str, words: str
 ) -> None:
-    outcome = await admission.admit(delivery_of(job(model, lora)))
-    assert isinstance(outcome, Finished)
+    outcome = await processor.process(delivery_of(job(model, lora)))
+    assert isinstance(outcome, FinishedJob)
     error = outcome.result.error
     assert error is not None
     assert error.code == "model_not_found"
@@ -86,8 +86,8 @@ async def test_a_template_from_a_file_replaces_the_models_own() -> None:
     )
     rendered = []
     for tokenizer in (own, replaced):
-        admitted = await Admission(tokenizer, MODEL, clock=Clock()).admit(delivery_of(chat))
-        assert isinstance(admitted, Admitted)
+        admitted = await InputProcessor(tokenizer, MODEL, clock=Clock()).process(delivery_of(chat))
+        assert isinstance(admitted, AdmittedJob)
         rendered.append(
             own._tokenizer.decode(list(admitted.generation.prompt_ids), skip_special_tokens=False)
         )

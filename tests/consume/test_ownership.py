@@ -140,7 +140,7 @@ async def test_a_crash_in_company_suspects_all_and_condemns_none(queue: Queue) -
     worker = queue.worker(max_solo_crashes=1)
     for crashes in range(4):
         got = await worker.claim(2)
-        assert {(d.crashes, d.verdict) for d in got} == {(crashes, "run")}
+        assert {(d.crashes, d.outcome) for d in got} == {(crashes, "run")}
         await worker.release([(d.job_id, d.token, True) for d in got])
 
 
@@ -149,10 +149,10 @@ async def test_who_crashes_alone_again_and_again_is_dead_and_can_be_redriven(que
     worker = queue.worker(max_solo_crashes=2)
     for _ in range(2):
         (delivery,) = await worker.claim(1)
-        assert delivery.verdict == "run"
+        assert delivery.outcome == "run"
         await worker.release([(job, delivery.token, True)])
     (delivery,) = await worker.claim(0)  # what is only to be recorded costs no credit
-    assert delivery.verdict == "dead"
+    assert delivery.outcome == "dead"
     assert await worker.finish([end_of(delivery, 0, JobStatus.DEAD)]) == [True]
     assert (await queue.client.status(job)).status is JobStatus.DEAD
     (dead,) = await queue.client.dead()
@@ -163,7 +163,7 @@ async def test_who_crashes_alone_again_and_again_is_dead_and_can_be_redriven(que
     assert await queue.client.redrive([job]) == []
     assert await queue.client.dead() == []
     (again,) = await worker.claim(1)
-    assert (again.verdict, again.crashes, again.attempt) == ("run", 0, 1)
+    assert (again.outcome, again.crashes, again.attempt) == ("run", 0, 1)
     assert again.token > delivery.token
     await worker.finish([end_of(again)])
 
@@ -174,7 +174,7 @@ async def test_a_worker_can_condemn_a_job_itself(queue: Queue) -> None:
     (delivery,) = await worker.claim(1)
     await worker.dead_letter(job, delivery.token, "it breaks every engine")
     (condemned,) = await worker.claim(1)
-    assert condemned.verdict == "dead"
+    assert condemned.outcome == "dead"
     await worker.finish([end_of(condemned, 0, JobStatus.DEAD)])
     assert "it breaks every engine" in (await queue.client.dead())[0].history[0]
 
@@ -205,7 +205,7 @@ async def test_cancelled_while_it_waits_is_over_for_everybody_at_once(queue: Que
     assert await queue.client.cancel(job) == "cancelled"
     worker = queue.worker()
     ended, running = await worker.claim(1)
-    assert (ended.job_id, ended.verdict, running.job_id) == (job, "cancelled", other)
+    assert (ended.job_id, ended.outcome, running.job_id) == (job, "cancelled", other)
     assert await worker.finish([end_of(ended, 0, JobStatus.CANCELLED), end_of(running)]) == [
         True,
         True,
@@ -220,7 +220,7 @@ async def test_who_dies_with_an_ended_job_passes_it_on(queue: Queue) -> None:
     await die(queue, "w1")
     heir = queue.worker("w2")
     (second,) = await heir.claim(0)
-    assert (second.job_id, second.verdict) == (job, "cancelled")
+    assert (second.job_id, second.outcome) == (job, "cancelled")
     assert second.token > first.token
     await heir.finish([end_of(second, 0, JobStatus.CANCELLED)])
 
@@ -237,7 +237,7 @@ async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(
     info = await queue.client.status(job)
     assert (info.status, info.cancelling) == (JobStatus.QUEUED, True)
     (ended,) = await worker.claim(0)
-    assert (ended.verdict, len(ended.log)) == ("cancelled", 2)
+    assert (ended.outcome, len(ended.log)) == ("cancelled", 2)
     await worker.finish([end_of(ended, 2, JobStatus.SUCCEEDED)])  # as SQL had it
     assert (await queue.client.status(job)).status is JobStatus.SUCCEEDED
     assert (await queue.client.depth()).num_queued == 0
@@ -254,7 +254,7 @@ async def test_a_deadline_that_passes_while_it_waits_for_its_next_worker_is_his_
     await worker.heartbeat(status())
     assert (await queue.client.status(job)).status is JobStatus.QUEUED
     (ended,) = await worker.claim(0)
-    assert ended.verdict == "expired"
+    assert ended.outcome == "expired"
     await worker.finish([end_of(ended, 1, JobStatus.SUCCEEDED)])
     assert (await queue.client.status(job)).status is JobStatus.SUCCEEDED
 
@@ -266,7 +266,7 @@ async def test_cancelled_while_its_worker_dies(queue: Queue) -> None:
     await die(queue, "w1")
     heir = queue.worker("w2")
     (delivery,) = await heir.claim(0)
-    assert delivery.verdict == "cancelled"
+    assert delivery.outcome == "cancelled"
     await heir.finish([end_of(delivery, 0, JobStatus.CANCELLED)])
 
 
@@ -280,7 +280,7 @@ async def test_a_deadline_passes_in_the_queue(queue: Queue) -> None:
     assert info.status is JobStatus.EXPIRED
     assert info.error is not None
     (first, *_) = await worker.claim(1)
-    assert (first.job_id, first.verdict) == (late, "expired")
+    assert (first.job_id, first.outcome) == (late, "expired")
     await worker.finish([end_of(first, 0, JobStatus.EXPIRED)])
     assert late not in deep
 
@@ -295,7 +295,7 @@ async def test_a_deadline_passes_between_two_workers(queue: Queue) -> None:
     assert (await queue.client.status(job)).status is JobStatus.RUNNING
     await worker.release([(job, delivery.token, False)])
     (again,) = await worker.claim(0)
-    assert (again.verdict, len(again.log)) == ("expired", 1)
+    assert (again.outcome, len(again.log)) == ("expired", 1)
     await worker.finish([end_of(again, 1, JobStatus.EXPIRED)])
 
 

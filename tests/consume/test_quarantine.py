@@ -6,7 +6,7 @@ from tokenmill_worker.jobs import Delivery
 
 def delivery(name, crashes=0, alone=False):
     return Delivery(
-        job_id=name, token=1, payload=b"", deliveries=1, crashes=crashes, verdict="run", log=(), created_ms=0,
+        job_id=name, token=1, payload=b"", deliveries=1, crashes=crashes, outcome="run", log=(), created_ms=0,
         started_ms=0, attempt=1, alone=alone,
     )  # fmt: skip
 
@@ -17,32 +17,34 @@ def names(deliveries):
 
 def test_the_innocent_start_at_once():
     quarantine = Quarantine(max_num_seqs=8)
-    assert names(quarantine.admit([delivery(n) for n in "abc"])) == ["a", "b", "c"]
+    assert names(quarantine.release_suspects([delivery(n) for n in "abc"])) == ["a", "b", "c"]
     assert len(quarantine) == 0
 
 
 def test_the_innocent_are_never_held_back():
     """The engine takes urgent jobs even when full of bulk work, so they must reach it."""
     quarantine = Quarantine(max_num_seqs=2)
-    assert names(quarantine.admit([delivery(n) for n in "abc"])) == ["a", "b", "c"]
-    assert names(quarantine.admit([delivery("urgent")])) == ["urgent"]
+    assert names(quarantine.release_suspects([delivery(n) for n in "abc"])) == ["a", "b", "c"]
+    assert names(quarantine.release_suspects([delivery("urgent")])) == ["urgent"]
     assert len(quarantine) == 0
 
 
 def test_one_crash_halves_the_batch():
     quarantine = Quarantine(max_num_seqs=4)
     suspects = [delivery(n, crashes=1) for n in "abcd"]
-    assert names(quarantine.admit(suspects)) == ["a", "b"]
-    assert quarantine.admit([]) == []
+    assert names(quarantine.release_suspects(suspects)) == ["a", "b"]
+    assert quarantine.release_suspects([]) == []
     quarantine.ended("a")
-    assert names(quarantine.admit([])) == ["c"]
+    assert names(quarantine.release_suspects([])) == ["c"]
 
 
 def test_nothing_joins_a_suspect_that_is_to_be_alone():
     quarantine = Quarantine(max_num_seqs=4)
-    assert names(quarantine.admit([delivery("bad", crashes=2), delivery("new")])) == ["bad"]
+    assert names(quarantine.release_suspects([delivery("bad", crashes=2), delivery("new")])) == [
+        "bad"
+    ]
     quarantine.ended("bad")
-    assert names(quarantine.admit([])) == ["new"]
+    assert names(quarantine.release_suspects([])) == ["new"]
 
 
 def test_the_guilty_one_is_found_in_few_crashes():
@@ -52,12 +54,12 @@ def test_the_guilty_one_is_found_in_few_crashes():
     while True:
         quarantine = Quarantine(max_num_seqs=64)
         waiting = [delivery(str(j), crashes[j]) for j in crashes if j not in finished]
-        running = quarantine.admit(waiting)
+        running = quarantine.release_suspects(waiting)
         while all(d.job_id != "37" for d in running):
             finished |= {int(d.job_id) for d in running}
             for d in running:
                 quarantine.ended(d.job_id)
-            running = quarantine.admit([])
+            running = quarantine.release_suspects([])
         num_crashes += 1
         if len(running) == 1:
             break
@@ -69,16 +71,16 @@ def test_the_guilty_one_is_found_in_few_crashes():
 
 def test_clearing_gives_back_what_was_held():
     quarantine = Quarantine(max_num_seqs=1)
-    quarantine.admit([delivery("a", crashes=1), delivery("b", crashes=1)])
+    quarantine.release_suspects([delivery("a", crashes=1), delivery("b", crashes=1)])
     assert names(quarantine.clear()) == ["b"]
-    assert names(quarantine.admit([delivery("c")])) == ["c"]
+    assert names(quarantine.release_suspects([delivery("c")])) == ["c"]
 
 
 def test_who_has_crashed_alone_stays_alone():
     quarantine = Quarantine(max_num_seqs=8)
-    started = quarantine.admit(
+    started = quarantine.release_suspects(
         [delivery("a"), delivery("bad", crashes=1, alone=True), delivery("b")]
     )
     assert names(started) == ["a"]
     quarantine.ended("a")
-    assert names(quarantine.admit([])) == ["bad"]
+    assert names(quarantine.release_suspects([])) == ["bad"]

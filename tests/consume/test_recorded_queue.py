@@ -55,7 +55,7 @@ async def test_what_an_earlier_version_left_is_finished(queue, folder):
     assert set(claimed) == {"waits", "ran"}
     assert claimed["ran"].token > 1_700_000_000_500
     assert [decode_chunk(chunk).index for chunk in claimed["ran"].log] == [0]
-    assert {delivery.verdict for delivery in claimed.values()} == {"run"}
+    assert {delivery.outcome for delivery in claimed.values()} == {"run"}
     assert await worker.finish([end_of(delivery, 2) for delivery in claimed.values()]) == [
         True,
         True,

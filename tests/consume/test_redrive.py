@@ -27,7 +27,7 @@ async def test_a_redriven_job_has_no_deadline(queue: Queue) -> None:
     await queue.pass_deadline(job)
     assert await queue.client.redrive([job]) == [job]
     (delivery,) = await queue.worker().claim(1)
-    assert (delivery.verdict, delivery.is_redriven) == ("run", True)
+    assert (delivery.outcome, delivery.is_redriven) == ("run", True)
     assert decode_request(delivery.payload).deadline_ms is not None, (
         "the request stays as it was submitted"
     )

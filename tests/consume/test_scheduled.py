@@ -102,7 +102,7 @@ async def test_an_attempt_that_waits_is_no_backlog(queue: Queue) -> None:
 async def test_an_expired_one_leaves_the_counters_alone(queue: Queue) -> None:
     job = await in_a_week(queue, deadline=2 * WEEK_S)
     await queue.pass_deadline(job)
-    assert [delivery.verdict for delivery in await queue.worker().claim(1)] == ["expired"]
+    assert [delivery.outcome for delivery in await queue.worker().claim(1)] == ["expired"]
     assert await backlog(queue) == (0, 0, 0)
 
 

@@ -34,7 +34,7 @@ async def test_a_job_whose_workers_keep_vanishing_is_set_aside(queue: Queue) -> 
         for how in ("drained", "retried", "vanished"):
             worker = queue.worker(f"{how}-{round_}", max_deliveries=3)
             (delivery,) = await worker.claim(1)
-            assert delivery.verdict == "run"
+            assert delivery.outcome == "run"
             if how == "drained":
                 await worker.resign()
             elif how == "retried":
@@ -44,8 +44,8 @@ async def test_a_job_whose_workers_keep_vanishing_is_set_aside(queue: Queue) -> 
                 await queue.redis.delete(queue.keys.worker(worker.worker_id))
     worker = queue.worker(max_deliveries=3)
     (delivery,) = await worker.claim(0)
-    assert (delivery.verdict, delivery.crashes, delivery.deliveries) == ("dead", 0, 10)
+    assert (delivery.outcome, delivery.crashes, delivery.deliveries) == ("dead", 0, 10)
     await worker.finish([end_of(delivery, 3, JobStatus.DEAD)])
     assert await queue.client.redrive([job]) == [job]
     (again,) = await worker.claim(1)
-    assert again.verdict == "run"
+    assert again.outcome == "run"

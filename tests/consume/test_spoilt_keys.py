@@ -8,7 +8,7 @@ from tests.consume.queue import Queue, appended, token
 from tokenmill_schemas.codec import decode_chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import Append, AppendReply
+from tokenmill_worker.jobs import AppendReply, ChunkAppend
 
 pytestmark = pytest.mark.redis
 OK, LOST, GAP = AppendReply.OK, AppendReply.LOST, AppendReply.GAP
@@ -45,7 +45,7 @@ async def test_a_log_that_is_none_is_made_again_from_what_its_worker_has(
     worker, job, other = await two_running(queue)
     await spoil(queue, job.job_id)
     assert await appended(worker, [token(job, 1), token(other, 1)]) == [(GAP, 0), (OK, 2)]
-    again: list[Append] = [token(job, 0), token(job, 1)]
+    again: list[ChunkAppend] = [token(job, 0), token(job, 1)]
     assert await appended(worker, [*again, token(other, 2)]) == [(OK, 1), (OK, 2), (OK, 3)]
     assert await ends_of(queue, job.job_id) == [1, 2]
     assert await ends_of(queue, other.job_id) == [1, 2, 3]

@@ -37,13 +37,13 @@ from tokenmill_schemas.codec import DecodeError, encode
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
-from tokenmill_worker.consume.input_processor import Admission
+from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.replies import read_delivery
 from tokenmill_worker.engine.process.mailbox import FrameError, read_command, read_report
 from tokenmill_worker.engine.requests.validation import Intake
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
-from tokenmill_worker.jobs import Admitted, Delivery, Finished
-from tokenmill_worker.text.job_output import Answer
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, replay
 from tokenmill_worker.text.resume import read_log as read_worker_log
 
@@ -87,11 +87,11 @@ def _bytes(parts: Iterable[Any]) -> list[bytes]:
 
 
 @dataclass(slots=True)
-class _Intake:
-    """The worker's intake: nothing may raise, nor reach the safety net behind the checks."""
+class _Processing:
+    """The worker's input processor: nothing may raise, nor reach the safety net behind the checks."""
 
-    admission: Admission = field(
-        default_factory=lambda: Admission(byte_level(), MODEL, clock=Clock())
+    processor: InputProcessor = field(
+        default_factory=lambda: InputProcessor(byte_level(), MODEL, clock=Clock())
     )
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
@@ -105,13 +105,13 @@ class _Intake:
         )
         payload, *log = _bytes([parts[0] if parts else b"", *parts[2:]])
         delivery = Delivery("job", 1, payload, 1, 0, verdict, tuple(log), CREATED_MS, CREATED_MS, 1)
-        outcome = self.runner.run(self.admission.admit(delivery))
-        if isinstance(outcome, Finished):
+        outcome = self.runner.run(self.processor.process(delivery))
+        if isinstance(outcome, FinishedJob):
             assert outcome.result.status.is_final
             error = outcome.result.error
             assert error is None or error.code != "internal_error", error
             encode(outcome.result), encode(outcome.final_chunk)
-        elif isinstance(outcome, Admitted):
+        elif isinstance(outcome, AdmittedJob):
             assert 0 < len(outcome.generation.prompt_ids) < MODEL.max_model_len
             # a request that was let in passes the engine's own door too
             Intake(vocab_size=MODEL.vocab_size, max_model_len=MODEL.max_model_len).admit(
@@ -127,7 +127,7 @@ def _engine_door(data: bytes) -> None:
 def _log(data: bytes) -> None:
     params = SamplingParams(n=2, logprobs=True, stop=("END",))
     chunks = read_worker_log(_bytes(_parts(data)), byte_level().vocab_size)
-    replay(Answer.start(byte_level(), params), chunks, EndRules.of(params, 64, frozenset({260})))
+    replay(JobOutput.start(byte_level(), params), chunks, EndRules.of(params, 64, frozenset({260})))
 
 
 def _cursor(data: bytes) -> None:
@@ -241,7 +241,7 @@ def targets() -> dict[str, Target]:
         Target("engine-report", read_report, report_seeds(), (FrameError,)),
         Target("engine-command", read_command, command_seeds(), (FrameError,)),
         Target("engine-door", _engine_door, command_seeds(bare=True), (RequestError, *undecodable)),
-        Target("admission", _Intake(), admission_seeds(), share=10),
+        Target("admission", _Processing(), admission_seeds(), share=10),
         Target("log", _log, log_seeds(), (LogCorrupt,), share=6),
         Target("cursor", _cursor, log_seeds(with_result=True), share=4),
         Target("record", _record, hash_seeds(), (UnreadableRecord,)),

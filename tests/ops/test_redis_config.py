@@ -21,7 +21,7 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.jobs import Append, Finished
+from tokenmill_worker.jobs import ChunkAppend, FinishedJob
 
 pytestmark = pytest.mark.redis
 FOLDER = Path(__file__).parents[2] / "ops" / "deploy" / "redis"
@@ -82,7 +82,7 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(
         taken = {delivery.job_id: delivery for delivery in await stream.claim(4)}
         token = taken[job].token
         assert not await stream.append(
-            [Append(token, Chunk(job_id=job, index=0, token_ids=(7,), text="hi"), 0)]
+            [ChunkAppend(token, Chunk(job_id=job, index=0, token_ids=(7,), text="hi"), 0)]
         )
         assert reader.status(job).status is JobStatus.RUNNING
         assert [worker.worker_id for worker in reader.workers()] == ["w1"]
@@ -92,7 +92,7 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(
             job_id=job, index=1, finish_reason=FinishReason.STOP, status=JobStatus.SUCCEEDED
         )
         result = JobResult(job_id=job, status=JobStatus.SUCCEEDED)
-        assert await stream.finish([Finished(token, result, final)]) == [True]
+        assert await stream.finish([FinishedJob(token, result, final)]) == [True]
         assert reader.result(job, timeout=60).status is JobStatus.SUCCEEDED
         assert list(reader.stream(job))[-1].is_last
         assert producer.list() is not None

@@ -9,10 +9,10 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest, RetryPolicy
-from tokenmill_worker.consume.input_processor import Admission, ServedModel
+from tokenmill_worker.consume.input_processor import InputProcessor, ServedModel
 from tokenmill_worker.engine.types import TokenEvent
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import Admitted, Append, AppendReply, Delivery, Exceptions
+from tokenmill_worker.jobs import AdmittedJob, AppendFailures, AppendReply, ChunkAppend, Delivery
 
 MODEL = ServedModel(
     ("tiny",),
@@ -44,7 +44,7 @@ class FakeLog:
 
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     published: list[Chunk] = field(default_factory=list)
-    calls: list[list[Append]] = field(default_factory=list)
+    calls: list[list[ChunkAppend]] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
     is_down: bool = False
@@ -54,7 +54,7 @@ class FakeLog:
         """The number of the log's last entry."""
         return sum(map(size_of, self.chunks.get(job_id, [])))
 
-    async def append(self, items: list[Append]) -> Exceptions:
+    async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         self.calls.append(items)
         if self.is_down:
             raise RedisUnavailable("connection refused")
@@ -65,7 +65,7 @@ class FakeLog:
             place: reply for place, reply in enumerate(replies) if reply[0] is not AppendReply.OK
         }
 
-    def _append(self, item: Append) -> tuple[AppendReply, int]:
+    def _append(self, item: ChunkAppend) -> tuple[AppendReply, int]:
         chunk = item.chunk
         log, end = self.chunks.setdefault(chunk.job_id, []), self.end(chunk.job_id)
         assert chunk.token_ids or chunk.finish_reason is not None
@@ -109,7 +109,7 @@ def delivery_of(request: JobRequest, log: tuple[Chunk, ...] = (), **fields) -> D
         "token": 1,
         "deliveries": 1,
         "crashes": 0,
-        "verdict": "run",
+        "outcome": "run",
         "created_ms": CREATED_MS,
         "started_ms": CREATED_MS + 200,
         "attempt": 1,
@@ -127,7 +127,7 @@ async def admit(
     retry: RetryPolicy | None = None,
     token: int = 1,
     **params,
-) -> Admitted:
+) -> AdmittedJob:
     """A job with the prompt "hi" (two tokens of the byte-level tokenizer)."""
     request = JobRequest(
         job_id=job_id,
@@ -136,10 +136,10 @@ async def admit(
         retry=retry or RetryPolicy(),
         params=SamplingParams(**params),
     )
-    admitted = await Admission(byte_level(), MODEL, clock=Clock()).admit(
+    admitted = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(
         delivery_of(request, log, token=token)
     )
-    assert isinstance(admitted, Admitted), admitted
+    assert isinstance(admitted, AdmittedJob), admitted
     return admitted
 
 

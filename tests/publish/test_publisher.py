@@ -6,8 +6,8 @@ from tests.publish.support import CREATED_MS, EOS, Clock, FakeLog, admit, event,
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.jobs import CancelOrder, RetryOrder
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
-from tokenmill_worker.publish.report import CancelOrder, RetryOrder
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

@@ -8,9 +8,8 @@ from tests.publish.support import Clock, FakeLog, admit, event
 from tokenmill.operations.stream_position import StreamCursor
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.jobs import Admitted
+from tokenmill_worker.jobs import AdmittedJob, CancelOrder
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
-from tokenmill_worker.publish.report import CancelOrder
 
 LENGTH = FinishReason.LENGTH
 
@@ -174,7 +173,7 @@ async def test_a_job_closed_during_the_call_is_left_alone(log):
 
 async def test_a_job_opened_anew_during_the_call_is_another_job():
     class Reopening(FakeLog):
-        again: Admitted | None = None
+        again: AdmittedJob | None = None
 
         async def append(self, items):
             replies = await super().append(items)

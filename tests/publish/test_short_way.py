@@ -8,7 +8,7 @@ import pytest
 
 from tests.publish.support import Clock, FakeLog, admit, event
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.jobs import Append, Exceptions
+from tokenmill_worker.jobs import AppendFailures, ChunkAppend
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 
 LENGTH = FinishReason.LENGTH
@@ -94,7 +94,7 @@ class SlowLog(FakeLog):
         super().__init__()
         self.may_answer = asyncio.Event()
 
-    async def append(self, items: list[Append]) -> Exceptions:
+    async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         await self.may_answer.wait()
         return await super().append(items)
 
@@ -154,7 +154,7 @@ async def test_a_preemption_is_counted_whenever_it_is_told():
 class BrokenOnce(FakeLog):
     """Fails once with an unexpected error, before it has written anything."""
 
-    async def append(self, items: list[Append]) -> Exceptions:
+    async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         if len(self.calls) == 1:
             self.calls.append(items)
             raise RuntimeError("a mistake in the program")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.record.support import finished
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import Finalizer, RecordReport, ResultStore
 
 
@@ -24,7 +24,7 @@ def _die() -> None:
 class Store(ResultStore):
     moment = ""
 
-    async def record(self, finished: Sequence[Finished]) -> RecordReport:
+    async def record(self, finished: Sequence[FinishedJob]) -> RecordReport:
         if self.moment == "before-commit":
             _die()
         report = await super().record(finished)
@@ -40,7 +40,7 @@ class Acknowledgements:
         self._path = path
         self._moment = moment
 
-    async def finish(self, jobs: list[Finished]) -> list[bool]:
+    async def finish(self, jobs: list[FinishedJob]) -> list[bool]:
         with self._path.open("a") as file:
             file.writelines(f"{job.result.job_id}\n" for job in jobs)
         if self._moment == "after-acknowledge":

@@ -22,7 +22,7 @@ from tokenmill_schemas import (
     TokenLogprob,
     Usage,
 )
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record.threads import open_engine
 
 _ids = itertools.count(1)
@@ -64,7 +64,7 @@ def result(job_id: str | None = None, **changes: Any) -> JobResult:
     return msgspec.structs.replace(base, **changes)
 
 
-def finished(job_id: str | None = None, token: int = 1, **changes: Any) -> Finished:
+def finished(job_id: str | None = None, token: int = 1, **changes: Any) -> FinishedJob:
     end = result(job_id, **changes)
     request = JobRequest(
         job_id=end.job_id,
@@ -75,12 +75,12 @@ def finished(job_id: str | None = None, token: int = 1, **changes: Any) -> Finis
         batch_id="batch-1",
     )
     chunk = Chunk(job_id=end.job_id, index=3, status=end.status, usage=end.usage, error=end.error)
-    return Finished(token, end, chunk, request)
+    return FinishedJob(token, end, chunk, request)
 
 
 def failed(
     job_id: str, message: str = "too long", status: JobStatus = JobStatus.FAILED, **changes: Any
-) -> Finished:
+) -> FinishedJob:
     return finished(
         job_id,
         status=status,
@@ -120,14 +120,14 @@ def counts(url: str) -> tuple[int, int, int, int]:
 class FakeRedis:
     """An Acknowledger: repeatable, fenced, and able to fail before or after its effect."""
 
-    done: dict[str, Finished] = field(default_factory=dict)
+    done: dict[str, FinishedJob] = field(default_factory=dict)
     calls: list[list[str]] = field(default_factory=list)
     outdated: set[str] = field(default_factory=set)
     fail_before: int = 0  # calls from now that have no effect
     fail_after: int = 0  # calls from now whose reply is lost
     poison: set[str] = field(default_factory=set)  # ids that break each call they are in
 
-    async def finish(self, jobs: list[Finished]) -> list[bool]:
+    async def finish(self, jobs: list[FinishedJob]) -> list[bool]:
         ids = [job.result.job_id for job in jobs]
         self.calls.append(ids)
         if self.fail_before > 0 or self.poison & set(ids):

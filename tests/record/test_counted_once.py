@@ -10,7 +10,7 @@ from sqlalchemy import Connection, event
 
 from tests.record.support import FakeRedis, counts, finished
 from tests.record.test_finalizer import FAST, Rig, came_back
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
 from tokenmill_worker.record.threads import open_engine
 
@@ -50,7 +50,7 @@ async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> 
     rig.store.recorded["job-0"] = first
     async with rig.running() as finalizer:
         (outcome,) = await finalizer.recall([came_back(first)])
-        assert isinstance(outcome, Finished)
+        assert isinstance(outcome, FinishedJob)
         rig.store.down = True
         await finalizer.submit(outcome)
         assert await finalizer.drain(60) == []
@@ -68,7 +68,7 @@ async def test_a_late_commit_of_a_real_database_is_counted_once(url: str) -> Non
         time.sleep(pauses.pop() if pauses else 0.0)
 
     store = ResultStore(url, queue="q", engine=engine, answer_timeout_s=0.3)
-    told: list[Finished] = []
+    told: list[FinishedJob] = []
     finalizer = Finalizer(store, FakeRedis(), LIMITS, on_recorded=told.extend)
     task = asyncio.create_task(finalizer.run())
     for number in range(3):

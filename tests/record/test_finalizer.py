@@ -16,7 +16,7 @@ from tokenmill_schemas import ChoiceResult
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.errors import StoreUnavailable
-from tokenmill_worker.jobs import Admitted, Delivery, Finished
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.record import Finalizer, FinalizerLimits, RecordReport
 
 FAST = Backoff(first_s=0.001, longest_s=0.01)
@@ -26,7 +26,7 @@ FAST = Backoff(first_s=0.001, longest_s=0.01)
 class FakeStore:
     """A Recorder: the first write of an id counts."""
 
-    recorded: dict[str, Finished] = field(default_factory=dict)
+    recorded: dict[str, FinishedJob] = field(default_factory=dict)
     groups: list[int] = field(default_factory=list)
     down: bool = False
     fail: int = 0
@@ -34,7 +34,7 @@ class FakeStore:
     refuse: set[str] = field(default_factory=set)
     gate: asyncio.Event | None = None
 
-    async def record(self, finished: Sequence[Finished]) -> RecordReport:
+    async def record(self, finished: Sequence[FinishedJob]) -> RecordReport:
         self.groups.append(len(finished))
         if self.gate is not None:
             await self.gate.wait()
@@ -150,7 +150,7 @@ async def test_lines_that_nobody_joins_go_after_a_moment(rig: Rig) -> None:
     assert rig.store.groups == [1]
 
 
-def _line(job_id: str) -> Finished:
+def _line(job_id: str) -> FinishedJob:
     request = JobRequest(job_id=job_id, batch_id="b", prompt="x", stream=False)
     return replace(finished(job_id), request=request)
 
@@ -258,14 +258,14 @@ async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> 
     assert rig.told == []  # it was counted when it was recorded
 
 
-def came_back(recorded: Finished, **changes: Any) -> Admitted:
+def came_back(recorded: FinishedJob, **changes: Any) -> AdmittedJob:
     """A job that another worker had before; nothing but its delivery and its request is looked at."""
     delivery = Delivery(
-        job_id=recorded.result.job_id, token=2, payload=b"", deliveries=2, crashes=0, verdict="run", log=(),
+        job_id=recorded.result.job_id, token=2, payload=b"", deliveries=2, crashes=0, outcome="run", log=(),
         created_ms=recorded.result.created_ms, started_ms=0, attempt=1,
     )  # fmt: skip
     request = msgspec.structs.replace(recorded.request or JobRequest(job_id=""), **changes)
-    return Admitted(delivery, request, cast("Any", None), cast("Any", None))
+    return AdmittedJob(delivery, request, cast("Any", None), cast("Any", None))
 
 
 async def test_a_job_whose_end_is_in_sql_is_not_generated_again(rig: Rig) -> None:
@@ -273,7 +273,7 @@ async def test_a_job_whose_end_is_in_sql_is_not_generated_again(rig: Rig) -> Non
     rig.store.recorded["job-0"] = first
     async with rig.running() as finalizer:
         (outcome,) = await finalizer.recall([came_back(first)])
-        assert isinstance(outcome, Finished)
+        assert isinstance(outcome, FinishedJob)
         assert (outcome.token, outcome.result) == (2, first.result)
         assert outcome.final_chunk.index == len(first.result.token_ids)
 
@@ -308,7 +308,7 @@ async def test_it_ends_when_a_library_swallows_its_cancellation(rig: Rig) -> Non
     is_recording = False
 
     class Forgetful(FakeStore):
-        async def record(self, finished: Sequence[Finished]) -> RecordReport:
+        async def record(self, finished: Sequence[FinishedJob]) -> RecordReport:
             nonlocal is_recording
             is_recording = True
             try:
@@ -325,7 +325,7 @@ async def test_it_ends_when_a_library_swallows_its_cancellation(rig: Rig) -> Non
 
 
 async def test_a_hook_that_fails_changes_nothing(rig: Rig) -> None:
-    def broken(_jobs: list[Finished]) -> None:
+    def broken(_jobs: list[FinishedJob]) -> None:
         raise RuntimeError("metrics are broken")
 
     finalizer = Finalizer(rig.store, rig.redis, on_recorded=broken)

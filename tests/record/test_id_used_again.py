@@ -12,19 +12,19 @@ import pytest
 from tests.record.support import FakeRedis, counts, failed, finished, rows
 from tests.record.test_finalizer import FAST, came_back
 from tokenmill_schemas import ChoiceResult, JobStatus, Usage
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
 
 LIMITS = FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, linger_s=0.0)
 LATER_MS = 1_795_007_200_000
 
 
-def of_no_batch(job: Finished) -> Finished:
+def of_no_batch(job: FinishedJob) -> FinishedJob:
     assert job.request is not None
     return replace(job, request=msgspec.structs.replace(job.request, batch_id=None))
 
 
-def later(**changes: Any) -> Finished:
+def later(**changes: Any) -> FinishedJob:
     answer = ChoiceResult(text="to another prompt", token_ids=tuple(range(500)))
     usage = Usage(prompt_tokens=9, completion_tokens=500, total_ms=70)
     fields = {
@@ -36,7 +36,9 @@ def later(**changes: Any) -> Finished:
     return of_no_batch(finished("a", token=2, **{**fields, **changes}))
 
 
-async def ended(store: ResultStore, *jobs: Finished) -> tuple[list[Finished], list[Finished]]:
+async def ended(
+    store: ResultStore, *jobs: FinishedJob
+) -> tuple[list[FinishedJob], list[FinishedJob]]:
     """Record the jobs and return those acknowledged to Redis and those counted in the metrics."""
     redis, told = FakeRedis(), []
     finalizer = Finalizer(store, redis, LIMITS, on_recorded=lambda items: told.extend(items))
@@ -105,6 +107,6 @@ async def test_what_came_back_is_recalled_by_its_creation_time(store: ResultStor
     await store.record([first])
     finalizer = Finalizer(store, FakeRedis(), LIMITS)
     (same,) = await finalizer.recall([came_back(first)])
-    assert isinstance(same, Finished)
+    assert isinstance(same, FinishedJob)
     another = came_back(later())
     assert await finalizer.recall([another]) == [another]

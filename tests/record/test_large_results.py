@@ -11,12 +11,12 @@ from tests.record.support import counts, finished
 from tests.support.large import DAMAGED, large_result
 from tokenmill.errors import UnreadableRecord
 from tokenmill.sql import SqlResults
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.threads import open_engine
 
 
-def large(job_id: str) -> Finished:
+def large(job_id: str) -> FinishedJob:
     return dataclasses.replace(finished(job_id), result=large_result(job_id, tenant="acme"))
 
 

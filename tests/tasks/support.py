@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from tests.record.support import finished
 from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.tables import webhooks
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.tasks.webhooks.delivery import Courier
 from tokenmill_worker.tasks.webhooks.http_sender import Sender
@@ -30,14 +30,14 @@ class Clock:
         return self.seconds
 
 
-def noticed(job_id: str, hook: str, **changes: Any) -> Finished:
+def noticed(job_id: str, hook: str, **changes: Any) -> FinishedJob:
     job = finished(job_id, **changes)
     assert job.request is not None
     request = msgspec.structs.replace(job.request, webhook=hook)
-    return Finished(job.token, job.result, job.final_chunk, request)
+    return FinishedJob(job.token, job.result, job.final_chunk, request)
 
 
-def record(url: str, *jobs: Finished) -> None:
+def record(url: str, *jobs: FinishedJob) -> None:
     async def write() -> None:
         store = ResultStore(url, queue="q")
         report = await store.record(jobs)

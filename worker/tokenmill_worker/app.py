@@ -23,13 +23,13 @@ from tokenmill.transport.connect import Link, connect_async, parse_url
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume.consumer import Consumer
 from tokenmill_worker.consume.control import ControlChannel
-from tokenmill_worker.consume.input_processor import Admission, ServedModel
+from tokenmill_worker.consume.input_processor import InputProcessor, ServedModel
 from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
 from tokenmill_worker.consume.leases import LeaseKeeper
 from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
 from tokenmill_worker.engine.process.mailbox import Ready
 from tokenmill_worker.errors import Unavailable
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
 from tokenmill_worker.record.result_store import ResultStore
@@ -118,12 +118,12 @@ class Worker:
         self.service = Service(
             stream=self.stream,
             host_factory=self._host_factory,
-            admission_factory=self._admission,
+            processor_factory=self._processor,
             publisher=self._publisher,
             finalizer=self._finalizer,
             max_num_seqs=self._config.max_num_seqs,
             on_frame=lambda _frame: self._note_frame(),
-            watcher=observer,
+            observer=observer,
         )
         self._consumer = Consumer(
             self.stream,
@@ -265,7 +265,7 @@ class Worker:
             lambda: Engine.load(self._config, self.settings.cache_dir), self.settings.stall_seconds
         )
 
-    async def _admission(self, ready: Ready) -> Admission:
+    async def _processor(self, ready: Ready) -> InputProcessor:
         settings = self.settings
         template = read_template(settings.chat_template)
         tokenizer = await asyncio.to_thread(
@@ -280,7 +280,7 @@ class Worker:
             adapters=frozenset(self._config.adapter_folders),
             aliases=read_aliases(settings.aliases),
         )
-        return Admission(
+        return InputProcessor(
             tokenizer,
             served,
             worker_id=settings.worker_name,
@@ -317,7 +317,7 @@ class Worker:
         self.metrics.watch_queues(lambda: queue_readings([watch]))
         await undo.enter_async_context(background(watch.run(), self._stop))
 
-    def _recorded(self, finished: list[Finished]) -> None:
+    def _recorded(self, finished: list[FinishedJob]) -> None:
         self._observer.recorded(finished)
         for seconds in self._finalizer.stats.take_commit_seconds():
             self.metrics.commit_seconds.observe(seconds)

@@ -1,4 +1,4 @@
-"""A job on its way through the worker: the values that one stage passes to the next.
+"""Defines a job on its way through the worker: the values that one stage passes to the next.
 
 `consume`, `publish` and `record` share these values and do not import one another.
 """
@@ -6,25 +6,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
 from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.result import JobResult
+from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
 from tokenmill_worker.engine.process.mailbox import Frame
 from tokenmill_worker.engine.types import GenerationRequest
-from tokenmill_worker.text.job_output import Answer
+from tokenmill_worker.text.job_output import JobOutput
+
+# ── a job on its way ──
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A claimed job. `token` is the fencing token: every write for the job must carry it.
 
-    A `verdict` other than "run" means that the claim script found the job ended (cancelled while
+    An `outcome` other than "run" means that the claim script found the job ended (cancelled while
     queued, past its deadline, crashed too often). It only has to be recorded.
     """
 
@@ -33,14 +36,14 @@ class Delivery:
     payload: bytes  # an encoded JobRequest, not yet trusted
     deliveries: int  # this one included
     crashes: int
-    verdict: Literal["run", "cancelled", "expired", "dead"]
+    outcome: Literal["run", "cancelled", "expired", "dead"]
     log: tuple[bytes, ...]  # encoded chunks of earlier attempts, in order
     created_ms: int
     started_ms: int  # first claim ever
     attempt: int
     alone: bool = False  # suspected of crashing the engine: must run alone
     is_redriven: bool = False  # it was a dead letter: its deadline no longer counts
-    log_end: int = 0  # the number of the log's last entry; see Append
+    log_end: int = 0  # the number of the log's last entry; see ChunkAppend
 
     @property
     def request_id(self) -> str:
@@ -51,7 +54,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedJob:
     """A job that may run: the request for the engine, and the answer so far, with the log of
     earlier attempts in it.
 
@@ -61,7 +64,7 @@ class Admitted:
     delivery: Delivery
     request: JobRequest
     generation: GenerationRequest
-    answer: Answer
+    answer: JobOutput
 
     @property
     def job_id(self) -> str:
@@ -72,15 +75,99 @@ class Admitted:
         return self.generation.request_id
 
 
-class Append(
-    msgspec.Struct, frozen=True, gc=False
-):  # made for every token: a dataclass takes ten times as long
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job that has ended: to be committed to SQL, then acknowledged."""
+
+    token: int
+    result: JobResult
+    final_chunk: Chunk
+    request: JobRequest | None = None  # recorded beside the result; None if it could not be decoded
+    is_recorded: bool = False  # SQL has its end already: it only has to be acknowledged
+
+    @classmethod
+    def build(
+        cls,
+        delivery: Delivery,
+        status: JobStatus,
+        *,
+        worker_id: str,
+        now_ms: int,
+        request: JobRequest | None = None,
+        answer: JobOutput | None = None,
+        error: JobError | None = None,
+        model: str = "",
+    ) -> FinishedJob:
+        """Build the result and the final chunk from what is known when the job ends. A job may end
+        before it has a request (undecodable bytes), before it has an answer (refused), or with one.
+        Partial answers are kept. An expired job always carries its error.
+
+        `model`: the served model, for requests that name none.
+        """
+        if status is JobStatus.EXPIRED and error is None:
+            error = _deadline_error(request)
+        generated = answer is not None and answer.num_tokens > 0
+        result = JobResult(
+            job_id=delivery.job_id,
+            status=status,
+            model=(request.model if request is not None else "") or model,
+            tenant=request.tenant if request is not None else "",
+            choices=answer.results()
+            if answer is not None and (generated or answer.is_finished)
+            else (),
+            usage=_usage(delivery, answer, now_ms),
+            error=error,
+            attempt=delivery.attempt,
+            worker_id=worker_id,
+            created_ms=delivery.created_ms,
+            started_ms=delivery.started_ms,
+            finished_ms=now_ms,
+            metadata=request.metadata if request is not None else {},
+        )
+        return cls(delivery.token, result, _final_chunk(result, answer), request)
+
+
+def _deadline_error(request: JobRequest | None) -> JobError:
+    """Return the error of a job whose deadline passed after a worker had claimed it."""
+    deadline_ms = None if request is None else request.deadline_ms
+    when = "" if deadline_ms is None else f" ({deadline_ms} ms)"
+    return JobError(
+        "deadline_exceeded", f"the deadline{when} passed before the answer was complete"
+    )
+
+
+def _usage(delivery: Delivery, answer: JobOutput | None, now_ms: int) -> Usage:
+    total_ms = max(0, now_ms - delivery.created_ms)
+    if answer is not None:
+        return answer.usage(total_ms)
+    return Usage(queue_ms=max(0, delivery.started_ms - delivery.created_ms), total_ms=total_ms)
+
+
+def _final_chunk(result: JobResult, answer: JobOutput | None) -> Chunk:
+    return Chunk(
+        job_id=result.job_id,
+        index=answer.choices[0].num_tokens if answer is not None else 0,
+        text=answer.rest if answer is not None else "",
+        finish_reason=result.finish_reason,
+        attempt=result.attempt,
+        status=result.status,
+        usage=result.usage,
+        error=result.error,
+        n=len(answer.choices) if answer is not None else 1,
+    )
+
+
+# ── the log ──
+
+
+class ChunkAppend(msgspec.Struct, frozen=True, gc=False):
     """One chunk to log and publish, under a fencing token. `checkpoint` chunks are logged and not
     published.
 
     `start` is the number of the log entry before it, 0 at the log's beginning. An entry's number is
     larger by the chunk's tokens, or by one for a chunk that only ends a choice. With one choice it
-    is the number of tokens in the log.
+    is the number of tokens in the log. One is made for every token; a dataclass takes ten times as
+    long.
     """
 
     token: int
@@ -95,34 +182,78 @@ class Append(
 
 
 class AppendReply(StrEnum):
+    """The queue's reply to one chunk.
+
+    LOST: another worker owns the job, or it is gone; drop the sequence and write nothing more.
+    GAP: the log is shorter than this worker believed, because Redis lost its tail; send again from
+    the log's end.
+    """
+
     OK = "ok"
     DUPLICATE = "duplicate"  # a retried call: the chunk is there already
-    # another worker holds the job, or it is gone: drop the sequence, write nothing more
     LOST = "lost"
     CANCELLED = "cancelled"  # appended, and the user wants it stopped
-    GAP = "gap"  # the log is shorter than this worker believed (Redis lost its tail): send again from its end
+    GAP = "gap"
 
 
-# The chunks of one call that were not simply logged: index in the call → reply, and the number of the log's last entry
-# after the call. Usually there are none.
-Exceptions: TypeAlias = Mapping[int, tuple[AppendReply, int]]
+# The chunks of one call that were not simply logged: index in the call → reply, and the number of
+# the log's last entry after the call. Usually there are none.
+AppendFailures: TypeAlias = Mapping[int, tuple[AppendReply, int]]
+
+
+# ── orders that follow from a step's events ──
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A job that has ended: to be committed to SQL, then acknowledged."""
+class CancelOrder:
+    """Orders the engine to stop this choice (None: every choice) of the request."""
 
-    token: int
-    result: JobResult
-    final_chunk: Chunk
-    request: JobRequest | None = None  # recorded beside the result; None if it could not be decoded
-    is_recorded: bool = False  # SQL has its end already: it only has to be acknowledged
+    request_id: str
+    reason: FinishReason
+    choice: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryOrder:
+    """Orders the queue to run the job again after a pause, from where its log ends. The job failed
+    in a way that may not recur.
+    """
+
+    delivery: Delivery
+    delay_ms: int
+    reason: str
+
+
+def retry_order(job: AdmittedJob, error: JobError) -> RetryOrder | None:
+    """Return the retry that the request's policy allows, else None. The pause is the policy's
+    backoff × 2^(attempts so far − 1), capped.
+    """
+    policy, attempt = job.request.retry, job.delivery.attempt
+    if not error.retryable or attempt >= policy.max_attempts:
+        return None
+    delay_ms = min(policy.max_backoff_ms, policy.backoff_ms * 2 ** min(attempt - 1, 30))
+    return RetryOrder(job.delivery, delay_ms, error.message)
+
+
+@dataclass(slots=True)
+class PublishReport:
+    """The results of publishing one step, besides its chunks: jobs to retry, jobs that ended,
+    choices that the engine must stop, and jobs that are another worker's now.
+    """
+
+    retry: list[RetryOrder] = field(default_factory=list)
+    finished: list[FinishedJob] = field(default_factory=list)
+    cancel: list[CancelOrder] = field(default_factory=list)
+    lost: list[Delivery] = field(default_factory=list)
+
+
+# ── what the stages need of one another ──
 
 
 class ChunkLog(Protocol):
     """Writes chunks to the log; implemented by `consume.job_stream`, used by `publish`."""
 
-    async def append(self, items: list[Append]) -> Exceptions:
+    async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         """Append all chunks in one round trip."""
         ...
 
@@ -130,39 +261,41 @@ class ChunkLog(Protocol):
 class Acknowledger(Protocol):
     """Acknowledges finished jobs; implemented by `consume.job_stream`, used by `record`."""
 
-    async def finish(self, jobs: list[Finished]) -> list[bool]:
+    async def finish(self, jobs: list[FinishedJob]) -> list[bool]:
         """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the
         fencing token was outdated, because the job is another worker's now.
         """
         ...
 
 
-class Watcher(Protocol):
-    """Observes jobs between claim and record; `telemetry.job_observer` implements it. Must not raise."""
+class JobObserver(Protocol):
+    """Observes jobs between claim and record; `telemetry.job_observer` implements it. Must not
+    raise.
+    """
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
 
-    def started(self, jobs: Sequence[Admitted]) -> None:
-        """The jobs were submitted to the engine."""
+    def started(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Note that the jobs were submitted to the engine."""
         ...
 
     def stepped(self, frame: Frame) -> None:
-        """The tokens of a frame were published."""
+        """Note that the tokens of a frame were published."""
         ...
 
     def left(self, job_ids: Iterable[str], reason: str) -> None:
-        """The jobs left this worker to go on elsewhere. `reason`: "handed_over", "crash", "retry",
-        "lost".
+        """Note that the jobs left this worker to go on elsewhere. `reason`: "handed_over", "crash",
+        "retry", "lost".
         """
         ...
 
 
-class Unwatched:
-    """A watcher that does nothing."""
+class NullObserver:
+    """Observes nothing."""
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
 
-    def started(self, jobs: Sequence[Admitted]) -> None: ...
+    def started(self, jobs: Sequence[AdmittedJob]) -> None: ...
 
     def stepped(self, frame: Frame) -> None: ...
 

@@ -18,17 +18,24 @@ from tokenmill.transport.cancellation import wait_at_most
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.checking import Checks
 from tokenmill_worker.consume.consumer import Credits
-from tokenmill_worker.consume.input_processor import Admission
+from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.consume.quarantine import Quarantine
 from tokenmill_worker.engine.process.host import EngineDied, EngineHost
 from tokenmill_worker.engine.process.mailbox import Frame, Ready
 from tokenmill_worker.engine.types import EngineStats
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import Admitted, Delivery, Finished, Unwatched, Watcher
+from tokenmill_worker.jobs import (
+    AdmittedJob,
+    Delivery,
+    FinishedJob,
+    JobObserver,
+    NullObserver,
+    PublishReport,
+    RetryOrder,
+)
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, in_turn
 from tokenmill_worker.publish.publisher import Publisher
-from tokenmill_worker.publish.report import PublishReport, RetryOrder
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.telemetry.logs import log_progress
 
@@ -57,17 +64,17 @@ class Service:
         *,
         stream: JobStream,
         host_factory: Callable[[], EngineHost],
-        admission_factory: Callable[[Ready], Awaitable[Admission]],
+        processor_factory: Callable[[Ready], Awaitable[InputProcessor]],
         publisher: Publisher,
         finalizer: Finalizer,
         max_num_seqs: int,
         on_frame: Callable[[Frame], None] = lambda _frame: None,
-        watcher: Watcher | None = None,
+        observer: JobObserver | None = None,
     ) -> None:
         self.health = Health()
         self._stream = stream
         self._host_factory = host_factory
-        self._admission_factory = admission_factory
+        self._processor_factory = processor_factory
         self._publisher = publisher
         self._finalizer = finalizer
         self._checks = Checks(self._record)
@@ -83,9 +90,9 @@ class Service:
         self._urgent: set[str] = set()  # the request ids of the most urgent class
         self._retries: list[RetryOrder] = []
         self._host: EngineHost | None = None
-        self._admission: Admission | None = None
+        self._processor: InputProcessor | None = None
         self._on_frame = on_frame
-        self._watcher = watcher or Unwatched()
+        self._observer = observer or NullObserver()
         self.started = asyncio.Event()  # the engine has been ready once: jobs may be claimed
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -121,14 +128,19 @@ class Service:
         """Start the jobs that the consumer claimed."""
         for delivery in deliveries:
             self._held[delivery.job_id] = delivery
-        self._watcher.claimed(deliveries)
+        self._observer.claimed(deliveries)
         self._idle.clear()
         ended = [
-            delivery for delivery in deliveries if delivery.verdict != "run"
+            delivery for delivery in deliveries if delivery.outcome != "run"
         ]  # they only have to be recorded
         try:
             await self._start(
-                [*ended, *self._quarantine.admit([d for d in deliveries if d.verdict == "run"])]
+                [
+                    *ended,
+                    *self._quarantine.release_suspects(
+                        [d for d in deliveries if d.outcome == "run"]
+                    ),
+                ]
             )
         except Exception:  # the consumer gives them back to the queue
             held = [delivery for delivery in deliveries if self._is_held(delivery)]
@@ -140,14 +152,14 @@ class Service:
 
     async def _start(self, deliveries: list[Delivery]) -> None:
         """Admit all jobs together and submit those that can run. A bad job gets an answer."""
-        if self._admission is None or self._host is None:
+        if self._processor is None or self._host is None:
             raise RuntimeError("jobs were claimed before the engine was there")
-        admitted: list[Admitted] = []
+        admitted: list[AdmittedJob] = []
         outcomes = await asyncio.gather(
-            *(self._admission.admit(delivery) for delivery in deliveries)
+            *(self._processor.process(delivery) for delivery in deliveries)
         )
         for outcome in await self._finalizer.recall(outcomes):
-            if isinstance(outcome, Finished):
+            if isinstance(outcome, FinishedJob):
                 await self._finish(outcome)
             elif self._is_held(outcome.delivery):
                 admitted.append(outcome)
@@ -162,10 +174,10 @@ class Service:
             if not job.generation.priority:
                 self._urgent.add(job.request_id)
         if admitted:
-            self._watcher.started(admitted)
+            self._observer.started(admitted)
             self._host.submit(job.generation for job in admitted)
 
-    async def _finish(self, finished: Finished) -> None:
+    async def _finish(self, finished: FinishedJob) -> None:
         """Record a job's end. An answer with a schema is validated first; the job stays owned meanwhile."""
         if not self._checks.take(finished):
             await self._record(finished)
@@ -174,7 +186,7 @@ class Service:
         ) is not None and delivery.token == finished.token:
             self._leave_engine(delivery)
 
-    async def _record(self, finished: Finished) -> None:
+    async def _record(self, finished: FinishedJob) -> None:
         delivery = self._held.get(finished.result.job_id)
         if delivery is not None and delivery.token == finished.token:
             self._forget(delivery)
@@ -229,9 +241,9 @@ class Service:
     async def _start_engine(self) -> None:
         self._host = self._host_factory()
         ready = await self._host.start(log_progress)
-        if self._admission is None:
+        if self._processor is None:
             try:
-                self._admission = await self._admission_factory(ready)
+                self._processor = await self._processor_factory(ready)
             except (
                 OSError
             ) as error:  # files are unreadable, or were removed after the engine read them
@@ -258,8 +270,8 @@ class Service:
             if self._retries:
                 await self._give_back_retries()
             if len(self._quarantine):
-                await self._start(self._quarantine.admit([]))
-            self._watcher.stepped(frame)
+                await self._start(self._quarantine.release_suspects([]))
+            self._observer.stepped(frame)
             self._on_frame(frame)
 
     async def _act_on(self, report: PublishReport) -> None:
@@ -321,7 +333,7 @@ class Service:
         """Forget jobs that another worker may continue."""
         for delivery in deliveries:
             self._forget(delivery)
-        self._watcher.left([delivery.job_id for delivery in deliveries], reason)
+        self._observer.left([delivery.job_id for delivery in deliveries], reason)
 
     def drop_all(self) -> None:
         """Drop every job, because the lease ran out while the process was frozen."""

@@ -25,7 +25,7 @@ from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.engine.process.host import EngineProcess
 from tokenmill_worker.engine.process.mailbox import Frame
 from tokenmill_worker.engine.types import GenerationRequest
-from tokenmill_worker.jobs import Append, Exceptions
+from tokenmill_worker.jobs import AppendFailures, ChunkAppend
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.telemetry import configure_logging
 
@@ -66,7 +66,7 @@ class Notes:
         if num_tokens:
             self._steps.append((frame.ended_s, num_sequences, num_tokens))
 
-    def append(self, items: list[Append]) -> None:
+    def append(self, items: list[ChunkAppend]) -> None:
         now, noted = time.monotonic(), self._noted
         for item in items:
             if (job := item.chunk.job_id) in noted:
@@ -108,7 +108,7 @@ class StampingHost(EngineProcess):
 class StampingStream(JobStream):
     notes: Notes
 
-    async def append(self, items: list[Append]) -> Exceptions:
+    async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         self.notes.append(items)
         return await super().append(items)
 

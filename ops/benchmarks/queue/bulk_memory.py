@@ -34,7 +34,7 @@ from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.openai import COMPLETIONS_URL
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from tokenmill_schemas.tables import jobs
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record.rows import JobRow
 
 _STEP_S = 0.2
@@ -227,7 +227,7 @@ def _row(batch: Batch, line: int) -> JobRow:
         status=JobStatus.SUCCEEDED,
         usage=used,
     )
-    return JobRow.of(Finished(1, result, chunk, request=request), queue="bench")
+    return JobRow.of(FinishedJob(1, result, chunk, request=request), queue="bench")
 
 
 def _num_bytes(path: Path) -> int:

@@ -24,7 +24,7 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.jobs import Append, Delivery, Finished
+from tokenmill_worker.jobs import ChunkAppend, Delivery, FinishedJob
 from tokenmill_worker.local.valkey_server import EmbeddedValkey
 
 NUM_JOBS, NUM_SINGLE, GROUP = (
@@ -175,15 +175,15 @@ async def _drink(pubsub: Any) -> None:
 _JOB: dict[str, Any] = {"prompt": "calibration " * 20, "max_tokens": 128}
 
 
-def _append(delivery: Delivery, index: int, cutting: Cutting) -> Append:
+def _append(delivery: Delivery, index: int, cutting: Cutting) -> ChunkAppend:
     tokens = tuple(17_000 + index + n for n in range(cutting.tokens))
     chunk = Chunk(
         job_id=delivery.job_id, index=index, token_ids=tokens, text=" word" * cutting.tokens
     )
-    return Append(delivery.token, chunk, index, checkpoint=not cutting.is_published)
+    return ChunkAppend(delivery.token, chunk, index, checkpoint=not cutting.is_published)
 
 
-def _finished(delivery: Delivery) -> Finished:
+def _finished(delivery: Delivery) -> FinishedJob:
     usage = Usage(prompt_tokens=50, completion_tokens=180)
     choices = (
         ChoiceResult(
@@ -202,4 +202,4 @@ def _finished(delivery: Delivery) -> Finished:
         status=JobStatus.SUCCEEDED,
         usage=usage,
     )
-    return Finished(delivery.token, result, final)
+    return FinishedJob(delivery.token, result, final)

@@ -49,7 +49,7 @@ async def test_what_waits_runs_and_ended_is_told_apart(queue: Queue) -> None:
     await worker.heartbeat(
         WorkerStatus(worker_id="w1", tenants={"acme": TenantLoad(running=2, tokens_per_s=9.5)})
     )
-    (first,) = [d for d in await worker.claim(1) if d.verdict == "run"]
+    (first,) = [d for d in await worker.claim(1) if d.outcome == "run"]
     state = await queue.client.overview()
     waiting = {name: one.waiting for name, one in state.classes.items()}
     assert waiting == {

@@ -17,7 +17,7 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.consume.append.batch_encoding import AppendCalls
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import Append, AppendReply, Delivery
+from tokenmill_worker.jobs import AppendReply, ChunkAppend, Delivery
 
 pytestmark = pytest.mark.redis
 OK, DUPLICATE, LOST, GAP, CANCELLED = (
@@ -194,7 +194,7 @@ async def test_a_log_that_is_gone_is_made_again(queue: Queue) -> None:
 
 async def test_a_log_that_is_made_again_has_its_choices_ends_again(queue: Queue) -> None:
     worker, (a,) = await running(queue)
-    ended = Append(
+    ended = ChunkAppend(
         a.token, Chunk(job_id=a.job_id, index=0, choice=1, finish_reason=FinishReason.STOP, n=2), 2
     )
     before = await questions(queue)
@@ -252,7 +252,7 @@ async def test_checkpoints_are_known_too(queue: Queue) -> None:
         await pubsub.subscribe(queue.keys.chunks(a.job_id))
         await pubsub.get_message(timeout=30)
         assert await appended(
-            worker, [Append(a.token, token(a, 2, 32).chunk, 2, checkpoint=True)]
+            worker, [ChunkAppend(a.token, token(a, 2, 32).chunk, 2, checkpoint=True)]
         ) == [(OK, 34)]
         assert await pubsub.get_message(timeout=0.1) is None
     assert await questions(queue) == before
@@ -271,10 +271,10 @@ async def test_a_worker_without_jobs_leaves_no_voucher(queue: Queue) -> None:
 
 def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:
     calls, chunk = AppendCalls(), Chunk(job_id="a", index=0, token_ids=(1,))
-    first, _ = calls.next_call([Append(7, chunk, 0)])
-    assert calls.settle([Append(7, chunk, 0)], [-1, b"voucher", 0]) == {}
-    known, packed = calls.next_call([Append(7, msgspec.structs.replace(chunk, index=1), 1)])
+    first, _ = calls.next_call([ChunkAppend(7, chunk, 0)])
+    assert calls.settle([ChunkAppend(7, chunk, 0)], [-1, b"voucher", 0]) == {}
+    known, packed = calls.next_call([ChunkAppend(7, msgspec.structs.replace(chunk, index=1), 1)])
     calls.fail()
-    unknown, again = calls.next_call([Append(7, msgspec.structs.replace(chunk, index=2), 2)])
+    unknown, again = calls.next_call([ChunkAppend(7, msgspec.structs.replace(chunk, index=2), 2)])
     assert (known, unknown) == (first + 1, first + 2)
     assert [msgpack.unpackb(call, raw=True)[4] for call in (packed, again)] == [3, 1]

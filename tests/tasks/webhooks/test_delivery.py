@@ -12,7 +12,7 @@ from tests.tasks.support import SECRET, START_MS, Clock, courier, noticed, notic
 from tokenmill.webhooks import tenant_secret, verify
 from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
 from tokenmill_schemas.tables import jobs
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.tasks.webhooks.delivery import MAX_TEXT_BYTES
 from tokenmill_worker.tasks.webhooks.outbox import CLAIM_MS, MAX_OF_TENANT, Claim
 
@@ -195,7 +195,9 @@ def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(
     with Receiver() as receiver:
         dead = failed("a", status=JobStatus.DEAD)
         assert dead.request is not None
-        record(url, Finished(1, dead.result, dead.final_chunk, noticed("a", receiver.url).request))
+        record(
+            url, FinishedJob(1, dead.result, dead.final_chunk, noticed("a", receiver.url).request)
+        )
         record(url, noticed("a", receiver.url, token=2, finished_ms=START_MS + 5))
         ours = courier(engine, Clock(START_MS / 1000 + 1))
         assert sorted(ours.deliver(claim) for claim in ours.claim()) == ["delivered", "skipped"]

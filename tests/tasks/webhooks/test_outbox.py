@@ -7,17 +7,17 @@ import sqlalchemy as sa
 from tests.record.support import failed, finished, rows
 from tokenmill_schemas import JobStatus
 from tokenmill_worker.errors import StoreUnavailable
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.threads import open_engine
 
 HOOK = "https://hooks.example.org:8443/a?b=c"
 
 
-def noticed(job: Finished, url: str | None = HOOK) -> Finished:
+def noticed(job: FinishedJob, url: str | None = HOOK) -> FinishedJob:
     assert job.request is not None
     request = msgspec.structs.replace(job.request, webhook=url)
-    return Finished(job.token, job.result, job.final_chunk, request)
+    return FinishedJob(job.token, job.result, job.final_chunk, request)
 
 
 async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: ResultStore) -> None:

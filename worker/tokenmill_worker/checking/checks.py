@@ -12,7 +12,7 @@ import msgspec
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import ChoiceResult, JobError, JobStatus
 from tokenmill_worker.checking.checker import VIOLATION, AnswerChecker
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 
 MAX_WAITING = 256  # from this number on no job should be claimed
 
@@ -23,7 +23,7 @@ class Checks:
     """
 
     def __init__(
-        self, then: Callable[[Finished], Awaitable[None]], checker: AnswerChecker | None = None
+        self, then: Callable[[FinishedJob], Awaitable[None]], checker: AnswerChecker | None = None
     ) -> None:
         self._then = then
         self._checker = checker or AnswerChecker()
@@ -33,7 +33,7 @@ class Checks:
     def is_full(self) -> bool:
         return len(self._tasks) >= MAX_WAITING
 
-    def take(self, finished: Finished) -> bool:
+    def take(self, finished: FinishedJob) -> bool:
         """Start validating a job's answer. Returns False if there is nothing to validate."""
         if not has_schema(finished):
             return False
@@ -42,7 +42,7 @@ class Checks:
         task.add_done_callback(self._tasks.discard)
         return True
 
-    async def _check(self, finished: Finished) -> None:
+    async def _check(self, finished: FinishedJob) -> None:
         await self._then(await checked(finished, self._checker))
 
     async def close(self, patience_s: float) -> None:
@@ -51,7 +51,7 @@ class Checks:
         await self._checker.close()
 
 
-def has_schema(finished: Finished) -> bool:
+def has_schema(finished: FinishedJob) -> bool:
     """Does the job have a complete answer for which a JSON schema was requested?"""
     wanted = None if finished.request is None else finished.request.params.response_format
     if (
@@ -64,7 +64,7 @@ def has_schema(finished: Finished) -> bool:
     return any(_is_complete(choice) for choice in finished.result.choices)
 
 
-async def checked(finished: Finished, checker: AnswerChecker) -> Finished:
+async def checked(finished: FinishedJob, checker: AnswerChecker) -> FinishedJob:
     """Return the job, with an error if a complete answer breaks its schema: a strict schema makes
     the job fail, any other only adds the error.
     """
@@ -87,9 +87,9 @@ def _is_complete(choice: ChoiceResult) -> bool:
     return choice.finish_reason is FinishReason.STOP
 
 
-def _with_error(finished: Finished, error: JobError, *, fails: bool) -> Finished:
+def _with_error(finished: FinishedJob, error: JobError, *, fails: bool) -> FinishedJob:
     status = JobStatus.FAILED if fails else finished.result.status
-    return Finished(
+    return FinishedJob(
         finished.token,
         msgspec.structs.replace(finished.result, status=status, error=error),
         msgspec.structs.replace(finished.final_chunk, status=status, error=error),

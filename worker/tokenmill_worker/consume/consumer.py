@@ -170,8 +170,8 @@ class Consumer:
         wanted = Credits(min(credits.free, MAX_AT_ONCE), min(credits.urgent, MAX_AT_ONCE))
         deliveries = await self._stream.claim(wanted.free, wanted.urgent)
         self._on_claim(len(deliveries))
-        self._found_ended = any(delivery.verdict != "run" for delivery in deliveries)
-        self._may_wait.note(wanted, sum(delivery.verdict == "run" for delivery in deliveries))
+        self._found_ended = any(delivery.outcome != "run" for delivery in deliveries)
+        self._may_wait.note(wanted, sum(delivery.outcome == "run" for delivery in deliveries))
         if not deliveries:
             return 0
         try:

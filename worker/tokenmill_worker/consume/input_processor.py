@@ -21,9 +21,8 @@ from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError, JobStatus
 from tokenmill_schemas.validation import MAX_NAME_CHARS, metadata_problems, problems
 from tokenmill_worker.engine.types import GenerationRequest
-from tokenmill_worker.jobs import Admitted, Delivery, Finished
-from tokenmill_worker.outcome import conclude
-from tokenmill_worker.text.job_output import Answer
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, read_log, replay
 from tokenmill_worker.text.tokenizer import TemplateError, Tokenizer
 
@@ -85,7 +84,7 @@ class _Refused(Exception):
         self.error = JobError(code, message)
 
 
-class Admission:
+class InputProcessor:
     """Validates and tokenises the jobs of one worker. `admit` may run for several jobs at once."""
 
     def __init__(
@@ -103,17 +102,17 @@ class Admission:
         self._max_payload_bytes = max_payload_bytes
         self._clock = clock
 
-    async def admit(self, delivery: Delivery) -> Admitted | Finished:
+    async def process(self, delivery: Delivery) -> AdmittedJob | FinishedJob:
         request: JobRequest | None = None
         try:
             request = decode_request(delivery.payload, self._max_payload_bytes)
             if delivery.is_redriven:
                 request = msgspec.structs.replace(request, deadline_ms=None)
-            if delivery.verdict != "run":
+            if delivery.outcome != "run":
                 return self._ended(delivery, request)
-            return await self._admit(delivery, request)
+            return await self._process(delivery, request)
         except DecodeError as error:
-            if delivery.verdict != "run":
+            if delivery.outcome != "run":
                 return self._ended(delivery, None)
             return self._failed(delivery, None, JobError(INVALID, f"the {error}"))
         except _Refused as refusal:
@@ -123,7 +122,7 @@ class Admission:
             message = f"the worker could not take this request in: {type(error).__name__}"
             return self._failed(delivery, request, JobError("internal_error", message))
 
-    async def _admit(self, delivery: Delivery, request: JobRequest) -> Admitted | Finished:
+    async def _process(self, delivery: Delivery, request: JobRequest) -> AdmittedJob | FinishedJob:
         self._check(request)
         if self._is_late(request) and not delivery.log:
             return self._conclude(delivery, JobStatus.EXPIRED, request)
@@ -136,13 +135,13 @@ class Admission:
         if answer.is_finished:
             return self._complete(delivery, request, answer)
         generation = self._generation(delivery, request, answer, prompt_ids, max_tokens)
-        return Admitted(delivery, request, generation, answer)
+        return AdmittedJob(delivery, request, generation, answer)
 
     def _generation(
         self,
         delivery: Delivery,
         request: JobRequest,
-        answer: Answer,
+        answer: JobOutput,
         prompt_ids: tuple[int, ...],
         max_tokens: int,
     ) -> GenerationRequest:
@@ -247,8 +246,8 @@ class Admission:
 
     # ── the log ──
 
-    def _answer_so_far(self, delivery: Delivery, request: JobRequest, max_tokens: int) -> Answer:
-        answer = Answer.start(self._tokenizer, request.params)
+    def _answer_so_far(self, delivery: Delivery, request: JobRequest, max_tokens: int) -> JobOutput:
+        answer = JobOutput.start(self._tokenizer, request.params)
         answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
         rules = EndRules.of(request.params, max_tokens, self._model.eos_token_ids)
         try:
@@ -259,7 +258,7 @@ class Admission:
 
     # ── ends ──
 
-    def _ended(self, delivery: Delivery, request: JobRequest | None) -> Finished:
+    def _ended(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
         """Build the end of a job that the claim script found ended; its answer is what the log
         holds. A job with the verdict "dead" whose logged answer is complete ends with that answer.
         """
@@ -275,13 +274,13 @@ class Admission:
         if request is not None and answer is not None:
             answer.prompt_tokens = _logged_prompt_tokens(delivery)
             if (
-                delivery.verdict == "dead" and answer.is_finished
+                delivery.outcome == "dead" and answer.is_finished
             ):  # complete: no engine has to run it
                 return self._complete(delivery, request, answer)
             answer.end_all(reason)
         return self._conclude(delivery, status, request, answer, error)
 
-    def _complete(self, delivery: Delivery, request: JobRequest, answer: Answer) -> Finished:
+    def _complete(self, delivery: Delivery, request: JobRequest, answer: JobOutput) -> FinishedJob:
         error = None
         if (
             answer.status is JobStatus.FAILED
@@ -289,7 +288,9 @@ class Admission:
             error = JobError("engine_error", "the engine failed in an earlier attempt")
         return self._conclude(delivery, answer.status, request, answer, error)
 
-    def _failed(self, delivery: Delivery, request: JobRequest | None, error: JobError) -> Finished:
+    def _failed(
+        self, delivery: Delivery, request: JobRequest | None, error: JobError
+    ) -> FinishedJob:
         return self._conclude(delivery, JobStatus.FAILED, request, error=error)
 
     def _conclude(
@@ -297,10 +298,10 @@ class Admission:
         delivery: Delivery,
         status: JobStatus,
         request: JobRequest | None,
-        answer: Answer | None = None,
+        answer: JobOutput | None = None,
         error: JobError | None = None,
-    ) -> Finished:
-        return conclude(
+    ) -> FinishedJob:
+        return FinishedJob.build(
             delivery,
             status,
             worker_id=self._worker_id,
@@ -323,9 +324,9 @@ def seed_of(job_id: str) -> int:
 
 
 def _verdict(delivery: Delivery) -> tuple[JobStatus, FinishReason, JobError | None]:
-    if delivery.verdict == "cancelled":
+    if delivery.outcome == "cancelled":
         return JobStatus.CANCELLED, FinishReason.CANCELLED, None
-    if delivery.verdict == "expired":
+    if delivery.outcome == "expired":
         return JobStatus.EXPIRED, FinishReason.EXPIRED, None
     message = (
         f"set aside after {delivery.crashes} engine crashes and {delivery.deliveries} deliveries"

@@ -28,7 +28,7 @@ from tokenmill_worker.consume.append.batch_encoding import AppendCalls
 from tokenmill_worker.consume.append.connection import HeldConnection
 from tokenmill_worker.consume.replies import HeartbeatReply
 from tokenmill_worker.errors import RedisUnavailable, SettingsError
-from tokenmill_worker.jobs import Append, AppendReply, Delivery, Exceptions, Finished
+from tokenmill_worker.jobs import AppendFailures, AppendReply, ChunkAppend, Delivery, FinishedJob
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class JobStream:
 
     # ── writing, under a fencing token ──
 
-    async def append(self, items: list[Append]) -> Exceptions:
+    async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         """Append all chunks in one round trip; see ChunkLog. One call at a time."""
         if self.guard():
             return {place: (AppendReply.LOST, item.start) for place, item in enumerate(items)}
@@ -188,7 +188,7 @@ class JobStream:
         self._count_refused("append", len(lost))
         return exceptions
 
-    async def finish(self, jobs: list[Finished]) -> list[bool]:
+    async def finish(self, jobs: list[FinishedJob]) -> list[bool]:
         """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the
         fencing token was outdated, because the job is another worker's now.
         """
@@ -306,7 +306,7 @@ class JobStream:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
 
 
-def _finish_arguments(job: Finished) -> tuple[Argument, ...]:
+def _finish_arguments(job: FinishedJob) -> tuple[Argument, ...]:
     usage = job.result.usage
     return (
         job.result.job_id,

@@ -39,7 +39,7 @@ class Quarantine:
             return 1
         return max(1, self.max_num_seqs >> delivery.crashes) if delivery.crashes else _ANY
 
-    def admit(self, deliveries: list[Delivery]) -> list[Delivery]:
+    def release_suspects(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Add deliveries to those held. Returns the ones that may start now; the others are held in
         order.
         """

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from tokenmill_schemas.codec import DecodeError, decode_status
 from tokenmill_worker.jobs import Delivery
 
-VERDICTS: Final = frozenset({"run", "cancelled", "expired", "dead"})
+OUTCOMES: Final = frozenset({"run", "cancelled", "expired", "dead"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def started_ms(status: bytes) -> int:
 
 
 def read_delivery(item: list[Any]) -> Delivery:
-    """Read one claimed job. An unknown verdict (from a damaged state, say) counts as "dead". No
+    """Read one claimed job. An unknown outcome (from a damaged state, say) counts as "dead". No
     text makes this raise.
     """
     (
@@ -48,7 +48,7 @@ def read_delivery(item: list[Any]) -> Delivery:
         payload,
         deliveries,
         crashes,
-        verdict,
+        outcome,
         created,
         started,
         attempt,
@@ -57,14 +57,14 @@ def read_delivery(item: list[Any]) -> Delivery:
         redriven,
         log_end,
     ) = item
-    word = verdict.decode("utf-8", "replace")
+    word = outcome.decode("utf-8", "replace")
     return Delivery(
         job_id=job_id.decode("utf-8", "surrogateescape"),
         token=int(token),
         payload=payload,
         deliveries=int(deliveries),
         crashes=int(crashes),
-        verdict=cast("Any", word if word in VERDICTS else "dead"),
+        outcome=cast("Any", word if word in OUTCOMES else "dead"),
         log=tuple(log),
         created_ms=int(created),
         started_ms=int(started),

@@ -12,7 +12,7 @@ from collections import deque
 from itertools import accumulate, islice
 
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_worker.jobs import Admitted, Append
+from tokenmill_worker.jobs import AdmittedJob, ChunkAppend
 
 CHECKPOINT_TOKENS = 32
 MOST_TOGETHER = 16  # tokens in a chunk of a stream whose log is behind
@@ -34,7 +34,7 @@ class Chunker:
     )  # fmt: skip
 
     def __init__(
-        self, job: Admitted, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1
+        self, job: AdmittedJob, checkpoint_tokens: int = CHECKPOINT_TOKENS, chunk_tokens: int = 1
     ) -> None:
         """Start behind the tokens that the answer has already: they were read from the log."""
         answer = self._answer = job.answer
@@ -54,7 +54,7 @@ class Chunker:
         self._tells_each = self._lone is not None and self._per_chunk == 1  # one token per chunk
         lone = self._lone if self._tells_each else None
         self._is_plain = lone is not None and lone.logprobs is None and not lone.stream.has_stops
-        self._unconfirmed: deque[Append] = deque()
+        self._unconfirmed: deque[ChunkAppend] = deque()
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
         self._place = (
             self._made[0] if is_lone else job.delivery.log_end
@@ -109,7 +109,7 @@ class Chunker:
             return False
         return choice.finish_reason is not None and self._made[index] == choice.num_tokens
 
-    def pass_on(self, token_id: int) -> Append | None:
+    def pass_on(self, token_id: int) -> ChunkAppend | None:
         """Add the next token to the answer and return its chunk, if nothing else has to be checked:
         the job is a plain stream that has begun, has not ended, and has no unconfirmed chunk. Else
         return None and change nothing. The chunk counts as logged unless `keep` returns it.
@@ -128,7 +128,7 @@ class Chunker:
             return None
         return self._make_next(token_id, stream.push(token_id))
 
-    def keep(self, append: Append) -> None:
+    def keep(self, append: ChunkAppend) -> None:
         """Keep a chunk of `pass_on`, because the log is not known to have it."""
         self._unconfirmed.append(append)
 
@@ -139,7 +139,7 @@ class Chunker:
         self._place -= 1
         self._made[0] = self._place
 
-    def appends(self, limit: int, together: bool = False) -> list[Append]:
+    def appends(self, limit: int, together: bool = False) -> list[ChunkAppend]:
         """Return the next chunks, at most `limit`. `confirm` must be called once for each that is
         logged, in order. `together`: the log is behind, so waiting tokens of one choice share
         chunks of up to MOST_TOGETHER, and the log catches up with fewer writes. If that many tokens
@@ -188,7 +188,7 @@ class Chunker:
         else:
             self._place, self._made = 0, [0] * self._num_choices
 
-    def _make(self, choice_index: int, num_tokens: int) -> Append:
+    def _make(self, choice_index: int, num_tokens: int) -> ChunkAppend:
         """Make the choice's next chunk; without tokens it carries the choice's end."""
         choice = self._answer.choices[choice_index]
         start = self._made[choice_index]
@@ -217,11 +217,11 @@ class Chunker:
             usage=None if self._place else self._answer.usage_at_start(),
             n=self._num_choices,
         )
-        append = Append(self._token, chunk, self._place, not self._streams)
+        append = ChunkAppend(self._token, chunk, self._place, not self._streams)
         self._place = append.end
         return append
 
-    def _make_next(self, token_id: int, text: str) -> Append:
+    def _make_next(self, token_id: int, text: str) -> ChunkAppend:
         """Make the chunk of the newest token of a lone choice that has not ended; the fast form of
         `_make`.
         """
@@ -234,4 +234,4 @@ class Chunker:
             text=text,
             attempt=self._attempt,
         )
-        return Append(self._token, chunk, index)
+        return ChunkAppend(self._token, chunk, index)

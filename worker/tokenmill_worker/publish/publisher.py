@@ -18,10 +18,18 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobError, JobStatus
 from tokenmill_worker.engine.types import TokenEvent
 from tokenmill_worker.errors import Unavailable
-from tokenmill_worker.jobs import Admitted, Append, AppendReply, ChunkLog, Exceptions
-from tokenmill_worker.outcome import conclude
+from tokenmill_worker.jobs import (
+    AdmittedJob,
+    AppendFailures,
+    AppendReply,
+    CancelOrder,
+    ChunkAppend,
+    ChunkLog,
+    FinishedJob,
+    PublishReport,
+    retry_order,
+)
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
-from tokenmill_worker.publish.report import CancelOrder, PublishReport, RetryOrder
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +56,7 @@ class _Running:
 
     __slots__ = ("answer", "chunker", "error", "first", "is_cancelled", "job", "request_id")
 
-    def __init__(self, job: Admitted, limits: PublishLimits) -> None:
+    def __init__(self, job: AdmittedJob, limits: PublishLimits) -> None:
         self.job = job
         self.request_id = job.request_id
         self.answer = job.answer
@@ -88,7 +96,7 @@ class Publisher:
 
     # ── jobs ──
 
-    def open(self, job: Admitted) -> None:
+    def open(self, job: AdmittedJob) -> None:
         """Publish the job's events from now on. The publisher owns the job's answer."""
         self._running[job.request_id] = _Running(job, self._limits)
 
@@ -144,9 +152,9 @@ class Publisher:
 
     def _take_all(
         self, events: Sequence[TokenEvent], report: PublishReport
-    ) -> tuple[dict[_Running, Append], dict[str, _Running]]:
+    ) -> tuple[dict[_Running, ChunkAppend], dict[str, _Running]]:
         """Split the events: jobs that got one plain token, with their chunks, and all other jobs that got something."""
-        passed: dict[_Running, Append] = {}
+        passed: dict[_Running, ChunkAppend] = {}
         touched: dict[str, _Running] = {}
         may_pass = not (self._due or self._failures) and len(events) <= self._limits.max_appends
         for event in events:
@@ -232,7 +240,7 @@ class Publisher:
             if running.answer.is_finished and self._running.get(request_id) is running:
                 self.close(request_id)
                 report.finished.append(
-                    conclude(
+                    FinishedJob.build(
                         running.job.delivery,
                         JobStatus.FAILED if running.error else running.answer.status,
                         worker_id=self._worker_id,
@@ -250,7 +258,7 @@ class Publisher:
     # ── the log ──
 
     async def _append(
-        self, report: PublishReport, passed: dict[_Running, Append], together: bool
+        self, report: PublishReport, passed: dict[_Running, ChunkAppend], together: bool
     ) -> None:
         """Append the chunks that `_take_all` passed on, and chunks that wait."""
         async with self._appending:  # order within a job is the order of the calls
@@ -277,11 +285,11 @@ class Publisher:
             if exceptions or self._due:
                 self._settle_due(owners)
 
-    def _keep(self, passed: dict[_Running, Append]) -> None:
+    def _keep(self, passed: dict[_Running, ChunkAppend]) -> None:
         for running, append in passed.items():
             running.chunker.keep(append)
 
-    def _collect(self, items: list[Append], owners: list[_Running], together: bool) -> None:
+    def _collect(self, items: list[ChunkAppend], owners: list[_Running], together: bool) -> None:
         """Add the next chunks of the jobs that have waited longest, as many as the call has room for."""
         for running in self._due.values():
             room = self._limits.max_appends - len(items)
@@ -293,9 +301,9 @@ class Publisher:
 
     def _apply(
         self,
-        items: list[Append],
+        items: list[ChunkAppend],
         owners: list[_Running],
-        exceptions: Exceptions,
+        exceptions: AppendFailures,
         report: PublishReport,
     ) -> None:
         rewound: set[_Running] = (
@@ -342,7 +350,7 @@ class Publisher:
         self._retry_at = time.monotonic() + pause
 
 
-def _passed_on(running: _Running, event: TokenEvent) -> Append | None:
+def _passed_on(running: _Running, event: TokenEvent) -> ChunkAppend | None:
     """Return the chunk of an event that only carries the next token of a plain stream, else None."""
     if event.finish_reason is not None or len(event.token_ids) != 1:
         return None
@@ -351,15 +359,6 @@ def _passed_on(running: _Running, event: TokenEvent) -> Append | None:
         if event.preemptions == running.first.preemptions
         else None
     )
-
-
-def retry_order(job: Admitted, error: JobError) -> RetryOrder | None:
-    """Return the retry of the request's policy, else None. Pause: backoff × 2^(attempts so far − 1), capped."""
-    policy, attempt = job.request.retry, job.delivery.attempt
-    if not error.retryable or attempt >= policy.max_attempts:
-        return None
-    delay_ms = min(policy.max_backoff_ms, policy.backoff_ms * 2 ** min(attempt - 1, 30))
-    return RetryOrder(job.delivery, delay_ms, error.message)
 
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:

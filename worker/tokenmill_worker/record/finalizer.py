@@ -27,7 +27,7 @@ from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
 from tokenmill_worker.errors import StoreUnavailable
-from tokenmill_worker.jobs import Acknowledger, Admitted, Finished
+from tokenmill_worker.jobs import Acknowledger, AdmittedJob, FinishedJob
 from tokenmill_worker.record.job_size import size_of
 from tokenmill_worker.record.result_store import RecordReport
 from tokenmill_worker.record.retry_queue import RetryQueue
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Recorder(Protocol):
     """The part of a store that the finalizer uses; implemented by ResultStore."""
 
-    async def record(self, finished: Sequence[Finished]) -> RecordReport: ...
+    async def record(self, finished: Sequence[FinishedJob]) -> RecordReport: ...
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]: ...
 
@@ -96,7 +96,7 @@ class Finalizer:
         limits: FinalizerLimits = FinalizerLimits(),
         *,
         on_lost: Callable[[list[str]], None] | None = None,
-        on_recorded: Callable[[list[Finished]], None] | None = None,
+        on_recorded: Callable[[list[FinishedJob]], None] | None = None,
     ) -> None:
         self.stats = FinalizerStats()
         self._store = store
@@ -105,11 +105,11 @@ class Finalizer:
         self._on_lost = on_lost
         self._on_recorded = on_recorded
         self._changed = asyncio.Event()
-        self._to_record = RetryQueue[Finished](
+        self._to_record = RetryQueue[FinishedJob](
             self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed,
             can_wait=_is_line, linger_s=limits.linger_s, size_of=size_of, max_group_bytes=limits.max_group_bytes,
         )  # fmt: skip
-        self._to_acknowledge = RetryQueue[Finished](
+        self._to_acknowledge = RetryQueue[FinishedJob](
             self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed,
             size_of=size_of, max_group_bytes=limits.max_group_bytes,
         )  # fmt: skip
@@ -137,13 +137,15 @@ class Finalizer:
             item.result.job_id for item in (*self._to_record.items, *self._to_acknowledge.items)
         ]
 
-    async def submit(self, finished: Finished) -> None:
+    async def submit(self, finished: FinishedJob) -> None:
         """Take a finished job. Never waits, because token streams must not stall while SQL does."""
         self.stats.submitted += 1
         self.stats.recorded_before += finished.is_recorded
         (self._to_acknowledge if finished.is_recorded else self._to_record).put([finished])
 
-    async def recall(self, outcomes: Sequence[Admitted | Finished]) -> list[Admitted | Finished]:
+    async def recall(
+        self, outcomes: Sequence[AdmittedJob | FinishedJob]
+    ) -> list[AdmittedJob | FinishedJob]:
         """Replace redelivered jobs by the end that SQL has for them, written by a worker that died
         before it could acknowledge. Such a job is not generated again: its subscribers would get
         other chunks than the readers of the result.
@@ -151,7 +153,7 @@ class Finalizer:
         again = {
             job.job_id
             for job in outcomes
-            if isinstance(job, Admitted) and job.delivery.deliveries > 1
+            if isinstance(job, AdmittedJob) and job.delivery.deliveries > 1
         }
         if not again or self.stats.record_down_since is not None:
             return list(outcomes)
@@ -162,7 +164,7 @@ class Finalizer:
         ) as error:  # the job is generated again, and the row that exists decides
             log.warning("jobs that came back cannot be looked up: %s", error)
             return list(outcomes)
-        return [_recalled(job, known) if isinstance(job, Admitted) else job for job in outcomes]
+        return [_recalled(job, known) if isinstance(job, AdmittedJob) else job for job in outcomes]
 
     async def wait_for_room(self) -> None:
         while self.is_full:
@@ -194,7 +196,7 @@ class Finalizer:
             )
         return held
 
-    async def _record(self, group: list[Finished]) -> list[Finished]:
+    async def _record(self, group: list[FinishedJob]) -> list[FinishedJob]:
         """Record a group. Returns the jobs to try again."""
         started = time.monotonic()
         report = await self._store.record(group)
@@ -222,7 +224,7 @@ class Finalizer:
         asyncio.get_running_loop().call_soon(_notify, self._on_recorded, [*ours, *taken])
         return [item for item in group if item.result.job_id in report.refused]
 
-    async def _acknowledge(self, group: list[Finished]) -> list[Finished]:
+    async def _acknowledge(self, group: list[FinishedJob]) -> list[FinishedJob]:
         answers = await self._acknowledger.finish(group)
         self.stats.acknowledge_down_since = None
         lost = [item.result.job_id for item, ours in zip(group, answers, strict=True) if not ours]
@@ -257,7 +259,7 @@ class Finalizer:
             )
 
 
-def _is_line(finished: Finished) -> bool:
+def _is_line(finished: FinishedJob) -> bool:
     """Is this a line of a batch, whose end no caller waits for alone?"""
     return (
         finished.request is not None
@@ -276,7 +278,7 @@ def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
         log.exception("a hook of the finalizer failed")
 
 
-def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finished]:
+def _recorded_by_us(group: list[FinishedJob], report: RecordReport) -> list[FinishedJob]:
     """Return the jobs whose rows this worker wrote, each once: in this call, or in an earlier one
     that committed after its time limit. Such a row is recognised by its result, which names when
     and where the job ended.
@@ -289,7 +291,7 @@ def _recorded_by_us(group: list[Finished], report: RecordReport) -> list[Finishe
     ]
 
 
-def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished:
+def _recalled(job: AdmittedJob, known: dict[str, JobResult]) -> AdmittedJob | FinishedJob:
     result = known.get(job.job_id)
     if result is None or (result.tenant, result.created_ms) != (
         job.request.tenant,
@@ -297,12 +299,12 @@ def _recalled(job: Admitted, known: dict[str, JobResult]) -> Admitted | Finished
     ):
         return job
     chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
-    return Finished(
+    return FinishedJob(
         job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True
     )
 
 
-def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
+def as_recorded(finished: FinishedJob, existing: dict[str, JobResult]) -> FinishedJob:
     """Return the job with the result that SQL has, if it has one, so that Redis and SQL give one
     answer for ever. Its last chunk stands behind all tokens of that answer: a reader that has fewer
     sees a gap, and reads the result.
@@ -313,7 +315,7 @@ def as_recorded(finished: Finished, existing: dict[str, JobResult]) -> Finished:
     return replace(finished, result=result, final_chunk=_last_chunk(finished.final_chunk, result))
 
 
-def _without_id(finished: Finished) -> Finished:
+def _without_id(finished: FinishedJob) -> FinishedJob:
     """Return the end of a job whose id belongs to another job in SQL: failed, without an answer,
     and not billed.
     """

@@ -6,7 +6,7 @@ from typing import Final
 
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 
 # bytes of CPython objects, on 64 bits
 _JOB: Final = 4_096
@@ -15,7 +15,7 @@ _LOGPROB: Final = 104  # the struct, its number and the tuple of alternatives
 _ALTERNATIVE: Final = 136  # a pair, its two numbers and its place
 
 
-def size_of(finished: Finished) -> int:
+def size_of(finished: FinishedJob) -> int:
     """Return the estimated bytes of a job. Only lengths are read, so the cost does not grow with
     the tokens.
     """

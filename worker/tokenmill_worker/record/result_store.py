@@ -23,7 +23,7 @@ from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record.rows import JobRow
 from tokenmill_worker.record.schema_version import Standing, standing
 from tokenmill_worker.record.sql_errors import Verdict, is_misconfigured, sentence_of, verdict_of
@@ -91,7 +91,7 @@ class ResultStore:
         )  # building them is slow
         self._insert_notices = _insert(dialect, webhooks).on_conflict_do_nothing()
 
-    async def record(self, finished: Sequence[Finished]) -> RecordReport:
+    async def record(self, finished: Sequence[FinishedJob]) -> RecordReport:
         """Record jobs in one call. Raises StoreUnavailable when nothing, or not everything, could
         be decided: then call again.
         """
@@ -152,7 +152,7 @@ class ResultStore:
         with self._engine.connect() as connection:
             return standing(connection)
 
-    def _rows_of(self, items: list[Finished]) -> list[JobRow]:
+    def _rows_of(self, items: list[FinishedJob]) -> list[JobRow]:
         return [
             JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items
         ]

@@ -18,7 +18,7 @@ import msgspec
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobResult, Usage
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 
 _MAX_NAME: Final = 255  # size of the tables' name columns
 _MAX_INTEGER: Final = 2**63 - 1
@@ -42,7 +42,7 @@ class JobRow:
         return str(self.job["id"])
 
     @classmethod
-    def of(cls, finished: Finished, *, queue: str, with_prompt: bool = False) -> JobRow:
+    def of(cls, finished: FinishedJob, *, queue: str, with_prompt: bool = False) -> JobRow:
         result, request = finished.result, finished.request
         choice = result.choices[0] if result.choices else None
         job: Values = {

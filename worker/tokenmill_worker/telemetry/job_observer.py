@@ -16,7 +16,7 @@ from tokenmill_schemas.control import TenantLoad
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.engine.process.mailbox import Frame
 from tokenmill_worker.engine.types import EngineStats, TokenEvent
-from tokenmill_worker.jobs import Admitted, Delivery, Finished
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.telemetry import Metrics, Tracing
 from tokenmill_worker.telemetry.job_timeline import Timeline
 from tokenmill_worker.telemetry.rates import Rate, Recent
@@ -63,10 +63,10 @@ class Observer:
             self._take_out(delivery.job_id)
             self._timelines[delivery.job_id] = Timeline(delivery, now)
             self._metrics.deliveries.labels(
-                delivery.verdict, str(delivery.deliveries > 1).lower()
+                delivery.outcome, str(delivery.deliveries > 1).lower()
             ).inc()
 
-    def started(self, jobs: Sequence[Admitted]) -> None:
+    def started(self, jobs: Sequence[AdmittedJob]) -> None:
         now = self._clock_ns()
         for job in jobs:
             timeline = self._timelines.get(job.job_id)
@@ -137,7 +137,7 @@ class Observer:
                 self._metrics.left.labels(reason).inc()
                 self._tell(timeline, None, reason)
 
-    def recorded(self, finished: Sequence[Finished]) -> None:
+    def recorded(self, finished: Sequence[FinishedJob]) -> None:
         """Record jobs whose rows are committed. Of the lines of batches, which come by the million,
         only failed ones are logged by name.
         """
@@ -234,7 +234,7 @@ class Observer:
                 (stats.computed_tokens - before.computed_tokens) / steps, steps
             )
 
-    def _tell(self, timeline: Timeline, item: Finished | None, left: str) -> str | None:
+    def _tell(self, timeline: Timeline, item: FinishedJob | None, left: str) -> str | None:
         if item is not None and timeline.first_ns and timeline.request is not None:
             seconds = (timeline.latest_ns - timeline.first_ns) / 1e9
             self._metrics.decode.labels(timeline.request.priority.value).observe(max(0.0, seconds))
@@ -246,7 +246,7 @@ class Observer:
         )
 
 
-def _is_good_line(item: Finished) -> bool:
+def _is_good_line(item: FinishedJob) -> bool:
     return (
         item.request is not None
         and bool(item.request.batch_id)
@@ -254,7 +254,7 @@ def _is_good_line(item: Finished) -> bool:
     )
 
 
-def _fields(item: Finished, trace_id: str | None) -> dict[str, object]:
+def _fields(item: FinishedJob, trace_id: str | None) -> dict[str, object]:
     """Return the fields of a job's log line: names, outcome, sizes and times. Prompt and text are
     under `private`, which the settings must allow.
     """

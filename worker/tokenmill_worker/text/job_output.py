@@ -37,7 +37,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Answer:
+class JobOutput:
     """The choices of one job. Times are milliseconds after the job's creation."""
 
     choices: tuple[Choice, ...]
@@ -47,7 +47,7 @@ class Answer:
     ttft_ms: int = 0
 
     @classmethod
-    def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> Answer:
+    def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> JobOutput:
         """Create an empty answer, with a new text stream for each choice."""
         return cls(
             tuple(

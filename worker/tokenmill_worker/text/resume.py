@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import DecodeError, decode_chunk
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.text.job_output import Answer
+from tokenmill_worker.text.job_output import JobOutput
 
 
 class LogCorrupt(ValueError):
@@ -72,7 +72,7 @@ def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]
     return chunks
 
 
-def replay(answer: Answer, chunks: Iterable[Chunk], rules: EndRules) -> None:
+def replay(answer: JobOutput, chunks: Iterable[Chunk], rules: EndRules) -> None:
     """Add the logged tokens to a new answer, and end the choices that had ended. Raises
     LogCorrupt.
     """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from tokenmill_schemas.codec import encode
-from tokenmill_worker.jobs import Append, AppendReply, Exceptions
+from tokenmill_worker.jobs import AppendFailures, AppendReply, ChunkAppend
 
 _ARRAY, _TEXT, _UINT = 0xDD, 0xDB, 0xCE  # MessagePack: all of 32 bits
 _LENGTH, _VALUES = struct.Struct(">BI"), struct.Struct(">BIBIBBI")
@@ -36,7 +36,7 @@ class AppendCalls:
             int
         ] = []  # indices in the current call of chunks whose job is not known
 
-    def next_call(self, items: Sequence[Append]) -> tuple[int, bytes]:
+    def next_call(self, items: Sequence[ChunkAppend]) -> tuple[int, bytes]:
         """Return the voucher and one MessagePack array with six values per chunk. The array is
         packed by hand with every number in 32 bits: an object per value would cost more than the
         chunk itself. Raises ValueError for a chunk that has neither a token nor an end.
@@ -68,7 +68,7 @@ class AppendCalls:
         self._voucher += 1
         return self._voucher, b"".join(parts)
 
-    def settle(self, items: Sequence[Append], reply: Sequence[Any]) -> Exceptions:
+    def settle(self, items: Sequence[ChunkAppend], reply: Sequence[Any]) -> AppendFailures:
         """Apply the reply to the last call. Return the chunks that were not simply logged, see
         `tokenmill_worker.jobs.Exceptions`.
         """
