@@ -12,7 +12,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest, Message
-from tokenmill_worker.engine.process.mailbox import (
+from tokenmill_worker.engine.process.messages import (
     Broken,
     Cancel,
     Command,
@@ -20,7 +20,6 @@ from tokenmill_worker.engine.process.mailbox import (
     Progress,
     Ready,
     Report,
-    ResetCache,
     Stop,
     Submit,
 )
@@ -53,7 +52,6 @@ def command_seeds(*, bare: bool = False) -> list[bytes]:
         Submit((_REQUEST,)),
         Cancel("job", FinishReason.CANCELLED, 1),
         Stop(),
-        ResetCache(),
     ]
     return [encode(command) for command in commands]
 

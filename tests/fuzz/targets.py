@@ -39,7 +39,7 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.replies import read_delivery
-from tokenmill_worker.engine.process.mailbox import FrameError, read_command, read_report
+from tokenmill_worker.engine.process.messages import FrameError, read_command, read_report
 from tokenmill_worker.engine.requests.validation import Intake
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from tests.publish.support import admit, event
-from tokenmill_worker.engine.process.mailbox import Frame
+from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import Capacity, EngineStats
 from tokenmill_worker.telemetry import Metrics
 from tokenmill_worker.telemetry.job_observer import Observer

@@ -27,7 +27,7 @@ from tokenmill_worker.consume.input_processor import InputProcessor, ServedModel
 from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
 from tokenmill_worker.consume.leases import LeaseKeeper
 from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
-from tokenmill_worker.engine.process.mailbox import Ready
+from tokenmill_worker.engine.process.messages import Ready
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits

@@ -22,7 +22,7 @@ from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.consume.quarantine import Quarantine
 from tokenmill_worker.engine.process.host import EngineDied, EngineHost
-from tokenmill_worker.engine.process.mailbox import Frame, Ready
+from tokenmill_worker.engine.process.messages import Frame, Ready
 from tokenmill_worker.engine.types import EngineStats
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import (

@@ -102,7 +102,9 @@ def describe(model: Any, config: EngineConfig) -> LoadedModel:
 def fused_modules(model: Any) -> dict[str, int]:
     """Count the model's replaced modules by class name."""
     kinds = (type(module) for module in model.modules())
-    return dict(Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("worker.")))
+    return dict(
+        Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("tokenmill_worker."))
+    )
 
 
 def forget() -> None:

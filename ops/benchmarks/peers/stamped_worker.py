@@ -23,7 +23,7 @@ from ops.benchmarks.peers.stages import NOTED_SEED
 from tokenmill_worker.app import Worker
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.engine.process.host import EngineProcess
-from tokenmill_worker.engine.process.mailbox import Frame
+from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.jobs import AppendFailures, ChunkAppend
 from tokenmill_worker.settings import load_settings

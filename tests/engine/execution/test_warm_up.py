@@ -12,9 +12,9 @@ from tests.engine.lora.support import engine_with, greedy
 from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.process.loop import EngineLoop
-from tokenmill_worker.engine.process.mailbox import (
+from tokenmill_worker.engine.process.mailbox import Mailbox
+from tokenmill_worker.engine.process.messages import (
     Broken,
-    Mailbox,
     Progress,
     Ready,
     Report,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill_worker.engine.process.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
-from tokenmill_worker.engine.process.mailbox import Command, Frame, Mailbox, Report
+from tokenmill_worker.engine.process.mailbox import Mailbox
+from tokenmill_worker.engine.process.messages import Command, Frame, Report
 from tokenmill_worker.engine.types import Capacity, EngineStats
 
 CAPACITY = Capacity(

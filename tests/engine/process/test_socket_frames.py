@@ -8,7 +8,7 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from tokenmill_worker.engine.process.mailbox import Broken, Progress, Report
+from tokenmill_worker.engine.process.messages import Broken, Progress, Report
 from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, Frames, Outlet
 
 

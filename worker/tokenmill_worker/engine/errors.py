@@ -32,7 +32,7 @@ def why(error: BaseException) -> str:
 
     Messages of other libraries may be meaningless without the class.
     """
-    is_ours = type(error).__module__.startswith("worker.") and str(error)
+    is_ours = type(error).__module__.startswith("tokenmill_worker.") and str(error)
     return str(error) if is_ours else f"{type(error).__name__}: {error}"
 
 

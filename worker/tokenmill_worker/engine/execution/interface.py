@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import CacheConfig, EngineConfig
@@ -16,6 +16,7 @@ from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
 Progress = Callable[[str, float], None]
+FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which never becomes ready
 
 
 class Runner(Protocol):

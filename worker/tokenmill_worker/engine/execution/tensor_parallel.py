@@ -19,10 +19,10 @@ import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.execution.interface import FOLLOWS
 from tokenmill_worker.engine.execution.ranks import Ranks
 from tokenmill_worker.engine.execution.runner import InFlightStep, ModelRunner
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
-from tokenmill_worker.engine.process.mailbox import FOLLOWS
 from tokenmill_worker.engine.sequence import Sequence
 
 

@@ -22,11 +22,11 @@ import msgspec
 
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.errors import why
-from tokenmill_worker.engine.process.mailbox import (
+from tokenmill_worker.engine.process.mailbox import Mailbox
+from tokenmill_worker.engine.process.messages import (
     Broken,
     FrameError,
     Logged,
-    Mailbox,
     Progress,
     Report,
     read_command,

@@ -22,14 +22,14 @@ import msgspec
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.errors import why
-from tokenmill_worker.engine.process.mailbox import (
-    FOLLOWS,
+from tokenmill_worker.engine.execution.interface import FOLLOWS
+from tokenmill_worker.engine.process.mailbox import Mailbox
+from tokenmill_worker.engine.process.messages import (
     Broken,
     Cancel,
     Command,
     Frame,
     Logged,
-    Mailbox,
     Progress,
     Ready,
     Report,

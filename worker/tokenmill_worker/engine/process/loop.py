@@ -13,16 +13,15 @@ from collections.abc import Callable
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError, StepsFailError, why
 from tokenmill_worker.engine.execution.warm_up import warm_up
-from tokenmill_worker.engine.process.mailbox import (
+from tokenmill_worker.engine.process.mailbox import Mailbox
+from tokenmill_worker.engine.process.messages import (
     Broken,
     Cancel,
     Command,
     Frame,
-    Mailbox,
     Progress,
     Ready,
     Report,
-    ResetCache,
     Stop,
     Submit,
 )
@@ -117,8 +116,6 @@ class EngineLoop:
                         self._engine.submit(requests)
                         requests = []
                     self._engine.cancel(command.request_id, command.reason, command.choice)
-                case ResetCache():
-                    self._engine.scheduler.reset_prefix_cache()
                 case Stop():
                     return False
         if requests:

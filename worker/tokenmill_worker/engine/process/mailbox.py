@@ -1,146 +1,32 @@
-"""The messages between worker and engine, and the mailbox that passes commands to the engine's loop.
+"""Passes commands to the engine's loop.
 
 The mailbox has one reader, the loop, and any number of writers. The reader takes all waiting
-messages at once and in order, so that requests which arrive together are admitted together. Plain
-Python.
+commands at once and in order, so that requests which arrive together are admitted together.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Final
 
-import msgspec
-
-from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
-
-MAX_FRAME_BYTES: Final = 1 << 28
-FOLLOWS: Final = "following rank 0"  # Progress message of a rank above 0, which never becomes ready
-
-
-class FrameError(ValueError):
-    """Bytes on the pipe that are no valid frame."""
-
-
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    requests: tuple[GenerationRequest, ...]
-
-
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    request_id: str
-    reason: FinishReason
-    choice: int | None = None
-
-
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End now; running requests are dropped without an event."""
-
-
-class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache"):
-    """Drop the prefix cache (the weights changed, or a test)."""
-
-
-Command = Submit | Cancel | Stop | ResetCache
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """First report after loading: the engine is ready."""
-
-    model: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    model_path: str
-    description: str  # one line for the log: device, dtype, attention backend, blocks
-    capacity: Capacity
-
-
-class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
-    """One step's events, and the state after it.
-
-    Most frames of short steps omit `stats`, which would be a tenth of the frame. Stats are
-    cumulative, so the next ones cover those steps.
-    """
-
-    events: tuple[TokenEvent, ...]
-    capacity: Capacity
-    stats: EngineStats | None = None
-    ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock
-
-
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """The engine's last report: it could not load, or it cannot continue.
-
-    `any_step`: its steps fail whatever they hold, so no request is the cause.
-    """
-
-    message: str
-    at_start: bool = False
-    any_step: bool = False
-
-
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Progress of loading: the current stage, and its fraction (0–1)."""
-
-    message: str
-    fraction: float
-
-
-class Logged(msgspec.Struct, frozen=True, tag="logged"):
-    """A log record of the engine process, to be written to the worker's log."""
-
-    level: int
-    logger: str
-    message: str
-
-
-Report = Ready | Frame | Broken | Progress | Logged
-
-_command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
-_report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
-
-
-def read_command(data: bytes) -> Command:
-    """Decode a command. Raises FrameError."""
-    try:
-        return _command_decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameError(f"a command cannot be decoded: {error}") from error
-
-
-def read_report(data: bytes) -> Report:
-    """Decode a report. Raises FrameError."""
-    try:
-        return _report_decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameError(f"a report cannot be decoded: {error}") from error
+from tokenmill_worker.engine.process.messages import Command
 
 
 class Mailbox:
-    """A thread-safe queue whose reader takes all messages at once.
+    """A thread-safe queue whose reader takes all messages at once."""
 
-    `wake` is called after each put, for a reader that does not sleep in `take_all`.
-    """
-
-    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._messages: list[Command] = []
         self._arrived = threading.Condition()
-        self._wake = wake
 
     def put(self, message: Command) -> None:
         with self._arrived:
             self._messages.append(message)
             self._arrived.notify()
-        if self._wake is not None:
-            self._wake()
 
     def take_all(self, timeout: float = 0.0) -> list[Command]:
         """Return all messages; if there are none, wait up to `timeout` seconds for one."""
-        if (
-            not self._messages and not timeout
-        ):  # reading the list is atomic: no lock while steps run
+        # reading the list is atomic: no lock while steps run
+        if not self._messages and not timeout:
             return []
         with self._arrived:
             if not self._messages and timeout:

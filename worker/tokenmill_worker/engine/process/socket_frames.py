@@ -15,7 +15,7 @@ from typing import Final, NoReturn, cast
 
 import msgspec
 
-from tokenmill_worker.engine.process.mailbox import (
+from tokenmill_worker.engine.process.messages import (
     MAX_FRAME_BYTES,
     Broken,
     FrameError,
