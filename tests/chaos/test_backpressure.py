@@ -86,7 +86,7 @@ async def test_a_worker_s_settings_refuse_what_is_too_much(redis_url: str, tmp_p
 
 
 def redis_problem(worker: Worker) -> str | None:
-    return next(check.problem() for check in worker.watch.checks() if check.name == "redis")
+    return next(check.problem() for check in worker.reporter.checks() if check.name == "redis")
 
 
 async def test_a_full_server_shows_in_the_health_and_heals(

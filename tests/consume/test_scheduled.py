@@ -9,7 +9,7 @@ import pytest
 
 from tests.consume.queue import Queue, end_of
 from tokenmill import QueueFull
-from tokenmill_worker.telemetry.queue_metrics import QueueWatch, queue_readings
+from tokenmill_worker.telemetry.queue_metrics import QueueMetrics, queue_samples
 
 pytestmark = pytest.mark.redis
 
@@ -25,11 +25,11 @@ async def backlog(queue: Queue) -> tuple[int, float, int]:
         tokens,
         state.scheduled,
     )
-    watch = QueueWatch(queue.client)
+    watch = QueueMetrics(queue.client)
     await watch.read()
     exported = {
         reading.name: sum(value or 0 for value in reading.values.values())
-        for reading in queue_readings([watch])
+        for reading in queue_samples([watch])
     }
     names = ("queue_jobs", "queue_tokens", "queue_scheduled_jobs")
     assert tuple(exported[name] for name in names) == (state.waiting, tokens, state.scheduled)

@@ -19,7 +19,7 @@ from tests.support.valkey import ValkeyServer
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
-from tokenmill_worker.tasks.health import TasksWatch
+from tokenmill_worker.tasks.health import TasksHealth
 from tokenmill_worker.tasks.resources import Desk
 
 pytestmark = pytest.mark.redis
@@ -52,7 +52,7 @@ def _tend_and_scrape(database: str) -> str:
     )
     desk = Desk(settings)
     app = build_app(settings, desk)
-    watch = TasksWatch(app, desk.outbox.standing, lambda: True)
+    watch = TasksHealth(app, desk.outbox.standing, lambda: True)
     port = watch.start("127.0.0.1", 0)
     try:
         app.tasks["tokenmill.webhooks.sweep"].apply().get()

@@ -16,7 +16,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from tokenmill_worker.settings import Settings, load_settings
-from tokenmill_worker.telemetry import WatchServer
+from tokenmill_worker.telemetry import HealthServer
 
 FOLDER = Path(__file__).parents[2] / "ops" / "deploy" / "k8s"
 KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
@@ -194,7 +194,7 @@ async def test_probes_ask_what_the_server_answers(
     settings = settings_of(PODS[name], monkeypatch)
     assert settings.metrics_host == "0.0.0.0"
     assert container["ports"] == [{"name": "metrics", "containerPort": settings.metrics_port}]
-    server = WatchServer("127.0.0.1", 0, CollectorRegistry(), [])
+    server = HealthServer("127.0.0.1", 0, CollectorRegistry(), [])
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.get(kind)
         if probe is not None:

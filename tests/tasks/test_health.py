@@ -23,7 +23,7 @@ from tests.tasks.receiver import eventually
 from tests.tasks.support import Clock, noticed, record
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.tasks.app import build_app
-from tokenmill_worker.tasks.health import STUCK_S, TasksWatch
+from tokenmill_worker.tasks.health import STUCK_S, TasksHealth
 from tokenmill_worker.tasks.resources import Desk
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
@@ -47,36 +47,38 @@ def metrics(port: int) -> str:
         return str(reply.read().decode())
 
 
-class Watched:
-    """The watch without Celery's worker: `clock` is set by hand, `beats` is what beat's thread would be."""
+class ServedHealth:
+    """The health pages without Celery's worker. `clock` and `beats` stand for time and for beat's
+    thread, and are set by hand.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.clock, self.beats = Clock(1_000.0), True
         self.desk = Desk(settings)
         self.app = build_app(settings, self.desk)
-        self.watch = TasksWatch(
+        self.health = TasksHealth(
             self.app,
             self.desk.outbox.standing,
             lambda: self.beats,
             every_s=0.05,
             clock=lambda: self.clock.seconds,
         )
-        self.port = self.watch.start("127.0.0.1", 0)
+        self.port = self.health.start("127.0.0.1", 0)
 
 
 @pytest.fixture
-def watched(redis_url: str, sqlite_url: str, allowed_keys: list[str]) -> Iterator[Watched]:
+def watched(redis_url: str, sqlite_url: str, allowed_keys: list[str]) -> Iterator[ServedHealth]:
     allowed_keys.append("tm:tasks:*")
-    made = Watched(
+    made = ServedHealth(
         load_settings({"redis_url": redis_url, "database_url": sqlite_url, "webhook_secret": ""})
     )
     yield made
-    made.watch.stop()
+    made.health.stop()
     made.desk.engine.dispose()
 
 
 def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_restarted(
-    watched: Watched,
+    watched: ServedHealth,
 ) -> None:
     eventually(lambda: set(ask(watched.port, "/readyz")[1]) == {"consumer"})
     assert ask(watched.port, "/livez") == (200, {})
@@ -86,12 +88,12 @@ def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_resta
     assert re.search("stood still for 181 s", wrong["stuck"])
 
 
-def test_a_beat_that_has_ended_is_to_be_restarted(watched: Watched) -> None:
+def test_a_beat_that_has_ended_is_to_be_restarted(watched: ServedHealth) -> None:
     watched.beats = False
     assert ask(watched.port, "/livez") == (503, {"beat": "its thread has ended"})
 
 
-def test_webhooks_and_runs_are_counted(watched: Watched, sqlite_url: str) -> None:
+def test_webhooks_and_runs_are_counted(watched: ServedHealth, sqlite_url: str) -> None:
     record(
         sqlite_url,
         noticed("j1", "https://example.com/hook"),

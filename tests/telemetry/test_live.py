@@ -22,7 +22,7 @@ from tokenmill.operations.overview import QueueState
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_worker.telemetry import configure_logging
 from tokenmill_worker.telemetry.exporter import Exporter
-from tokenmill_worker.telemetry.queue_metrics import QueueWatch
+from tokenmill_worker.telemetry.queue_metrics import QueueMetrics
 
 pytestmark = pytest.mark.redis
 SECRET = "the launch code is 0451"
@@ -173,7 +173,7 @@ async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(
             return await super().overview()
 
     client = Odd("redis://127.0.0.1:1/0", queue="q")
-    watch = QueueWatch(client)
+    watch = QueueMetrics(client)
     await watch.read()
     await watch.read()
     assert watch.problem() == "the queue q cannot be read from Redis"

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.record.support import result
-from tokenmill_worker.telemetry import Check, Metrics, Pulse, WatchServer, configure_logging
+from tokenmill_worker.telemetry import Check, HealthServer, Metrics, Watchdog, configure_logging
 from tokenmill_worker.telemetry.instruments import counter, gauge
 
 
@@ -65,21 +65,21 @@ def test_a_text_line_cannot_be_forged(log_to: Callable[..., io.StringIO]) -> Non
     assert len(stream.getvalue().splitlines()) == 1
 
 
-def test_a_pulse_is_a_problem_when_it_is_overdue() -> None:
+def test_a_watchdog_reports_a_problem_when_it_is_overdue() -> None:
     now = [100.0]
-    pulse = Pulse("claim", 5.0, clock=lambda: now[0])
+    watchdog = Watchdog("claim", 5.0, clock=lambda: now[0])
     now[0] = 104.0
-    assert pulse.problem() is None
+    assert watchdog.problem() is None
     now[0] = 106.0
-    assert pulse.problem() == "no claim for 6 s (limit 5 s)"
-    pulse.beat()
-    assert pulse.problem() is None
+    assert watchdog.problem() == "no claim for 6 s (limit 5 s)"
+    watchdog.reset()
+    assert watchdog.problem() is None
 
 
 def test_metrics_count_a_finished_job() -> None:
     metrics = Metrics("q", "tiny")
     metrics.request_finished(result(), "standard")
-    metrics.watch(
+    metrics.add_source(
         lambda: [counter("steps", "Steps", 7), gauge("now", "Now", 2), gauge("away", "Away", None)]
     )
     text = generate_latest(metrics.registry).decode()
@@ -138,19 +138,19 @@ def test_a_tally_is_a_histogram_that_prometheus_reads() -> None:
 
 
 @pytest.fixture
-async def watched() -> AsyncIterator[tuple[WatchServer, dict[str, str | None]]]:
+async def watched() -> AsyncIterator[tuple[HealthServer, dict[str, str | None]]]:
     problems: dict[str, str | None] = {"steps": None, "sql": None, "drain": None}
     checks = [
         Check("steps", lambda: problems["steps"], vital=True),
         Check("sql", lambda: problems["sql"]),
         Check("drain", lambda: problems["drain"], ready=True),
     ]
-    server = await WatchServer("127.0.0.1", 0, Metrics().registry, checks).start()
+    server = await HealthServer("127.0.0.1", 0, Metrics().registry, checks).start()
     yield server, problems
     await server.stop()
 
 
-async def _get(server: WatchServer, request: str) -> tuple[int, str]:
+async def _get(server: HealthServer, request: str) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request.encode())
     data = (await reader.read()).decode()
@@ -161,7 +161,7 @@ async def _get(server: WatchServer, request: str) -> tuple[int, str]:
 
 
 async def test_health_says_what_fails_and_whether_a_restart_helps(
-    watched: tuple[WatchServer, dict[str, str | None]],
+    watched: tuple[HealthServer, dict[str, str | None]],
 ) -> None:
     server, problems = watched
 
@@ -184,7 +184,7 @@ async def test_health_says_what_fails_and_whether_a_restart_helps(
 
 
 async def test_the_server_answers_only_what_it_serves(
-    watched: tuple[WatchServer, dict[str, str | None]],
+    watched: tuple[HealthServer, dict[str, str | None]],
 ) -> None:
     server, _ = watched
     status, body = await _get(server, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -200,5 +200,5 @@ def test_a_check_that_breaks_has_failed() -> None:
     def broken() -> str | None:
         raise LookupError("gone")
 
-    server = WatchServer("127.0.0.1", 0, Metrics().registry, [Check("x", broken)])
+    server = HealthServer("127.0.0.1", 0, Metrics().registry, [Check("x", broken)])
     assert server.report() == (False, {"x": "the check itself failed: gone"})

@@ -23,7 +23,7 @@ from tokenmill.operations.tracing import producing
 from tokenmill_schemas import JobRequest
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import load_settings
-from tokenmill_worker.telemetry.tracing import Phase, Story, Tracing
+from tokenmill_worker.telemetry.tracing import JobSpan, SpanPhase, Tracing
 
 PRODUCER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -199,7 +199,9 @@ def test_a_malformed_traceparent_begins_a_new_trace(
 ) -> None:
     provider, exporter = memory
     for odd in ("", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 10_000):
-        assert Tracing(provider).tell(Story("job", odd, [Phase("decode", 5, 3)])) is not None
+        assert (
+            Tracing(provider).export(JobSpan("job", odd, [SpanPhase("decode", 5, 3)])) is not None
+        )
     assert all(span.parent is None for span in exporter.get_finished_spans() if span.name == "job")
 
 
@@ -208,7 +210,8 @@ def test_a_producer_that_did_not_sample_is_heeded(
 ) -> None:
     provider, exporter = memory
     assert (
-        Tracing(provider).tell(Story("job", PRODUCER[:-1] + "0", [Phase("decode", 1, 2)])) is None
+        Tracing(provider).export(JobSpan("job", PRODUCER[:-1] + "0", [SpanPhase("decode", 1, 2)]))
+        is None
     )
     assert not exporter.get_finished_spans()
 
@@ -223,7 +226,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from tokenmill import Client
 from tokenmill.operations.tracing import producing
-from schemas import JobRequest
+from tokenmill_schemas import JobRequest
 with producing("q", [JobRequest(job_id="a", prompt="x")]) as (request,):
     assert request.traceparent is None
 from tokenmill_worker.app import open_tracing

@@ -36,10 +36,10 @@ from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.settings.model_names import read_aliases, read_template
-from tokenmill_worker.telemetry import Metrics, Tracing, WatchServer, configure_logging
+from tokenmill_worker.telemetry import HealthServer, Metrics, Tracing, configure_logging
 from tokenmill_worker.telemetry.job_observer import Observer
-from tokenmill_worker.telemetry.queue_metrics import QueueWatch, queue_readings
-from tokenmill_worker.telemetry.worker_status import Parts, Watch, package_version
+from tokenmill_worker.telemetry.queue_metrics import QueueMetrics, queue_samples
+from tokenmill_worker.telemetry.worker_status import StatusReporter, WorkerParts, package_version
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Worker:
         )
         self._lease = LeaseKeeper(
             self.stream,
-            lambda: self.watch.status(),
+            lambda: self.reporter.status(),
             lease_s=settings.lease_seconds,
             interval_s=settings.heartbeat_interval,
             on_cancelled=self.service.cancel_all,
@@ -150,7 +150,7 @@ class Worker:
             on_cancel=self.service.cancel,
             on_drain=self.drain,
         )
-        parts = Parts(
+        parts = WorkerParts(
             settings,
             self.service,
             self.stream,
@@ -159,7 +159,7 @@ class Worker:
             self._finalizer,
             observer,
         )
-        self.watch = Watch(
+        self.reporter = StatusReporter(
             parts,
             self._config.model,
             max_running=self._config.max_num_seqs,
@@ -296,11 +296,14 @@ class Worker:
 
     async def _be_watched(self, undo: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        self.metrics.watch(self.watch.readings)
+        self.metrics.add_source(self.reporter.samples)
         if settings.metrics_port is None:
             return
-        server = WatchServer(
-            settings.metrics_host, settings.metrics_port, self.metrics.registry, self.watch.checks()
+        server = HealthServer(
+            settings.metrics_host,
+            settings.metrics_port,
+            self.metrics.registry,
+            self.reporter.checks(),
         )
         await server.start()
         self.watch_port = server.port
@@ -313,9 +316,9 @@ class Worker:
             self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix
         )
         undo.push_async_callback(client.close)
-        watch = QueueWatch(client)
-        self.metrics.watch_queues(lambda: queue_readings([watch]))
-        await undo.enter_async_context(background(watch.run(), self._stop))
+        queue = QueueMetrics(client)
+        self.metrics.add_queue_source(lambda: queue_samples([queue]))
+        await undo.enter_async_context(background(queue.run(), self._stop))
 
     def _recorded(self, finished: list[FinishedJob]) -> None:
         self._observer.recorded(finished)
@@ -323,11 +326,11 @@ class Worker:
             self.metrics.commit_seconds.observe(seconds)
 
     def _note_claim(self, count: int) -> None:
-        self.watch.claims.beat()
+        self.reporter.claims.reset()
         self.metrics.claims.labels("jobs" if count else "empty").inc()
 
     def _note_frame(self) -> None:
-        self.watch.steps.beat()
+        self.reporter.steps.reset()
         self._consumer.notice_room()
 
 

@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry
 from tokenmill_worker.record.sql_errors import sentence_of
 from tokenmill_worker.tasks.counts import TaskCounts
 from tokenmill_worker.tasks.webhooks.outbox import Standing
-from tokenmill_worker.telemetry import Check, Pulse, WatchServer
-from tokenmill_worker.telemetry.instruments import Reading, Watched, by_label, gauge
+from tokenmill_worker.telemetry import Check, HealthServer, Watchdog
+from tokenmill_worker.telemetry.instruments import CallbackCollector, MetricSample, by_label, gauge
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ STUCK_S: Final = 180.0  # longer than Celery needs to replace a broken connectio
 _BEAT_S: Final = 1.0
 
 
-class TasksWatch:
+class TasksHealth:
     """Serves from `start` to `stop`. `beats` says whether beat's thread is alive; `webhooks`
     queries SQL.
     """
@@ -53,18 +53,18 @@ class TasksWatch:
         self._beats = beats
         self._every_s = every_s
         self._clock = clock
-        self._consumer = ConsumerPulse(clock)
-        self._looks = Pulse("answer from the database", max(SILENT_S, 3 * every_s), clock)
+        self._consumer = ConsumerWatchdog(clock)
+        self._looks = Watchdog("answer from the database", max(SILENT_S, 3 * every_s), clock)
         self._standing: Standing | None = None
         self._problems: dict[str, str | None] = dict.fromkeys(("broker", "sql"), "not asked yet")
         self._broker_ok_since: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._server: WatchServer | None = None
+        self._server: HealthServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.registry.register(Watched(self.readings))
+        self.registry.register(CallbackCollector(self.samples))
         self.counts = TaskCounts(app, self.registry)
-        app.steps["consumer"].add(_pulse_step(self._consumer))
+        app.steps["consumer"].add(_watchdog_step(self._consumer))
 
     def start(self, host: str, port: int) -> int:
         """Start serving and return the port. Raises PortTaken."""
@@ -101,7 +101,7 @@ class TasksWatch:
             ),
         ]
 
-    def readings(self) -> Iterator[Reading]:
+    def samples(self) -> Iterator[MetricSample]:
         up = {name: float(problem is None) for name, problem in self._problems.items()}
         yield by_label(
             "tasks_dependency_up", "1 while `tokenmill tasks` can use it", "dependency", up
@@ -134,7 +134,7 @@ class TasksWatch:
         return f"the broker answers, and the consumer has stood still for {silence_s:.0f} s"
 
     async def _open(self, host: str, port: int) -> int:
-        self._server = await WatchServer(host, port, self.registry, self.checks()).start()
+        self._server = await HealthServer(host, port, self.registry, self.checks()).start()
         looks = (("broker", self._ask_broker), ("sql", self._ask_sql))
         self._tasks = [asyncio.create_task(self._look(name, ask)) for name, ask in looks]
         return self._server.port
@@ -166,17 +166,17 @@ class TasksWatch:
 
     def _ask_sql(self) -> None:
         self._standing = self._webhooks(round(time.time() * 1000))
-        self._looks.beat()
+        self._looks.reset()
 
 
-class ConsumerPulse:
+class ConsumerWatchdog:
     """A watchdog that Celery's consumer resets each second while it is connected to its broker."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.last: float | None = None
         self._clock = clock
 
-    def beat(self) -> None:
+    def reset(self) -> None:
         self.last = self._clock()
 
     def end(self) -> None:
@@ -189,20 +189,20 @@ class ConsumerPulse:
         return f"its loop has not turned for {silence_s:.0f} s" if silence_s > SILENT_S else None
 
 
-def _pulse_step(pulse: ConsumerPulse) -> type[Any]:
+def _watchdog_step(watchdog: ConsumerWatchdog) -> type[Any]:
     """Return the part of Celery's consumer that resets the watchdog. It starts at each connection
     and stops at the connection's end.
     """
 
-    class PulseStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    class WatchdogStep(bootsteps.StartStopStep):  # type: ignore[misc]
         requires = ("celery.worker.consumer.tasks:Tasks",)
 
         def start(self, consumer: Any) -> None:
-            pulse.beat()
-            self._timer = consumer.timer.call_repeatedly(_BEAT_S, pulse.beat)
+            watchdog.reset()
+            self._timer = consumer.timer.call_repeatedly(_BEAT_S, watchdog.reset)
 
         def stop(self, consumer: Any) -> None:
             self._timer.cancel()
-            pulse.end()
+            watchdog.end()
 
-    return PulseStep
+    return WatchdogStep

@@ -23,7 +23,7 @@ from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.app import QUEUES, build_app
-from tokenmill_worker.tasks.health import TasksWatch
+from tokenmill_worker.tasks.health import TasksHealth
 from tokenmill_worker.tasks.resources import Desk
 from tokenmill_worker.telemetry import configure_logging
 
@@ -51,7 +51,7 @@ def run(settings: Settings) -> int:
     beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
     with _watched(
         settings,
-        TasksWatch(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive()),
+        TasksHealth(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive()),
     ):
         worker = app.Worker(
             pool="threads",
@@ -112,7 +112,7 @@ def _work(worker: Celery.Worker, beat: EmbeddedService) -> None:
 
 
 @contextlib.contextmanager
-def _watched(settings: Settings, watch: TasksWatch) -> Iterator[None]:
+def _watched(settings: Settings, watch: TasksHealth) -> Iterator[None]:
     if settings.metrics_port is None:
         yield
         return

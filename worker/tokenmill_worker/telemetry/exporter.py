@@ -1,5 +1,4 @@
-"""`tokenmill exporter`: serves the /metrics of queues when no worker runs. It reads Redis and
-nothing else.
+"""`tokenmill exporter`: serves the /metrics of queues when no worker runs. It reads only Redis.
 
 One exporter is enough for any number of queues. It needs no model, no database, and only the rights
 of the `reader`.
@@ -16,9 +15,9 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from tokenmill import AsyncClient
-from tokenmill_worker.telemetry import Check, WatchServer
-from tokenmill_worker.telemetry.instruments import Watched
-from tokenmill_worker.telemetry.queue_metrics import INTERVAL_S, QueueWatch, queue_readings
+from tokenmill_worker.telemetry import Check, HealthServer
+from tokenmill_worker.telemetry.instruments import CallbackCollector
+from tokenmill_worker.telemetry.queue_metrics import INTERVAL_S, QueueMetrics, queue_samples
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +35,11 @@ class Exporter:
         every_s: float = INTERVAL_S,
     ) -> None:
         self._clients = [AsyncClient(redis_url, queue=queue, prefix=prefix) for queue in queues]
-        self._watches = [QueueWatch(client, every_s) for client in self._clients]
+        self._queues = [QueueMetrics(client, every_s) for client in self._clients]
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Watched(lambda: queue_readings(self._watches)))
-        checks = [Check(f"queue {watch.queue}", watch.problem) for watch in self._watches]
-        self._server = WatchServer(host, port, registry, checks)
+        registry.register(CallbackCollector(lambda: queue_samples(self._queues)))
+        checks = [Check(f"queue {queue.queue}", queue.problem) for queue in self._queues]
+        self._server = HealthServer(host, port, registry, checks)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -50,7 +49,7 @@ class Exporter:
     async def start(self) -> None:
         """Start serving and reading. Raises PortTaken."""
         await self._server.start()
-        self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
+        self._tasks = [asyncio.create_task(queue.run()) for queue in self._queues]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -69,7 +68,7 @@ class Exporter:
                 loop.add_signal_handler(number, stop.set)
         await self.start()
         log.info(
-            "metrics of %s on port %d", ", ".join(watch.queue for watch in self._watches), self.port
+            "metrics of %s on port %d", ", ".join(queue.queue for queue in self._queues), self.port
         )
         await stop.wait()
         await self.stop()

@@ -50,9 +50,9 @@ class Check:
 
 
 @dataclass(slots=True)
-class Pulse:
-    """A watchdog for something that must happen repeatedly: `beat()` resets it, and it reports a
-    problem when overdue.
+class Watchdog:
+    """Reports a problem when `reset()` has not been called for `limit_s`. `name`: what has to
+    happen in time.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Pulse:
     def __post_init__(self) -> None:
         self.last = self.clock()
 
-    def beat(self) -> None:
+    def reset(self) -> None:
         self.last = self.clock()
 
     def problem(self) -> str | None:
@@ -75,7 +75,7 @@ class Pulse:
         )
 
 
-class WatchServer:
+class HealthServer:
     """Answers GET and HEAD, one request per connection."""
 
     def __init__(

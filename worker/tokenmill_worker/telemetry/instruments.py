@@ -1,9 +1,9 @@
 """Adds to prometheus_client: constant labels, values read at the scrape, and a histogram for hot
 paths.
 
-`Tally` is that histogram: one call records many equal observations, and buckets are summed at the
-scrape. `Watched` turns numbers that a part counts anyway into metrics. `Labelled` adds the same
-labels to everything in a registry. None of them depends on what is measured.
+`FastHistogram` records many equal observations in one call, and sums its buckets at the scrape.
+`CallbackCollector` turns numbers that a part counts anyway into metrics. `ConstLabels` adds the
+same labels to everything in a registry.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREFIX: Final = "tokenmill:"
 
 
 @dataclass(slots=True)
-class Tally:
+class FastHistogram:
     """A histogram: counts per bucket. `bounds` are upper limits, ascending."""
 
     bounds: Sequence[float]
@@ -54,9 +54,9 @@ class Tally:
         return pairs
 
 
-class Tallies(Collector):
-    """A metric of one tally per value of a label, each created at its first use; without a label, a
-    single tally.
+class HistogramFamily(Collector):
+    """A metric with one histogram per value of a label, created at its first use. Without a label
+    it has a single histogram.
     """
 
     def __init__(
@@ -68,20 +68,22 @@ class Tallies(Collector):
             tuple(bounds),
             label,
         )
-        self._tallies: dict[str, Tally] = {} if label else {"": Tally(self._bounds)}
+        self._histograms: dict[str, FastHistogram] = (
+            {} if label else {"": FastHistogram(self._bounds)}
+        )
 
-    def of(self, value: str = "") -> Tally:
-        tally = self._tallies.get(value)
-        if tally is None:
-            tally = self._tallies[value] = Tally(self._bounds)
-        return tally
+    def of(self, value: str = "") -> FastHistogram:
+        histogram = self._histograms.get(value)
+        if histogram is None:
+            histogram = self._histograms[value] = FastHistogram(self._bounds)
+        return histogram
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(
             self._name, self._words, labels=[self._label] if self._label else []
         )
-        for value, tally in list(self._tallies.items()):
-            family.add_metric([value] if self._label else [], tally.buckets(), tally.total)
+        for value, histogram in list(self._histograms.items()):
+            family.add_metric([value] if self._label else [], histogram.buckets(), histogram.total)
         yield family
 
     def describe(self) -> list[Metric]:
@@ -89,8 +91,8 @@ class Tallies(Collector):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One metric's values at a scrape, per combination of labels. A value of None is left out."""
+class MetricSample:
+    """One metric's values at a scrape, by the values of its labels. None is not exported."""
 
     name: str
     words: str
@@ -99,26 +101,26 @@ class Reading:
     is_counter: bool = False
 
 
-def gauge(name: str, words: str, value: float | None) -> Reading:
-    return Reading(name, words, {(): value})
+def gauge(name: str, words: str, value: float | None) -> MetricSample:
+    return MetricSample(name, words, {(): value})
 
 
-def counter(name: str, words: str, value: float | None) -> Reading:
-    return Reading(name, words, {(): value}, is_counter=True)
+def counter(name: str, words: str, value: float | None) -> MetricSample:
+    return MetricSample(name, words, {(): value}, is_counter=True)
 
 
 def by_label(
     name: str, words: str, label: str, values: Mapping[str, float], *, is_counter: bool = False
-) -> Reading:
-    return Reading(
+) -> MetricSample:
+    return MetricSample(
         name, words, {(key,): value for key, value in values.items()}, (label,), is_counter
     )
 
 
-class Watched(Collector):
-    """Calls `source()` at each scrape and exports its readings."""
+class CallbackCollector(Collector):
+    """Calls `source()` at each scrape and exports its samples."""
 
-    def __init__(self, source: Callable[[], Iterable[Reading]]) -> None:
+    def __init__(self, source: Callable[[], Iterable[MetricSample]]) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
@@ -135,7 +137,7 @@ class Watched(Collector):
         return []  # names are known only at the scrape
 
 
-class Labelled(Collector):
+class ConstLabels(Collector):
     """Exports everything in `inner`, with these labels first."""
 
     def __init__(self, inner: CollectorRegistry, labels: Mapping[str, str]) -> None:

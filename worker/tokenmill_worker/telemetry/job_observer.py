@@ -18,8 +18,8 @@ from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import EngineStats, TokenEvent
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.telemetry import Metrics, Tracing
-from tokenmill_worker.telemetry.job_timeline import Timeline
-from tokenmill_worker.telemetry.rates import Rate, Recent
+from tokenmill_worker.telemetry.job_timestamps import JobTimestamps
+from tokenmill_worker.telemetry.rolling import RollingPercentiles, RollingRate
 
 log = logging.getLogger("tokenmill_worker.jobs")
 
@@ -42,18 +42,22 @@ class Observer:
         self._tracing = tracing
         self._queue, self._worker_id = queue, worker_id
         self._clock_ns = clock_ns
-        self._timelines: dict[str, Timeline] = {}  # by job id
-        self._running: dict[str, Timeline] = {}  # the running ones, by request id
+        self._stamps: dict[str, JobTimestamps] = {}  # by job id
+        self._running: dict[str, JobTimestamps] = {}  # the running ones, by request id
         self._frames: list[
             tuple[int, Frame]
         ] = []  # (time, frame) of frames whose tokens are not counted yet
         self._stats = EngineStats()
-        self.tokens = Rate()
-        self.first_token_s, self.token_s, self.queue_s = Recent(), Recent(), Recent()
+        self.tokens = RollingRate()
+        self.first_token_s, self.token_s, self.queue_s = (
+            RollingPercentiles(),
+            RollingPercentiles(),
+            RollingPercentiles(),
+        )
         self.redis_round_trips: Counter[str] = Counter()
         self.redis_failures: Counter[str] = Counter()
         self._tenant_tokens: Counter[str] = Counter()
-        self._tenant_rates: dict[str, Rate] = {}
+        self._tenant_rates: dict[str, RollingRate] = {}
 
     # ── reports of the stages (jobs.Watcher) ──
 
@@ -61,7 +65,7 @@ class Observer:
         now = self._clock_ns()
         for delivery in deliveries:
             self._take_out(delivery.job_id)
-            self._timelines[delivery.job_id] = Timeline(delivery, now)
+            self._stamps[delivery.job_id] = JobTimestamps(delivery, now)
             self._metrics.deliveries.labels(
                 delivery.outcome, str(delivery.deliveries > 1).lower()
             ).inc()
@@ -69,13 +73,13 @@ class Observer:
     def started(self, jobs: Sequence[AdmittedJob]) -> None:
         now = self._clock_ns()
         for job in jobs:
-            timeline = self._timelines.get(job.job_id)
-            if timeline is not None:
-                self._running[job.request_id] = timeline
-                timeline.request, timeline.started_ns = job.request, now
-                timeline.kind = job.request.priority.value, job.request.tenant
+            stamps = self._stamps.get(job.job_id)
+            if stamps is not None:
+                self._running[job.request_id] = stamps
+                stamps.request, stamps.started_ns = job.request, now
+                stamps.kind = job.request.priority.value, job.request.tenant
             if job.request.tenant not in self._tenant_rates:
-                rate = self._tenant_rates[job.request.tenant] = Rate()
+                rate = self._tenant_rates[job.request.tenant] = RollingRate()
                 rate.add(self._tenant_tokens[job.request.tenant])
 
     def stepped(self, frame: Frame) -> None:
@@ -101,17 +105,17 @@ class Observer:
         running = self._running
         for event in events:
             count = len(event.token_ids)
-            timeline = running.get(event.request_id) if count else None
-            if timeline is None:
+            stamps = running.get(event.request_id) if count else None
+            if stamps is None:
                 continue
-            timeline.tokens += count
-            last = timeline.last_ns.get(event.choice, 0)
-            timeline.last_ns[event.choice] = now
-            if not last and not timeline.first_ns:
-                self._first_token(timeline, now)
-            if last != before or count != each or timeline.kind != kind:
+            stamps.tokens += count
+            last = stamps.last_ns.get(event.choice, 0)
+            stamps.last_ns[event.choice] = now
+            if not last and not stamps.first_ns:
+                self._first_token(stamps, now)
+            if last != before or count != each or stamps.kind != kind:
                 alike[kind, before, each] += in_row
-                kind, before, each, in_row = timeline.kind, last, count, 0
+                kind, before, each, in_row = stamps.kind, last, count, 0
             in_row += 1
         alike[kind, before, each] += in_row
         gap = None
@@ -132,10 +136,10 @@ class Observer:
     def left(self, job_ids: Iterable[str], reason: str) -> None:
         """Record that jobs left this worker without an end; `reason` is one word."""
         for job_id in job_ids:
-            timeline = self._take_out(job_id)
-            if timeline is not None:
+            stamps = self._take_out(job_id)
+            if stamps is not None:
                 self._metrics.left.labels(reason).inc()
-                self._tell(timeline, None, reason)
+                self._export(stamps, None, reason)
 
     def recorded(self, finished: Sequence[FinishedJob]) -> None:
         """Record jobs whose rows are committed. Of the lines of batches, which come by the million,
@@ -146,11 +150,11 @@ class Observer:
             result = item.result
             priority = item.request.priority.value if item.request is not None else ""
             self._metrics.request_finished(result, priority)
-            timeline = self._take_out(result.job_id)
+            stamps = self._take_out(result.job_id)
             trace_id = None
-            if timeline is not None:
-                timeline.request = timeline.request or item.request
-                trace_id = self._tell(timeline, item, "")
+            if stamps is not None:
+                stamps.request = stamps.request or item.request
+                trace_id = self._export(stamps, item, "")
             is_line = _is_good_line(item)
             num_lines += is_line
             level = logging.DEBUG if is_line else logging.INFO
@@ -173,19 +177,17 @@ class Observer:
     # ── numbers for the heartbeat ──
 
     def forget_all_but(self, held: Container[str]) -> None:
-        """Drop the timelines of jobs that are not in `held`. Jobs whose end SQL had already leave
+        """Drop the timestamps of jobs that are not in `held`. Jobs whose end SQL had already leave
         without being recorded.
         """
         self._count()
-        for job_id in [job_id for job_id in self._timelines if job_id not in held]:
+        for job_id in [job_id for job_id in self._stamps if job_id not in held]:
             self._take_out(job_id)
 
     def tenants(self) -> dict[str, TenantLoad]:
         """Return the load of the busiest tenants that have jobs here or had tokens a moment ago."""
         self._count()
-        running = Counter(
-            timeline.kind[1] for timeline in self._timelines.values() if timeline.started_ns
-        )
+        running = Counter(stamps.kind[1] for stamps in self._stamps.values() if stamps.started_ns)
         for name, rate in self._tenant_rates.items():
             rate.add(self._tenant_tokens[name])
         loads = {
@@ -204,24 +206,22 @@ class Observer:
 
     # ── inside ──
 
-    def _take_out(self, job_id: str) -> Timeline | None:
+    def _take_out(self, job_id: str) -> JobTimestamps | None:
         if self._frames:
             self._count()
-        timeline = self._timelines.pop(job_id, None)
-        if timeline is not None:
-            self._running.pop(timeline.delivery.request_id, None)
-        return timeline
+        stamps = self._stamps.pop(job_id, None)
+        if stamps is not None:
+            self._running.pop(stamps.delivery.request_id, None)
+        return stamps
 
-    def _first_token(self, timeline: Timeline, now: int) -> None:
-        timeline.first_ns = now
-        assert timeline.request is not None
-        priority = timeline.request.priority.value
-        self._metrics.prefill.labels(priority).observe(max(0, now - timeline.started_ns) / 1e9)
-        if timeline.delivery.deliveries == 1:
-            self.first_token_s.add(max(0.0, now / 1e9 - timeline.delivery.created_ms / 1e3))
-            self.queue_s.add(
-                max(0.0, timeline.claimed_ns / 1e9 - timeline.delivery.created_ms / 1e3)
-            )
+    def _first_token(self, stamps: JobTimestamps, now: int) -> None:
+        stamps.first_ns = now
+        assert stamps.request is not None
+        priority = stamps.request.priority.value
+        self._metrics.prefill.labels(priority).observe(max(0, now - stamps.started_ns) / 1e9)
+        if stamps.delivery.deliveries == 1:
+            self.first_token_s.add(max(0.0, now / 1e9 - stamps.delivery.created_ms / 1e3))
+            self.queue_s.add(max(0.0, stamps.claimed_ns / 1e9 - stamps.delivery.created_ms / 1e3))
 
     def _count_steps(self, stats: EngineStats) -> None:
         before, self._stats = self._stats, stats
@@ -234,15 +234,15 @@ class Observer:
                 (stats.computed_tokens - before.computed_tokens) / steps, steps
             )
 
-    def _tell(self, timeline: Timeline, item: FinishedJob | None, left: str) -> str | None:
-        if item is not None and timeline.first_ns and timeline.request is not None:
-            seconds = (timeline.latest_ns - timeline.first_ns) / 1e9
-            self._metrics.decode.labels(timeline.request.priority.value).observe(max(0.0, seconds))
+    def _export(self, stamps: JobTimestamps, item: FinishedJob | None, left: str) -> str | None:
+        if item is not None and stamps.first_ns and stamps.request is not None:
+            seconds = (stamps.latest_ns - stamps.first_ns) / 1e9
+            self._metrics.decode.labels(stamps.request.priority.value).observe(max(0.0, seconds))
         if self._tracing is None:
             return None
         result = item.result if item is not None else None
-        return self._tracing.tell(
-            timeline.story(self._queue, self._worker_id, self._clock_ns(), result, left)
+        return self._tracing.export(
+            stamps.span(self._queue, self._worker_id, self._clock_ns(), result, left)
         )
 
 

@@ -49,7 +49,7 @@ class TextFormatter(_Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        where = record.name.removeprefix("worker.")
+        where = record.name.removeprefix("tokenmill_worker.")
         words = " ".join(
             [
                 _one_line(record.getMessage()),

@@ -2,7 +2,7 @@
 
 A metric with vLLM's meaning has vLLM's name, with the prefix `tokenmill:` for `vllm:`, so that
 vLLM's dashboards need only the prefix replaced. Each metric carries `queue` and `model_name`.
-Single events are counted here; numbers that parts count already are read at each scrape (`watch`).
+Single events are counted here; numbers that parts count already are read at each scrape (`add_source`).
 Only labels with few values are used: no job ids, and no tenants, whose number a service does not
 control.
 """
@@ -15,7 +15,13 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.telemetry.instruments import PREFIX, Labelled, Reading, Tallies, Watched
+from tokenmill_worker.telemetry.instruments import (
+    PREFIX,
+    CallbackCollector,
+    ConstLabels,
+    HistogramFamily,
+    MetricSample,
+)
 
 _SECONDS: Final = (
     0.005,
@@ -66,7 +72,7 @@ class Metrics:
     def __init__(self, queue: str = "", model_name: str = "") -> None:
         self._inner = CollectorRegistry(auto_describe=False)
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(Labelled(self._inner, {"queue": queue, "model_name": model_name}))
+        self.registry.register(ConstLabels(self._inner, {"queue": queue, "model_name": model_name}))
         # requests, as vLLM calls them
         self.success = self._counter(
             "request_success_total", "Requests that came to an end, by why", ("finished_reason",)
@@ -95,19 +101,19 @@ class Metrics:
         self.answer_size = self._histogram(
             "request_generation_tokens", "Generated tokens of a request", _TOKENS
         )
-        self.inter_token = self._tallies(
+        self.inter_token = self._histogram_family(
             "inter_token_latency_seconds",
             "Time between a request's tokens, as published",
             _PER_TOKEN,
             "priority",
         )
         # the engine's steps
-        self.step_seconds = self._tallies(
+        self.step_seconds = self._histogram_family(
             "engine_step_seconds",
             "Time of an engine step; of short ones within a tenth of a second, their mean",
             _PER_TOKEN,
         )
-        self.step_tokens = self._tallies(
+        self.step_tokens = self._histogram_family(
             "iteration_tokens_total", "Tokens computed in an engine step; likewise", _BATCH
         )
         # the queue, Redis and SQL
@@ -142,7 +148,7 @@ class Metrics:
         self.commit_seconds = self._bare_histogram(
             "sql_commit_seconds", "One SQL transaction of finished jobs", _CALL
         )
-        self.call_seconds = self._tallies(
+        self.call_seconds = self._histogram_family(
             "redis_call_seconds", "One script call, retries included", _CALL, "script"
         )
 
@@ -165,13 +171,13 @@ class Metrics:
             rest_ms = max(0, usage.total_ms - usage.ttft_ms)
             self.per_token.labels(priority).observe(rest_ms / 1000 / (tokens - 1))
 
-    def watch(self, source: Callable[[], Iterable[Reading]]) -> None:
-        """Export `source()`'s readings at each scrape."""
-        self._inner.register(Watched(source))
+    def add_source(self, source: Callable[[], Iterable[MetricSample]]) -> None:
+        """Export `source()`'s samples at each scrape."""
+        self._inner.register(CallbackCollector(source))
 
-    def watch_queues(self, source: Callable[[], Iterable[Reading]]) -> None:
-        """Export readings that name their queue themselves; else like `watch`."""
-        self.registry.register(Watched(source))
+    def add_queue_source(self, source: Callable[[], Iterable[MetricSample]]) -> None:
+        """Export samples that name their queue themselves; else like `add_source`."""
+        self.registry.register(CallbackCollector(source))
 
     def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Counter:
         return Counter(PREFIX + name, words, labels, registry=self._inner)
@@ -182,9 +188,9 @@ class Metrics:
     def _bare_histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, words, buckets=buckets, registry=self._inner)
 
-    def _tallies(
+    def _histogram_family(
         self, name: str, words: str, bounds: tuple[float, ...], label: str | None = None
-    ) -> Tallies:
-        tallies = Tallies(name, words, bounds, label)
-        self._inner.register(tallies)
-        return tallies
+    ) -> HistogramFamily:
+        family = HistogramFamily(name, words, bounds, label)
+        self._inner.register(family)
+        return family

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tokenmill import AsyncClient, TokenmillError
 from tokenmill.operations.overview import QueueState
-from tokenmill_worker.telemetry.instruments import Reading
+from tokenmill_worker.telemetry.instruments import MetricSample
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +23,8 @@ INTERVAL_S = 5.0
 Values = dict[tuple[str, ...], float | None]
 
 
-class QueueWatch:
-    """Watches one queue. `state` is None until it has been read, and again while it cannot be
-    read.
-    """
+class QueueMetrics:
+    """Reads one queue at intervals. `state` is None until the first read, and while reads fail."""
 
     def __init__(self, client: AsyncClient, interval_s: float = INTERVAL_S) -> None:
         self.queue = client.queue
@@ -47,11 +45,17 @@ class QueueWatch:
             self._failing = False
         except TokenmillError as error:
             if not self._failing:
-                log.warning("the queue %s cannot be looked at: %s", self.queue, error)
+                log.warning(
+                    "Queue %s cannot be read from Redis; its metrics are left out: %s",
+                    self.queue,
+                    error,
+                )
             self.state, self._failing = None, True
         except Exception:  # of any kind: no numbers are better than outdated ones
             if not self._failing:
-                log.exception("the queue %s cannot be looked at", self.queue)
+                log.exception(
+                    "Queue %s cannot be read from Redis; its metrics are left out", self.queue
+                )
             self.state, self._failing = None, True
 
     def problem(self) -> str | None:
@@ -60,24 +64,24 @@ class QueueWatch:
         )
 
 
-def queue_readings(watches: Sequence[QueueWatch]) -> Iterator[Reading]:
+def queue_samples(queues: Sequence[QueueMetrics]) -> Iterator[MetricSample]:
     """Yield one metric for all queues, with the queue as a label."""
-    states = {watch.queue: watch.state for watch in watches}
+    states = {one.queue: one.state for one in queues}
     known = {queue: state for queue, state in states.items() if state is not None}
     up: Values = {(queue,): float(state is not None) for queue, state in states.items()}
-    yield Reading("queue_up", "1 while the queue can be read from Redis", up, ("queue",))
+    yield MetricSample("queue_up", "1 while the queue can be read from Redis", up, ("queue",))
     yield from _by_class(known)
     for name, words, of in _NUMBERS:
-        yield Reading(
+        yield MetricSample(
             name, words, {(queue,): float(of(state)) for queue, state in known.items()}, ("queue",)
         )
     for name, words, of in _COUNTERS:
         values: Values = {(queue,): float(of(state)) for queue, state in known.items()}
-        yield Reading(name, words, values, ("queue",), is_counter=True)
+        yield MetricSample(name, words, values, ("queue",), is_counter=True)
     ended: Values = {
         (q, status): float(n) for q, state in known.items() for status, n in state.finished.items()
     }
-    yield Reading(
+    yield MetricSample(
         "queue_finished",
         "Jobs of the queue that ended, by how",
         ended,
@@ -86,7 +90,7 @@ def queue_readings(watches: Sequence[QueueWatch]) -> Iterator[Reading]:
     )
 
 
-def _by_class(known: Mapping[str, QueueState]) -> Iterator[Reading]:
+def _by_class(known: Mapping[str, QueueState]) -> Iterator[MetricSample]:
     jobs: Values = {}
     tokens: Values = {}
     ages: Values = {}
@@ -96,9 +100,15 @@ def _by_class(known: Mapping[str, QueueState]) -> Iterator[Reading]:
             tokens[queue, name] = one.waiting_tokens
             ages[queue, name] = one.oldest_ms / 1000
     labels = ("queue", "priority")
-    yield Reading("queue_jobs", "Jobs that wait to be claimed, due ones included", jobs, labels)
-    yield Reading("queue_tokens", "Tokens that those jobs are estimated to cost", tokens, labels)
-    yield Reading("queue_oldest_seconds", "How long the oldest of them has waited", ages, labels)
+    yield MetricSample(
+        "queue_jobs", "Jobs that wait to be claimed, due ones included", jobs, labels
+    )
+    yield MetricSample(
+        "queue_tokens", "Tokens that those jobs are estimated to cost", tokens, labels
+    )
+    yield MetricSample(
+        "queue_oldest_seconds", "How long the oldest of them has waited", ages, labels
+    )
 
 
 _Number = tuple[str, str, Callable[[QueueState], float]]

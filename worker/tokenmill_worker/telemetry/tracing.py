@@ -24,7 +24,7 @@ _FLUSH_MS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class SpanPhase:
     """A part of a job's span; times are Unix nanoseconds."""
 
     name: str
@@ -33,14 +33,14 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class JobSpan:
     """The span of one job in one worker, with its phases. `traceparent` is the producer's, as the
     job carried it.
     """
 
     name: str
     traceparent: str | None
-    phases: Sequence[Phase]
+    phases: Sequence[SpanPhase]
     attributes: Attributes = field(default_factory=dict)
     error: str | None = None
 
@@ -84,7 +84,7 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 
-    def tell(self, story: Story) -> str | None:
+    def export(self, job: JobSpan) -> str | None:
         """Export one job's span. Returns the trace id in hexadecimal, or None if the trace is not
         sampled.
         """
@@ -92,23 +92,23 @@ class Tracing:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        parent = _context_of(story.traceparent)
+        parent = _context_of(job.traceparent)
         span: Any = self._tracer.start_span(
-            story.name,
+            job.name,
             context=parent,
             kind=SpanKind.CONSUMER,
-            start_time=story.start_ns,
-            attributes=story.attributes,
+            start_time=job.start_ns,
+            attributes=job.attributes,
         )
         if not span.is_recording():
             return None
         inside = trace.set_span_in_context(span, Context())
-        for phase in story.phases:
+        for phase in job.phases:
             child = self._tracer.start_span(phase.name, context=inside, start_time=phase.start_ns)
             child.end(max(phase.start_ns, phase.end_ns))
-        if story.error is not None:
-            span.set_status(Status(StatusCode.ERROR, story.error))
-        span.end(story.end_ns)
+        if job.error is not None:
+            span.set_status(Status(StatusCode.ERROR, job.error))
+        span.end(job.end_ns)
         return format(span.get_span_context().trace_id, "032x")
 
     def close(self) -> None:

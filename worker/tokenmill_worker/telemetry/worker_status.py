@@ -21,13 +21,13 @@ from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.record.threads import missing_file
 from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.telemetry import Check, Pulse
-from tokenmill_worker.telemetry.instruments import Reading, by_label, counter, gauge
+from tokenmill_worker.telemetry import Check, Watchdog
+from tokenmill_worker.telemetry.instruments import MetricSample, by_label, counter, gauge
 from tokenmill_worker.telemetry.job_observer import Observer
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WorkerParts:
     """The parts that the checks and metrics read."""
 
     settings: Settings
@@ -39,19 +39,19 @@ class Parts:
     observer: Observer
 
 
-class Watch:
+class StatusReporter:
     """Reports on one worker. `is_stopping`: whether the worker was asked to stop."""
 
     def __init__(
-        self, parts: Parts, model: str, *, max_running: int, is_stopping: Callable[[], bool]
+        self, parts: WorkerParts, model: str, *, max_running: int, is_stopping: Callable[[], bool]
     ) -> None:
         self._parts = parts
         self._model = model
         self._max_running = max_running
         self._is_stopping = is_stopping
         self._started_at = time.time()
-        self.claims = Pulse("claim", limit_s=parts.settings.stall_seconds)
-        self.steps = Pulse("engine frame", limit_s=parts.settings.stall_seconds)
+        self.claims = Watchdog("claim", limit_s=parts.settings.stall_seconds)
+        self.steps = Watchdog("engine frame", limit_s=parts.settings.stall_seconds)
 
     # ── checks ──
 
@@ -130,13 +130,13 @@ class Watch:
 
     # ── the numbers ──
 
-    def readings(self) -> Iterator[Reading]:
+    def samples(self) -> Iterator[MetricSample]:
         yield from self._engine()
         yield from self._hands()
         yield from self._sql()
         yield from self._health()
 
-    def _engine(self) -> Iterator[Reading]:
+    def _engine(self) -> Iterator[MetricSample]:
         stats = self._parts.service.health.stats
         used = stats.blocks_total - stats.blocks_free
         yield gauge("num_requests_running", "Sequences in the running batch", stats.num_running)
@@ -198,7 +198,7 @@ class Watch:
             self._parts.service.health.engine_restarts,
         )
 
-    def _hands(self) -> Iterator[Reading]:
+    def _hands(self) -> Iterator[MetricSample]:
         parts, observer = self._parts, self._parts.observer
         yield gauge("leases_held", "Jobs whose lease this worker holds", len(parts.stream.held))
         yield gauge(
@@ -223,7 +223,7 @@ class Watch:
             {**dict.fromkeys(observer.redis_round_trips, 0), **observer.redis_failures}, is_counter=True,
         )  # fmt: skip
 
-    def _sql(self) -> Iterator[Reading]:
+    def _sql(self) -> Iterator[MetricSample]:
         finalizer, stats = self._parts.finalizer, self._parts.finalizer.stats
         yield gauge(
             "record_buffer_jobs",
@@ -252,7 +252,7 @@ class Watch:
         )
         yield counter("jobs_refused_by_sql", "Jobs that the database would not take", stats.refused)
 
-    def _health(self) -> Iterator[Reading]:
+    def _health(self) -> Iterator[MetricSample]:
         up, all_well = {}, True
         for check in self.checks():
             problem = check.problem()
@@ -267,7 +267,7 @@ class Watch:
         values: dict[tuple[str, ...], float | None] = {
             (package_version(), self._parts.settings.worker_name): 1.0
         }
-        yield Reading("build_info", "What runs here", values, labels)
+        yield MetricSample("build_info", "What runs here", values, labels)
 
 
 @cache

@@ -17,7 +17,7 @@ VALUES_WINDOW_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class Rate:
+class RollingRate:
     """The recent growth per second of a total that only grows."""
 
     clock: Callable[[], float] = time.monotonic
@@ -48,7 +48,9 @@ class Rate:
 
 
 @dataclass(slots=True)
-class Recent:
+class RollingPercentiles:
+    """The latest values of the last minute."""
+
     clock: Callable[[], float] = time.monotonic
     _values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.jobs import Delivery
-from tokenmill_worker.telemetry.tracing import Phase, Story
+from tokenmill_worker.telemetry.tracing import JobSpan, SpanPhase
 
 NS_PER_MS = 1_000_000
 
 
 @dataclass(slots=True)
-class Timeline:
+class JobTimestamps:
     """Timestamps of one job in Unix nanoseconds; 0 means that it did not happen. `last_ns` is per
     choice, since choices differ in pace.
     """
@@ -35,7 +35,7 @@ class Timeline:
     def latest_ns(self) -> int:
         return max(self.last_ns.values(), default=self.first_ns)
 
-    def phases(self, end_ns: int, finished_ns: int = 0) -> list[Phase]:
+    def phases(self, end_ns: int, finished_ns: int = 0) -> list[SpanPhase]:
         """Return the phases in order and without gaps, from the queue to the end. `finished_ns`:
         when recording began.
         """
@@ -44,24 +44,26 @@ class Timeline:
             self.delivery.deliveries == 1
         ):  # later deliveries also waited for the sweep, for a time that is not known
             created_ns = min(self.delivery.created_ms * NS_PER_MS, self.claimed_ns)
-            phases.append(Phase("queue wait", created_ns, self.claimed_ns))
+            phases.append(SpanPhase("queue wait", created_ns, self.claimed_ns))
         generated = self.claimed_ns
         if self.started_ns:
             prefilled = self.first_ns or finished_ns or end_ns
-            phases.append(Phase("prefill", self.started_ns, prefilled))
+            phases.append(SpanPhase("prefill", self.started_ns, prefilled))
             generated = prefilled
         if self.first_ns:
-            phases.append(Phase("decode", self.first_ns, self.latest_ns))
+            phases.append(SpanPhase("decode", self.first_ns, self.latest_ns))
             generated = self.latest_ns
         if finished_ns:
             phases.append(
-                Phase("record", max(finished_ns, generated), max(end_ns, finished_ns, generated))
+                SpanPhase(
+                    "record", max(finished_ns, generated), max(end_ns, finished_ns, generated)
+                )
             )
-        return phases or [Phase("handed over", self.claimed_ns, end_ns)]
+        return phases or [SpanPhase("handed over", self.claimed_ns, end_ns)]
 
-    def story(
+    def span(
         self, queue: str, worker_id: str, end_ns: int, result: JobResult | None, left: str
-    ) -> Story:
+    ) -> JobSpan:
         """Return the job's span. `result` is that of a recorded job; else `left` is the reason why
         the job left this worker.
         """
@@ -93,7 +95,7 @@ class Timeline:
             max(result.finished_ms * NS_PER_MS, self.latest_ns) if result is not None else 0
         )
         traceparent = request.traceparent if request is not None else None
-        return Story(
+        return JobSpan(
             f"job {queue}", traceparent, self.phases(end_ns, finished_ns), attributes, error
         )
 
