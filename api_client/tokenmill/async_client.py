@@ -30,7 +30,6 @@ from tokenmill.operations.io_requests import (
     Program,
     Receive,
     RunScript,
-    Signal,
     Sleep,
     Tell,
 )
@@ -39,11 +38,13 @@ from tokenmill.operations.overview import QueueState
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
 from tokenmill.operations.retry_window import is_served
+from tokenmill.operations.submit import submit
 from tokenmill.operations.tracing import producing
 from tokenmill.transport import scripts
 from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
 from tokenmill.transport.cancellation import heeding_cancellation
 from tokenmill.transport.connect import SERVER_TROUBLE, connect_async
+from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import JobRequest
@@ -83,7 +84,7 @@ class AsyncClient(ClientBase):
     async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """Submit many jobs in few round trips; see Client.submit_many."""
         with producing(self.queue, self._requests(jobs)) as requests:
-            return self._noted(await self._run(programs.submit(self._view, requests)))
+            return self._noted(await self._run(submit(self._view, requests)))
 
     def stream(
         self, job: str, *, starting_after: str | int = 0, timeout: float | None = None

@@ -21,8 +21,8 @@ from tokenmill.errors import (
     QueueUnserved,
     TokenmillError,
 )
+from tokenmill.operations.io_requests import QueueView
 from tokenmill.operations.job_request import JobHandle, build_request, checked
-from tokenmill.operations.jobs import QueueView
 from tokenmill.transport.connect import Link, parse_url
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import Keys

@@ -32,7 +32,6 @@ from tokenmill.operations.io_requests import (
     Program,
     Receive,
     RunScript,
-    Signal,
     Sleep,
     Tell,
 )
@@ -41,10 +40,11 @@ from tokenmill.operations.overview import QueueState
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
 from tokenmill.operations.retry_window import is_served
+from tokenmill.operations.submit import submit
 from tokenmill.operations.tracing import producing
 from tokenmill.transport import scripts
 from tokenmill.transport.connect import SERVER_TROUBLE, connect
-from tokenmill.transport.sync_pubsub import Subscription
+from tokenmill.transport.sync_pubsub import Signal, Subscription
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import JobRequest
@@ -101,7 +101,7 @@ class Client(ClientBase):
         RateLimited), the exception's `accepted` has the ids of the jobs stored before it.
         """
         with producing(self.queue, self._requests(jobs)) as requests:
-            return self._noted(self._run(programs.submit(self._view, requests)))
+            return self._noted(self._run(submit(self._view, requests)))
 
     def stream(
         self, job: str, *, starting_after: str | int = 0, timeout: float | None = None

@@ -18,7 +18,8 @@ TokenmillError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -121,3 +122,13 @@ class QueueUnavailable(TokenmillError, ConnectionError):
 
 class UnreadableRecord(TokenmillError, ValueError):
     pass
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Raise UnreadableRecord for data in the body that cannot be read."""
+    try:
+        yield
+    except (ValueError, OverflowError, KeyError) as error:  # DecodeError is a ValueError
+        words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UnreadableRecord(f"{what} cannot be read by this version: {words}") from error

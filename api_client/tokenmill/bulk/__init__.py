@@ -2,12 +2,12 @@
 in another.
 """
 
-from tokenmill.bulk.batch import Batch, BatchState, Totals
+from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals
 from tokenmill.bulk.formats.output_files import Paths
 from tokenmill.bulk.lifecycle import cancel_batch, export_batch, refresh
 from tokenmill.bulk.progress import Pacing, Progress
 from tokenmill.bulk.run import Terms, import_batch, new_batch, run_batch
-from tokenmill.bulk.stores.store import BatchNotFound, BatchStore, open_store
+from tokenmill.bulk.stores.store import BatchStore, open_store
 
 __all__ = [
     "Batch", "BatchNotFound", "BatchState", "BatchStore", "Pacing", "Paths", "Progress", "Terms", "Totals",

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from tokenmill.errors import ConfigurationError
+from tokenmill.errors import ConfigurationError, TokenmillError
 from tokenmill_schemas.openai import (
     BatchError,
     BatchErrors,
@@ -32,6 +32,14 @@ from tokenmill_schemas.openai import (
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 DEFAULT_WINDOW: Final = "24h"
+
+
+class BatchNotFound(TokenmillError, LookupError):
+    def __init__(self, batch_id: str) -> None:
+        super().__init__(
+            f"no batch {batch_id}: it was never submitted here, or its record has expired"
+        )
+        self.batch_id = batch_id
 
 
 class BatchState(StrEnum):

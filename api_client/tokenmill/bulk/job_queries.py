@@ -12,8 +12,9 @@ import msgspec
 from tokenmill.client import Client
 from tokenmill.errors import UnreadableRecord
 from tokenmill.operations.io_requests import Commands, Program, RunScript
-from tokenmill.operations.jobs import ask_each, ask_records, submit
+from tokenmill.operations.jobs import ask_each, ask_records
 from tokenmill.operations.records import Record, is_wrong_type, read_record
+from tokenmill.operations.submit import submit
 from tokenmill.operations.tracing import producing
 from tokenmill.transport.scripts import CANCEL, COLLECT, Argument
 from tokenmill_schemas.codec import DecodeError, decode_request, decode_result

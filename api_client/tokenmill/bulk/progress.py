@@ -1,15 +1,20 @@
-"""The limits of a run over a batch, and the progress that it reports."""
+"""The limits of a run over a batch, the progress that it reports, and its retries."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from tokenmill.bulk.batch import Totals
+from tokenmill.errors import QueueUnavailable
+
+T = TypeVar("T")
 
 WINDOW: Final = 2_000
 PATIENCE_S: Final = 600.0
+_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +43,38 @@ class Pacing:
     patience_s: float = PATIENCE_S
     late_s: float = 10.0
     watch: Callable[[Progress], object] = lambda _: None
+
+
+class Patience:
+    """The time limit of such retries. `note` is the present error, "" if there is none; `tell` is
+    called when it changes.
+    """
+
+    def __init__(self, limit_s: float, tell: Callable[[], object]) -> None:
+        self._limit_s = limit_s
+        self._tell = tell
+        self.note = ""
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Return the value of a call, which may be repeated. Raises QueueUnavailable if the call
+        has failed for too long.
+        """
+        since = time.monotonic()
+        num_failures = 0
+        while True:
+            try:
+                answer = call()
+            except QueueUnavailable as trouble:
+                if time.monotonic() - since > self._limit_s:
+                    raise
+                self._say(str(trouble))
+                time.sleep(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
+                num_failures += 1
+            else:
+                self._say("")
+                return answer
+
+    def _say(self, note: str) -> None:
+        if note != self.note:
+            self.note = note
+            self._tell()

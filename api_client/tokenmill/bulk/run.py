@@ -25,12 +25,12 @@ from tokenmill.bulk.batch import (
     window_ms,
 )
 from tokenmill.bulk.collector import Collector
+from tokenmill.bulk.feeder import Pump
 from tokenmill.bulk.formats.input_file import Survey, check_readable, survey
 from tokenmill.bulk.formats.output_files import Done, OutputFiles, Paths
 from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED
 from tokenmill.bulk.lifecycle import REASONS, conclude, fill, refresh
 from tokenmill.bulk.progress import Pacing, Progress
-from tokenmill.bulk.pump import Pump
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, InvalidRequest

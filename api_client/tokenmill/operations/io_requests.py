@@ -11,12 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, TypeAlias, TypeVar
 
+from tokenmill.errors import TokenmillError
 from tokenmill.transport.scripts import Argument, Script
+from tokenmill_schemas.keys import Keys
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """The keys of a queue, and the limits and times that a client applies to it.
+
+    `queue_limit` and `idempotency_ttl_s`: 0 uses the queue's own setting. `idle_s`: seconds of
+    silence after which a stream reads the log. `patience_s`: seconds for which a stream that was
+    connected waits for a lost server, and for the record of a job that the server lost.
+    `on_trouble` is called once per error that is waited out. `unserved_s` limits the wait in a
+    queue that no worker has ever served; None: no limit.
+    """
+
+    keys: Keys
+    queue_limit: int = 0
+    idempotency_ttl_s: float = 0.0
+    idle_s: float = 5.0
+    patience_s: float = 120.0
+    on_trouble: Callable[[TokenmillError], None] | None = None
+    unserved_s: float | None = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +112,6 @@ class Tell:
     """Hand a value to the caller, which may take any time before it continues."""
 
     value: Any
-
-
-class Signal(Enum):
-    MISSED = auto()
 
 
 Effect: TypeAlias = RunScript | Commands | Listen | Receive | Follow | LookUp | Sleep | Tell

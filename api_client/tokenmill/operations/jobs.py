@@ -1,5 +1,4 @@
-"""The operations behind the clients' methods, as generators over effects: submit, follow, wait,
-status and cancel.
+"""The operations on one job: status, cancel, wait and stream, as generators over IO requests.
 
 A stream first subscribes, then reads the log from its position, then follows the messages, and
 reads the log again wherever a message is missing. Pub/sub may lose messages at any time; the log,
@@ -9,32 +8,22 @@ the job's hash and the database do not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from tokenmill.errors import (  # fmt: skip
-    IdempotencyConflict,
-    InvalidRequest,
-    JobNotFound,
-    QueueFull,
-    QueueRefusal,
-    QueueUnavailable,
-    RateLimited,
-    TokenmillError,
-)
+from tokenmill.errors import JobNotFound, QueueUnavailable
 from tokenmill.operations.io_requests import (
     Commands,
     Follow,
     Listen,
     LookUp,
     Program,
+    QueueView,
     Receive,
     RunScript,
     Sleep,
     Tell,
 )
-from tokenmill.operations.job_request import JobHandle, estimated_tokens, fingerprint
 from tokenmill.operations.records import (
     FIELDS,
     JobInfo,
@@ -47,91 +36,12 @@ from tokenmill.operations.records import (
 )
 from tokenmill.operations.retry_window import Patience
 from tokenmill.operations.stream_position import StreamCursor, read_position
-from tokenmill.transport.scripts import CANCEL, SUBMIT, Argument, in_parts
+from tokenmill.transport.scripts import CANCEL, Argument
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.codec import DecodeError, decode_chunk, encode
-from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.codec import DecodeError, decode_chunk
 from tokenmill_schemas.result import JobResult
 
 LOG_PAGE = 1_000
-SUBMIT_JOBS = 256
-SUBMIT_BYTES = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class QueueView:
-    """The keys of a queue, and the limits and times that a client applies to it.
-
-    `queue_limit` and `idempotency_ttl_s`: 0 uses the queue's own setting. `idle_s`: seconds of
-    silence after which a stream reads the log. `patience_s`: seconds for which a stream that was
-    connected waits for a lost server, and for the record of a job that the server lost.
-    """
-
-    keys: Keys
-    queue_limit: int = 0
-    idempotency_ttl_s: float = 0.0
-    idle_s: float = 5.0
-    patience_s: float = 120.0
-    # called once per error that is waited out
-    on_trouble: Callable[[TokenmillError], None] | None = None
-    # limit of the wait in a queue that no worker has ever served; None: none
-    unserved_s: float | None = 120.0
-
-
-# ── submit ──
-
-
-def submit(view: QueueView, requests: Sequence[JobRequest]) -> Program[list[JobHandle]]:
-    """Submit all requests in as few calls as their size allows. Each call stores all of its jobs or
-    none.
-    """
-    handles: list[JobHandle] = []
-    for part in in_parts(map(_submit_arguments, requests), SUBMIT_BYTES, SUBMIT_JOBS):
-        arguments: list[Argument] = [view.queue_limit, round(view.idempotency_ttl_s * 1000)]
-        for item in part:
-            arguments += item
-        reply = yield RunScript(SUBMIT, tuple(arguments))
-        try:
-            handles += _read_submitted(view, reply)
-        except QueueRefusal as refusal:
-            refusal.accepted = tuple(handles)
-            raise
-    return handles
-
-
-def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:
-    return (
-        request.job_id,
-        request.priority.value,
-        request.tenant,
-        fingerprint(request),
-        request.idempotency_key or "",
-        encode(request),
-        request.created_ms,
-        request.deadline_ms or 0,
-        request.not_before_ms or 0,
-        estimated_tokens(request),
-    )
-
-
-def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
-    word, *rest = (value.decode() for value in reply)
-    if word == "large":
-        raise InvalidRequest([f"the request has {rest[0]} bytes; the queue's limit is {rest[1]}"])
-    if word == "full":
-        raise QueueFull(view.keys.queue, int(rest[0]), int(rest[1]))
-    if word == "rate":
-        raise RateLimited(rest[0], int(rest[1]) / 1000)
-    if word == "name":
-        raise InvalidRequest(["job_id must be a text of 1 to 255 bytes, without a zero"])
-    if word == "conflict":
-        raise IdempotencyConflict(rest[0])
-    is_unserved = len(rest) % 2 == 1  # "unserved" follows the jobs
-    return [
-        JobHandle(job_id, is_new=how == "new", is_unserved=is_unserved)
-        for job_id, how in zip(rest[::2], rest[1::2], strict=False)
-    ]
 
 
 # ── looking ──

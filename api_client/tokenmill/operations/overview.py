@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.operations.io_requests import Commands, Program
-from tokenmill.operations.jobs import QueueView
+from tokenmill.operations.io_requests import Commands, Program, QueueView
 from tokenmill.operations.queue import DueJob, due_jobs, number_of, workers
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.control import WorkerStatus

@@ -9,16 +9,14 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.errors import ConfigurationError, UnreadableRecord
-from tokenmill.operations.io_requests import Commands, Program, RunScript
-from tokenmill.operations.jobs import QueueView
+from tokenmill.errors import ConfigurationError, UnreadableRecord, readable
+from tokenmill.operations.io_requests import Commands, Program, QueueView, RunScript
 from tokenmill.operations.records import (
     JobInfo,
     QueueDepth,
     questions,
     read_depth,
     read_record,
-    readable,
 )
 from tokenmill.transport.scripts import REDRIVE
 from tokenmill_schemas.codec import DecodeError, decode_status

@@ -6,8 +6,7 @@ UnreadableRecord.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import ResponseError
 
-from tokenmill.errors import UnreadableRecord
+from tokenmill.errors import UnreadableRecord, readable
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_chunk, decode_result
@@ -105,16 +104,6 @@ class Record:
 
 
 _REASONS = {JobStatus.CANCELLED: FinishReason.CANCELLED, JobStatus.EXPIRED: FinishReason.EXPIRED}
-
-
-@contextmanager
-def readable(what: str) -> Iterator[None]:
-    """Raise UnreadableRecord for data in the body that cannot be read."""
-    try:
-        yield
-    except (ValueError, OverflowError, KeyError) as error:  # DecodeError is a ValueError
-        words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise UnreadableRecord(f"{what} cannot be read by this version: {words}") from error
 
 
 def questions(keys: Keys, job_id: str) -> tuple[tuple[Argument, ...], ...]:

@@ -6,15 +6,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
 
 from tokenmill.errors import QueueUnavailable, QueueUnserved, ResultTimeout, TokenmillError
-from tokenmill.operations.io_requests import Commands, Program
+from tokenmill.operations.io_requests import Commands, Program, QueueView
 from tokenmill.operations.records import JobInfo
 from tokenmill_schemas.result import JobStatus
-
-if TYPE_CHECKING:
-    from tokenmill.operations.jobs import QueueView
 
 RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 

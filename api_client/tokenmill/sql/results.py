@@ -17,8 +17,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from tokenmill.errors import ConfigurationError
-from tokenmill.operations.records import readable
+from tokenmill.errors import ConfigurationError, readable
 from tokenmill.sql.engine import Database
 from tokenmill_schemas.codec import decode_result
 from tokenmill_schemas.generation import FinishReason

@@ -19,10 +19,10 @@ import redis.asyncio
 import redis.asyncio.cluster
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.operations.io_requests import Signal
 from tokenmill.transport.cancellation import end_task, wait_at_most
 from tokenmill.transport.connect import SERVER_TROUBLE
 from tokenmill.transport.raw_protocol import Wire
+from tokenmill.transport.sync_pubsub import Signal
 
 log = logging.getLogger(__name__)
 

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import time
+from enum import Enum, auto
 from typing import Any
 
 import redis
 import redis.cluster
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.operations.io_requests import Signal
 from tokenmill.transport.connect import SERVER_TROUBLE
 
 _CONFIRM_S = 5.0
+
+
+class Signal(Enum):
+    """An event of a subscription that is no message."""
+
+    MISSED = auto()  # messages may have been lost
 
 
 class Subscription:

@@ -9,8 +9,8 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError
 
-from tokenmill.operations.io_requests import Signal
 from tokenmill.transport.async_pubsub import MAX_WAITING, ChannelHub, HubSubscription
+from tokenmill.transport.sync_pubsub import Signal
 
 
 def subscription() -> HubSubscription:

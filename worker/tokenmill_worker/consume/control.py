@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import redis.asyncio
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.operations.io_requests import Signal
 from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
+from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.codec import DecodeError, decode_control
 from tokenmill_schemas.control import Call, Cancel, Drain
 from tokenmill_schemas.keys import Keys

@@ -11,10 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from tokenmill.bulk.batch import Batch, BatchState, Totals, now_ms
+from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.job_queries import ask
-from tokenmill.bulk.stores.store import BatchNotFound
 from tokenmill.client import Client
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.result import JobResult

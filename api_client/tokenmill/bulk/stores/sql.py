@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from tokenmill.bulk.batch import Batch, BatchState, Totals, now_ms
+from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
-from tokenmill.bulk.stores.store import BatchNotFound
 from tokenmill.sql.engine import Database
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.openai import BatchError

@@ -12,16 +12,7 @@ from typing import Protocol
 from tokenmill.bulk.batch import Batch, BatchState, Totals
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.client import Client
-from tokenmill.errors import TokenmillError
 from tokenmill_schemas.result import JobResult
-
-
-class BatchNotFound(TokenmillError, LookupError):
-    def __init__(self, batch_id: str) -> None:
-        super().__init__(
-            f"no batch {batch_id}: it was never submitted here, or its record has expired"
-        )
-        self.batch_id = batch_id
 
 
 class BatchStore(Protocol):

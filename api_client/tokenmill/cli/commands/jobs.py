@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.text import Text
 
-from tokenmill.cli.commands.moments import moment_ms
 from tokenmill.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
 from tokenmill.cli.target import MOST, Job, Json, Target, connected
 from tokenmill.cli.views.job_output import show_answer
 from tokenmill.client import Client
-from tokenmill.errors import JobNotFound, TokenmillError
+from tokenmill.errors import ConfigurationError, JobNotFound, TokenmillError
 from tokenmill.operations.records import JobInfo
 from tokenmill.sql import JobRow
 from tokenmill_schemas.result import JobStatus
 
 Listed = JobInfo | JobRow
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 class State(StrEnum):
@@ -177,8 +180,8 @@ def jobs(
         tenant,
         batch,
         only_model,
-        moment_ms(since),
-        moment_ms(until),
+        time_argument_ms(since),
+        time_argument_ms(until),
         after,
         limit,
         all_queues,
@@ -291,3 +294,22 @@ def _facts(info: JobInfo) -> list[tuple[str, Text]]:
     ]
     shown = [(name, str(value)) for name, value in facts if value != ""]
     return [(name, state(value) if name == "state" else Text(value)) for name, value in shown]
+
+
+def time_argument_ms(text: str | None) -> int | None:
+    """Return a time in Unix milliseconds; None without a text.
+
+    The text is a date, a date with a time (without a zone: local), or a span before now such as
+    `2h` or `7d`. Raises ConfigurationError.
+    """
+    if text is None:
+        return None
+    span = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())
+    if span is not None:
+        return round((time.time() - int(span[1]) * _UNITS_S[span[2]]) * 1000)
+    try:
+        return round(datetime.fromisoformat(text.strip()).timestamp() * 1000)
+    except (ValueError, OverflowError, OSError):
+        raise ConfigurationError(
+            f"a moment is written 2026-01-31, 2026-01-31T12:30, or 2h for two hours ago, not {text!r}"
+        ) from None

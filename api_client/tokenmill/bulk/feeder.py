@@ -10,7 +10,7 @@ Callers start and end the batch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,10 +21,10 @@ from tokenmill.bulk import job_queries
 from tokenmill.bulk.batch import Batch, BatchState, now_ms
 from tokenmill.bulk.collector import Collector
 from tokenmill.bulk.formats import input_file
-from tokenmill.bulk.formats.input_file import job_id, line_of, read_again, repeated, to_request
+from tokenmill.bulk.formats.input_file import job_id, line_of
 from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED, UNREADABLE, unanswered
-from tokenmill.bulk.patience import Patience
-from tokenmill.bulk.progress import WINDOW, Pacing, Progress
+from tokenmill.bulk.pending_lines import PendingLines
+from tokenmill.bulk.progress import WINDOW, Pacing, Patience, Progress
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import IdempotencyConflict, InvalidRequest, QueueRefusal
@@ -62,7 +62,7 @@ class Pump:
         self._store = store
         self._batch = batch
         self._collector = collector
-        self._repeated = repeated_lines
+        self._lines = PendingLines(batch, collector, repeated_lines, min(GROUP, pacing.window))
         self._pacing = pacing
         self._is_resumed = is_resumed
         self._patience = Patience(pacing.patience_s, self._tell)
@@ -106,7 +106,7 @@ class Pump:
         """Submit every line that is not done, until all are in the queue or the batch is cancelled
         or late."""
         self._look(force=True)
-        for jobs, bad, last_line in self._groups(path):
+        for jobs, bad, last_line in self._lines.groups(path, self._reached):
             if not self._has_room():
                 break
             self._answer_bad(bad)
@@ -138,7 +138,7 @@ class Pump:
     def refuse_rest(self, path: Path, why: LineError) -> None:
         """Answer every line that was never submitted with the error `why`."""
         rest: list[input_file.BadLine] = []
-        for line in self._undone(path):
+        for line in self._lines.undone(path, self._reached):
             rest.append(unanswered(line.line, line.custom_id, why))
             if len(rest) >= GROUP:
                 self._answer_bad(self._jobless(rest))
@@ -151,48 +151,6 @@ class Pump:
         self._tell()
 
     # ── lines in ──
-
-    def _groups(
-        self, path: Path
-    ) -> Iterator[tuple[list[JobRequest], list[input_file.BadLine], int]]:
-        jobs: list[JobRequest] = []
-        bad: list[input_file.BadLine] = []
-        last_line = 0
-        for line in self._undone(path):
-            job = self._job_of(line)
-            if isinstance(job, input_file.BadLine):
-                bad.append(job)
-            else:
-                jobs.append(job)
-            last_line = line.line
-            if len(jobs) + len(bad) >= min(GROUP, self._pacing.window):
-                yield jobs, bad, last_line
-                jobs, bad = [], []
-        if jobs or bad:
-            yield jobs, bad, last_line
-
-    def _undone(self, path: Path) -> Iterator[input_file.GoodLine | input_file.BadLine]:
-        start, collector = 0 if self._collector.keeps_answers else self._reached, self._collector
-        for line in read_again(path, self._batch.digest):
-            if (
-                line.line > start
-                and line.line not in collector.jobs
-                and not collector.has(line.line)
-            ):
-                yield line
-
-    def _job_of(
-        self, line: input_file.GoodLine | input_file.BadLine
-    ) -> JobRequest | input_file.BadLine:
-        if isinstance(line, input_file.BadLine):
-            return line
-        if line.line in self._repeated:
-            return repeated(line)
-        batch = self._batch
-        return to_request(
-            line,
-            input_file.Order(batch.id, batch.tenant, batch.expires_ms or None, batch.any_model),
-        )
 
     def _answer_bad(self, bad: Sequence[input_file.BadLine]) -> None:
         if bad:
@@ -256,7 +214,7 @@ class Pump:
             self._collector.open(job)
 
     def _refuse(self, job: JobRequest, error: Exception) -> None:
-        line, name = line_of(self._batch.id, job.job_id), job.metadata["custom_id"]
+        line, name = self._line_of(job), job.metadata["custom_id"]
         self._answer_bad([input_file.BadLine(line, name, "invalid_value", str(error), None, 400)])
 
     # ── ends ──
@@ -302,7 +260,7 @@ class Pump:
             for job in self._not_recorded(ends.unknown):
                 self._collector.drop(job)
                 self._lost.append(job)
-            self._answer_bad(self._unanswered(self._not_recorded(ends.unreadable), UNREADABLE))
+            self._answer_bad(self._as_bad(self._not_recorded(ends.unreadable), UNREADABLE))
             if 2 * len(ends.results) < len(names) and not is_sweep:
                 return
 
@@ -334,12 +292,11 @@ class Pump:
             if name not in known
         ]
 
-    def _unanswered(self, jobs: Sequence[JobRequest], why: LineError) -> list[input_file.BadLine]:
-        batch_id = self._batch.id
-        return [
-            unanswered(line_of(batch_id, job.job_id), job.metadata["custom_id"], why)
-            for job in jobs
-        ]
+    def _as_bad(self, jobs: Sequence[JobRequest], why: LineError) -> list[input_file.BadLine]:
+        return [unanswered(self._line_of(job), job.metadata["custom_id"], why) for job in jobs]
+
+    def _line_of(self, job: JobRequest) -> int:
+        return line_of(self._batch.id, job.job_id)
 
     def _hand_in_lost(self) -> None:
         lost, self._lost = self._lost, []
@@ -347,7 +304,7 @@ class Pump:
             self._submit(lost)
         else:
             why = CANCELLED if self._state is BatchState.CANCELLING else EXPIRED
-            self._answer_bad(self._unanswered(lost, why))
+            self._answer_bad(self._as_bad(lost, why))
 
     # ── the batch's record ──
 
@@ -357,7 +314,7 @@ class Pump:
             return
         self._looked_at = time.monotonic()
         self._noted = max(self._noted, self._reached)
-        lost = [line_of(self._batch.id, job.job_id) for job in self._lost]
+        lost = map(self._line_of, self._lost)
         over_line = min([self._reached + 1, *self._collector.jobs, *lost]) - 1
         totals = self._collector.up_to(over_line)
         self._patience.ask(
