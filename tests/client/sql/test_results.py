@@ -10,10 +10,9 @@ import pytest
 import sqlalchemy
 
 from tests.record.support import failed, finished
-from tokenmill import Client, ClientClosed
+from tokenmill import Client, ClientClosed, sql
 from tokenmill.errors import ConfigurationError, QueueUnavailable
 from tokenmill.sql import SqlResults
-from tokenmill.sql import results as sql
 from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
 from tokenmill_worker.jobs import Finished
 from tokenmill_worker.record import ResultStore
