@@ -1,6 +1,6 @@
 """The `tokenmill` command. Plugins register the commands that need the worker; see plugins.py."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -20,9 +20,14 @@ app = typer.Typer(
 
 
 def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
-        say(f"tokenmill {version('tokenmill')}\n")
-        raise typer.Exit
+    if not is_wanted:
+        return
+    try:
+        installed = version("tokenmill")
+    except PackageNotFoundError:
+        installed = version("tokenmill-client")  # the distribution without the worker
+    say(f"tokenmill {installed}\n")
+    raise typer.Exit
 
 
 @app.callback()

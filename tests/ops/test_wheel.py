@@ -1,0 +1,187 @@
+"""The two wheels hold what they need, and their import names leave an application's own alone."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "api_client": "tokenmill",
+    "schemas": "tokenmill_schemas",
+    "worker": "tokenmill_worker",
+    "migrations": "tokenmill_migrations",
+}
+CLIENT_SOURCES = ("api_client", "schemas")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, because a build writes into its tree."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy / name)
+    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    for root in SOURCES:
+        shutil.copytree(ROOT / root, copy / root, ignore=ignored)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    return build(tree, tree)
+
+
+@pytest.fixture(scope="module")
+def client_wheel(tree: Path) -> Path:
+    return build(tree / "api_client", tree)
+
+
+def build(project: Path, tree: Path) -> Path:
+    """Return the wheel of `project`. Nothing is downloaded."""
+    target = tree / f"wheel-of-{project.name}"
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(project))
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments, "--no-index"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def files_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def files_of(tree: Path, roots: tuple[str, ...]) -> set[str]:
+    """Return the packages' files below the source roots, as a wheel names them."""
+    return {
+        str(file.relative_to(tree / root))
+        for root in roots
+        for file in (tree / root / SOURCES[root]).rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.fixture
+def application(tmp_path: Path) -> Path:
+    """An application whose own modules have the names of this repository's folders."""
+    folder = tmp_path / "application"
+    (folder / "migrations").mkdir(parents=True)
+    for name in ("schemas.py", "worker.py", "api_client.py", "migrations/__init__.py"):
+        (folder / name).write_text("OWNER = 'application'\n", encoding="utf-8")
+    return folder
+
+
+def run(application: Path, site: Path, *arguments: str) -> str:
+    """Run Python in the application's folder, beside what is installed in `site`."""
+    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(application)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=application,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+OWN_MODULES = """
+import api_client, migrations, schemas, worker
+assert {module.OWNER for module in (api_client, migrations, schemas, worker)} == {"application"}
+"""
+
+
+def test_the_wheel_holds_every_file_of_the_packages(tree: Path, wheel: Path) -> None:
+    """Also Lua scripts, C++ kernels, the tokenizer of the synthetic model and Alembic's files."""
+    files = files_in(wheel)
+    assert files == files_of(tree, tuple(SOURCES))
+    for kind in (".lua", ".cpp", ".h", ".ini", ".mako", ".json", "py.typed"):
+        assert any(name.endswith(kind) for name in files), f"no {kind} file"
+
+
+def test_the_client_s_wheel_holds_neither_worker_nor_migrations(
+    tree: Path, client_wheel: Path
+) -> None:
+    files = files_in(client_wheel)
+    assert files == files_of(tree, CLIENT_SOURCES)
+    assert {name.partition("/")[0] for name in files} == {"tokenmill", "tokenmill_schemas"}
+
+
+def test_an_application_with_modules_of_the_folders_names_uses_client_and_worker(
+    wheel: Path, application: Path, tmp_path: Path
+) -> None:
+    for requirement in ("torch", "alembic", "celery"):
+        pytest.importorskip(requirement)
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--target", str(site), str(wheel))
+    code = """
+from tokenmill import Client
+from tokenmill_worker.engine import Engine
+import tokenmill_migrations, tokenmill_worker.tasks
+print(tokenmill_worker.__file__, tokenmill_migrations.__file__)
+"""
+    places = run(application, site, "-c", code + OWN_MODULES).split()
+    assert all(place.startswith(str(site)) for place in places)
+    run(
+        application,
+        site,
+        "-m",
+        "tokenmill.cli",
+        "db",
+        "upgrade",
+        "--database-url",
+        "sqlite:///a.db",
+    )
+    assert (application / "a.db").exists()
+
+
+def test_the_client_alone_serves_an_application(
+    client_wheel: Path, application: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--target", str(site), str(client_wheel))
+    code = """
+import sys
+from tokenmill import Client
+from tokenmill.testing import InMemoryQueue
+with InMemoryQueue(default="Yes.") as queue:
+    client = queue.client()
+    assert client.result(client.submit(prompt="Well?"), timeout=20).text == "Yes."
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"tokenmill_worker", "tokenmill_migrations", "torch", "sqlalchemy"}, loaded
+print(Client.__module__, sys.modules["tokenmill"].__file__)
+"""
+    _, place = run(application, site, "-c", code + OWN_MODULES).split()
+    assert place.startswith(str(site))
+    printed = run(application, site, "-m", "tokenmill.cli", "--version")
+    assert printed.split() == ["tokenmill", projects()[1]["version"]]
+
+
+def projects() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tables [project] of both distributions: the whole one and the client's."""
+    whole, client = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for folder in (".", "api_client")
+    )
+    return whole, client
+
+
+def test_both_distributions_agree() -> None:
+    whole, client = projects()
+    for key in ("version", "requires-python", "dependencies", "scripts"):
+        assert client[key] == whole[key], key
+    extras = whole["optional-dependencies"]
+    assert client["optional-dependencies"].items() <= extras.items()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", whole["version"])
