@@ -49,9 +49,7 @@ def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
 def main(point: str, count: int, redis_url: str, database: str, *changes: str) -> int:
     die_at(point, count)
     values = dict(change.split("=", 1) for change in changes)
-    chosen = settings(
-        redis_url, database, worker_id="doomed", lease_seconds=5.0, max_deliveries=10_000, **values
-    )
+    chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, **values)
     worker = Worker(
         chosen,
         gathering_host(chosen.engine_config()),

@@ -93,7 +93,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "model": str(base), "adapters": f"poet={adapter}", "dtype": "float32", "num_threads": 1, "max_num_seqs": 32,
         "max_num_batched_tokens": 2048,
         # A worker may die before its first append of a job. So many deaths would set the job aside as a poison pill.
-        "max_crashes": 10_000,
+        "max_crashes": 10_000, "max_deliveries": 10_000,
     }  # fmt: skip
 
 
