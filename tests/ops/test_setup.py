@@ -152,7 +152,7 @@ def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(
         (tools / name).write_text(f"#!/bin/sh\n{does}\n")
         (tools / name).chmod(0o755)
     body = (
-        "import sys; sys.path.insert(0, 'ops')\n"
+        "import sys; sys.path.insert(0, 'ops/tools')\n"
         "from provision import Progress, Provisioner\nfrom pathlib import Path\n"
         "Path('.cache').mkdir(); Path('.cache/setup.log').touch()\n"
         "Provisioner(Path('.').resolve(), 'dev', Progress())._install_node_packages()\n"
@@ -176,7 +176,7 @@ def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path) -> None
     with (checkout / ".cache" / "setup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         body = (
-            "import sys; sys.path.insert(0, 'ops')\n"
+            "import sys; sys.path.insert(0, 'ops/tools')\n"
             "from provision import Progress, Provisioner\nfrom pathlib import Path\n"
             "Provisioner(Path('.').resolve(), 'demo', Progress()).run('the stamp')\n"
         )

@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "ops" / "guides" / "bulk.md").read_text(encoding="utf-8")
 # which argument of each constructor is the code
 PLACES = {"BadLine": 2, "FormError": 2, "LineError": 0, "JobError": 0}
+PACKAGE = ROOT / "api_client" / "tokenmill"
 FILES = [
-    *sorted((ROOT / "api_client" / "tokenmill" / "bulk").glob("*.py")),
-    ROOT / "api_client" / "tokenmill" / "openai_forms.py",
+    *sorted((PACKAGE / "bulk").rglob("*.py")),
+    PACKAGE / "operations" / "openai_forms.py",
 ]
 WORKER_FILES = sorted((ROOT / "worker").rglob("*.py"))
 
