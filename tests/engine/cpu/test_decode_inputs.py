@@ -10,7 +10,8 @@ import torch
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import CacheConfig, LayerGroup
-from tokenmill_worker.engine.execution.inputs import InputBuilder, StepInputs
+from tokenmill_worker.engine.device import StepInputs
+from tokenmill_worker.engine.execution.inputs import InputBuilder
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cpu.kernels.draw import Drawing
+from tokenmill_worker.engine.sampling.draws import SamplingArrays
 from tokenmill_worker.engine.sampling.noise import gumbel_costs, race, row_keys
 from tokenmill_worker.engine.sampling.truncation import Limits, draw_sorted
 
@@ -29,11 +29,11 @@ pytestmark = [
 OFF = -np.inf
 
 
-def drawing(rows: list[tuple[float, int, float, float]]) -> Drawing:
+def drawing(rows: list[tuple[float, int, float, float]]) -> SamplingArrays:
     """Rows of (temperature, top_k, top_p, log_min_p)."""
     temperature, top_k, top_p, log_min_p = (np.array(column) for column in zip(*rows, strict=True))
     inverse = np.where(temperature == 0, 0.0, 1.0 / np.where(temperature == 0, 1.0, temperature))
-    return Drawing(
+    return SamplingArrays(
         inverse.astype(np.float32),
         log_min_p.astype(np.float32),
         top_p.astype(float),
@@ -41,7 +41,7 @@ def drawing(rows: list[tuple[float, int, float, float]]) -> Drawing:
     )
 
 
-def by_torch(logits: Tensor, wanted: Drawing, keys: np.ndarray) -> list[int]:
+def by_torch(logits: Tensor, wanted: SamplingArrays, keys: np.ndarray) -> list[int]:
     vocab = logits.shape[1]
     inverse = torch.from_numpy(wanted.inverse_temperature)[:, None]
     scaled = (logits - logits.amax(dim=1, keepdim=True)) * inverse

@@ -24,7 +24,7 @@ from tokenmill_worker.engine.cuda.graphs import (
     CaptureError,
     GraphRunner,
 )
-from tokenmill_worker.engine.execution.inputs import StepInputs
+from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.sequence import Sequence
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.errors import EngineError
-from tokenmill_worker.engine.execution.inputs import StepInputs
 from tokenmill_worker.engine.execution.ranks import Ranks
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.execution.tensor_parallel import LeadingRunner, follow

@@ -19,7 +19,7 @@ from tests.engine.lora.support import engine_with
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import padded_shape
-from tokenmill_worker.engine.execution.inputs import StepInputs
+from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.execution.warm_up import build_kernels, warm_up
 from tokenmill_worker.engine.plan import StepPlan
 

@@ -87,7 +87,9 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
             f"{where}.optimise",
             "weights in memory, each the same bits as in float32",
         ) in told
-        (fused,) = [record.message for record in caplog.records if record.name == f"{where}.swap"]
+        (fused,) = [
+            record.message for record in caplog.records if record.name == f"{where}.replace"
+        ]
         assert re.fullmatch(r"fused modules: \d+ \w+(, \d+ \w+)*", fused)
     else:
         optimise = "tokenmill_worker.engine.cpu.fused.optimise"

@@ -11,8 +11,9 @@ import torch
 
 from tests.engine.sampling.helpers import make_sampler, make_sequence, plan_item
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cpu.kernels.draw import Drawing, DrawKernel
+from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.sampling import Sampled
+from tokenmill_worker.engine.sampling.draws import SamplingArrays
 
 WAYS = [
     SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -76,7 +77,7 @@ def test_a_row_is_drawn_alike_by_any_number_of_threads_and_from_rows_with_gaps()
     wide = torch.randn(9, 700, generator=torch.Generator().manual_seed(2))
     logits = wide[:, :650]
     rows = np.arange(9)
-    drawing = Drawing(
+    arrays = SamplingArrays(
         inverse_temperature=np.where(rows % 3 == 0, 0, 0.8).astype(np.float32),
         log_min_p=np.full(9, -np.inf, np.float32),
         top_p=np.where(rows % 2 == 0, 0.9, 1.0),
@@ -88,12 +89,12 @@ def test_a_row_is_drawn_alike_by_any_number_of_threads_and_from_rows_with_gaps()
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            tokens, peaks = DrawKernel().draw(logits, drawing, keys)
+            tokens, peaks = DrawKernel().draw(logits, arrays, keys)
             drawn.append(tokens.tolist())
             assert peaks.tolist() == logits.amax(dim=1).tolist()
     finally:
         torch.set_num_threads(threads)
-    assert drawn[0] == drawn[1] == DrawKernel().draw(logits.contiguous(), drawing, keys)[0].tolist()
+    assert drawn[0] == drawn[1] == DrawKernel().draw(logits.contiguous(), arrays, keys)[0].tolist()
     assert [drawn[0][row] for row in (0, 3, 6)] == logits.argmax(dim=1)[[0, 3, 6]].tolist()
 
 

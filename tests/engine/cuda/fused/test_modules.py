@@ -16,8 +16,8 @@ from tests.engine.support import ChunkingPlanner, make_sequence
 from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.attention.base import stored_as
 from tokenmill_worker.engine.config import AttentionName, EngineConfig
-from tokenmill_worker.engine.cpu.fused.modules import rotate
 from tokenmill_worker.engine.execution.runner import ModelRunner
+from tokenmill_worker.engine.model.equivalence import rotate
 from tokenmill_worker.engine.model.loader import LoadedModel, load_model
 
 pytest.importorskip("triton")

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cpu.kernels.draw import Drawing
 from tokenmill_worker.engine.cuda.draw_kernel import draw_kernel
+from tokenmill_worker.engine.sampling.draws import SamplingArrays
 from tokenmill_worker.engine.sampling.transfer import to_device
 
 TILE = 4096
@@ -28,13 +28,13 @@ class DeviceDraw:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._drawing: Drawing | None = None
+        self._arrays: SamplingArrays | None = None
         self._parameters: tuple[Tensor, ...] = ()
         self._keys: npt.NDArray[np.int32] | None = None
         self._keys_there: Tensor | None = None
 
     def draw(
-        self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]
+        self, logits: Tensor, arrays: SamplingArrays, keys: npt.NDArray[np.int32]
     ) -> tuple[Tensor, Tensor]:
         """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good row."""
         num_rows, vocab = logits.shape
@@ -42,10 +42,10 @@ class DeviceDraw:
         peaks = torch.empty(num_rows, dtype=torch.float32, device=self._device)
         if num_rows == 0:
             return token_ids, peaks
-        if drawing is not self._drawing:
-            numbers = (drawing.inverse_temperature, drawing.log_min_p, drawing.top_p, drawing.top_k)
+        if arrays is not self._arrays:
+            numbers = (arrays.inverse_temperature, arrays.log_min_p, arrays.top_p, arrays.top_k)
             self._parameters = tuple(to_device(array, self._device) for array in numbers)
-            self._drawing = drawing
+            self._arrays = arrays
         if keys is not self._keys:  # greedy rows pass the same object each time
             self._keys, self._keys_there = keys, to_device(np.ascontiguousarray(keys), self._device)
         if logits.stride(1) != 1:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.execution.inputs import StepInputs
+from tokenmill_worker.engine.device import StepInputs
 
 # up to this many sequences, decodes are padded to powers of two; beyond, to multiples
 EXACT_BATCHES = 4

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import PaddedShape, StaticInputs, padded_shape
-from tokenmill_worker.engine.execution.inputs import StepInputs
+from tokenmill_worker.engine.device import StepInputs
 
 log = logging.getLogger(__name__)
 

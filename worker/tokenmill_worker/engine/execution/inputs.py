@@ -24,20 +24,11 @@ from torch import Tensor
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import CacheConfig
 from tokenmill_worker.engine.cpu.decode_inputs import DecodeInputs
+from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The tensors that model and sampler read."""
-
-    input_ids: Tensor  # int64 [num_tokens]
-    positions: Tensor  # int64 [num_tokens]
-    rows: Tensor  # int64 [num_sampled_rows]: the packed rows whose logits are wanted
-    metadata: tuple[AttentionMetadata, ...]  # by layer group
 
 
 class PreviousTokens:

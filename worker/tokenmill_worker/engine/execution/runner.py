@@ -21,8 +21,9 @@ from tokenmill_worker.engine.attention import AttentionBackend, choose
 from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cpu.kernels.draw import draw_kernel
 from tokenmill_worker.engine.cuda.graphs import Capture, CudaCapture, GraphRunner
+from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.execution import ranks
-from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens, StepInputs
+from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
 from tokenmill_worker.engine.execution.memory import free_memory, size_cache
 from tokenmill_worker.engine.kv.offloader import Offloader, PinnedPool
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype

@@ -119,3 +119,15 @@ def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionC
         return None
     call.seen.append(out)
     return call
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding by halves.
+
+    `x` is `[num_tokens, heads, head_dim]`, `cos` and `sin` are `[num_tokens, rotary_dim]`.
+    """
+    width = cos.shape[-1]
+    turned, kept = x[..., :width], x[..., width:]
+    low, high = turned.chunk(2, dim=-1)
+    crossed = torch.cat([-high, low], dim=-1)
+    return torch.cat([turned * cos[:, None] + crossed * sin[:, None], kept], dim=-1)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cpu.kernels.draw import Drawing
 from tokenmill_worker.engine.sampling import truncation
 from tokenmill_worker.engine.sampling.noise import argmax, race, row_keys
 from tokenmill_worker.engine.sampling.parameter_table import COUNTS, NUMBERS, RowTable, Trait
@@ -52,11 +51,21 @@ def _is_greedy(table: RowTable, slots: Indices) -> npt.NDArray[np.bool_]:
 # ── by a kernel ──
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingArrays:
+    """Sampling parameters of each row; all arrays are `[rows]` and contiguous."""
+
+    inverse_temperature: npt.NDArray[np.float32]  # 0: the highest logit
+    log_min_p: npt.NDArray[np.float32]  # −inf: off
+    top_p: npt.NDArray[np.float64]  # 1: off
+    top_k: npt.NDArray[np.int64]  # the vocabulary's size or more: off
+
+
 class Kernel(Protocol):
     """Samples all rows in one pass over their logits."""
 
     def draw(
-        self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]
+        self, logits: Tensor, arrays: SamplingArrays, keys: npt.NDArray[np.int32]
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -68,7 +77,7 @@ class KernelDrawer:
         greedy = _is_greedy(table, slots)
         numbers = table.numbers[slots]
         temperature = numbers[:, NUMBERS.index("temperature")]
-        drawing = Drawing(
+        arrays = SamplingArrays(
             inverse_temperature=np.where(
                 greedy, 0.0, 1.0 / np.where(greedy, 1.0, temperature)
             ).astype(np.float32),
@@ -77,13 +86,13 @@ class KernelDrawer:
             top_k=np.ascontiguousarray(table.counts[slots, COUNTS.index("top_k")]),
         )
         no_noise = np.zeros((len(slots), 2), np.int32) if greedy.all() else None
-        return _KernelDraws(self.kernel, drawing, table.seeds[slots], no_noise)
+        return _KernelDraws(self.kernel, arrays, table.seeds[slots], no_noise)
 
 
 @dataclass(frozen=True, slots=True)
 class _KernelDraws:
     kernel: Kernel
-    drawing: Drawing
+    arrays: SamplingArrays
     seeds: npt.NDArray[np.uint64]
     no_noise: npt.NDArray[np.int32] | None  # unused keys, if all rows are greedy
 
@@ -93,7 +102,7 @@ class _KernelDraws:
 
     def draw(self, logits: Tensor, positions: Indices) -> tuple[Tensor, Tensor]:
         keys = row_keys(self.seeds, positions) if self.no_noise is None else self.no_noise
-        return self.kernel.draw(logits, self.drawing, keys)
+        return self.kernel.draw(logits, self.arrays, keys)
 
 
 # ── by torch ──

@@ -19,6 +19,7 @@ from tokenmill_worker.engine.cpu.kernels.linear import (
     Packer,
     pack_gated,
 )
+from tokenmill_worker.engine.model.equivalence import rotate
 from tokenmill_worker.engine.model.paged_attention import StepHolder, step_of
 
 
@@ -123,12 +124,3 @@ class FusedAttention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             attended = step.attend(self, query, key, value, self.scaling, self._extras | kwargs)
         return self.out(attended.reshape(rows.shape[0], -1)).view(hidden_states.shape), None
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding by halves: `x` `[num_tokens, heads, head_dim]`, tables `[num_tokens, rotary_dim]`."""
-    width = cos.shape[-1]
-    turned, kept = x[..., :width], x[..., width:]
-    low, high = turned.chunk(2, dim=-1)
-    crossed = torch.cat([-high, low], dim=-1)
-    return torch.cat([turned * cos[:, None] + crossed * sin[:, None], kept], dim=-1)

@@ -11,8 +11,6 @@ import ctypes
 import logging
 from collections import deque
 from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,25 +22,11 @@ from torch import Tensor
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.program import Caller
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.sampling.draws import SamplingArrays
 
 log = logging.getLogger(__name__)
 
 _TURNS = 3  # two steps may be in flight while a third begins
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """Sampling parameters of each row; all arrays are `[rows]` and contiguous."""
-
-    inverse_temperature: npt.NDArray[np.float32]  # 0: the highest logit
-    log_min_p: npt.NDArray[np.float32]  # −inf: off
-    top_p: npt.NDArray[np.float64]  # 1: off
-    top_k: npt.NDArray[np.int64]  # the vocabulary's size or more: off
-
-    @cached_property
-    def buffers(self) -> Buffers:
-        """Return the arrays that the CPU kernel reads and writes beside the logits; only one thread may use them."""
-        return Buffers(self)
 
 
 def draw_kernel(device: torch.device) -> DrawKernel | None:
@@ -90,19 +74,19 @@ class Turns:
 
 
 class Buffers:
-    """Arguments and results of one `Drawing`, which keeps them for reuse.
+    """Arguments and results of the sampling kernel for one batch, reused by its steps.
 
     A step's weights evict everything else from the CPU caches, so that every allocation after it is
     slow.
     """
 
-    def __init__(self, drawing: Drawing) -> None:
-        num_rows = len(drawing.top_k)
+    def __init__(self, arrays: SamplingArrays) -> None:
+        num_rows = len(arrays.top_k)
         self._keys = np.zeros((num_rows, 2), np.int32)
         self._turns = Turns(num_rows)
         self.arguments = _Arguments(
-            inverse_temperature=drawing.inverse_temperature.ctypes.data, log_min_p=drawing.log_min_p.ctypes.data,
-            top_p=drawing.top_p.ctypes.data, top_k=drawing.top_k.ctypes.data, keys=self._keys.ctypes.data,
+            inverse_temperature=arrays.inverse_temperature.ctypes.data, log_min_p=arrays.log_min_p.ctypes.data,
+            top_p=arrays.top_p.ctypes.data, top_k=arrays.top_k.ctypes.data, keys=self._keys.ctypes.data,
             num_rows=num_rows,
         )  # fmt: skip
 
@@ -114,27 +98,35 @@ class Buffers:
 
 
 class DrawKernel:
-    """The loaded sampling kernel; raises KernelUnavailableError where it cannot be compiled."""
+    """The loaded sampling kernel; raises KernelUnavailableError where it cannot be compiled.
+
+    It keeps the last batch's buffers; only one thread may use an instance.
+    """
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
         self._call, self._member = (
             Caller(cache_dir, march),
             load("draw", cache_dir, march).tokenmill_draw_member,
         )
+        self._arrays: SamplingArrays | None = None
+        self._buffers: Buffers | None = None
 
     def draw(
-        self, logits: Tensor, drawing: Drawing, keys: npt.NDArray[np.int32]
+        self, logits: Tensor, arrays: SamplingArrays, keys: npt.NDArray[np.int32]
     ) -> tuple[Tensor, Tensor]:
-        """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good row.
+        """Return token ids `[rows]` int64 and each row's highest logit, finite in a good row.
 
-        Both belong to this drawing's buffers and stay valid during the next two calls.
+        Both belong to the batch's buffers and stay valid during the next two calls.
 
         Args:
             logits: `[rows, vocab]` float32 on the CPU, its rows contiguous.
             keys: `[rows, 2]`.
         """
         num_rows, vocab = logits.shape
-        buffers = drawing.buffers
+        buffers = self._buffers
+        if buffers is None or arrays is not self._arrays:
+            buffers = self._buffers = Buffers(arrays)
+            self._arrays = arrays
         token_ids, peaks = buffers.turn(keys)
         if num_rows == 0:
             return token_ids, peaks

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tokenmill_worker.engine.cpu.fused.modules import rotate
 from tokenmill_worker.engine.cuda.fused.launches import (
     HeadNorms,
     Heads,
@@ -22,6 +21,7 @@ from tokenmill_worker.engine.cuda.fused.launches import (
     gate,
     rotate_and_write,
 )
+from tokenmill_worker.engine.model.equivalence import rotate
 from tokenmill_worker.engine.model.paged_attention import PagedStep, StepHolder, step_of
 
 Tables = tuple[Tensor, Tensor]
