@@ -1,4 +1,4 @@
-"""What the engine needs of the device that it runs on."""
+"""Describes what differs between the devices that a model runs on."""
 
 from __future__ import annotations
 
