@@ -20,7 +20,7 @@ from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
 from tokenmill_worker.tasks.health import TasksHealth
-from tokenmill_worker.tasks.resources import Desk
+from tokenmill_worker.tasks.resources import TaskResources
 
 pytestmark = pytest.mark.redis
 OPS = Path(__file__).parents[2] / "ops"
@@ -50,9 +50,9 @@ def _tend_and_scrape(database: str) -> str:
     settings = load_settings(
         {"database_url": database, "webhook_secret": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"}
     )
-    desk = Desk(settings)
-    app = build_app(settings, desk)
-    watch = TasksHealth(app, desk.outbox.standing, lambda: True)
+    resources = TaskResources(settings)
+    app = build_app(settings, resources)
+    watch = TasksHealth(app, resources.outbox.backlog, lambda: True)
     port = watch.start("127.0.0.1", 0)
     try:
         app.tasks["tokenmill.webhooks.sweep"].apply().get()
@@ -64,7 +64,7 @@ def _tend_and_scrape(database: str) -> str:
             time.sleep(0.05)
     finally:
         watch.stop()
-        desk.engine.dispose()
+        resources.engine.dispose()
 
 
 async def _work_and_scrape(redis_url: str, folder: Path) -> str:

@@ -21,7 +21,9 @@ class Received:
 
 @dataclass
 class Receiver:
-    """`answers` are used up in order, then 200s follow. `hold` keeps every answer back until it is set."""
+    """`answers` are used up in order, then 200s follow. `hold` keeps every answer back until it is
+    set.
+    """
 
     answers: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     tls: ssl.SSLContext | None = None

@@ -13,7 +13,7 @@ from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.tables import webhooks
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.tasks.webhooks.delivery import Courier
+from tokenmill_worker.tasks.webhooks.delivery import WebhookDelivery
 from tokenmill_worker.tasks.webhooks.http_sender import Sender
 from tokenmill_worker.tasks.webhooks.outbox import Outbox
 
@@ -30,7 +30,7 @@ class Clock:
         return self.seconds
 
 
-def noticed(job_id: str, hook: str, **changes: Any) -> FinishedJob:
+def with_webhook(job_id: str, hook: str, **changes: Any) -> FinishedJob:
     job = finished(job_id, **changes)
     assert job.request is not None
     request = msgspec.structs.replace(job.request, webhook=hook)
@@ -47,7 +47,7 @@ def record(url: str, *jobs: FinishedJob) -> None:
     asyncio.run(write())
 
 
-def courier(
+def delivery(
     engine: sa.Engine,
     clock: Clock,
     *,
@@ -56,9 +56,9 @@ def courier(
     secret: str = SECRET,
     timeout_s: float = 30,
     allowed: Any = LOCAL,
-) -> Courier:
+) -> WebhookDelivery:
     box = Outbox(engine, max_attempts=max_attempts, per_host=per_host)
-    return Courier(
+    return WebhookDelivery(
         box,
         Sender(timeout_s, allowed),
         secret,
@@ -67,7 +67,7 @@ def courier(
     )
 
 
-def notices(engine: sa.Engine) -> list[dict[str, Any]]:
+def messages(engine: sa.Engine) -> list[dict[str, Any]]:
     with engine.connect() as connection:
         return [
             dict(row)

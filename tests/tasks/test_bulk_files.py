@@ -7,8 +7,8 @@ import pytest
 from tokenmill.errors import ConfigurationError
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
-from tokenmill_worker.tasks.bulk_files import NoPlace, Order
-from tokenmill_worker.tasks.resources import Desk
+from tokenmill_worker.tasks.bulk_files import ImportRequest, NoFreeThread
+from tokenmill_worker.tasks.resources import TaskResources
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_files_take_half_of_the_threads_at_most(sqlite_url: str) -> None:
         "queue": "q",
         "tasks_threads": 4,
     }
-    desk = Desk(load_settings(own))
-    with desk.bulk.place(), desk.bulk.place():
-        with pytest.raises(NoPlace):
-            desk.bulk.bring_in(Order.of("batch_x", source="in.jsonl"))
-        with pytest.raises(NoPlace):
-            desk.bulk.fetch("batch_x", "q", "out.jsonl", None)
-    with desk.bulk.place():
+    resources = TaskResources(load_settings(own))
+    with resources.bulk.thread(), resources.bulk.place():
+        with pytest.raises(NoFreeThread):
+            resources.bulk.import_file(ImportRequest.of("batch_x", source="in.jsonl"))
+        with pytest.raises(NoFreeThread):
+            resources.bulk.export_file("batch_x", "q", "out.jsonl", None)
+    with resources.bulk.thread():
         pass

@@ -1,4 +1,6 @@
-"""Health and numbers of `tokenmill tasks`: what makes it unready, what only a restart repairs, and what it counts."""
+"""Health and numbers of `tokenmill tasks`: what makes it unready, what only a restart repairs, and
+what it counts.
+"""
 
 import contextlib
 import json
@@ -20,11 +22,11 @@ import sqlalchemy as sa
 
 from tests.support.valkey import ValkeyServer
 from tests.tasks.receiver import eventually
-from tests.tasks.support import Clock, noticed, record
+from tests.tasks.support import Clock, record, with_webhook
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.tasks.app import build_app
 from tokenmill_worker.tasks.health import STUCK_S, TasksHealth
-from tokenmill_worker.tasks.resources import Desk
+from tokenmill_worker.tasks.resources import TaskResources
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 SWEEP = "tokenmill.webhooks.sweep"
@@ -54,11 +56,11 @@ class ServedHealth:
 
     def __init__(self, settings: Settings) -> None:
         self.clock, self.beats = Clock(1_000.0), True
-        self.desk = Desk(settings)
-        self.app = build_app(settings, self.desk)
+        self.resources = TaskResources(settings)
+        self.app = build_app(settings, self.resources)
         self.health = TasksHealth(
             self.app,
-            self.desk.outbox.standing,
+            self.resources.outbox.backlog,
             lambda: self.beats,
             every_s=0.05,
             clock=lambda: self.clock.seconds,
@@ -74,7 +76,7 @@ def watched(redis_url: str, sqlite_url: str, allowed_keys: list[str]) -> Iterato
     )
     yield made
     made.health.stop()
-    made.desk.engine.dispose()
+    made.resources.engine.dispose()
 
 
 def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_restarted(
@@ -96,10 +98,10 @@ def test_a_beat_that_has_ended_is_to_be_restarted(watched: ServedHealth) -> None
 def test_webhooks_and_runs_are_counted(watched: ServedHealth, sqlite_url: str) -> None:
     record(
         sqlite_url,
-        noticed("j1", "https://example.com/hook"),
-        noticed("j2", "https://example.com/hook"),
+        with_webhook("j1", "https://example.com/hook"),
+        with_webhook("j2", "https://example.com/hook"),
     )
-    with watched.desk.engine.begin() as connection:
+    with watched.resources.engine.begin() as connection:
         connection.execute(
             sa.text("UPDATE webhooks SET due_ms = :due"),
             {"due": round((time.time() - 3_600) * 1000)},

@@ -1,4 +1,6 @@
-"""`tokenmill tasks`, a process of its own, beside a worker: a job's end reaches its webhook, a file its answers."""
+"""`tokenmill tasks`, a process of its own, beside a worker: a job's end reaches its webhook, a file
+its answers.
+"""
 
 import contextlib
 import json

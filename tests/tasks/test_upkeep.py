@@ -209,10 +209,10 @@ def test_nothing_is_removed_unless_asked_for(url: str, engine: sa.Engine) -> Non
     ("state", "goes"), [("delivered", True), ("dead", True), ("pending", False), ("sending", False)]
 )
 def test_webhooks_that_are_over_go(sqlite_url: str, state: str, goes: bool) -> None:
-    from tests.tasks.support import noticed
+    from tests.tasks.support import with_webhook
     from tokenmill_worker.record.threads import open_engine
 
-    record(sqlite_url, noticed("a", "http://a/", finished_ms=at(TODAY - 40)))
+    record(sqlite_url, with_webhook("a", "http://a/", finished_ms=at(TODAY - 40)))
     engine = open_engine(sqlite_url)
     with engine.begin() as connection:
         connection.execute(sa.text("UPDATE webhooks SET state = :state"), {"state": state})

@@ -8,20 +8,20 @@ import sqlalchemy as sa
 
 from tests.record.support import failed
 from tests.tasks.receiver import Receiver
-from tests.tasks.support import SECRET, START_MS, Clock, courier, noticed, notices, record
+from tests.tasks.support import SECRET, START_MS, Clock, delivery, messages, record, with_webhook
 from tokenmill.webhooks import tenant_secret, verify
 from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
 from tokenmill_schemas.tables import jobs
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.tasks.webhooks.delivery import MAX_TEXT_BYTES
-from tokenmill_worker.tasks.webhooks.outbox import CLAIM_MS, MAX_OF_TENANT, Claim
+from tokenmill_worker.tasks.webhooks.outbox import LEASE_MS, MAX_OF_TENANT, OutboxLease
 
 
 def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None:
     clock = Clock()
     with Receiver() as receiver:
-        record(url, noticed("a", receiver.url))
-        ours = courier(engine, clock)
+        record(url, with_webhook("a", receiver.url))
+        ours = delivery(engine, clock)
         (claim,) = ours.claim()
         assert ours.deliver(claim) == "delivered"
     (seen,) = receiver.received
@@ -38,7 +38,7 @@ def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None
     assert event.data.metadata == {"user": "42"}
     assert event.timestamp == "2026-11-18T11:06:40.090000Z"
     assert "token_ids" not in json.loads(seen.body)["data"]["choices"][0]
-    (row,) = notices(engine)
+    (row,) = messages(engine)
     assert (row["state"], row["attempts"], row["last_status"]) == ("delivered", 1, 200)
     assert ours.claim() == []
 
@@ -48,14 +48,14 @@ def test_a_failure_is_tried_again_later_and_set_aside_at_the_limit(
 ) -> None:
     clock = Clock()
     with Receiver([(500, {}), (404, {}), (503, {})]) as receiver:
-        record(url, noticed("a", receiver.url))
-        ours = courier(engine, clock)
+        record(url, with_webhook("a", receiver.url))
+        ours = delivery(engine, clock)
         pauses = []
         for _ in range(3):
             (claim,) = ours.claim()
             assert ours.deliver(claim) == "failed"
             assert ours.claim() == []  # not before its time
-            (row,) = notices(engine)
+            (row,) = messages(engine)
             pauses.append(row["due_ms"] / 1000 - clock())
             clock.seconds = row["due_ms"] / 1000
         assert len({seen.headers["webhook-id"] for seen in receiver.received}) == 1
@@ -72,11 +72,11 @@ def test_what_can_never_be_delivered_is_set_aside_at_once(
     url: str, engine: sa.Engine, gone: bool
 ) -> None:
     with Receiver([(410, {})]) as receiver:
-        record(url, noticed("a", receiver.url))
-        ours = courier(engine, Clock()) if gone else courier(engine, Clock(), allowed=())
+        record(url, with_webhook("a", receiver.url))
+        ours = delivery(engine, Clock()) if gone else delivery(engine, Clock(), allowed=())
         assert ours.deliver(ours.claim()[0]) == "failed"
         assert len(receiver.received) == gone
-    (row,) = notices(engine)
+    (row,) = messages(engine)
     assert row["state"] == "dead"
     assert ("410" if gone else "TOKENMILL_WEBHOOK_NETWORKS") in row["last_error"]
 
@@ -84,16 +84,16 @@ def test_what_can_never_be_delivered_is_set_aside_at_once(
 def test_a_claim_that_nobody_began_is_due_again(url: str, engine: sa.Engine) -> None:
     clock = Clock()
     with Receiver() as receiver:
-        record(url, noticed("a", receiver.url))
-        ours = courier(engine, clock)
+        record(url, with_webhook("a", receiver.url))
+        ours = delivery(engine, clock)
         (lost,) = ours.claim()
-        clock.seconds += CLAIM_MS / 1000
+        clock.seconds += LEASE_MS / 1000
         (claim,) = ours.claim()
         assert ours.deliver(lost) == "skipped"  # its message comes after all, too late
         assert ours.deliver(claim) == "delivered"
         assert ours.deliver(claim) == "skipped"  # and twice
         assert len(receiver.received) == 1
-    assert notices(engine)[0]["attempts"] == 1
+    assert messages(engine)[0]["attempts"] == 1
 
 
 def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(
@@ -101,29 +101,29 @@ def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(
 ) -> None:
     clock = Clock()
     with Receiver() as receiver:
-        record(url, noticed("a", receiver.url))
-        ours = courier(engine, clock)
+        record(url, with_webhook("a", receiver.url))
+        ours = delivery(engine, clock)
         begun = ours._outbox.begin(ours.claim()[0], START_MS)
         assert begun is not None
         ours._send(begun)  # and here it dies
-        clock.seconds += CLAIM_MS / 1000
+        clock.seconds += LEASE_MS / 1000
         assert ours.deliver(ours.claim()[0]) == "delivered"
         assert [seen.headers["webhook-id"] for seen in receiver.received] == [
             f"msg_a_{START_MS}"
         ] * 2
-    assert notices(engine)[0]["attempts"] == 2
+    assert messages(engine)[0]["attempts"] == 2
 
 
 def test_what_kills_everyone_who_tries_it_comes_to_an_end(url: str, engine: sa.Engine) -> None:
     clock = Clock()
-    record(url, noticed("a", "http://localhost:1/"))
-    ours = courier(engine, clock)
+    record(url, with_webhook("a", "http://localhost:1/"))
+    ours = delivery(engine, clock)
     for _ in range(3):
         (claim,) = ours.claim()
         assert ours._outbox.begin(claim, round(clock() * 1000)) is not None
-        clock.seconds += CLAIM_MS / 1000
+        clock.seconds += LEASE_MS / 1000
     assert ours.claim() == []
-    assert (notices(engine)[0]["state"], notices(engine)[0]["last_error"]) == (
+    assert (messages(engine)[0]["state"], messages(engine)[0]["last_error"]) == (
         "dead",
         "each process that tried it died",
     )
@@ -131,10 +131,10 @@ def test_what_kills_everyone_who_tries_it_comes_to_an_end(url: str, engine: sa.E
 
 def test_one_host_does_not_take_every_place(url: str, engine: sa.Engine) -> None:
     hanging = [
-        noticed(f"a{n}", f"http://hanging.example/{n}", finished_ms=n + 1) for n in range(20)
+        with_webhook(f"a{n}", f"http://hanging.example/{n}", finished_ms=n + 1) for n in range(20)
     ]
-    record(url, *hanging, noticed("b", "http://quick.example/", finished_ms=100))
-    ours = courier(engine, Clock(), per_host=3)
+    record(url, *hanging, with_webhook("b", "http://quick.example/", finished_ms=100))
+    ours = delivery(engine, Clock(), per_host=3)
     assert sorted(claim.id for claim in ours.claim()) == [
         "msg_a0_1",
         "msg_a1_2",
@@ -145,30 +145,35 @@ def test_one_host_does_not_take_every_place(url: str, engine: sa.Engine) -> None
 
 
 def test_one_tenants_hanging_hosts_do_not_take_every_place(url: str, engine: sa.Engine) -> None:
-    """Eight hosts of one tenant with more notices than there are places; another tenant's notice comes last."""
+    """Eight hosts of one tenant with more messages than there are places; another tenant's message
+    comes last.
+    """
     hanging = [
-        noticed(f"a{host}-{n}", f"http://host{host}.example/{n}", tenant="a", finished_ms=n + 1)
+        with_webhook(
+            f"a{host}-{n}", f"http://host{host}.example/{n}", tenant="a", finished_ms=n + 1
+        )
         for host in range(8)
         for n in range(20)
     ]
     record(url, *hanging)
-    ours = courier(engine, Clock())
+    ours = delivery(engine, Clock())
     assert len(ours.claim()) == MAX_OF_TENANT
     assert ours.claim() == []
-    record(url, noticed("b", "http://quick.example/", tenant="b", finished_ms=100))
+    record(url, with_webhook("b", "http://quick.example/", tenant="b", finished_ms=100))
     assert [claim.id for claim in ours.claim()] == ["msg_b_100"]
 
 
 def test_tenants_take_turns(url: str, engine: sa.Engine) -> None:
     many = [
-        noticed(f"a{n}", f"http://host{n}.example/", tenant="a", finished_ms=1) for n in range(60)
+        with_webhook(f"a{n}", f"http://host{n}.example/", tenant="a", finished_ms=1)
+        for n in range(60)
     ]
     record(
         url,
         *many,
-        *(noticed(f"b{n}", "http://b.example/", tenant="b", finished_ms=99) for n in range(3)),
+        *(with_webhook(f"b{n}", "http://b.example/", tenant="b", finished_ms=99) for n in range(3)),
     )
-    claimed = [claim.id for claim in courier(engine, Clock()).claim()]
+    claimed = [claim.id for claim in delivery(engine, Clock()).claim()]
     assert len(claimed) == MAX_OF_TENANT + 3
     assert {name for name in claimed if name.startswith("msg_b")} == {
         f"msg_b{n}_99" for n in range(3)
@@ -176,10 +181,10 @@ def test_tenants_take_turns(url: str, engine: sa.Engine) -> None:
 
 
 def test_two_sweeps_at_once_take_different_ones(url: str, engine: sa.Engine) -> None:
-    record(url, *(noticed(f"a{n}", f"http://host{n}.example/") for n in range(40)))
-    taken: list[Claim] = []
+    record(url, *(with_webhook(f"a{n}", f"http://host{n}.example/") for n in range(40)))
+    taken: list[OutboxLease] = []
     sweeps = [
-        threading.Thread(target=lambda: taken.extend(courier(engine, Clock()).claim()))
+        threading.Thread(target=lambda: taken.extend(delivery(engine, Clock()).claim()))
         for _ in range(4)
     ]
     for sweep in sweeps:
@@ -196,26 +201,27 @@ def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(
         dead = failed("a", status=JobStatus.DEAD)
         assert dead.request is not None
         record(
-            url, FinishedJob(1, dead.result, dead.final_chunk, noticed("a", receiver.url).request)
+            url,
+            FinishedJob(1, dead.result, dead.final_chunk, with_webhook("a", receiver.url).request),
         )
-        record(url, noticed("a", receiver.url, token=2, finished_ms=START_MS + 5))
-        ours = courier(engine, Clock(START_MS / 1000 + 1))
+        record(url, with_webhook("a", receiver.url, token=2, finished_ms=START_MS + 5))
+        ours = delivery(engine, Clock(START_MS / 1000 + 1))
         assert sorted(ours.deliver(claim) for claim in ours.claim()) == ["delivered", "skipped"]
         assert [json.loads(seen.body)["type"] for seen in receiver.received] == ["job.succeeded"]
-    assert [row["state"] for row in notices(engine)] == ["superseded", "delivered"]
+    assert [row["state"] for row in messages(engine)] == ["superseded", "delivered"]
 
 
 def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> None:
     long = ChoiceResult(text="x" * (MAX_TEXT_BYTES + 1), finish_reason=FinishReason.LENGTH)
     with Receiver() as receiver:
-        record(url, *(noticed(name, receiver.url) for name in ("purged", "removed")))
-        record(url, noticed("long", receiver.url, choices=(long,)))
+        record(url, *(with_webhook(name, receiver.url) for name in ("purged", "removed")))
+        record(url, with_webhook("long", receiver.url, choices=(long,)))
         with engine.begin() as connection:
             connection.execute(sa.delete(jobs).where(jobs.c.id == "removed"))
             connection.execute(
                 sa.update(jobs).where(jobs.c.id == "purged").values(result=None, metadata=sa.null())
             )
-        ours = courier(engine, Clock())
+        ours = delivery(engine, Clock())
         assert [ours.deliver(claim) for claim in ours.claim()] == ["delivered"] * 3
         data = [verify(seen.body, seen.headers, tenant_secret(SECRET, "acme"), now=Clock()()).data
                 for seen in receiver.received]  # fmt: skip
@@ -227,7 +233,7 @@ def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> No
 def test_nothing_is_sent_unsigned(
     url: str, engine: sa.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record(url, noticed("a", "http://localhost:1/"))
-    assert courier(engine, Clock(), secret="").claim() == []
-    assert "1 webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set" in caplog.text
-    assert notices(engine)[0]["state"] == "pending"
+    record(url, with_webhook("a", "http://localhost:1/"))
+    assert delivery(engine, Clock(), secret="").claim() == []
+    assert "1 webhooks wait until TOKENMILL_WEBHOOK_SECRET is set" in caplog.text
+    assert messages(engine)[0]["state"] == "pending"

@@ -112,7 +112,7 @@ def test_a_connection_that_is_made_at_the_last_moment_is_cut_off_too() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, _Deadline(0.01) as deadline:
         time.sleep(0.1)
-        deadline.watch(ours)
+        deadline.attach(ours)
         theirs.settimeout(5)
         assert theirs.recv(1) == b""
 

@@ -14,7 +14,7 @@ from tokenmill_worker.record.threads import open_engine
 HOOK = "https://hooks.example.org:8443/a?b=c"
 
 
-def noticed(job: FinishedJob, url: str | None = HOOK) -> FinishedJob:
+def with_webhook(job: FinishedJob, url: str | None = HOOK) -> FinishedJob:
     assert job.request is not None
     request = msgspec.structs.replace(job.request, webhook=url)
     return FinishedJob(job.token, job.result, job.final_chunk, request)
@@ -22,7 +22,7 @@ def noticed(job: FinishedJob, url: str | None = HOOK) -> FinishedJob:
 
 async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: ResultStore) -> None:
     await store.record(
-        [noticed(finished("a", finished_ms=50)), finished("b"), noticed(failed("c"))]
+        [with_webhook(finished("a", finished_ms=50)), finished("b"), with_webhook(failed("c"))]
     )
     found = rows(url, "SELECT * FROM webhooks ORDER BY job_id")
     assert [(row["id"], row["event"], row["host"]) for row in found] == [
@@ -48,23 +48,23 @@ async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: Res
 
 
 async def test_a_job_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
-    await store.record([noticed(finished("a", finished_ms=50))])
+    await store.record([with_webhook(finished("a", finished_ms=50))])
     await store.record(
-        [noticed(finished("a", token=2, finished_ms=60))]
+        [with_webhook(finished("a", token=2, finished_ms=60))]
     )  # another worker, another end
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
 
 
 async def test_a_death_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
     """The first worker to record it died before it could acknowledge."""
-    await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=50))])
-    await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=60))])
+    await store.record([with_webhook(failed("a", status=JobStatus.DEAD, finished_ms=50))])
+    await store.record([with_webhook(failed("a", status=JobStatus.DEAD, finished_ms=60))])
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
 
 
 async def test_a_redriven_job_is_told_again(url: str, store: ResultStore) -> None:
-    await store.record([noticed(failed("a", status=JobStatus.DEAD, finished_ms=50))])
-    await store.record([noticed(finished("a", token=2, finished_ms=60))])
+    await store.record([with_webhook(failed("a", status=JobStatus.DEAD, finished_ms=50))])
+    await store.record([with_webhook(finished("a", token=2, finished_ms=60))])
     found = rows(url, "SELECT event FROM webhooks ORDER BY ended_ms")
     assert [row["event"] for row in found] == ["job.dead", "job.succeeded"]
 
@@ -76,11 +76,11 @@ async def test_no_result_without_its_notice(url: str) -> None:
         connection.execute(sa.text("ALTER TABLE webhooks RENAME TO hidden"))
     store = ResultStore(url, queue="q", engine=engine)
     with pytest.raises(StoreUnavailable, match="db upgrade"):
-        await store.record([noticed(finished("a"))])
+        await store.record([with_webhook(finished("a"))])
     assert rows(url, "SELECT count(*) AS n FROM jobs") == [{"n": 0}]
     with engine.begin() as connection:
         connection.execute(sa.text("ALTER TABLE hidden RENAME TO webhooks"))
-    assert (await store.record([noticed(finished("a"))])).written == {"a"}
+    assert (await store.record([with_webhook(finished("a"))])).written == {"a"}
     assert rows(url, "SELECT count(*) AS n FROM webhooks") == [{"n": 1}]
     await store.close()
 
@@ -91,5 +91,5 @@ async def test_no_result_without_its_notice(url: str) -> None:
 async def test_an_address_that_is_none_keeps_no_result_from_being_recorded(
     url: str, store: ResultStore, bad: str
 ) -> None:
-    assert (await store.record([noticed(failed("a"), bad)])).written == {"a"}
+    assert (await store.record([with_webhook(failed("a"), bad)])).written == {"a"}
     assert rows(url, "SELECT * FROM webhooks") == []

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.tasks.receiver import Receiver
-from tests.tasks.support import Clock, courier, noticed, record
+from tests.tasks.support import Clock, delivery, record, with_webhook
 from tokenmill.sql.webhooks import SqlWebhooks
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.tables import webhooks
@@ -46,9 +46,12 @@ def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
 def test_a_failed_notice_says_no_secret(sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
     """No secret stands in the log, in `last_error` or in the command line's list."""
     caplog.set_level(logging.DEBUG)
-    record(sqlite_url, noticed("a", "http://user:S3CRET@127.0.0.1:9/hook?token=T0PSECRET#FRAGMENT"))
+    record(
+        sqlite_url,
+        with_webhook("a", "http://user:S3CRET@127.0.0.1:9/hook?token=T0PSECRET#FRAGMENT"),
+    )
     engine = open_engine(sqlite_url)
-    ours = courier(engine, Clock())
+    ours = delivery(engine, Clock())
     assert [ours.deliver(claim) for claim in ours.claim()] == ["failed"]
     with engine.connect() as connection:
         error = connection.scalar(sa.select(webhooks.c.last_error))
@@ -68,9 +71,9 @@ def test_a_delivered_notice_keeps_no_secret_in_sql(sqlite_url: str) -> None:
     with Receiver() as receiver:
         record(
             sqlite_url,
-            noticed("a", receiver.url.replace("://", "://user:S3CRET@") + "&token=T0PSECRET"),
+            with_webhook("a", receiver.url.replace("://", "://user:S3CRET@") + "&token=T0PSECRET"),
         )
-        ours = courier(engine, Clock())
+        ours = delivery(engine, Clock())
         assert [ours.deliver(claim) for claim in ours.claim()] == ["delivered"]
         assert len(receiver.received) == 1
     with engine.connect() as connection:
@@ -94,10 +97,10 @@ def test_a_refused_webhook_is_refused_without_its_secrets(url: str) -> None:
 )
 def test_a_url_that_cannot_be_sent_to_says_no_secret(sqlite_url: str, url: str) -> None:
     engine = open_engine(sqlite_url)
-    record(sqlite_url, noticed("a", "http://127.0.0.1:9/"))
+    record(sqlite_url, with_webhook("a", "http://127.0.0.1:9/"))
     with engine.begin() as connection:
         connection.execute(sa.update(webhooks).values(url=url))
-    ours = courier(engine, Clock())
+    ours = delivery(engine, Clock())
     assert [ours.deliver(claim) for claim in ours.claim()] == ["failed"]
     with engine.connect() as connection:
         error = str(connection.scalar(sa.select(webhooks.c.last_error)))

@@ -1,4 +1,6 @@
-"""Signatures of webhooks against the published example of Standard Webhooks, and what a receiver must refuse."""
+"""Signatures of webhooks against the published example of Standard Webhooks, and what a receiver
+must refuse.
+"""
 
 import re
 import time

@@ -89,7 +89,7 @@ class ResultStore:
             _upsert_job(dialect),
             _upsert_usage(dialect),
         )  # building them is slow
-        self._insert_notices = _insert(dialect, webhooks).on_conflict_do_nothing()
+        self._insert_webhooks = _insert(dialect, webhooks).on_conflict_do_nothing()
 
     async def record(self, finished: Sequence[FinishedJob]) -> RecordReport:
         """Record jobs in one call. Raises StoreUnavailable when nothing, or not everything, could
@@ -200,9 +200,9 @@ class ResultStore:
             new = [row for row in rows if row.job_id in report.written]
             if new:
                 connection.execute(self._insert_usage, [row.usage for row in new])
-            notices = [row.webhook for row in new if row.webhook is not None]
-            if notices:
-                connection.execute(self._insert_notices, notices)
+            messages = [row.webhook for row in new if row.webhook is not None]
+            if messages:
+                connection.execute(self._insert_webhooks, messages)
             self._read_existing(
                 connection,
                 {row.job_id: row for row in rows if row.job_id not in report.written},

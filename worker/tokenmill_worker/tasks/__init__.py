@@ -1,9 +1,11 @@
 """Periodic and slow work beside the stream of jobs, run by Celery: webhooks, bulk files, usage
 sums, retention.
 
-`tokenmill tasks` runs it all in one process; `celery -A tokenmill_worker.tasks worker -B -P threads` does the
-same with Celery's own options. The application is built at its first use, from the same settings as
-a worker.
+`tokenmill tasks` runs it all in one process; `celery -A tokenmill_worker.tasks worker -B -P
+threads` does the same with Celery's own options. The application is built at its first use, from
+the same settings as a worker.
+
+Belongs here: what may run late, and on another machine than the model. Nothing here serves a job.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from tokenmill.transport.connect import parse_url
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.registry import BULK, UPKEEP, WEBHOOKS, register, schedule
-from tokenmill_worker.tasks.resources import Desk
+from tokenmill_worker.tasks.resources import TaskResources
 
 VISIBILITY_S: Final = 900  # a task of a dead process starts in another one after this time
 
 
-def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
+def build_app(settings: Settings, resources: TaskResources | None = None) -> Celery:
     """Build the application. Raises SettingsError if the queue's server cannot be Celery's broker
     too.
     """
@@ -37,7 +37,8 @@ def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
             "socket_keepalive": True,
         },
         broker_connection_retry_on_startup=True,
-        broker_connection_max_retries=None,  # no limit: by default it ends after an hour without its broker
+        # no limit: by default Celery ends after an hour without its broker
+        broker_connection_max_retries=None,
         task_serializer="msgpack",
         result_serializer="msgpack",
         accept_content=["msgpack"],
@@ -57,7 +58,7 @@ def build_app(settings: Settings, desk: Desk | None = None) -> Celery:
         beat_schedule=beat_schedule(settings),
         enable_utc=True,
     )
-    register(app, desk or Desk(settings))
+    register(app, resources or TaskResources(settings))
     return app
 
 
@@ -82,9 +83,11 @@ def broker_url(settings: Settings) -> str:
     url = settings.tasks_broker_url or settings.redis_url
     if not settings.tasks_broker_url and parse_url(url).kind != "single":
         raise SettingsError(
-            ["TOKENMILL_TASKS_BROKER_URL must name a single Redis, or a sentinel as Celery spells it: the queue is on "
-             "a Sentinel or Cluster URL, which Celery does not read"]
-        )  # fmt: skip
+            [
+                "TOKENMILL_TASKS_BROKER_URL must name a single Redis, or a sentinel as Celery spells "
+                "it: the queue is on a Sentinel or Cluster URL, which Celery does not read"
+            ]
+        )
     return f"redis+socket://{url.removeprefix('unix://')}" if url.startswith("unix://") else url
 
 

@@ -4,8 +4,8 @@
         --kwargs '{"source": "/data/in.jsonl", "output": "/data/out.jsonl"}'
 
 Progress is stored with the batch, so a task may stop anywhere. A task works for some minutes, then
-queues itself again behind the others; a task whose process died is run again. Paths are those of the
-machine that runs the tasks.
+queues itself again behind the others; a task whose process died is run again. Paths are those of
+the machine that runs the tasks.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from tokenmill_worker.settings import Settings
 log = logging.getLogger(__name__)
 
 # well below the broker's visibility timeout, after which another process starts the task
-TURN_S: Final = 300.0
+TIME_SLICE_S: Final = 300.0
 
 
-class NotYet(Exception):
-    """Raised when there is more to do: run the task again after `pause_s`."""
+class Reschedule(Exception):
+    """Raised when there is more to do. The task runs again after `pause_s`."""
 
     pause_s = 1
 
 
-class NoPlace(NotYet):
-    """Raised when other files already occupy half of this process's threads."""
+class NoFreeThread(Reschedule):
+    """Raised when other files already occupy half of the process's threads."""
 
     pause_s = 10
 
 
-class _TurnOver(Exception):
+class _TimeSliceOver(Exception):
     pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """An order to import one file. `batch_id` is made from the task's id, so that a repeated task
+class ImportRequest:
+    """A request to import one file. `batch_id` is made from the task's id, so that a repeated task
     finds its batch.
     """
 
@@ -76,54 +76,54 @@ class Order:
     metadata: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch_id: str, /, **given: Any) -> Order:
-        """Build an order. Raises ConfigurationError for unknown or invalid terms."""
+    def of(cls, batch_id: str, /, **given: Any) -> ImportRequest:
+        """Build a request. Raises ConfigurationError for unknown or invalid terms."""
         terms = {term.name for term in fields(cls)} - {"batch_id"}
         unknown = sorted(set(given) - terms)
         if unknown:
-            raise ConfigurationError(f"an order of a bulk file has no {', '.join(unknown)}")
+            raise ConfigurationError(f"an import of a bulk file has no {', '.join(unknown)}")
         try:
             return msgspec.convert({"batch_id": batch_id, **given}, cls)
         except msgspec.ValidationError as error:
-            raise ConfigurationError(f"an order of a bulk file: {error}") from None
+            raise ConfigurationError(f"an import of a bulk file: {error}") from None
 
 
 class BulkFiles:
     """Imports and exports files. Calls block, for one time slice at most. Safe to share between
     threads. Half of the process's threads stay free for webhooks and upkeep: if files occupy the
-    other half, a call raises NoPlace at once.
+    other half, a call raises NoFreeThread at once.
     """
 
-    def __init__(self, settings: Settings, turn_s: float = TURN_S) -> None:
+    def __init__(self, settings: Settings, time_slice_s: float = TIME_SLICE_S) -> None:
         self._settings = settings
-        self._turn_s = turn_s
-        self._places = threading.BoundedSemaphore(max(1, settings.tasks_threads // 2))
+        self._time_slice_s = time_slice_s
+        self._threads = threading.BoundedSemaphore(max(1, settings.tasks_threads // 2))
 
-    def bring_in(self, order: Order) -> Batch:
-        """Import the order's file; returns when every line is submitted. Raises NotYet;
-        ConfigurationError and OSError for a bad order.
+    def import_file(self, request: ImportRequest) -> Batch:
+        """Import the file; returns when every line is submitted. Raises Reschedule;
+        ConfigurationError and OSError for a bad request.
         """
-        until = time.monotonic() + self._turn_s
+        until = time.monotonic() + self._time_slice_s
 
         def watch(_: Progress) -> None:
             if time.monotonic() > until:
-                raise _TurnOver
+                raise _TimeSliceOver
 
-        with self._open(order.queue) as (client, store):
-            batch = _known(store, order.batch_id) or _new(client, order)
+        with self._open(request.queue) as (client, store):
+            batch = _known(store, request.batch_id) or _new(client, request)
             try:
                 return import_batch(
-                    client, store, Path(order.source), batch=batch, pacing=Pacing(watch=watch)
+                    client, store, Path(request.source), batch=batch, pacing=Pacing(watch=watch)
                 )
-            except _TurnOver:
-                raise NotYet from None
+            except _TimeSliceOver:
+                raise Reschedule from None
 
-    def fetch(self, batch_id: str, queue: str, output: str, errors: str | None) -> Batch:
-        """Write the answers when the batch is over. Raises NotYet before."""
+    def export_file(self, batch_id: str, queue: str, output: str, errors: str | None) -> Batch:
+        """Write the answers when the batch is over. Raises Reschedule before."""
         with self._open(queue) as (client, store):
             batch = refresh(client, store, batch_id)
             if not batch.state.is_final:
-                raise NotYet
+                raise Reschedule
             paths = Paths.of(Path(output), Path(errors) if errors else None)
             ended, _missing = export_batch(
                 client, store, batch_id, paths, source=Path(batch.input_file)
@@ -132,14 +132,14 @@ class BulkFiles:
             return ended
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """Hold one of the places for files. Raises NoPlace if none is free."""
-        if not self._places.acquire(blocking=False):
-            raise NoPlace
+    def thread(self) -> Iterator[None]:
+        """Hold one of the threads for files. Raises NoFreeThread if none is free."""
+        if not self._threads.acquire(blocking=False):
+            raise NoFreeThread
         try:
             yield
         finally:
-            self._places.release()
+            self._threads.release()
 
     @contextlib.contextmanager
     def _open(self, queue: str) -> Iterator[tuple[Client, BatchStore]]:
@@ -150,7 +150,7 @@ class BulkFiles:
             database=settings.database_url,
             prefix=settings.key_prefix,
         )
-        with self.place(), client, contextlib.closing(open_store(client)) as store:
+        with self.thread(), client, contextlib.closing(open_store(client)) as store:
             yield client, store
 
 
@@ -161,6 +161,8 @@ def _known(store: BatchStore, batch_id: str) -> Batch | None:
         return None
 
 
-def _new(client: Client, order: Order) -> Batch:
-    terms = Terms(order.completion_window, order.tenant, order.any_model, order.metadata)
-    return msgspec.structs.replace(new_batch(client, Path(order.source), terms), id=order.batch_id)
+def _new(client: Client, request: ImportRequest) -> Batch:
+    terms = Terms(request.completion_window, request.tenant, request.any_model, request.metadata)
+    return msgspec.structs.replace(
+        new_batch(client, Path(request.source), terms), id=request.batch_id
+    )

@@ -1,7 +1,7 @@
 """Serves /metrics, /livez, /readyz and /healthz of `tokenmill tasks`, on a thread beside Celery's
 worker.
 
-Celery's consumer feeds a watchdog; Redis and SQL are queried every few seconds. A dependency that
+Celery's consumer resets a watchdog; Redis and SQL are queried every few seconds. A dependency that
 is away makes the process unready. /livez fails only for what a restart repairs: beat's thread has
 ended, or the consumer stands still although its broker answers.
 """
@@ -15,22 +15,28 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from celery import Celery, bootsteps
+from celery import Celery, bootsteps, signals
 from celery.worker import state as worker_state
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tokenmill_worker.record.sql_errors import sentence_of
-from tokenmill_worker.tasks.counts import TaskCounts
-from tokenmill_worker.tasks.webhooks.outbox import Standing
+from tokenmill_worker.tasks.webhooks.outbox import OutboxBacklog
 from tokenmill_worker.telemetry import Check, HealthServer, Watchdog
-from tokenmill_worker.telemetry.instruments import CallbackCollector, MetricSample, by_label, gauge
+from tokenmill_worker.telemetry.instruments import (
+    PREFIX,
+    CallbackCollector,
+    MetricSample,
+    by_label,
+    gauge,
+)
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 5.0
+POLL_S: Final = 5.0
 SILENT_S: Final = 30.0  # the consumer's loop runs at least once a second while it is connected
 STUCK_S: Final = 180.0  # longer than Celery needs to replace a broken connection
-_BEAT_S: Final = 1.0
+_RESET_S: Final = 1.0
+_SECONDS: Final = (0.005, 0.025, 0.1, 0.5, 2.5, 10, 60, 300)
 
 
 class TasksHealth:
@@ -41,10 +47,10 @@ class TasksHealth:
     def __init__(
         self,
         app: Celery,
-        webhooks: Callable[[int], Standing],
+        webhooks: Callable[[int], OutboxBacklog],
         beats: Callable[[], bool],
         *,
-        every_s: float = LOOK_S,
+        every_s: float = POLL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -54,8 +60,8 @@ class TasksHealth:
         self._every_s = every_s
         self._clock = clock
         self._consumer = ConsumerWatchdog(clock)
-        self._looks = Watchdog("answer from the database", max(SILENT_S, 3 * every_s), clock)
-        self._standing: Standing | None = None
+        self._sql_answers = Watchdog("answer from the database", max(SILENT_S, 3 * every_s), clock)
+        self._backlog: OutboxBacklog | None = None
         self._problems: dict[str, str | None] = dict.fromkeys(("broker", "sql"), "not asked yet")
         self._broker_ok_since: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,7 +96,7 @@ class TasksHealth:
     def checks(self) -> list[Check]:
         return [
             Check("broker", lambda: self._problems["broker"]),
-            Check("sql", lambda: self._problems["sql"] or self._looks.problem()),
+            Check("sql", lambda: self._problems["sql"] or self._sql_answers.problem()),
             Check("consumer", self._consumer.problem),
             Check("stuck", self._stuck, vital=True),
             Check("beat", lambda: None if self._beats() else "its thread has ended", vital=True),
@@ -106,18 +112,18 @@ class TasksHealth:
         yield by_label(
             "tasks_dependency_up", "1 while `tokenmill tasks` can use it", "dependency", up
         )
-        standing = self._standing
-        if standing is not None:
+        backlog = self._backlog
+        if backlog is not None:
             yield by_label(
                 "webhooks",
-                "Notices in the database that are not delivered",
+                "Webhook messages in the database that are not delivered",
                 "state",
-                standing.counts,
+                backlog.counts,
             )
             yield gauge(
                 "webhook_overdue_seconds",
-                "How long the longest due of them has been due",
-                standing.overdue_s,
+                "How long the longest due webhook message has been due",
+                backlog.overdue_s,
             )
 
     def _stuck(self) -> str | None:
@@ -135,8 +141,8 @@ class TasksHealth:
 
     async def _open(self, host: str, port: int) -> int:
         self._server = await HealthServer(host, port, self.registry, self.checks()).start()
-        looks = (("broker", self._ask_broker), ("sql", self._ask_sql))
-        self._tasks = [asyncio.create_task(self._look(name, ask)) for name, ask in looks]
+        polls = (("broker", self._ask_broker), ("sql", self._ask_sql))
+        self._tasks = [asyncio.create_task(self._poll(name, ask)) for name, ask in polls]
         return self._server.port
 
     async def _close(self) -> None:
@@ -146,7 +152,7 @@ class TasksHealth:
         if self._server is not None:
             await self._server.stop()
 
-    async def _look(self, name: str, ask: Callable[[], None]) -> None:
+    async def _poll(self, name: str, ask: Callable[[], None]) -> None:
         while True:
             try:
                 await asyncio.to_thread(ask)
@@ -154,7 +160,7 @@ class TasksHealth:
             except Exception as error:  # of any kind: /healthz reports it
                 problem = sentence_of(error)
             if problem and problem != self._problems[name]:
-                log.warning("%s: %s", name, problem)
+                log.warning("%s cannot be used: %s", name, problem)
             self._problems[name] = problem
             if name == "broker":
                 self._broker_ok_since = None if problem else self._broker_ok_since or self._clock()
@@ -165,8 +171,8 @@ class TasksHealth:
             connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
 
     def _ask_sql(self) -> None:
-        self._standing = self._webhooks(round(time.time() * 1000))
-        self._looks.reset()
+        self._backlog = self._webhooks(round(time.time() * 1000))
+        self._sql_answers.reset()
 
 
 class ConsumerWatchdog:
@@ -199,10 +205,65 @@ def _watchdog_step(watchdog: ConsumerWatchdog) -> type[Any]:
 
         def start(self, consumer: Any) -> None:
             watchdog.reset()
-            self._timer = consumer.timer.call_repeatedly(_BEAT_S, watchdog.reset)
+            self._timer = consumer.timer.call_repeatedly(_RESET_S, watchdog.reset)
 
         def stop(self, consumer: Any) -> None:
             self._timer.cancel()
             watchdog.end()
 
     return WatchdogStep
+
+
+class TaskCounts:
+    """Counts how each task of one application ended, and records its duration and last success,
+    from `start` to `stop`. If a task returns a text, the text is its outcome.
+    """
+
+    def __init__(self, app: Celery, registry: CollectorRegistry) -> None:
+        self._app = app
+        self._began: dict[str, float] = {}
+        self._runs = Counter(
+            f"{PREFIX}task_runs_total",
+            "Runs of a task, by how they ended",
+            ("task", "outcome"),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            f"{PREFIX}task_seconds",
+            "Time of one run",
+            ("task",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._succeeded = Gauge(
+            f"{PREFIX}task_last_success_timestamp_seconds",
+            "Unix time of a periodic task's last success here, or of the process's start",
+            ("task",),
+            registry=registry,
+        )
+
+    def start(self) -> None:
+        for name in self._app.conf.beat_schedule:
+            self._succeeded.labels(name).set_to_current_time()
+            # exists from the start, so that the first failure shows as an increase
+            self._runs.labels(name, "failure")
+        signals.task_prerun.connect(self._prerun, weak=False)
+        signals.task_postrun.connect(self._postrun, weak=False)
+
+    def stop(self) -> None:
+        signals.task_prerun.disconnect(self._prerun)
+        signals.task_postrun.disconnect(self._postrun)
+
+    def _prerun(self, *, task_id: str, task: Any, **_: Any) -> None:
+        if task.app is self._app:
+            self._began[task_id] = time.monotonic()
+
+    def _postrun(self, *, task_id: str, task: Any, state: str, retval: Any, **_: Any) -> None:
+        began = self._began.pop(task_id, None)
+        if began is None:
+            return
+        self._seconds.labels(task.name).observe(time.monotonic() - began)
+        has_word = state == "SUCCESS" and isinstance(retval, str)
+        self._runs.labels(task.name, retval if has_word else state.lower()).inc()
+        if state == "SUCCESS" and task.name in self._app.conf.beat_schedule:
+            self._succeeded.labels(task.name).set_to_current_time()

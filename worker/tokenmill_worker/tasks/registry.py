@@ -1,7 +1,7 @@
 """Registers every task by name, with its queue and how often beat starts it.
 
-A task is one call of the object that does the work. Sweeps find due work in SQL and pass on single
-pieces, so that many processes share the work. Two sweeps at once find different pieces.
+A task is one call of the object that does the work. Sweeps find due work in SQL and start one task
+for each piece, so that many processes share the work. Two sweeps at once find different pieces.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from celery import Celery
 from tokenmill.errors import QueueUnavailable, TokenmillError
 from tokenmill.transport.backoff import Backoff
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.tasks.bulk_files import NotYet, Order
-from tokenmill_worker.tasks.resources import Desk
-from tokenmill_worker.tasks.webhooks.outbox import CLAIM_MS, Claim
+from tokenmill_worker.tasks.bulk_files import ImportRequest, Reschedule
+from tokenmill_worker.tasks.resources import TaskResources
+from tokenmill_worker.tasks.webhooks.outbox import LEASE_MS, OutboxLease
 
 log = logging.getLogger(__name__)
 
@@ -37,48 +37,48 @@ def schedule(settings: Settings) -> Iterator[tuple[str, float, str]]:
     yield "tokenmill.retention.sweep", settings.retention_sweep_seconds, UPKEEP
 
 
-def register(app: Celery, desk: Desk) -> None:
+def register(app: Celery, resources: TaskResources) -> None:
     """Register all tasks. They are not shared with other Celery applications in the process."""
-    _register_webhooks(app, desk)
-    _register_upkeep(app, desk)
-    _register_bulk(app, desk)
+    _register_webhooks(app, resources)
+    _register_upkeep(app, resources)
+    _register_bulk(app, resources)
 
 
-def _register_webhooks(app: Celery, desk: Desk) -> None:
-    def deliver(notice_id: str, until_ms: int) -> str:
-        return desk.courier.deliver(Claim(notice_id, until_ms))
+def _register_webhooks(app: Celery, resources: TaskResources) -> None:
+    def deliver(message_id: str, until_ms: int) -> str:
+        return resources.delivery.deliver(OutboxLease(message_id, until_ms))
 
     def sweep() -> None:
-        for claim in desk.courier.claim():
-            task.apply_async((claim.id, claim.until_ms), queue=WEBHOOKS, expires=CLAIM_MS / 1000)
+        for lease in resources.delivery.claim():
+            task.apply_async((lease.id, lease.until_ms), queue=WEBHOOKS, expires=LEASE_MS / 1000)
 
     task = app.task(name="tokenmill.webhooks.deliver", shared=False)(deliver)
     app.task(name="tokenmill.webhooks.sweep", shared=False)(sweep)
 
 
-def _register_upkeep(app: Celery, desk: Desk) -> None:
+def _register_upkeep(app: Celery, resources: TaskResources) -> None:
     def roll_up() -> None:
-        desk.roll_up.recent()
+        resources.roll_up.recent()
 
     def reconcile() -> None:
-        days = desk.roll_up.reconcile()
+        days = resources.roll_up.reconcile()
         if days:
-            log.info("summed up again: %s", ", ".join(days))
+            log.info("Summed the usage of %s again", ", ".join(days))
 
     def remove_old() -> None:
-        removed = desk.retention.run()
+        removed = resources.retention.run()
         if removed:
-            log.info("removed: %s", removed)
+            log.info("Removed old rows: %s", removed)
 
     app.task(name="tokenmill.usage.roll_up", shared=False)(roll_up)
     app.task(name="tokenmill.usage.reconcile", shared=False)(reconcile)
     app.task(name="tokenmill.retention.sweep", shared=False)(remove_old)
 
 
-def _register_bulk(app: Celery, desk: Desk) -> None:
+def _register_bulk(app: Celery, resources: TaskResources) -> None:
     """Register the bulk tasks. A task is acknowledged at its end: if its process dies, it runs
-    again and goes on where it stopped. An error of an order is for its sender: one sentence without
-    a traceback.
+    again and goes on where it stopped. A wrong request is logged in one sentence without a
+    traceback.
     """
     options: dict[str, Any] = {
         "bind": True,
@@ -87,19 +87,19 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
         "throws": (TokenmillError,),
     }
 
-    def fetch(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:
+    def export_file(task: Any, batch_id: str, queue: str, output: str, errors: str | None) -> None:
         try:
-            desk.bulk.fetch(batch_id, queue, output, errors)
-        except (NotYet, QueueUnavailable) as error:
+            resources.bulk.export_file(batch_id, queue, output, errors)
+        except (Reschedule, QueueUnavailable) as error:
             pause_s = FETCH_BACKOFF.delay_s(task.request.retries + 1)
             raise task.retry(countdown=pause_s, exc=error, throw=False) from None
         except TokenmillError as error:
-            log.error("batch %s was not fetched: %s", batch_id, error)
+            log.error("Batch %s was not exported: %s", batch_id, error)
             raise
 
-    exporting = app.task(name="tokenmill.bulk.export", shared=False, **options)(fetch)
+    exporting = app.task(name="tokenmill.bulk.export", shared=False, **options)(export_file)
 
-    def bring_in(
+    def import_file(
         task: Any,
         source: str,
         output: str | None = None,
@@ -109,17 +109,19 @@ def _register_bulk(app: Celery, desk: Desk) -> None:
     ) -> None:
         batch_id = f"batch_{task.request.id}"
         try:
-            desk.bulk.bring_in(Order.of(batch_id, source=source, queue=queue, **terms))
-        except (NotYet, QueueUnavailable) as error:
+            resources.bulk.import_file(
+                ImportRequest.of(batch_id, source=source, queue=queue, **terms)
+            )
+        except (Reschedule, QueueUnavailable) as error:
             raise task.retry(
                 countdown=getattr(error, "pause_s", 1), exc=error, throw=False
             ) from None
         except TokenmillError as error:
-            log.error("batch %s was not handed in: %s", batch_id, error)
+            log.error("Batch %s was not imported: %s", batch_id, error)
             raise
         if output is not None:
             exporting.apply_async(
                 (batch_id, queue, output, errors), queue=BULK, task_id=f"{task.request.id}-export"
             )
 
-    app.task(name="tokenmill.bulk.import", shared=False, **options)(bring_in)
+    app.task(name="tokenmill.bulk.import", shared=False, **options)(import_file)

@@ -14,13 +14,13 @@ from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.bulk_files import BulkFiles
 from tokenmill_worker.tasks.retention import Limits, Retention
 from tokenmill_worker.tasks.usage_rollup import RollUp
-from tokenmill_worker.tasks.webhooks.delivery import Courier
+from tokenmill_worker.tasks.webhooks.delivery import WebhookDelivery
 from tokenmill_worker.tasks.webhooks.http_sender import Sender
 from tokenmill_worker.tasks.webhooks.outbox import Outbox
 
 
-class Desk:
-    """The tasks' shared objects; safe to use from the threads of a process."""
+class TaskResources:
+    """The tasks' shared objects. Safe to use from all threads of a process."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -37,9 +37,9 @@ class Desk:
         )
 
     @cached_property
-    def courier(self) -> Courier:
+    def delivery(self) -> WebhookDelivery:
         settings = self.settings
-        return Courier(
+        return WebhookDelivery(
             self.outbox,
             Sender(settings.webhook_timeout_seconds, settings.networks),
             settings.webhook_secret,

@@ -24,7 +24,7 @@ from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.app import QUEUES, build_app
 from tokenmill_worker.tasks.health import TasksHealth
-from tokenmill_worker.tasks.resources import Desk
+from tokenmill_worker.tasks.resources import TaskResources
 from tokenmill_worker.telemetry import configure_logging
 
 log = logging.getLogger(__name__)
@@ -39,19 +39,21 @@ def run(settings: Settings) -> int:
     configure_logging(settings.log_level, settings.log_format, with_private=settings.log_prompts)
     if settings.log_level != "debug":
         _calm_celery()
-    desk = Desk(settings)
-    app = build_app(settings, desk)
+    resources = TaskResources(settings)
+    app = build_app(settings, resources)
     asyncio.run(_check(settings))
     _check_password(settings)
     if not settings.webhook_secret:
         log.warning(
-            "no webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; `tokenmill webhooks secret --new`"
+            "No webhook is sent: TOKENMILL_WEBHOOK_SECRET is not set; "
+            "`tokenmill webhooks secret --new` makes one"
         )
-    # On a thread, because Celery's own process for beat would outlive a killed parent. The default scheduler pickles.
+    # Beat runs on a thread: as Celery's own process it would outlive a killed parent.
+    # The default scheduler pickles.
     beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
-    with _watched(
+    with _served(
         settings,
-        TasksHealth(app, desk.outbox.standing, lambda: beat.ident is None or beat.is_alive()),
+        TasksHealth(app, resources.outbox.backlog, lambda: beat.ident is None or beat.is_alive()),
     ):
         worker = app.Worker(
             pool="threads",
@@ -63,7 +65,11 @@ def run(settings: Settings) -> int:
             loglevel=settings.log_level.upper(),
             quiet=True,
         )
-        log.info("tasks: %d threads, queues %s", settings.tasks_threads, ", ".join(QUEUES))
+        log.info(
+            "Running tasks on %d threads from the queues %s",
+            settings.tasks_threads,
+            ", ".join(QUEUES),
+        )
         _work(worker, beat)
     return int(worker.exitcode or 0)
 
@@ -73,31 +79,35 @@ def _calm_celery() -> None:
     away.
     """
     logging.getLogger("celery").setLevel(logging.WARNING)
-    logging.getLogger("celery.beat").addFilter(BriefBeat())
+    logging.getLogger("celery.beat").addFilter(BeatLogThrottle())
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
     warnings.filterwarnings(
         "ignore", category=SecurityWarning
     )  # about root and pickle, which is refused here
 
 
-class BriefBeat(logging.Filter):
-    """Reduces beat's failures to one line, and the same line to once a minute."""
+class BeatLogThrottle(logging.Filter):
+    """Shortens each failure of beat to one line, and logs the same line once a minute."""
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._every_s = every_s
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info is None:
             return True
         error = str(record.exc_info[1])
-        record.msg, record.args, record.exc_info = "beat cannot start its tasks: %s", (error,), None
+        record.msg, record.args, record.exc_info = (
+            "Celery's beat cannot start its tasks: %s",
+            (error,),
+            None,
+        )
         now = self._clock()
-        if now - self._told.get(error, -self._every_s) < self._every_s:
+        if now - self._logged_at.get(error, -self._every_s) < self._every_s:
             return False
-        self._told[error] = now
+        self._logged_at[error] = now
         return True
 
 
@@ -106,22 +116,24 @@ def _work(worker: Celery.Worker, beat: EmbeddedService) -> None:
     try:
         worker.start()
     finally:
-        # Not `beat.stop`: it waits for beat's end, and beat does not notice the stop while it looks for its broker.
+        # Not `beat.stop`: it waits for beat's end, and beat does not see the stop while it looks
+        # for
+        # its broker.
         beat.service.stop()
         beat.join(BEAT_END_S)
 
 
 @contextlib.contextmanager
-def _watched(settings: Settings, watch: TasksHealth) -> Iterator[None]:
+def _served(settings: Settings, health: TasksHealth) -> Iterator[None]:
     if settings.metrics_port is None:
         yield
         return
-    port = watch.start(settings.metrics_host, settings.metrics_port)
-    log.info("metrics and health on http://%s:%d", settings.metrics_host, port)
+    port = health.start(settings.metrics_host, settings.metrics_port)
+    log.info("Metrics and health are served on http://%s:%d", settings.metrics_host, port)
     try:
         yield
     finally:
-        watch.stop()
+        health.stop()
 
 
 def _check_password(settings: Settings) -> None:
@@ -142,7 +154,7 @@ def _check_password(settings: Settings) -> None:
             f"Redis refuses this user: {error}", is_misconfigured=True
         ) from error
     except (*SERVER_TROUBLE, ConfigurationError) as error:
-        log.warning("the broker is not there yet: %s", error)
+        log.warning("The broker cannot be reached yet; Celery keeps trying: %s", error)
 
 
 async def _check(settings: Settings) -> None:

@@ -15,13 +15,13 @@ from typing import Final
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Networks that are not globally reachable, or withdrawn, by IANA's registries of special-purpose addresses. Python's
-# own list may lack them.
+# Networks that are not globally reachable, or withdrawn, by IANA's registries of special-purpose
+# addresses. Python's own list may lack them.
 _NOT_PUBLIC: Final = tuple(
     ipaddress.ip_network(text)
     for text in (
-        "192.0.0.0/24", "192.88.99.0/24", "64:ff9b:1::/48", "100:0:0:1::/64", "2001:2::/48", "2001:10::/28",
-        "3fff::/20", "5f00::/16", "fec0::/10",
+        "192.0.0.0/24", "192.88.99.0/24", "64:ff9b:1::/48", "100:0:0:1::/64", "2001:2::/48",
+        "2001:10::/28", "3fff::/20", "5f00::/16", "fec0::/10",
     )
 )  # fmt: skip
 _PUBLIC: Final = tuple(
@@ -49,8 +49,8 @@ def resolve(host: str, port: int, allowed: Sequence[Network] = ()) -> list[str]:
         address = ipaddress.ip_address(text)
         if not is_permitted(address, allowed):
             raise AddressRefused(
-                f"{_named(host, address)} is not public: TOKENMILL_WEBHOOK_NETWORKS of `tokenmill tasks` lists the "
-                "private networks that webhooks may reach"
+                f"{_named(host, address)} is not public: TOKENMILL_WEBHOOK_NETWORKS of "
+                "`tokenmill tasks` lists the private networks that webhooks may reach"
             )
     return texts
 

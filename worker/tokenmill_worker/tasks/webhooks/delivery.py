@@ -23,14 +23,14 @@ from tokenmill_schemas.result import JobError, JobStatus, Usage
 from tokenmill_schemas.webhook import WebhookChoice, WebhookEvent, WebhookJob
 from tokenmill_worker.tasks.webhooks.addresses import AddressRefused, AddressUnknown
 from tokenmill_worker.tasks.webhooks.http_sender import Reply, Sender, SendFailed
-from tokenmill_worker.tasks.webhooks.outbox import Attempt, Claim, Outbox
+from tokenmill_worker.tasks.webhooks.outbox import Attempt, Outbox, OutboxLease
 
 log = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES: Final = 256 * 1024  # total of all answers; the receiver must fetch longer ones
 
 
-class Courier:
+class WebhookDelivery:
     """Delivers the messages of the outbox. `clock` gives Unix seconds."""
 
     def __init__(
@@ -47,23 +47,23 @@ class Courier:
         self._backoff = backoff
         self._clock = clock
 
-    def claim(self) -> list[Claim]:
+    def claim(self) -> list[OutboxLease]:
         """Claim due messages. Returns none without a secret; the messages wait."""
         if not self._secret:
             waiting = self._outbox.counts()["pending"]
             if waiting:
                 log.error(
-                    "%d webhooks wait: TOKENMILL_WEBHOOK_SECRET is not set, and none is sent unsigned",
+                    "%d webhooks wait until TOKENMILL_WEBHOOK_SECRET is set: none is sent unsigned",
                     waiting,
                 )
             return []
         return self._outbox.claim(self._now_ms())
 
-    def deliver(self, claim: Claim) -> str:
-        """Deliver a message. Returns "delivered", "failed", or "skipped" if the claim has passed to
+    def deliver(self, lease: OutboxLease) -> str:
+        """Deliver a message. Returns "delivered", "failed", or "skipped" if the lease has passed to
         another process or the job has ended again.
         """
-        attempt = self._outbox.begin(claim, self._now_ms())
+        attempt = self._outbox.begin(lease, self._now_ms())
         if attempt is None:
             return "skipped"
         try:
@@ -89,10 +89,10 @@ class Courier:
             "webhook-id": attempt.id,
             "webhook-timestamp": str(sent_at),
             "webhook-signature": sign(
-                attempt.id, sent_at, body, tenant_secret(self._secret, attempt.notice["tenant"])
+                attempt.id, sent_at, body, tenant_secret(self._secret, attempt.message["tenant"])
             ),
         }
-        return self._sender.post(attempt.notice["url"], body, headers)
+        return self._sender.post(attempt.message["url"], body, headers)
 
     def _failed(
         self, attempt: Attempt, error: str, reply: Reply | None, *, is_final: bool = False
@@ -100,7 +100,7 @@ class Courier:
         asked_s = reply.retry_after_s if reply else None
         delay_s = self._backoff.delay_s(attempt.number, asked_s or 0.0)
         due_ms = None if is_final else self._now_ms() + round(delay_s * 1000)
-        log.warning("webhook %s, try %d: %s", attempt.id, attempt.number, error)
+        log.warning("Webhook %s was not delivered at try %d: %s", attempt.id, attempt.number, error)
         self._outbox.failed(attempt, error, reply.status if reply else None, due_ms)
         return "failed"
 
@@ -110,14 +110,14 @@ class Courier:
 
 def event_of(attempt: Attempt) -> WebhookEvent:
     """Build the event. It is the same at every try, unless retention removed rows in between."""
-    notice, job = attempt.notice, attempt.job or {}
-    moment = datetime.fromtimestamp(notice["ended_ms"] / 1000, UTC)
+    message, job = attempt.message, attempt.job or {}
+    moment = datetime.fromtimestamp(message["ended_ms"] / 1000, UTC)
     data = WebhookJob(
-        job_id=notice["job_id"],
-        status=JobStatus(str(notice["event"]).removeprefix("job.")),
-        queue=notice["queue"],
+        job_id=message["job_id"],
+        status=JobStatus(str(message["event"]).removeprefix("job.")),
+        queue=message["queue"],
         model=job.get("model", ""),
-        tenant=notice["tenant"],
+        tenant=message["tenant"],
         choices=_choices(job),
         usage=_usage(attempt.usage),
         error=JobError(job["error_code"], job["error_message"] or "")
@@ -126,11 +126,11 @@ def event_of(attempt: Attempt) -> WebhookEvent:
         attempt=job.get("attempts", 0),
         created_ms=job.get("created_ms", 0),
         started_ms=job.get("started_ms", 0),
-        finished_ms=notice["ended_ms"],
+        finished_ms=message["ended_ms"],
         metadata=dict(job.get("metadata") or {}),
     )
     return WebhookEvent(
-        type=notice["event"], timestamp=moment.isoformat().replace("+00:00", "Z"), data=data
+        type=message["event"], timestamp=moment.isoformat().replace("+00:00", "Z"), data=data
     )
 
 

@@ -63,7 +63,7 @@ class Sender:
     def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Send a POST and return the reply. Raises SendFailed, AddressRefused, AddressUnknown."""
         try:
-            target = _Target.of(url)
+            target = HttpTarget.of(url)
             addresses = resolve(target.host, target.port, self._allowed)
             with _Deadline(self._timeout_s) as deadline:
                 try:
@@ -79,7 +79,7 @@ class Sender:
 
     def _post(
         self,
-        target: _Target,
+        target: HttpTarget,
         addresses: Sequence[str],
         deadline: _Deadline,
         body: bytes,
@@ -88,9 +88,9 @@ class Sender:
         connection = http.client.HTTPConnection(target.host, target.port, timeout=self._timeout_s)
         connection.auto_open = 0  # only the socket connected below is used
         with contextlib.closing(connection):
-            connection.sock = self._dial(addresses, target.port, deadline)
+            connection.sock = self._connect(addresses, target.port, deadline)
             if target.is_tls:  # the certificate must match the host name
-                connection.sock = deadline.watch(
+                connection.sock = deadline.attach(
                     self._tls.wrap_socket(
                         connection.sock, server_hostname=target.host, do_handshake_on_connect=False
                     )
@@ -98,7 +98,7 @@ class Sender:
                 connection.sock.do_handshake()
             return _exchange(connection, target, body, headers)
 
-    def _dial(self, addresses: Sequence[str], port: int, deadline: _Deadline) -> socket.socket:
+    def _connect(self, addresses: Sequence[str], port: int, deadline: _Deadline) -> socket.socket:
         """Connect to the first address that answers."""
         trouble: OSError | None = None
         for address in addresses:
@@ -108,12 +108,12 @@ class Sender:
                 trouble = error
                 continue
             sock.settimeout(self._timeout_s)
-            return deadline.watch(sock)
+            return deadline.attach(sock)
         raise trouble or OSError("no address")
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class HttpTarget:
     """A URL split into parts, in the form that HTTP needs: ASCII throughout."""
 
     host: str
@@ -124,7 +124,7 @@ class _Target:
     authorization: str | None
 
     @classmethod
-    def of(cls, url: str) -> _Target:
+    def of(cls, url: str) -> HttpTarget:
         """Split a URL. Raises ValueError if it is no http or https URL."""
         try:
             parts = urlsplit(url)
@@ -145,7 +145,10 @@ class _Target:
 
 
 def _exchange(
-    connection: http.client.HTTPConnection, target: _Target, body: bytes, headers: Mapping[str, str]
+    connection: http.client.HTTPConnection,
+    target: HttpTarget,
+    body: bytes,
+    headers: Mapping[str, str],
 ) -> Reply:
     connection.putrequest("POST", target.path, skip_host=True, skip_accept_encoding=True)
     own = {"Host": target.host_header, "Content-Length": str(len(body)), "Connection": "close"}
@@ -177,7 +180,7 @@ def _seconds(value: str | None) -> float | None:
 
 
 class _Deadline:
-    """Shuts down the watched socket when the time is up. A socket's own timeout applies to each
+    """Shuts down the attached socket when the time is up. A socket's own timeout applies to each
     read, not to the exchange.
     """
 
@@ -187,7 +190,7 @@ class _Deadline:
         self._timer = threading.Timer(seconds, self._cut)
         self._timer.daemon = True
 
-    def watch(self, sock: Sock) -> Sock:
+    def attach(self, sock: Sock) -> Sock:
         self._sock = sock
         if self.has_passed:
             self._shut()

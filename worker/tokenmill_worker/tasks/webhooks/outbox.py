@@ -4,10 +4,10 @@
        ▲                  │ ├─── limit, or refused for good ──▶ dead ── redrive ─▶ pending
        └──── failed ──────┘ └─── its job has ended anew ──▶ superseded
 
-A claim lasts for a limited time. A claim that was not begun, or whose process died, is due again,
-so no message is lost with a process or the broker. A claim is identified by the time at which it
-ends, and a try by its number, so a late update of an older claim or try changes nothing. HTTP and
-Celery are in other modules.
+A claim gives a lease, which lasts for a limited time. A message whose try was not begun, or whose
+process died, is due again when its lease ends, so no message is lost with a process or the broker.
+A lease is identified by the time at which it ends, and a try by its number, so a late update of an
+older lease or try changes nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_schemas.webhook import redacted_url
 
 # longer than any claimed message waits for a free thread, see MAX_IN_FLIGHT
-CLAIM_MS: Final = 300_000
+LEASE_MS: Final = 300_000
 MAX_IN_FLIGHT: Final = 64
 MAX_OF_TENANT: Final = 48  # keeps room for other tenants while one tenant's hosts hang
 MAX_ERROR_CHARS: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class OutboxLease:
     """A message that may be tried until `until_ms`."""
 
     id: str
@@ -44,15 +44,15 @@ class Attempt:
 
     id: str
     number: int
-    notice: Mapping[str, Any]
+    message: Mapping[str, Any]
     job: Mapping[str, Any] | None
     usage: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """The messages that are not delivered: their number by state, and how long the longest due of
-    the waiting ones has been due, in seconds.
+class OutboxBacklog:
+    """The messages that are not delivered. `counts`: their number by state. `overdue_s`: how long
+    the longest due of the pending ones has been due.
     """
 
     counts: Mapping[str, int]
@@ -67,13 +67,13 @@ class Outbox:
         self._max_attempts = max_attempts
         self._per_host = per_host
 
-    def claim(self, now_ms: int) -> list[Claim]:
+    def claim(self, now_ms: int) -> list[OutboxLease]:
         """Claim due messages, limited in total, per host and per tenant. Tenants take turns, each
         with its longest due message first, so receivers that hang do not hold up the others.
         """
-        until_ms = now_ms + CLAIM_MS
+        until_ms = now_ms + LEASE_MS
         with self._engine.begin() as connection:
-            self._bury(connection, now_ms)
+            self._mark_dead(connection, now_ms)
             wanted = self._choose(connection, now_ms)
             if not wanted:
                 return []
@@ -85,9 +85,9 @@ class Outbox:
                 .values(state="sending", due_ms=until_ms)
                 .returning(webhooks.c.id)
             )
-            return [Claim(str(found), until_ms) for found in taken.scalars()]
+            return [OutboxLease(str(found), until_ms) for found in taken.scalars()]
 
-    def _bury(self, connection: Connection, now_ms: int) -> None:
+    def _mark_dead(self, connection: Connection, now_ms: int) -> None:
         """Mark messages dead whose tries are used up. Tries of processes that died count too, so a
         message that kills each process that tries it comes to an end.
         """
@@ -110,12 +110,12 @@ class Outbox:
             of_host[str(host)] += int(count)
         room = MAX_IN_FLIGHT - of_tenant.total()
         chosen: list[str] = []
-        for notice_id, tenant, host in connection.execute(self._due_in_turn(now_ms)):
+        for message_id, tenant, host in connection.execute(self._due_in_turn(now_ms)):
             is_free = of_host[str(host)] < self._per_host and of_tenant[str(tenant)] < MAX_OF_TENANT
             if len(chosen) < room and is_free:
                 of_tenant[str(tenant)] += 1
                 of_host[str(host)] += 1
-                chosen.append(str(notice_id))
+                chosen.append(str(message_id))
         return chosen
 
     def _due_in_turn(self, now_ms: int) -> Any:
@@ -136,34 +136,36 @@ class Outbox:
         in_turn = select(few.c.id, few.c.tenant, few.c.host).where(few.c.turn <= 4 * MAX_IN_FLIGHT)
         return in_turn.order_by(few.c.turn, few.c.due_ms).limit(16 * MAX_IN_FLIGHT)
 
-    def begin(self, claim: Claim, now_ms: int) -> Attempt | None:
-        """Begin a try. Returns None if the claim has passed to another process, or if the job has
+    def begin(self, lease: OutboxLease, now_ms: int) -> Attempt | None:
+        """Begin a try. Returns None if the lease has passed to another process, or if the job has
         ended again since.
         """
         with self._engine.begin() as connection:
             begun = connection.execute(
                 update(webhooks)
                 .where(
-                    webhooks.c.id == claim.id,
+                    webhooks.c.id == lease.id,
                     webhooks.c.state == "sending",
-                    webhooks.c.due_ms == claim.until_ms,
+                    webhooks.c.due_ms == lease.until_ms,
                 )
-                .values(attempts=webhooks.c.attempts + 1, due_ms=now_ms + CLAIM_MS)
+                .values(attempts=webhooks.c.attempts + 1, due_ms=now_ms + LEASE_MS)
                 .returning(webhooks)
             )
-            notice = begun.mappings().first()
-            if notice is None:
+            message = begun.mappings().first()
+            if message is None:
                 return None
-            job = _row(connection, select(jobs).where(jobs.c.id == notice["job_id"]))
-            used = _row(connection, select(usage).where(usage.c.job_id == notice["job_id"]))
-            if job is not None and job["finished_ms"] != notice["ended_ms"]:
-                connection.execute(_of(notice["id"], notice["attempts"]).values(state="superseded"))
+            job = _row(connection, select(jobs).where(jobs.c.id == message["job_id"]))
+            used = _row(connection, select(usage).where(usage.c.job_id == message["job_id"]))
+            if job is not None and job["finished_ms"] != message["ended_ms"]:
+                connection.execute(
+                    _of(message["id"], message["attempts"]).values(state="superseded")
+                )
                 return None
-        return Attempt(notice["id"], notice["attempts"], dict(notice), job, used)
+        return Attempt(message["id"], message["attempts"], dict(message), job, used)
 
     def delivered(self, attempt: Attempt, status: int, now_ms: int) -> None:
         """Record a delivery, and remove the secrets from the URL: they are not needed any more."""
-        shown = redacted_url(attempt.notice["url"])
+        shown = redacted_url(attempt.message["url"])
         self._end(
             attempt,
             state="delivered",
@@ -183,13 +185,13 @@ class Outbox:
         with self._engine.begin() as connection:
             connection.execute(_of(attempt.id, attempt.number).values(**values))
 
-    def standing(self, now_ms: int) -> Standing:
+    def backlog(self, now_ms: int) -> OutboxBacklog:
         due = select(func.min(webhooks.c.due_ms)).where(
             webhooks.c.state == "pending", webhooks.c.due_ms <= now_ms
         )
         with self._engine.connect() as connection:
             oldest = connection.scalar(due)
-        return Standing(self.counts(), (now_ms - oldest) / 1000 if oldest is not None else 0.0)
+        return OutboxBacklog(self.counts(), (now_ms - oldest) / 1000 if oldest is not None else 0.0)
 
     def counts(self) -> dict[str, int]:
         """Return how many messages are pending, are being sent, or are dead."""
@@ -207,13 +209,13 @@ class Outbox:
 
 
 def _is_due(now_ms: int) -> Any:
-    """Match messages that are pending and due, or whose claim has expired."""
+    """Match messages that are pending and due, or whose lease has expired."""
     return and_(webhooks.c.state.in_(("pending", "sending")), webhooks.c.due_ms <= now_ms)
 
 
-def _of(notice_id: str, number: int) -> Any:
+def _of(message_id: str, number: int) -> Any:
     return update(webhooks).where(
-        webhooks.c.id == notice_id, webhooks.c.state == "sending", webhooks.c.attempts == number
+        webhooks.c.id == message_id, webhooks.c.state == "sending", webhooks.c.attempts == number
     )
 
 
