@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import (
     Engine,
@@ -46,7 +47,7 @@ def test_a_batch_comes_back_in_order_and_each_as_if_alone(engine):
         assert output.token_ids == lone(prompt).token_ids
         assert output.num_prompt_tokens == len(prompt)
         assert output.finish_reason is FinishReason.LENGTH
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
 
 
 def test_requests_join_and_leave_at_every_step(engine):
@@ -90,7 +91,7 @@ def test_cancel_in_every_state_gives_a_result_and_frees_the_blocks(engine, steps
     assert output.finish_reason is FinishReason.CANCELLED
     engine.step()
     assert engine.stats().blocks_free == engine.stats().blocks_total
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
 
 
 def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine):
@@ -139,7 +140,7 @@ def test_a_failing_step_fails_the_guilty_request_alone(engine):
         if prompt is not guilty:
             assert output.token_ids == lone(prompt).token_ids
     assert engine.stats().failed_steps > 0
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
 
 
 def test_stop_tokens_and_end_of_text(engine):

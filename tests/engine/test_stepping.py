@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Clock, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
@@ -206,7 +207,7 @@ def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(
     scheduler.cancel("b", FinishReason.CANCELLED)  # one sequence is left, and stands alone at once
     while scheduler.has_work or steps.are_under_way:
         events += steps.next()
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     assert [
         (event.request_id, event.finish_reason, event.error)
         for event in events

@@ -295,7 +295,7 @@ def _with_engine(
         engine = engine_of(loaded, configure(SHAPES[name], session.options, **changes))
         try:
             work(engine)
-            counts = engine.runner.graph_counts
+            counts = getattr(engine.runner, "graph_counts", (0, 0))
             refusal = getattr(getattr(engine.runner, "graphs", None), "refusal", None)
             fused = fused_modules(loaded.model)
             return {

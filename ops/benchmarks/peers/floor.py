@@ -29,7 +29,6 @@ class FloorRunner:
 
     eos_token_ids: frozenset[int] = frozenset()
     can_structure = is_asynchronous = False
-    graph_counts = (0, 0)
     proposer = None
 
     def __init__(

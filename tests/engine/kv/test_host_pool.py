@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_host_pool, held_blocks
 from tokenmill_worker.engine.kv.host_pool import HostPool
 
 
@@ -15,7 +16,7 @@ def test_a_preempted_sequence_displaces_cached_blocks_oldest_first() -> None:
     assert pool.take() == b
     assert pool.take() is None
     assert pool.keep(b"c") is None, "held blocks do not give way"
-    pool.check()
+    check_host_pool(pool)
 
 
 def test_use_makes_a_block_young() -> None:
@@ -51,7 +52,7 @@ def test_what_is_forgotten_or_given_back_is_free() -> None:
     pool.forget(b"unknown")
     pool.give_back(held)
     assert pool.num_free == 3
-    assert pool.held_blocks() == []
-    pool.check()
+    assert held_blocks(pool) == []
+    check_host_pool(pool)
     with pytest.raises(KeyError):
         pool.give_back(held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scheduler.loop import make_cache, make_sequence
-from tokenmill_worker.engine.kv.manager import Hit, KVManager
+from tokenmill_worker.engine.kv.manager import CachedPrefix, KVManager
 from tokenmill_worker.engine.sequence import Sequence
 
 
@@ -22,7 +22,7 @@ def manager(
 def admitted(kv: KVManager, name: str, length: int) -> Sequence:
     sequence = make_sequence(name, [ord(name) + position for position in range(length)])
     hit = kv.find(sequence)
-    assert kv.admit(sequence, hit, None)
+    assert kv.allocate(sequence, hit, None)
     sequence.num_computed_tokens = sequence.num_committed_tokens = hit.num_tokens
     return sequence
 
@@ -32,7 +32,7 @@ def test_a_prompt_gets_all_its_blocks_at_once() -> None:
     sequence = admitted(kv, "a", 10)
     assert sequence.block_tables == [[1, 2, 3]]
     assert sequence.num_slots == 12
-    assert (kv.num_free, len(kv.pools[0].fenced)) == (16, 2)
+    assert (kv.num_free, len(kv.pools[0].reserved)) == (16, 2)
 
 
 def test_all_groups_or_none() -> None:
@@ -40,7 +40,7 @@ def test_all_groups_or_none() -> None:
     for _ in range(3):
         kv.pools[1].allocate()
     sequence = make_sequence("a", list(range(12)))
-    assert not kv.admit(sequence, kv.find(sequence), None)
+    assert not kv.allocate(sequence, kv.find(sequence), None)
     assert [pool.num_free for pool in kv.pools] == [5, 2]
     assert sequence.block_tables == []
     small = admitted(kv, "b", 8)
@@ -55,21 +55,21 @@ def test_findable_blocks_count_as_free_but_not_twice() -> None:
     first = admitted(kv, "a", 8)
     kv.advance(first, 8)
     kv.free(first, in_flight=False)
-    assert (kv.num_free, kv.pools[0].num_findable) == (4, 2)
+    assert (kv.num_free, kv.pools[0].num_free_cached) == (4, 2)
     for length, fits in ((17, False), (16, True)):
         again = make_sequence("again", first.token_ids[:8] + list(range(length - 8)))
         hit = kv.find(again)
         assert hit.num_tokens == 8
-        assert kv.admit(again, hit, None) is fits
+        assert kv.allocate(again, hit, None) is fits
         assert kv.num_free == (4 if not fits else 0)
 
 
 def test_the_safety_margin_and_headroom_are_spared() -> None:
     kv = manager(11, margin=0.2)
     sequence = make_sequence("a", list(range(33)))
-    assert not kv.admit(sequence, kv.find(sequence), 0), "9 of 10 would leave 1, the margin is 2"
-    assert not kv.admit(make_sequence("b", list(range(29))), kv.find(make_sequence("c", [1])), 3)
-    assert kv.admit(sequence, kv.find(sequence), None)
+    assert not kv.allocate(sequence, kv.find(sequence), 0), "9 of 10 would leave 1, the margin is 2"
+    assert not kv.allocate(make_sequence("b", list(range(29))), kv.find(make_sequence("c", [1])), 3)
+    assert kv.allocate(sequence, kv.find(sequence), None)
 
 
 def test_blocks_leave_a_window_as_it_moves() -> None:
@@ -106,7 +106,7 @@ def test_a_hit_in_a_sliding_group_needs_only_the_last_blocks() -> None:
     again = make_sequence("again", first.token_ids)
     hit = kv.find(again)
     assert hit.num_tokens == 24
-    kv.admit(again, hit, None)
+    kv.allocate(again, hit, None)
     assert again.block_tables[1][:3] == [0, 0, 0]
     assert all(again.block_tables[1][4:])
     assert again.block_tables[0][:6] == [
@@ -121,7 +121,7 @@ def test_an_identical_prompt_computes_its_last_block() -> None:
     again = make_sequence("again", list(first.token_ids))
     hit = kv.find(again)
     assert hit.num_tokens == 8
-    assert kv.admit(again, hit, None)
+    assert kv.allocate(again, hit, None)
     assert again.block_tables[0][:2] == first.block_tables[0][:2]
     assert again.block_tables[0][2] != first.block_tables[0][2]
 
@@ -143,7 +143,7 @@ def test_a_hit_that_the_host_has_lost_is_an_error() -> None:
     sequence = make_sequence("a", list(range(9)))
     kv.hasher.extend(sequence)
     with pytest.raises(RuntimeError, match="lost a cached block"):
-        kv.admit(sequence, Hit(8), None)
+        kv.allocate(sequence, CachedPrefix(8), None)
 
 
 def test_what_a_step_in_flight_may_write_is_freed_after_it() -> None:
@@ -164,21 +164,21 @@ def test_offload_and_restore_copy_what_is_visible() -> None:
     sequence = admitted(kv, "a", 18)
     kv.advance(sequence, 18)
     assert kv.offload(sequence, in_flight=False)
-    out = kv.tier.take_moves().swap_out
+    out = kv.tier.take_copies().swap_out
     assert [copy.group for copy in out].count(0) == 5
     assert [copy.group for copy in out].count(1) == 2, "the query at 18 sees 13..18"
     for pool in kv.pools:
         pool.forget_all()
     assert kv.restore(sequence, None)
-    moves = kv.tier.take_moves()
-    assert {(copy.group, copy.source) for copy in moves.swap_in} == {
+    copies = kv.tier.take_copies()
+    assert {(copy.group, copy.source) for copy in copies.swap_in} == {
         (copy.group, copy.target) for copy in out
     }
     assert sequence.num_committed_tokens == 18
     assert kv.tier.pools[0].num_free == 7, "its host blocks are read by the step that is planned"
-    kv.tier.settle(moves, kv.pools)
+    kv.tier.commit(copies, kv.pools)
     assert kv.tier.pools[0].num_free == 12
-    assert not kv.pools[0].fenced
+    assert not kv.pools[0].reserved
 
 
 def test_restore_shares_what_the_device_still_has() -> None:
@@ -186,9 +186,9 @@ def test_restore_shares_what_the_device_still_has() -> None:
     sequence = admitted(kv, "a", 18)
     kv.advance(sequence, 18)
     kv.offload(sequence, in_flight=False)
-    kv.tier.take_moves()
+    kv.tier.take_copies()
     assert kv.restore(sequence, None)
-    assert len(kv.tier.take_moves().swap_in) == 1, "only the partial block has no hash"
+    assert len(kv.tier.take_copies().swap_in) == 1, "only the partial block has no hash"
 
 
 def test_no_host_no_offload() -> None:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.truth import expected, tiny_models
 from tests.engine.truth.expected import Expected
 from tokenmill_schemas.generation import SamplingParams
@@ -77,5 +78,5 @@ def run(
             engine.step()
     outputs = [engine.get_result(request_id) for request_id in ids]
     assert all(output is not None and output.error is None for output in outputs), outputs
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     return [output.token_ids for output in outputs if output is not None]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.engine.scheduler.fake_device import EOS, FakeDevice, expected_tokens
+from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.config import CacheConfig, EngineConfig, LayerGroup
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
-from tokenmill_worker.engine.scheduler.planner import Proposer
+from tokenmill_worker.engine.scheduler.step_builder import Proposer
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.stepping import Steps
 from tokenmill_worker.engine.types import TokenEvent
@@ -178,7 +179,7 @@ class Loop:
 
     def check(self) -> None:
         if self.checks:
-            self.scheduler.check_integrity()
+            check_integrity(self.scheduler)
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until no work is left. Raises AssertionError after `max_steps` steps."""

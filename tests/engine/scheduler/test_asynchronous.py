@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scheduler.fake_device import FakeDevice
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
@@ -66,7 +67,7 @@ def test_a_step_is_planned_on_a_token_that_nobody_knows_yet() -> None:
     assert (sequence.num_tokens, sequence.num_inflight) == (5, 1)
     loop.scheduler.commit(first, output)
     assert (sequence.num_tokens, sequence.num_inflight, sequence.num_committed_tokens) == (6, 0, 5)
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
 
 
 def test_no_step_is_planned_past_the_last_token() -> None:
@@ -88,10 +89,10 @@ def test_an_end_found_one_step_late_costs_one_token_and_leaves_no_trace() -> Non
     assert loop.scheduler.capacity().free_blocks == 62, (
         "the block that the step in flight writes is not free yet"
     )
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     assert loop.scheduler.commit(second, stale) == []
     assert loop.scheduler.capacity().free_blocks == 63
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     assert sequence.output_ids == [token]
 
 
@@ -111,7 +112,7 @@ def test_a_cancelled_request_says_nothing_more_and_the_loop_goes_on(when: str) -
         assert all(
             event.request_id == "b" for event in loop._take(loop.scheduler.commit(plan, output))
         )
-        loop.scheduler.check_integrity()
+        check_integrity(loop.scheduler)
     loop.run()
     loop.assert_truth()
     assert loop.scheduler.snapshot().blocks_free == 63
@@ -164,7 +165,7 @@ def test_a_failed_step_takes_the_one_on_top_of_it_along() -> None:
     second, _ = launched(loop)
     for plan in (second, first):
         loop.scheduler.abandon(plan)
-        loop.scheduler.check_integrity()
+        check_integrity(loop.scheduler)
     loop.device.computed = 0
     loop.run()
     loop.assert_truth()

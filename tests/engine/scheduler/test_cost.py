@@ -7,6 +7,7 @@ from types import FrameType
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason
 
@@ -84,4 +85,4 @@ def test_ending_a_large_backlog_is_not_quadratic() -> None:
     for index in range(19_990):
         loop.scheduler.cancel(f"w{index}", FinishReason.CANCELLED)
     assert loop.scheduler.capacity().waiting == 10
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scheduler.fake_device import EOS, expected_tokens
+from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_worker.engine.plan import StepOutput
@@ -98,13 +99,13 @@ def test_cancelling_frees_every_block_in_every_state(
     (event,) = loop.cancel(found[0].request_id)
     assert event.finish_reason is FinishReason.CANCELLED
     assert loop.scheduler.capacity().free_blocks == free + len(held)
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     assert loop.cancel(found[0].request_id) == []
     assert found[0].status is SequenceStatus.FINISHED
     loop.run()
     loop.assert_truth()
     assert loop.scheduler.snapshot().blocks_free == 8
-    assert not loop.scheduler.kv.tier.pools[0].held_blocks()
+    assert not held_blocks(loop.scheduler.kv.tier.pools[0])
 
 
 def test_one_choice_can_be_cancelled() -> None:
@@ -208,7 +209,7 @@ def test_a_stop_inside_accepted_drafts_cuts_the_rest() -> None:
     )
     assert (event.token_ids, event.finish_reason) == ((7, EOS), FinishReason.STOP)
     assert event.logprobs == logprobs[:2]
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
 
 
 def test_deadlines_of_the_ended_are_forgotten_long_before_they_pass() -> None:

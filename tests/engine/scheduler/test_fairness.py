@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.scheduler.queues import FifoQueue, Place, PriorityQueue, WaitingQueue
+from tokenmill_worker.engine.scheduler.queues import (
+    FifoQueue,
+    PriorityQueue,
+    QueueEntry,
+    WaitingQueue,
+)
 from tokenmill_worker.engine.sequence import Sequence
 
 
@@ -24,9 +30,9 @@ def endless(name: str, seed: int, length: int, max_tokens: int, **fields: Any) -
 
 def place(
     ticket: int, rank: int = 1, tenant: str = "", deadline: float | None = None, at: float = 0.0
-) -> Place:
+) -> QueueEntry:
     sequence = make_sequence(str(ticket), [1], tenant=tenant, deadline=deadline)
-    return Place(sequence, ticket, at, rank, since=at)
+    return QueueEntry(sequence, ticket, at, rank, since=at)
 
 
 def drain(queue: WaitingQueue) -> str:
@@ -225,5 +231,5 @@ def test_under_unending_load_every_request_finishes(policy: str, preempt: str) -
     missing = [index for index in range(100) if (f"r{index}", 0) not in loop.ends]
     assert not missing
     assert set(loop.ends.values()) == {FinishReason.LENGTH}
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     loop.assert_truth()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.sequence import Sequence
@@ -129,7 +130,7 @@ def refused(loop: Loop, *sequences: Sequence) -> RequestError:
     with pytest.raises(RequestError) as caught:
         loop.add(*sequences)
     assert not loop.scheduler.has_work or loop.scheduler.request_ids() == ["known"]
-    loop.scheduler.check_integrity()
+    check_integrity(loop.scheduler)
     return caught.value
 
 

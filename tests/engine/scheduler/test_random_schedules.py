@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.engine.scheduler.fake_device import expected_tokens
+from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.plan import StepPlan
@@ -156,7 +157,7 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         assert self.loop is not None
-        self.loop.scheduler.check_integrity()
+        check_integrity(self.loop.scheduler)
 
     def teardown(self) -> None:
         if self.loop is None:
@@ -171,7 +172,7 @@ class Schedules(RuleBasedStateMachine):
         free = self.loop.scheduler.snapshot()
         assert free.blocks_free == free.blocks_total
         assert free.num_running == free.num_waiting == free.num_offloaded == 0
-        assert all(not host.held_blocks() for host in self.loop.scheduler.kv.tier.pools)
+        assert all(not held_blocks(host) for host in self.loop.scheduler.kv.tier.pools)
         self.loop.runner.release(self.loop.scheduler.take_released())
         assert not self.loop.runner.known, "the runner keeps rows of sequences that have ended"
 

@@ -15,48 +15,50 @@ from tokenmill_worker.engine.scheduler.step_time import (
     MIN_TOKENS,
     RECENT_S,
     SHORT_S,
-    Pace,
+    StepTimeModel,
 )
 from tokenmill_worker.engine.sequence import Sequence
 
 
-def taught(slowdown: float | None, fixed: float, each: float) -> Pace:
-    pace = Pace(slowdown)
+def taught(slowdown: float | None, fixed: float, each: float) -> StepTimeModel:
+    step_times = StepTimeModel(slowdown)
     for count in (1, 64, 30, 7) * 5:
-        pace.note(count, fixed + each * count)
-    return pace
+        step_times.note(count, fixed + each * count)
+    return step_times
 
 
 def test_what_costs_time_is_held_back() -> None:
-    pace = taught(0.5, fixed=0.1, each=0.01)
-    assert pace.room_beside(10) == pytest.approx(10, abs=1)  # 0.2 s alone, 0.3 s with 10 more
-    assert taught(0.0, fixed=0.1, each=0.01).room_beside(10) == MIN_TOKENS
+    step_times = taught(0.5, fixed=0.1, each=0.01)
+    assert step_times.shared_bulk_budget(10) == pytest.approx(
+        10, abs=1
+    )  # 0.2 s alone, 0.3 s with 10 more
+    assert taught(0.0, fixed=0.1, each=0.01).shared_bulk_budget(10) == MIN_TOKENS
 
 
 def test_what_costs_none_goes_along() -> None:
     assert (
-        taught(0.5, fixed=0.1, each=0.0).room_beside(10) == 4 * 64 - 10
+        taught(0.5, fixed=0.1, each=0.0).shared_bulk_budget(10) == 4 * 64 - 10
     )  # more than 64 at once was never seen
-    assert taught(None, fixed=0.1, each=0.01).room_beside(10) is None
+    assert taught(None, fixed=0.1, each=0.01).shared_bulk_budget(10) is None
 
 
 def test_steps_that_nobody_notices_may_be_filled() -> None:
-    room = taught(0.0, fixed=0.001, each=0.001).room_beside(1)
+    room = taught(0.0, fixed=0.001, each=0.001).shared_bulk_budget(1)
     assert room is not None
     assert 0.002 + room * 0.001 == pytest.approx(SHORT_S, rel=0.05)
-    assert taught(0.0, fixed=0.001, each=0.0001).room_beside(1) == pytest.approx(190, abs=1)
+    assert taught(0.0, fixed=0.001, each=0.0001).shared_bulk_budget(1) == pytest.approx(190, abs=1)
 
 
 def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
-    pace = Pace(0.5)
-    assert pace.room_at(0.0, 0) == FIRST_TOKENS
-    assert pace.room_beside(1) == FIRST_TOKENS
+    step_times = StepTimeModel(0.5)
+    assert step_times.bulk_token_budget(0.0, 0) == FIRST_TOKENS
+    assert step_times.shared_bulk_budget(1) == FIRST_TOKENS
     for _ in range(50):
-        pace.note(
+        step_times.note(
             64, 0.5
         )  # all of one size: a token's own cost is unknown, so each costs its share
-    assert pace.room_at(0.0, 0) == pytest.approx(64 * ALONE_S / 0.5, abs=1)
-    assert pace.room_beside(1) == MIN_TOKENS
+    assert step_times.bulk_token_budget(0.0, 0) == pytest.approx(64 * ALONE_S / 0.5, abs=1)
+    assert step_times.shared_bulk_budget(1) == MIN_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,11 @@ def test_a_step_of_bulk_alone_is_short_after_others_were_there(
 
     A shared step that takes longer raises that bound.
     """
-    pace = taught(0.5, fixed, each=0.005)
-    pace.room_at(1000.0, 1)
+    step_times = taught(0.5, fixed, each=0.005)
+    step_times.bulk_token_budget(1000.0, 1)
     seconds = [
-        fixed + 0.005 * (pace.room_at(1000.0 + after, 0) or 0) for after in (RECENT_S, 2 * RECENT_S)
+        fixed + 0.005 * (step_times.bulk_token_budget(1000.0 + after, 0) or 0)
+        for after in (RECENT_S, 2 * RECENT_S)
     ]
     assert seconds == pytest.approx([lately, long_ago], rel=0.1)
 
@@ -97,31 +100,31 @@ def test_bulk_alone_is_bounded_also_where_nobody_else_ever_came() -> None:
 
 
 def test_smaller_steps_than_any_seen_are_foreseen() -> None:
-    pace = Pace(0.5)
+    step_times = StepTimeModel(0.5)
     for _ in range(50):
-        pace.note(64, 0.1 + 0.64)
-        pace.note(200, 0.1 + 2.0)
-    room = pace.room_beside(1)  # 0.11 s alone
+        step_times.note(64, 0.1 + 0.64)
+        step_times.note(200, 0.1 + 2.0)
+    room = step_times.shared_bulk_budget(1)  # 0.11 s alone
     assert room == pytest.approx(5, abs=1)
 
 
 def test_large_steps_are_learnt_at_once_and_approached_slowly() -> None:
-    pace = Pace(0.5)
+    step_times = StepTimeModel(0.5)
     for _ in range(50):
-        pace.note(1, 0.10)
-        pace.note(5, 0.10)  # nothing says yet that tokens cost
-    assert pace.room_beside(1) == 4 * 5 - 1
-    pace.note(300, 4.0)
-    room = pace.room_beside(1)
+        step_times.note(1, 0.10)
+        step_times.note(5, 0.10)  # nothing says yet that tokens cost
+    assert step_times.shared_bulk_budget(1) == 4 * 5 - 1
+    step_times.note(300, 4.0)
+    room = step_times.shared_bulk_budget(1)
     assert room is not None
     assert room <= 10
 
 
 def test_one_disturbed_step_does_not_change_the_picture() -> None:
-    pace = taught(0.5, fixed=0.1, each=0.01)
-    before = pace.room_beside(10)
-    pace.note(3, 30.0)
-    after = pace.room_beside(10)
+    step_times = taught(0.5, fixed=0.1, each=0.01)
+    before = step_times.shared_bulk_budget(10)
+    step_times.note(3, 30.0)
+    after = step_times.shared_bulk_budget(10)
     assert before is not None
     assert after is not None
     assert after <= 4 * before

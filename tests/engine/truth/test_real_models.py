@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.truth import expected
 from tests.engine.truth.expected import Expected
 from tokenmill_schemas.generation import SamplingParams
@@ -52,7 +53,7 @@ def answers_of(
         for _ in range(steps):
             engine.step()
     outputs = [engine.get_result(request_id) for request_id in ids]
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     return [output.token_ids for output in outputs if output is not None]
 
 

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
@@ -62,7 +63,7 @@ def run(engine, made):
             told[event.request_id][0].extend(event.token_ids)
             if event.finish_reason is not None:
                 told[event.request_id][1].append(event.finish_reason)
-        engine.scheduler.check_integrity()
+        check_integrity(engine.scheduler)
         step += 1
     return told
 
@@ -121,7 +122,7 @@ def test_cancelling_in_flight_frees_everything(folder):
     while engine.has_work:
         engine.step()
     assert {engine.get_result(i).finish_reason for i in ids} == {FinishReason.CANCELLED}
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     assert engine.stats().blocks_free == engine.stats().blocks_total
 
 

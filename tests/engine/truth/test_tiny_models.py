@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.truth import expected, tiny_models
 from tests.engine.truth.expected import Expected
 from tests.engine.truth.tiny_models import FAMILIES
@@ -56,7 +57,7 @@ def run(engine: Engine, wanted: list[Expected], join_every: int = 3) -> list[tup
             engine.step()
     outputs = [engine.get_result(request_id) for request_id in ids]
     assert all(output is not None and output.error is None for output in outputs)
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     return [output.token_ids for output in outputs if output is not None]
 
 

@@ -334,14 +334,11 @@ class Engine:
         return self.scheduler.capacity()
 
     def stats(self) -> EngineStats:
-        captured, replayed = self.runner.graph_counts
         return msgspec.structs.replace(
             self.scheduler.snapshot(),
             steps=self._steps.num_begun,
             failed_steps=self._steps.num_failed,
             busy_s=self._busy_s,
-            graphs_captured=captured,
-            graph_replays=replayed,
         )
 
     def stop(self, drain: bool = True) -> None:

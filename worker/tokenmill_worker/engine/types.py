@@ -82,7 +82,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prefix_queries: int = 0  # tokens looked up
     preemptions: int = 0
-    soft_resets: int = 0
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
     recomputed_tokens: int = 0
@@ -91,8 +90,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     accepted_tokens: int = 0
     finished: int = 0
     failed_steps: int = 0
-    graphs_captured: int = 0
-    graph_replays: int = 0
     busy_s: float = 0.0  # time inside steps
 
 

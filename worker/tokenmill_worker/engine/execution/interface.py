@@ -50,11 +50,6 @@ class Runner(Protocol):
         """A function that returns draft tokens for speculative decoding; None where it is off."""
         ...
 
-    @property
-    def graph_counts(self) -> tuple[int, int]:
-        """CUDA graphs captured, and steps that replayed one."""
-        ...
-
     def execute(self, plan: StepPlan) -> StepOutput: ...
 
     def launch(self, plan: StepPlan) -> Any:

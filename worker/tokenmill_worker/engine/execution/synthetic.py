@@ -82,7 +82,6 @@ class SyntheticRunner:
     eos_token_ids: frozenset[int] = frozenset({END_OF_TEXT})
     can_structure: bool = False
     is_asynchronous: bool = False
-    graph_counts: tuple[int, int] = (0, 0)
     proposer: Callable[[Sequence], tuple[int, ...]] | None = None
     model_path: Path = TOKENIZER
     _states: dict[Sequence, tuple[int, int]] = field(

@@ -15,7 +15,7 @@ from tokenmill_worker.engine.sequence import Sequence
 class BlockPool:
     """Reference-counted blocks of one layer group.
 
-    A *fenced* block has a hash, but the step that fills it has not succeeded yet.
+    A *reserved* block has a hash, but the step that fills it has not succeeded yet.
     """
 
     __slots__ = (
@@ -24,13 +24,13 @@ class BlockPool:
         "_prev",
         "cached",
         "evicted",
-        "fenced",
         "frees",
         "hashes",
         "num_blocks",
-        "num_findable",
         "num_free",
+        "num_free_cached",
         "refs",
+        "reserved",
     )
 
     def __init__(
@@ -44,10 +44,10 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.cached: dict[
             bytes, int
-        ] = {}  # hash → block with this content (fenced: not yet filled)
-        self.fenced: dict[int, Sequence] = {}  # block → the sequence whose step fills it
+        ] = {}  # hash → block with this content (reserved: not yet filled)
+        self.reserved: dict[int, Sequence] = {}  # block → the sequence whose step fills it
         self.num_free = num_blocks - 1
-        self.num_findable = 0  # free blocks with a hash
+        self.num_free_cached = 0  # free blocks with a hash
         self.frees = 0  # releases so far; a refused admission is retried only when it has grown
         self.evicted = 0
 
@@ -68,7 +68,7 @@ class BlockPool:
         self.refs[block] = 1
         found = self.hashes[block]
         if found is not None:
-            self.num_findable -= 1
+            self.num_free_cached -= 1
             self.hashes[block] = None
             del self.cached[found]
             self.evicted += 1
@@ -80,7 +80,7 @@ class BlockPool:
         """Add a reference to a block in use, or take a free block that was found by its hash."""
         if not self.refs[block]:
             self._unlink(block)
-            self.num_findable -= 1
+            self.num_free_cached -= 1
         self.refs[block] += 1
 
     def release(self, block: int) -> None:
@@ -94,7 +94,7 @@ class BlockPool:
         self.refs[block] = refs
         if refs:
             return
-        if block in self.fenced:
+        if block in self.reserved:
             self.forget(block)
         after, before = self._next, self._prev
         if self.hashes[block] is None:
@@ -105,11 +105,11 @@ class BlockPool:
             last = before[0]
             after[block], before[block] = 0, last
             before[0] = after[last] = block
-            self.num_findable += 1
+            self.num_free_cached += 1
         self.num_free += 1
         self.frees += 1
 
-    def fence(self, block: int, content: bytes, owner: Sequence) -> None:
+    def reserve_hash(self, block: int, content: bytes, owner: Sequence) -> None:
         """Register the hash of a block that `owner` is about to fill.
 
         If another block already has this content, that block keeps the hash.
@@ -117,12 +117,12 @@ class BlockPool:
         if content not in self.cached and self.hashes[block] is None:
             self.cached[content] = block
             self.hashes[block] = content
-            self.fenced[block] = owner
+            self.reserved[block] = owner
 
-    def publish(self, block: int, content: bytes) -> None:
-        """Mark the block as filled with this content: lift its fence, or register its hash."""
-        if block in self.fenced:
-            del self.fenced[block]
+    def commit_hash(self, block: int, content: bytes) -> None:
+        """Mark the block as filled with this content: lift its reserve_hash, or register its hash."""
+        if block in self.reserved:
+            del self.reserved[block]
         elif self.hashes[block] is None and content not in self.cached:
             self.cached[content] = block
             self.hashes[block] = content
@@ -133,7 +133,7 @@ class BlockPool:
         if content is not None:
             self.hashes[block] = None
             del self.cached[content]
-            self.fenced.pop(block, None)
+            self.reserved.pop(block, None)
 
     def forget_all(self) -> None:
         """Drop every hash, so that no cached block is found any more (the weights changed)."""
@@ -143,14 +143,6 @@ class BlockPool:
             if free:  # move it to the unhashed end of the list
                 self.share(block)
                 self.release(block)
-
-    def free_blocks(self) -> list[int]:
-        """Return the free blocks in the order of allocation; O(free), for checks."""
-        found, block = [], self._next[0]
-        while block:
-            found.append(block)
-            block = self._next[block]
-        return found
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

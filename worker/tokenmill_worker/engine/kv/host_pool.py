@@ -94,14 +94,3 @@ class HostPool:
                 del self._hash_of[block]
                 return block
         return None
-
-    def held_blocks(self) -> list[int]:
-        return sorted(self._held)
-
-    def check(self) -> None:
-        """Raise AssertionError when a block is lost or in two places."""
-        everywhere = sorted([*self._free, *self._held, *self._hash_of])
-        if everywhere != list(range(self.num_blocks)):
-            raise AssertionError(f"host blocks are lost or in two places: {everywhere}")
-        if {block: content for content, block in self._kept.items()} != self._hash_of:
-            raise AssertionError("the host pool's two maps of hashes differ")

@@ -2,25 +2,50 @@
 
 The tier has one host pool per layer group, behind the device pools. It allocates host blocks for
 preempted sequences, keeps evicted prefix blocks by hash, and collects the step's copies in
-`StepMoves`. Scheduler and KVManager decide what moves.
+`StepCopies`. Scheduler and KVManager decide what copies.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tokenmill_worker.engine.kv.block_pool import BlockPool
 from tokenmill_worker.engine.kv.host_pool import HostPool
-from tokenmill_worker.engine.kv.moves import StepMoves
 from tokenmill_worker.engine.plan import BlockCopy
 from tokenmill_worker.engine.sequence import Sequence
 
 
+@dataclass(slots=True)
+class StepCopies:
+    """The copies of one step: filled while it is planned, kept until it is committed or abandoned.
+
+    - `kept`: hashes of evicted prefix blocks that the step copies to the host.
+    - `pinned`: host blocks that the step reads or writes.
+    - `host_sources`: host blocks of returning sequences, read for the last time.
+    - `filled_blocks`: device blocks whose reserve_hash is lifted when the step succeeds.
+    - `restored`: sequences with blocks that this step copies from the host.
+    - `offloaded`: sequences whose blocks this step copies to the host.
+    """
+
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    kept: list[tuple[int, bytes]] = field(default_factory=list)  # (group, hash)
+    pinned: list[tuple[int, int]] = field(default_factory=list)  # (group, host block)
+    host_sources: list[tuple[int, int]] = field(default_factory=list)  # (group, host block)
+    filled_blocks: list[tuple[int, int, Sequence]] = field(
+        default_factory=list
+    )  # (group, block, owner)
+    restored: list[Sequence] = field(default_factory=list)
+    offloaded: list[Sequence] = field(default_factory=list)
+    is_counted: bool = False  # its sequences' num_inflight include the tokens it samples
+
+
 class HostTier:
-    """One host pool per layer group (empty without offload), and the moves of the step being planned."""
+    """One host pool per layer group (empty without offload), and the copies of the step being planned."""
 
     def __init__(self, num_blocks: tuple[int, ...]) -> None:
         self.pools = [HostPool(count) for count in num_blocks]
         self.exists = all(count > 0 for count in num_blocks)
-        self.moves = StepMoves()
+        self.copies = StepCopies()
         self.swapped_out = self.swapped_in = 0
 
     # ── second tier of the prefix cache ──
@@ -36,21 +61,21 @@ class HostTier:
             target = pool.keep(content)
             if target is not None:
                 self._copy_out(group, block, target)
-                self.moves.kept.append((group, content))
+                self.copies.kept.append((group, content))
                 self.pin(group, target)  # no other copy of the same step may use this host block
 
         return keep
 
     def pin(self, group: int, host_block: int) -> None:
         self.pools[group].pin(host_block)
-        self.moves.pinned.append((group, host_block))
+        self.copies.pinned.append((group, host_block))
 
     def copy_in(self, group: int, host_block: int, block: int) -> None:
-        self.moves.swap_in.append(BlockCopy(group, host_block, block))
+        self.copies.swap_in.append(BlockCopy(group, host_block, block))
         self.swapped_in += 1
 
     def _copy_out(self, group: int, block: int, host_block: int) -> None:
-        self.moves.swap_out.append(BlockCopy(group, block, host_block))
+        self.copies.swap_out.append(BlockCopy(group, block, host_block))
         self.swapped_out += 1
 
     # ── preempted sequences ──
@@ -73,7 +98,7 @@ class HostTier:
                 if target is not None:
                     self._copy_out(group, block, target)
             sequence.host_tables.append(host_table)
-        self.moves.offloaded.append(sequence)
+        self.copies.offloaded.append(sequence)
         return True
 
     def hand_back(self, sequence: Sequence) -> None:
@@ -82,7 +107,9 @@ class HostTier:
         They are free once the step that reads them is over.
         """
         for group, table in enumerate(sequence.host_tables):
-            self.moves.leaving += [(group, host_block) for host_block in table if host_block >= 0]
+            self.copies.host_sources += [
+                (group, host_block) for host_block in table if host_block >= 0
+            ]
         sequence.host_tables = []
 
     def free(self, sequence: Sequence) -> None:
@@ -94,26 +121,26 @@ class HostTier:
 
     # ── steps ──
 
-    def take_moves(self) -> StepMoves:
-        """Return the moves of the step just planned; pass them to `settle` or `undo` later."""
-        moves, self.moves = self.moves, StepMoves()
-        return moves
+    def take_copies(self) -> StepCopies:
+        """Return the copies of the step just planned; pass them to `commit` or `undo` later."""
+        copies, self.copies = self.copies, StepCopies()
+        return copies
 
-    def settle(self, moves: StepMoves, pools: list[BlockPool]) -> None:
-        """Finish the moves of a step that succeeded: lift the fences of the blocks it copied in."""
-        for group, block, owner in moves.lifting:
-            if pools[group].fenced.get(block) is owner:
-                del pools[group].fenced[block]
-        self._let_go(moves)
+    def commit(self, copies: StepCopies, pools: list[BlockPool]) -> None:
+        """Finish the copies of a step that succeeded: lift the fences of the blocks it copied in."""
+        for group, block, owner in copies.filled_blocks:
+            if pools[group].reserved.get(block) is owner:
+                del pools[group].reserved[block]
+        self._let_go(copies)
 
-    def undo(self, moves: StepMoves) -> None:
-        """Undo the moves of a step that failed: drop the hashes of blocks it should have copied out."""
-        for group, content in moves.kept:
+    def undo(self, copies: StepCopies) -> None:
+        """Undo the copies of a step that failed: drop the hashes of blocks it should have copied out."""
+        for group, content in copies.kept:
             self.pools[group].forget(content)
-        self._let_go(moves)
+        self._let_go(copies)
 
-    def _let_go(self, moves: StepMoves) -> None:
-        for group, block in moves.pinned:
+    def _let_go(self, copies: StepCopies) -> None:
+        for group, block in copies.pinned:
             self.pools[group].unpin(block)
-        for group, block in moves.leaving:
+        for group, block in copies.host_sources:
             self.pools[group].give_back(block)

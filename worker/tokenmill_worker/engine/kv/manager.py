@@ -1,8 +1,8 @@
 """Block tables of sequences in every layer group: admission, growth, sharing, offload, release.
 
 Blocks are taken in all groups or in none. The full blocks of a prompt are registered in the prefix
-cache when they are allocated, and stay fenced until the step that fills them has succeeded.
-Generated blocks are registered when they are committed. Copies are planned in `tier.moves`; the
+cache when they are allocated, and stay reserved until the step that fills them has succeeded.
+Generated blocks are registered when they are committed. Copies are planned in `tier.copies`; the
 scheduler decides when to admit or preempt.
 
     a table:   NULL NULL NULL │ shared, full │ own, full (hashed) │ own, partial │ own, still empty
@@ -25,7 +25,7 @@ from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class CachedPrefix:
     """The cached prefix of a sequence.
 
     `num_tokens` is a multiple of the block size and less than the sequence's length: the last token
@@ -57,7 +57,7 @@ class KVManager:
             for group, count in enumerate(cache.num_blocks)
         ]
         self.hasher = BlockHasher(cache.block_size, model_key)
-        # in flight or being planned; a fence whose owner last ran before it has stalled
+        # in flight or being planned; a reserve_hash whose owner last ran before it has stalled
         self.oldest_step = 0
         self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
         self._deferred: deque[tuple[int, int, int]] = (
@@ -100,33 +100,33 @@ class KVManager:
 
     # ── the prefix cache ──
 
-    def find(self, sequence: Sequence) -> Hit:
+    def find(self, sequence: Sequence) -> CachedPrefix:
         """Find the longest prefix cached in all groups; at least one token is left to compute."""
         if not self.prefix_cache:
-            return Hit(0)
+            return CachedPrefix(0)
         hashes = self.hasher.extend(sequence)
         limit = min((len(sequence.token_ids) - 1) // self.block_size, len(hashes))
         present = [self._presence(group) for group in range(len(self.pools))]
         found = longest_hit(hashes, limit, present, self.windows, self.block_size)
-        return Hit(found * self.block_size, self._pending(hashes, found))
+        return CachedPrefix(found * self.block_size, self._pending(hashes, found))
 
     def is_pending(self, awaited: tuple[int, bytes]) -> bool:
         """Return whether a step under way still has to fill this block (group, hash)."""
         pool = self.pools[awaited[0]]
         block = pool.cached.get(awaited[1])
-        owner = None if block is None else pool.fenced.get(block)
+        owner = None if block is None else pool.reserved.get(block)
         return owner is not None and owner.last_step >= self.oldest_step
 
     def _presence(self, group: int) -> Present:
         """Return a test for hashes: is the block on device or host, or being filled by a step under way?"""
-        cached, fenced = self.pools[group].cached, self.pools[group].fenced
+        cached, reserved = self.pools[group].cached, self.pools[group].reserved
         host, oldest = self.tier.pools[group], self.oldest_step
 
         def has(content: bytes) -> bool:
             block = cached.get(content)
             if block is None:
                 return content in host
-            owner = fenced.get(block)
+            owner = reserved.get(block)
             return owner is None or owner.last_step >= oldest
 
         return has
@@ -134,15 +134,15 @@ class KVManager:
     def _pending(self, hashes: list[bytes], found: int) -> tuple[int, bytes] | None:
         for index in range(found - 1, -1, -1):
             for group, pool in enumerate(self.pools):
-                if not pool.fenced or index < self.first_visible(group, found * self.block_size):
+                if not pool.reserved or index < self.first_visible(group, found * self.block_size):
                     continue
-                if pool.cached.get(hashes[index]) in pool.fenced:
+                if pool.cached.get(hashes[index]) in pool.reserved:
                     return group, hashes[index]
         return None
 
     # ── taking blocks ──
 
-    def admit(self, sequence: Sequence, hit: Hit, headroom: int | None) -> bool:
+    def allocate(self, sequence: Sequence, hit: CachedPrefix, headroom: int | None) -> bool:
         """Take the cached prefix and blocks for all known tokens, in all groups.
 
         Return False, and take nothing, if the blocks of one group do not suffice.
@@ -196,7 +196,9 @@ class KVManager:
                     prefix.append(NULL_BLOCK)
                 else:
                     prefix.append(
-                        block if block is not None and block not in pool.fenced else -1 - host_block
+                        block
+                        if block is not None and block not in pool.reserved
+                        else -1 - host_block
                     )
             prefixes.append(prefix)
         if not self._place(sequence, committed, prefixes, headroom):
@@ -261,17 +263,17 @@ class KVManager:
         after it.
         """
         block = self.pools[group].allocate()
-        moves, committed = (
-            self.tier.moves,
+        copies, committed = (
+            self.tier.copies,
             sequence.num_committed_tokens,
         )  # 0: the block comes from the prefix cache
         self.tier.copy_in(group, -1 - entry, block)
         if index < len(sequence.block_hashes):
-            self.pools[group].fence(block, sequence.block_hashes[index], sequence)
+            self.pools[group].reserve_hash(block, sequence.block_hashes[index], sequence)
             if not 0 < committed < (index + 1) * self.block_size:
-                moves.lifting.append((group, block, sequence))
-        if sequence not in moves.arrived:
-            moves.arrived.append(sequence)
+                copies.filled_blocks.append((group, block, sequence))
+        if sequence not in copies.restored:
+            copies.restored.append(sequence)
         return block
 
     def _extend(self, sequence: Sequence, targets: list[int]) -> None:
@@ -281,7 +283,7 @@ class KVManager:
                 block = pool.allocate()
                 table.append(block)
                 if index < len(hashes):
-                    pool.fence(block, hashes[index], sequence)
+                    pool.reserve_hash(block, hashes[index], sequence)
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def target(self, group: int, start: int, num_tokens: int) -> int:
@@ -307,12 +309,12 @@ class KVManager:
             for pool, table in zip(self.pools, sequence.block_tables, strict=True):
                 for index in range(first, last):
                     if table[index]:
-                        pool.publish(table[index], hashes[index])
+                        pool.commit_hash(table[index], hashes[index])
         if self.tracks_every_token:
             self._free_invisible(sequence, committed)
 
     def unregister(self, sequence: Sequence) -> None:
-        """Drop the hashes of the sequence's fenced blocks.
+        """Drop the hashes of the sequence's reserved blocks.
 
         Called after a failed step: when the blocks will be filled is unknown, so no sequence may
         wait for them.
@@ -320,7 +322,7 @@ class KVManager:
         first = sequence.num_committed_tokens // self.block_size
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             for block in table[first:]:
-                if pool.fenced.get(block) is sequence:
+                if pool.reserved.get(block) is sequence:
                     pool.forget(block)
 
     def _free_invisible(self, sequence: Sequence, position: int) -> None:
@@ -348,7 +350,7 @@ class KVManager:
                 if unsafe is None or index < unsafe:
                     pool.release(block)
                     continue
-                if block in pool.fenced:
+                if block in pool.reserved:
                     pool.forget(block)
                 self._deferred.append((sequence.last_step, group, block))
         sequence.block_tables = []
@@ -381,6 +383,3 @@ class KVManager:
         for pool, host in zip(self.pools, self.tier.pools, strict=True):
             pool.forget_all()
             host.forget_all()
-
-    def deferred_blocks(self) -> list[tuple[int, int]]:
-        return [(group, block) for _, group, block in self._deferred]

@@ -11,7 +11,13 @@ import heapq
 
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
-from tokenmill_worker.engine.scheduler.state import DECODING, FINISHED, OFFLOADED, PREFILLING, State
+from tokenmill_worker.engine.scheduler.state import (
+    DECODING,
+    FINISHED,
+    OFFLOADED,
+    PREFILLING,
+    SchedulerState,
+)
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import SchedulingPolicy, TokenEvent
 
@@ -19,7 +25,7 @@ from tokenmill_worker.engine.types import SchedulingPolicy, TokenEvent
 class Committer:
     """Commits or abandons planned steps."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._eos = state.eos_token_ids
         self._charges = state.config.policy is SchedulingPolicy.PRIORITY
@@ -39,7 +45,7 @@ class Committer:
             raise ValueError(
                 f"output of step {output.step_id} for step {plan.step_id}, in flight: {[*state.in_flight]}"
             )
-        moves = state.in_flight.pop(plan.step_id)
+        copies = state.in_flight.pop(plan.step_id)
         events: list[TokenEvent] = []
         row = computed = 0
         for index, item in enumerate(plan.scheduled):
@@ -52,7 +58,7 @@ class Committer:
                 row += 1
             if item.sequence.epoch != item.epoch:
                 continue
-            if samples and moves.is_counted:
+            if samples and copies.is_counted:
                 item.sequence.num_inflight -= 1
             if output.errors and index in output.errors:
                 events.append(
@@ -65,7 +71,7 @@ class Committer:
             else:
                 state.kv.advance(item.sequence, item.start + item.num_tokens)
         state.counters.computed_tokens += computed
-        state.kv.tier.settle(moves, state.kv.pools)
+        state.kv.tier.commit(copies, state.kv.pools)
         state.kv.release_deferred(next(iter(state.in_flight), None))
         return events
 
@@ -143,21 +149,21 @@ class Committer:
         Sequences whose blocks it should have copied are reset.
         """
         state = self._state
-        moves = state.in_flight.pop(plan.step_id, None)
-        if moves is None:
+        copies = state.in_flight.pop(plan.step_id, None)
+        if copies is None:
             return
         for item in plan.scheduled:
             if item.sequence.epoch == item.epoch:
                 self._roll_back(item.sequence)
         for (
             sequence
-        ) in moves.arrived:  # this step's copies fill its blocks, whatever was planned since
+        ) in copies.restored:  # this step's copies fill its blocks, whatever was planned since
             if sequence.status in (PREFILLING, DECODING):
                 state.reset(sequence)
-        for sequence in moves.offloaded:
+        for sequence in copies.offloaded:
             if sequence.status is OFFLOADED:
                 state.reset(sequence)
-        state.kv.tier.undo(moves)
+        state.kv.tier.undo(copies)
         state.kv.release_deferred(next(iter(state.in_flight), None))
 
     def _roll_back(self, sequence: Sequence) -> None:

@@ -66,4 +66,4 @@ def _shared(kv: KVManager, group: int, sequence: Sequence, num_computed: int) ->
     first, end = kv.first_visible(group, num_computed), num_computed // kv.block_size
     pool = kv.pools[group]
     blocks = (pool.cached.get(content) for content in sequence.block_hashes[first:end])
-    return {block for block in blocks if block is not None and block not in pool.fenced}
+    return {block for block in blocks if block is not None and block not in pool.reserved}

@@ -13,7 +13,7 @@ finishes under every rule.
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from tokenmill_worker.engine.scheduler.queues import Place
+from tokenmill_worker.engine.scheduler.queues import QueueEntry
 from tokenmill_worker.engine.sequence import Sequence
 
 PROTECTED_AFTER = 4
@@ -47,7 +47,7 @@ def is_protected(sequence: Sequence) -> bool:
     return sequence.preemptions >= PROTECTED_AFTER
 
 
-def yields_to_urgent(sequence: Sequence) -> bool:
+def is_preemptible(sequence: Sequence) -> bool:
     """Return whether the most urgent class may preempt this sequence.
 
     The answer does not change while the sequence runs.
@@ -56,17 +56,17 @@ def yields_to_urgent(sequence: Sequence) -> bool:
 
 
 def victims_first(
-    candidates: Iterable[Sequence], places: dict[Sequence, Place], rule: Rule
+    candidates: Iterable[Sequence], entries: dict[Sequence, QueueEntry], rule: Rule
 ) -> list[Sequence]:
     """Sort the candidates; the first to be preempted comes first."""
     by_rule = _RULES[rule]
 
     def key(sequence: Sequence) -> _Key:
-        place = places[sequence]
+        entry = entries[sequence]
         protected = is_protected(sequence)
         first, second = (
-            _newest(sequence, place.ticket) if protected else by_rule(sequence, place.ticket)
+            _newest(sequence, entry.ticket) if protected else by_rule(sequence, entry.ticket)
         )
-        return place.rank, not protected, first, second
+        return entry.rank, not protected, first, second
 
     return sorted(candidates, key=key, reverse=True)

@@ -16,8 +16,8 @@ _PROMOTIONS_PER_STEP = 64  # spreads the promotion of a large backlog over sever
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """A sequence's place in the queue, kept from arrival to end, so that preemption does not lose it.
+class QueueEntry:
+    """A sequence's entry in the queue, kept from arrival to end, so that preemption does not lose it.
 
     `rank` is the class after ageing. `bypassed` counts the sequences that started before it while
     it was at the head.
@@ -34,10 +34,10 @@ class Place:
     awaited: tuple[int, bytes] | None = None
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
-    has_taken: bool = False  # others were preempted for it and it has not started yet
+    has_victims: bool = False  # others were preempted for it and it has not started yet
     is_long: bool = False  # started with more to compute than the threshold for long prefills
 
-    def __lt__(self, other: "Place") -> bool:
+    def __lt__(self, other: "QueueEntry") -> bool:
         return self.ticket < other.ticket
 
 
@@ -50,15 +50,15 @@ class WaitingQueue(Protocol):
 
     def __len__(self) -> int: ...
 
-    def push(self, place: Place) -> None: ...
+    def push(self, entry: QueueEntry) -> None: ...
 
-    def put_back(self, place: Place) -> None:
+    def put_back(self, entry: QueueEntry) -> None:
         """Undo a pop."""
         ...
 
-    def pop(self, max_rank: int | None = None) -> Place | None: ...
+    def pop(self, max_rank: int | None = None) -> QueueEntry | None: ...
 
-    def discard(self, place: Place) -> None: ...
+    def discard(self, entry: QueueEntry) -> None: ...
 
     def num_below(self, rank: int) -> int:
         """Return how many sequences of a better (lower) rank wait."""
@@ -77,7 +77,7 @@ class FifoQueue:
     """Orders sequences by ticket, that is by arrival; a preempted sequence keeps its ticket."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Place]] = []
+        self._heap: list[tuple[int, QueueEntry]] = []
         self._live = 0
 
     def __len__(self) -> int:
@@ -86,25 +86,25 @@ class FifoQueue:
     def num_below(self, rank: int) -> int:
         return 0  # arrival order ignores classes
 
-    def push(self, place: Place) -> None:
-        place.queued = True
+    def push(self, entry: QueueEntry) -> None:
+        entry.queued = True
         self._live += 1
-        heapq.heappush(self._heap, (place.ticket, place))
+        heapq.heappush(self._heap, (entry.ticket, entry))
 
     put_back = push
 
-    def pop(self, max_rank: int | None = None) -> Place | None:
+    def pop(self, max_rank: int | None = None) -> QueueEntry | None:
         while self._heap:
-            place = heapq.heappop(self._heap)[1]
-            if place.queued:
-                place.queued = False
+            entry = heapq.heappop(self._heap)[1]
+            if entry.queued:
+                entry.queued = False
                 self._live -= 1
-                return place
+                return entry
         return None
 
-    def discard(self, place: Place) -> None:
-        if place.queued:
-            place.queued = False
+    def discard(self, entry: QueueEntry) -> None:
+        if entry.queued:
+            entry.queued = False
             self._live -= 1
             if len(self._heap) > 64 + 2 * self._live:
                 self._heap = [entry for entry in self._heap if entry[1].queued]
@@ -123,11 +123,13 @@ class _Class:
     served.
     """
 
-    tenants: dict[str, list[tuple[float, int, Place]]] = field(default_factory=dict)
+    tenants: dict[str, list[tuple[float, int, QueueEntry]]] = field(default_factory=dict)
     order: list[tuple[int, str]] = field(
         default_factory=list
     )  # (tokens served when pushed: a lower bound, tenant)
-    entered: deque[tuple[float, Place]] = field(default_factory=deque)  # by `since`, for ageing
+    entered: deque[tuple[float, QueueEntry]] = field(
+        default_factory=deque
+    )  # by `since`, for ageing
     live: int = 0
 
 
@@ -153,32 +155,32 @@ class PriorityQueue:
     def num_below(self, rank: int) -> int:
         return sum(one.live for each, one in self._classes.items() if each < rank)
 
-    def push(self, place: Place) -> None:
-        one = self._classes.setdefault(place.rank, _Class())
-        if place.rank > 0:
-            one.entered.append((place.since, place))
-        self._insert(one, place)
+    def push(self, entry: QueueEntry) -> None:
+        one = self._classes.setdefault(entry.rank, _Class())
+        if entry.rank > 0:
+            one.entered.append((entry.since, entry))
+        self._insert(one, entry)
 
-    def put_back(self, place: Place) -> None:
-        self._insert(self._classes[place.rank], place)
+    def put_back(self, entry: QueueEntry) -> None:
+        self._insert(self._classes[entry.rank], entry)
 
-    def _insert(self, one: _Class, place: Place) -> None:
-        sequence = place.sequence
+    def _insert(self, one: _Class, entry: QueueEntry) -> None:
+        sequence = entry.sequence
         tenant = sequence.tenant
-        place.queued = True
+        entry.queued = True
         one.live += 1
         if tenant not in one.tenants:
             one.tenants[tenant] = []
             served = self._served[tenant] = max(self._served.get(tenant, 0), self._level)
             heapq.heappush(one.order, (served, tenant))
         due = (
-            place.arrived_at + 4 * self._ageing_s
+            entry.arrived_at + 4 * self._ageing_s
             if sequence.deadline is None
             else sequence.deadline
         )
-        heapq.heappush(one.tenants[tenant], (due, place.ticket, place))
+        heapq.heappush(one.tenants[tenant], (due, entry.ticket, entry))
 
-    def pop(self, max_rank: int | None = None) -> Place | None:
+    def pop(self, max_rank: int | None = None) -> QueueEntry | None:
         for rank in sorted(self._classes):
             if max_rank is not None and rank > max_rank:
                 return None
@@ -187,7 +189,7 @@ class PriorityQueue:
                 return self._pop_from(one, rank)
         return None
 
-    def _pop_from(self, one: _Class, rank: int) -> Place | None:
+    def _pop_from(self, one: _Class, rank: int) -> QueueEntry | None:
         while one.order:
             bound, tenant = one.order[0]
             waiting = one.tenants[tenant]
@@ -200,17 +202,17 @@ class PriorityQueue:
             elif served > bound:
                 heapq.heapreplace(one.order, (served, tenant))
             else:
-                place = heapq.heappop(waiting)[2]
-                place.queued = False
+                entry = heapq.heappop(waiting)[2]
+                entry.queued = False
                 one.live -= 1
                 self._level = max(self._level, served)
-                return place
+                return entry
         return None
 
-    def discard(self, place: Place) -> None:
-        if place.queued:
-            place.queued = False
-            self._classes[place.rank].live -= 1
+    def discard(self, entry: QueueEntry) -> None:
+        if entry.queued:
+            entry.queued = False
+            self._classes[entry.rank].live -= 1
             self._stale += 1
             if self._stale > 64 + len(self):
                 self._compact()
@@ -225,13 +227,13 @@ class PriorityQueue:
         for _ in range(_PROMOTIONS_PER_STEP):
             if not one.entered:
                 return
-            since, place = one.entered[0]
-            if place.queued and place.rank == rank and place.since == since:
+            since, entry = one.entered[0]
+            if entry.queued and entry.rank == rank and entry.since == since:
                 if since + self._ageing_s > now:
                     return
                 one.live -= 1
-                place.rank, place.since, place.queued = rank - 1, now, False
-                self.push(place)
+                entry.rank, entry.since, entry.queued = rank - 1, now, False
+                self.push(entry)
             one.entered.popleft()
 
     def charge(self, tenant: str, tokens: int) -> None:
@@ -254,3 +256,22 @@ class PriorityQueue:
                     entry for entry in waiting if entry[2].queued and entry[2].rank == rank
                 ]
                 heapq.heapify(waiting)
+
+
+def order_for_prefix_hits(sequences: list[Sequence], block_size: int) -> list[Sequence]:
+    """Return the sequences with those that share their first block side by side.
+
+    Groups keep the order in which their first members arrived. Within a group, descending token
+    order puts a prompt before its own prefixes, so that one computation serves all of them.
+    """
+    groups: dict[tuple[str, str, tuple[int, ...]], list[Sequence]] = {}
+    for sequence in sequences:
+        first_block = tuple(sequence.token_ids[:block_size])
+        groups.setdefault((sequence.cache_salt, sequence.adapter, first_block), []).append(sequence)
+    ordered: list[Sequence] = []
+    for group in groups.values():
+        if len(group) > 1:
+            # stable: choices keep their order
+            group.sort(key=lambda sequence: sequence.token_ids, reverse=True)
+        ordered += group
+    return ordered

@@ -15,13 +15,21 @@ from tokenmill_worker.engine.kv.manager import KVManager
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler.admission import num_for_urgent
 from tokenmill_worker.engine.scheduler.committer import Committer
-from tokenmill_worker.engine.scheduler.counters import Counters
-from tokenmill_worker.engine.scheduler.intake_order import for_prefix_hits
-from tokenmill_worker.engine.scheduler.integrity import check
-from tokenmill_worker.engine.scheduler.planner import Planner, Proposer
-from tokenmill_worker.engine.scheduler.queues import FifoQueue, PriorityQueue, WaitingQueue
-from tokenmill_worker.engine.scheduler.state import OFFLOADED, WAITING, State
-from tokenmill_worker.engine.scheduler.step_time import Pace
+from tokenmill_worker.engine.scheduler.planner import Planner
+from tokenmill_worker.engine.scheduler.queues import (
+    FifoQueue,
+    PriorityQueue,
+    WaitingQueue,
+    order_for_prefix_hits,
+)
+from tokenmill_worker.engine.scheduler.state import (
+    OFFLOADED,
+    WAITING,
+    SchedulerCounters,
+    SchedulerState,
+)
+from tokenmill_worker.engine.scheduler.step_builder import Proposer
+from tokenmill_worker.engine.scheduler.step_time import StepTimeModel
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 from tokenmill_worker.engine.types import (
     Capacity,
@@ -64,7 +72,7 @@ class Scheduler:
         queue: WaitingQueue = (
             PriorityQueue(ageing_s) if config.policy is SchedulingPolicy.PRIORITY else FifoQueue()
         )
-        self._state = State(
+        self._state = SchedulerState(
             config=config,
             kv=self.kv,
             queue=queue,
@@ -74,17 +82,17 @@ class Scheduler:
             async_depth=async_depth,
             decoding=[],
             prefilling=[],
-            places={},
+            entries={},
             requests={},
             in_flight={},
             released=[],
             deadlines=[],
-            counters=Counters(),
+            counters=SchedulerCounters(),
         )
-        self._pace = Pace(
+        self._step_times = StepTimeModel(
             config.bulk_slowdown if config.policy is SchedulingPolicy.PRIORITY else None
         )
-        self._planner = Planner(self._state, proposer, ageing_s, self._pace)
+        self._planner = Planner(self._state, proposer, ageing_s, self._step_times)
         self._planned_at: dict[int, float] = {}
         self._committed_at = 0.0
         self._committer = Committer(self._state)
@@ -107,7 +115,7 @@ class Scheduler:
                 f"the engine has {len(state.queue)} waiting requests already", code="engine_error"
             )
         now = state.clock()
-        for sequence in for_prefix_hits(sequences, self.kv.block_size):
+        for sequence in order_for_prefix_hits(sequences, self.kv.block_size):
             state.enter(sequence, now)
 
     def _check(self, sequence: Sequence) -> None:
@@ -146,7 +154,7 @@ class Scheduler:
 
     def fail(self, sequence: Sequence, message: str) -> list[TokenEvent]:
         """End one sequence with an error message for its user."""
-        if sequence not in self._state.places:
+        if sequence not in self._state.entries:
             return []
         return [self._state.end(sequence, FinishReason.ERROR, message, "engine_error")]
 
@@ -159,16 +167,16 @@ class Scheduler:
     def plan(self, only: Collection[Sequence] | None = None) -> StepPlan:
         """Plan the next step; with async_depth > 0 also before the previous plan is committed."""
         plan = self._planner.plan(only)
-        if self._pace.is_kept and not plan.is_empty:
+        if self._step_times.limits_bulk and not plan.is_empty:
             self._planned_at[plan.step_id] = self._state.clock()
         return plan
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         """Apply a step's result, then end sequences whose deadline has passed."""
-        self._note_pace(plan)
+        self._record_step_time(plan)
         return self._committer.commit(plan, output) + self._committer.expire()
 
-    def _note_pace(self, plan: StepPlan) -> None:
+    def _record_step_time(self, plan: StepPlan) -> None:
         """Record how long the step took.
 
         A step that was planned while another ran counts from the end of that one.
@@ -176,7 +184,7 @@ class Scheduler:
         planned_at = self._planned_at.pop(plan.step_id, None)
         if planned_at is not None:
             now = self._state.clock()
-            self._pace.note(plan.num_tokens, now - max(planned_at, self._committed_at))
+            self._step_times.note(plan.num_tokens, now - max(planned_at, self._committed_at))
             self._committed_at = now
 
     def probe(self, num_tokens: int) -> StepPlan:
@@ -209,7 +217,7 @@ class Scheduler:
         return bool(self._state.requests)
 
     @property
-    def stats(self) -> Counters:
+    def stats(self) -> SchedulerCounters:
         return self._state.counters
 
     def knows(self, request_id: str) -> bool:
@@ -242,11 +250,11 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """Return counters and current gauges; the engine adds the figures that it counts itself."""
         state, kv = self._state, self.kv
-        usable = free = findable = evicted = 0
+        usable = free = cached = evicted = 0
         for pool in kv.pools:
             usable += pool.num_usable
             free += pool.num_free
-            findable += pool.num_findable
+            cached += pool.num_free_cached
             evicted += pool.evicted
         return EngineStats(
             **state.counters.as_dict(),
@@ -255,7 +263,7 @@ class Scheduler:
             num_offloaded=state.num_offloaded,
             blocks_total=usable,
             blocks_free=free,
-            blocks_cached=findable,
+            blocks_cached=cached,
             evicted_blocks=evicted,
             blocks_swapped_out=kv.tier.swapped_out,
             blocks_swapped_in=kv.tier.swapped_in,
@@ -264,15 +272,9 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, for example because the weights have changed."""
         self.kv.reset_prefix_cache()
-        for sequence in self._state.places:
+        for sequence in self._state.entries:
             if sequence.status is WAITING:
                 sequence.block_hashes.clear()
             elif sequence.status is OFFLOADED:
                 self._state.reset(sequence)
                 sequence.block_hashes.clear()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself. O(all state): for tests and
-        idle time.
-        """
-        check(self._state)

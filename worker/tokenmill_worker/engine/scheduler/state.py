@@ -13,16 +13,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.kv.host_tier import StepCopies
 from tokenmill_worker.engine.kv.manager import KVManager
-from tokenmill_worker.engine.kv.moves import StepMoves
 from tokenmill_worker.engine.plan import StepPlan
-from tokenmill_worker.engine.scheduler.counters import Counters
-from tokenmill_worker.engine.scheduler.preemption import yields_to_urgent
-from tokenmill_worker.engine.scheduler.queues import Place, WaitingQueue
+from tokenmill_worker.engine.scheduler.preemption import is_preemptible
+from tokenmill_worker.engine.scheduler.queues import QueueEntry, WaitingQueue
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 from tokenmill_worker.engine.types import TokenEvent
 
@@ -35,7 +34,30 @@ OFFLOADED, FINISHED = SequenceStatus.OFFLOADED, SequenceStatus.FINISHED
 
 
 @dataclass(slots=True)
-class State:
+class SchedulerCounters:
+    """Counters since the start, with the names that they have in EngineStats."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_queries: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    finished: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        # asdict copies deeply: too slow for every step
+        return {name: getattr(self, name) for name in _COUNTER_NAMES}
+
+
+_COUNTER_NAMES = tuple(field.name for field in fields(SchedulerCounters))
+
+
+@dataclass(slots=True)
+class SchedulerState:
     """Everything that planning and committing share.
 
     `decoding` and `prefilling` together are the running sequences.
@@ -50,17 +72,17 @@ class State:
     async_depth: int
     decoding: list[Sequence]
     prefilling: list[Sequence]
-    places: dict[Sequence, Place]
+    entries: dict[Sequence, QueueEntry]
     requests: dict[str, list[Sequence]]
-    in_flight: dict[int, StepMoves]  # step id → its block moves; in the order of planning
+    in_flight: dict[int, StepCopies]  # step id → its block copies; in the order of planning
     released: list[Sequence]
     deadlines: list[tuple[float, int, Sequence]]
-    counters: Counters
+    counters: SchedulerCounters
     newest_plan: StepPlan | None = None
     next_step: int = 0
     next_ticket: int = 0
     num_offloaded: int = 0
-    num_yielding: int = 0  # running sequences that the most urgent class may preempt
+    num_preemptible: int = 0  # running sequences that the most urgent class may preempt
     num_over: int = 0  # entries of `deadlines` whose sequences have ended
     adapters: Counter[str] = field(default_factory=Counter)  # adapter → running sequences
 
@@ -85,15 +107,15 @@ class State:
     def enter(self, sequence: Sequence, now: float) -> None:
         """Put a new sequence into the queue."""
         rank = max(0, sequence.priority)
-        place = Place(sequence, self.next_ticket, now, rank, since=now)
+        entry = QueueEntry(sequence, self.next_ticket, now, rank, since=now)
         self.next_ticket += 1
-        self.places[sequence] = place
+        self.entries[sequence] = entry
         self.requests.setdefault(sequence.request_id, []).append(sequence)
         if sequence.deadline is not None:
-            heapq.heappush(self.deadlines, (sequence.deadline, place.ticket, sequence))
+            heapq.heappush(self.deadlines, (sequence.deadline, entry.ticket, sequence))
         self.counters.prompt_tokens += sequence.num_prompt_tokens
         sequence.status = WAITING
-        self.queue.push(place)
+        self.queue.push(entry)
 
     def start(self, sequence: Sequence) -> None:
         """Move a sequence from WAITING or OFFLOADED to PREFILLING; its blocks have been taken."""
@@ -101,7 +123,7 @@ class State:
             self.num_offloaded -= 1
         sequence.status = PREFILLING
         self.prefilling.append(sequence)
-        self.num_yielding += yields_to_urgent(sequence)
+        self.num_preemptible += is_preemptible(sequence)
         if sequence.adapter:
             self.adapters[sequence.adapter] += 1
 
@@ -118,15 +140,15 @@ class State:
             self.prefilling.remove(sequence)
         else:
             return
-        self.num_yielding -= yields_to_urgent(sequence)
+        self.num_preemptible -= is_preemptible(sequence)
         if sequence.adapter:
             self.adapters[sequence.adapter] -= 1
             if not self.adapters[sequence.adapter]:
                 del self.adapters[sequence.adapter]
 
-    def launch(self, plan: StepPlan, moves: StepMoves) -> None:
+    def launch(self, plan: StepPlan, copies: StepCopies) -> None:
         """Register the plan as in flight, until it is committed or abandoned."""
-        self.in_flight[plan.step_id] = moves
+        self.in_flight[plan.step_id] = copies
         self.newest_plan = plan
         self.next_step += 1
 
@@ -147,7 +169,7 @@ class State:
         return bool(self.in_flight) and sequence.last_step >= next(iter(self.in_flight))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks and put it back at its old place in the queue.
+        """Take a running sequence's blocks and put it back at its old entry in the queue.
 
         Its tokens are kept. Its KV is copied to the host if that has room, and is otherwise
         computed again.
@@ -167,13 +189,12 @@ class State:
         """Move a sequence to WAITING with nothing computed, from any state but FINISHED."""
         if sequence.status is OFFLOADED:
             self.num_offloaded -= 1
-            self.queue.discard(self.places[sequence])
+            self.queue.discard(self.entries[sequence])
         self.stop_running(sequence)
         self._soft_reset(sequence, self.is_in_flight(sequence))
 
     def _soft_reset(self, sequence: Sequence, in_flight: bool) -> None:
-        self.places[sequence].num_lost_tokens = sequence.num_committed_tokens
-        self.counters.soft_resets += 1
+        self.entries[sequence].num_lost_tokens = sequence.num_committed_tokens
         self.kv.tier.free(sequence)
         self.kv.free(sequence, in_flight)
         sequence.status = WAITING
@@ -182,10 +203,10 @@ class State:
     def _requeue(self, sequence: Sequence) -> None:
         sequence.epoch += 1
         sequence.num_inflight = 0
-        place = self.places[sequence]
-        place.since = self.clock()
+        entry = self.entries[sequence]
+        entry.since = self.clock()
         self.released.append(sequence)
-        self.queue.push(place)
+        self.queue.push(entry)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, from any state.
@@ -197,8 +218,8 @@ class State:
             self.num_offloaded -= 1
         self.stop_running(sequence)
         in_flight = self.is_in_flight(sequence)
-        place = self.places.pop(sequence)
-        self.queue.discard(place)
+        entry = self.entries.pop(sequence)
+        self.queue.discard(entry)
         self.kv.tier.free(sequence)
         self.kv.free(sequence, in_flight)
         sequence.epoch += 1

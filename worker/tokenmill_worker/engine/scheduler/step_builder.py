@@ -1,17 +1,31 @@
-"""A step under construction: its remaining budgets, and the sequences scheduled so far."""
+"""Builds a step: its remaining budgets, and the methods that schedule running sequences in it.
 
+One counter per sequence, `num_computed_tokens`, follows the tokens it holds, so a decode, a prefill
+chunk and a resumed answer are handled alike. Counters advance when a step is planned; commit or
+abandon corrects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.scheduler.preemption import victims_first
+from tokenmill_worker.engine.scheduler.state import DECODING, PREFILLING, SchedulerState
+from tokenmill_worker.engine.scheduler.step_time import BULK, StepTimeModel
 from tokenmill_worker.engine.sequence import Sequence
+
+Proposer = Callable[[Sequence], tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Step:
+class StepDraft:
     """A step being planned.
 
-    `tokens` and `reads` are the remaining budgets; `reads` is None without a read budget. A planning
-    phase may spend `room`: it sets `reserve` to the tokens that it leaves for later phases.
+    `tokens` and `reads` are the remaining budgets; `reads` is None without a read budget. A
+    planning phase may spend `room`: it sets `reserve` to the tokens that it leaves for later
+    phases.
     """
 
     step_id: int
@@ -21,8 +35,7 @@ class Step:
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
-    # scheduled first: the previous step had too few reads left for it
-    favoured: Sequence | None = None
+    starved: Sequence | None = None  # scheduled first: the previous step had no reads left for it
     only: frozenset[Sequence] | None = None
 
     @property
@@ -32,7 +45,7 @@ class Step:
     def add(
         self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()
     ) -> None:
-        """Schedule the sequence up to position `end`, then its drafts; its counter advances at once."""
+        """Schedule the sequence up to position `end`, then its drafts; advance its counter."""
         start = sequence.num_computed_tokens
         num_tokens = end - start + len(draft_ids)
         self.items.append(
@@ -43,12 +56,213 @@ class Step:
         self.tokens -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that is preempted after all from the step.
+        """Remove a sequence from the step, because it is preempted after all.
 
-        `State.preempt` resets its counters.
+        `SchedulerState.preempt` resets its counters.
         """
         for index, item in enumerate(self.items):
             if item.sequence is sequence:
                 del self.items[index]
                 self.tokens += item.num_tokens
                 return
+
+
+class StepBuilder:
+    """Schedules running sequences in a step, and preempts some of them where blocks run out.
+
+    `proposer` returns draft tokens. It is not used when steps are launched before the last one's
+    results.
+    """
+
+    def __init__(
+        self, state: SchedulerState, proposer: Proposer | None, step_times: StepTimeModel
+    ) -> None:
+        self._state = state
+        self._config = state.config
+        self._proposer = proposer if state.async_depth == 0 else None
+        self._step_times = step_times
+        self._starved: Sequence | None = None
+        windows = state.kv.windows
+        self._widest = (
+            None if None in windows else max(window for window in windows if window is not None)
+        )
+        self.threshold = self._config.long_prefill_token_threshold
+        if not self.threshold and self._config.max_num_partial_prefills > 1:
+            self.threshold = max(1, int(state.max_model_len * 0.04))
+
+    def is_limited_bulk(self, sequence: Sequence) -> bool:
+        """Return whether the sequence is bulk work whose tokens per step are limited."""
+        return self._step_times.limits_bulk and sequence.priority >= BULK
+
+    def take_starved(self) -> Sequence | None:
+        """Return and forget the sequence that the read budget rejected in the previous step."""
+        starved, self._starved = self._starved, None
+        return starved
+
+    def schedule_decodes(self, step: StepDraft, decodes: list[Sequence]) -> None:
+        """Schedule one token per sequence, and its drafts.
+
+        The first sequence that finds no budget left is scheduled first in the next step.
+        """
+        fast = self._proposer is None and step.reads is None
+        left, step_id, append = step.room, step.step_id, step.items.append
+        unserved: Sequence | None = None
+        for index, sequence in enumerate(decodes):
+            if left <= 0:
+                unserved = unserved or sequence
+                break
+            start = sequence.num_computed_tokens
+            known = len(sequence.token_ids)
+            if sequence.num_inflight:
+                known += sequence.num_inflight
+                if known - sequence.num_prompt_tokens >= sequence.max_tokens:
+                    continue  # a step in flight samples its last token
+            if (
+                fast
+                and known - start == 1
+                and known <= sequence.num_slots
+                and not step.has_preempted
+            ):
+                append(ScheduledSequence(sequence, start, 1, True, (), sequence.epoch))
+                sequence.num_computed_tokens = known
+                sequence.last_step = step_id
+                left -= 1
+            elif sequence.status is DECODING and sequence is not step.starved:
+                step.tokens = left + step.reserve
+                if (
+                    not self.schedule(step, sequence, num_after=len(decodes) - index - 1)
+                    and step.reads is not None
+                ):
+                    unserved = unserved or sequence
+                left = step.room
+        step.tokens = left + step.reserve
+        if unserved is not None:
+            self._rotate(unserved)
+
+    def _rotate(self, first: Sequence) -> None:
+        decoding = self._state.decoding
+        if first in decoding:
+            index = decoding.index(first)
+            decoding[:] = decoding[index:] + decoding[:index]
+
+    def schedule_prefills(self, step: StepDraft, prefills: list[Sequence]) -> None:
+        """Schedule a chunk of each running prefill while the step has room."""
+        for sequence in prefills:
+            if step.room <= 0:
+                return
+            if sequence.status is PREFILLING and sequence is not step.starved:
+                self.schedule(step, sequence)
+
+    def chunk_limit(self, sequence: Sequence, start: int) -> int:
+        """Return how many tokens of the sequence one step may prefill.
+
+        The long-prefill threshold applies only if other sequences run or wait.
+        """
+        state = self._state
+        others = state.num_running + len(state.queue) - (sequence.status is PREFILLING)
+        if self.threshold and others > 0:
+            return self.threshold
+        return sequence.num_tokens + sequence.num_inflight - start
+
+    def read_cost(self, end: int) -> int:
+        return end if self._widest is None else min(end, self._widest)
+
+    def schedule(
+        self, step: StepDraft, sequence: Sequence, num_after: int = 0, may_preempt: bool = True
+    ) -> bool:
+        """Schedule as many tokens of a running sequence as the budgets allow.
+
+        Drafts leave one token for each of `num_after` other sequences. Return False if the sequence
+        cannot run in this step.
+        """
+        start = sequence.num_computed_tokens
+        known = len(sequence.token_ids) + sequence.num_inflight
+        if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
+            return False
+        end = min(known, start + step.room)
+        if sequence.status is PREFILLING:
+            end = min(end, start + self.chunk_limit(sequence, start))
+        if end <= start:
+            return False
+        if step.reads is not None and step.items and self.read_cost(end) > step.reads:
+            self._note_starved(step, sequence)
+            return False
+        if end > sequence.num_slots:
+            reach = self._state.kv.reach(sequence)
+            if start < reach < end:
+                end = reach
+            if not self._make_room(step, sequence, end, may_preempt):
+                return False
+        samples = end == known
+        drafts = self._drafts(step, sequence, num_after) if samples and end - start == 1 else ()
+        step.add(sequence, end, samples, drafts)
+        if step.reads is not None:
+            step.reads -= self.read_cost(end)
+        if samples and sequence.status is PREFILLING:
+            self._state.begin_decoding(sequence)
+        return True
+
+    def _note_starved(self, step: StepDraft, sequence: Sequence) -> None:
+        """Remember a sequence that the read budget rejected; it runs first in the next step.
+
+        Among several it is the one that ran longest ago. A step that began with such a sequence
+        remembers none. Decodes take turns anyway; only bulk decodes, which are scheduled after all
+        others, are remembered.
+        """
+        if step.starved is not None or not (
+            sequence.status is PREFILLING or self.is_limited_bulk(sequence)
+        ):
+            return
+        earlier = self._starved
+        if earlier is None or sequence.last_step < earlier.last_step:
+            self._starved = sequence
+
+    def _drafts(self, step: StepDraft, sequence: Sequence, num_after: int) -> tuple[int, ...]:
+        """Return proposed tokens, limited by budget, answer length and free blocks."""
+        if (
+            self._proposer is None
+            or not sequence.params.speculate
+            or sequence.status is not DECODING
+        ):
+            return ()
+        known = sequence.num_tokens
+        room = min(step.room - 1 - num_after, sequence.max_tokens - sequence.num_output_tokens - 1)
+        if step.reads is not None:
+            room = min(room, step.reads - self.read_cost(known))
+        if room <= 0:
+            return ()
+        drafts = self._proposer(sequence)[:room]
+        if drafts and known + len(drafts) > sequence.num_slots:
+            self._state.kv.grow(sequence, known + len(drafts))
+            drafts = drafts[: max(0, sequence.num_slots - known)]
+        return drafts
+
+    # ── blocks ──
+
+    def _make_room(self, step: StepDraft, sequence: Sequence, end: int, may_preempt: bool) -> bool:
+        """Allocate blocks up to `end`, preempting sequences if necessary.
+
+        Return False if the sequence cannot run in this step.
+        """
+        kv = self._state.kv
+        while not kv.grow(sequence, end):
+            if kv.has_deferred or not may_preempt:
+                return False  # deferred blocks are released when the step in flight ends; preempt no more
+            victims = self.victims(step)
+            if not victims or victims == [sequence]:
+                return False
+            self.preempt(step, victims[0])
+            if victims[0] is sequence:
+                return False
+        return True
+
+    def victims(self, step: StepDraft) -> list[Sequence]:
+        """Return running sequences not admitted in this step; the first to be preempted comes first."""
+        state = self._state
+        running = [s for s in (*state.decoding, *state.prefilling) if s not in step.admitted]
+        return victims_first(running, state.entries, self._config.preempt)
+
+    def preempt(self, step: StepDraft, victim: Sequence) -> None:
+        step.remove(victim)
+        step.has_preempted = True
+        self._state.preempt(victim)

@@ -27,7 +27,7 @@ _FEW: Final = 4  # steps of a size before outliers are cut
 _FURTHER: Final = 4
 
 
-class Pace:
+class StepTimeModel:
     """Step times by size, and the bulk tokens that they allow.
 
     `slowdown` is the part of its own length by which bulk work may lengthen a step; None: no limit.
@@ -41,7 +41,7 @@ class Pace:
         self._urgent_at = float("-inf")
 
     @property
-    def is_kept(self) -> bool:
+    def limits_bulk(self) -> bool:
         return self._slowdown is not None
 
     def note(self, num_tokens: int, seconds: float) -> None:
@@ -59,7 +59,7 @@ class Pace:
             usual + part * (seconds - usual),
         )
 
-    def room_at(self, now: float, num_tokens: int) -> int | None:
+    def bulk_token_budget(self, now: float, num_tokens: int) -> int | None:
         """Return how many bulk tokens a step may carry beside `num_tokens` others; None: no limit.
 
         A sequence that arrives during a step waits for its end. A step of bulk work alone
@@ -68,7 +68,7 @@ class Pace:
         """
         if num_tokens:
             self._urgent_at = now
-            return self.room_beside(num_tokens)
+            return self.shared_bulk_budget(num_tokens)
         if self._slowdown is None or not self._sizes:
             return self._unknown
         curve = self._curve()
@@ -78,7 +78,7 @@ class Pace:
             limit = min(limit, max(_ALONE * shared, SHORT_S))
         return max(MIN_TOKENS, int(_tokens_within(curve, limit, 0)))
 
-    def room_beside(self, num_tokens: int) -> int | None:
+    def shared_bulk_budget(self, num_tokens: int) -> int | None:
         """Return how many bulk tokens may join a step of `num_tokens` others; None: no limit."""
         if self._slowdown is None or not self._sizes:
             return self._unknown

@@ -1,26 +1,33 @@
-"""Recomputes the state of scheduler and KV manager from scratch and compares; for tests and idle time."""
+"""Recomputes the state of scheduler and KV manager from scratch and compares.
+
+It reads the private fields of both: it tests their bookkeeping, not what they do for a caller.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from tokenmill_worker.engine.kv.block_pool import BlockPool
+from tokenmill_worker.engine.kv.host_pool import HostPool
 from tokenmill_worker.engine.kv.manager import KVManager
-from tokenmill_worker.engine.scheduler.preemption import yields_to_urgent
+from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.scheduler.preemption import is_preemptible
 from tokenmill_worker.engine.scheduler.state import (
     DECODING,
     FINISHED,
     OFFLOADED,
     PREFILLING,
     WAITING,
-    State,
+    SchedulerState,
 )
 from tokenmill_worker.engine.sequence import Sequence
 
 
-def check(state: State) -> None:
+def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError, with one sentence, at the first contradiction."""
+    state = scheduler._state
     _check_lists(state)
-    sequences = list(state.places)
+    sequences = list(state.entries)
     for sequence in sequences:
         _check_sequence(state.kv, sequence)
     for group in range(len(state.kv.pools)):
@@ -28,15 +35,42 @@ def check(state: State) -> None:
         _check_host(state, group, sequences)
 
 
+def free_blocks(pool: BlockPool) -> list[int]:
+    """Return the free blocks in the order of allocation."""
+    found, block = [], pool._next[0]
+    while block:
+        found.append(block)
+        block = pool._next[block]
+    return found
+
+
+def held_blocks(host: HostPool) -> list[int]:
+    """Return the host blocks that preempted sequences hold."""
+    return sorted(host._held)
+
+
+def check_host_pool(host: HostPool) -> None:
+    """Raise AssertionError when a block is lost or in two places."""
+    everywhere = sorted([*host._free, *host._held, *host._hash_of])
+    _require(
+        everywhere == list(range(host.num_blocks)),
+        f"host blocks are lost or in two places: {everywhere}",
+    )
+    _require(
+        {block: content for content, block in host._kept.items()} == host._hash_of,
+        "the host pool's two maps of hashes differ",
+    )
+
+
 def _require(ok: bool, sentence: str) -> None:
     if not ok:
         raise AssertionError(sentence)
 
 
-def _check_lists(state: State) -> None:
-    sequences = list(state.places)
+def _check_lists(state: SchedulerState) -> None:
+    sequences = list(state.entries)
     by_status = Counter(sequence.status for sequence in sequences)
-    _require(by_status[FINISHED] == 0, "a finished sequence still has a place")
+    _require(by_status[FINISHED] == 0, "a finished sequence still has an entry")
     _require(all(s.status is DECODING for s in state.decoding), "the decoding list holds others")
     _require(
         all(s.status is PREFILLING for s in state.prefilling), "the prefilling list holds others"
@@ -49,20 +83,18 @@ def _check_lists(state: State) -> None:
         len(set(state.prefilling)) == len(state.prefilling) == by_status[PREFILLING],
         "prefilling and states differ",
     )
-    waiting = sum(1 for place in state.places.values() if place.queued)
+    waiting = sum(1 for entry in state.entries.values() if entry.queued)
     _require(
         len(state.queue) == waiting == by_status[WAITING] + by_status[OFFLOADED],
         f"queue {len(state.queue)}, marked {waiting}, by state {by_status[WAITING]} + {by_status[OFFLOADED]}",
     )
     _require(state.num_offloaded == by_status[OFFLOADED], "the count of offloaded sequences is off")
-    yielding = sum(map(yields_to_urgent, [*state.decoding, *state.prefilling]))
-    _require(
-        state.num_yielding == yielding, "the count of sequences that yield to urgent ones is off"
-    )
+    preemptible = sum(map(is_preemptible, [*state.decoding, *state.prefilling]))
+    _require(state.num_preemptible == preemptible, "the count of preemptible sequences is off")
     _require(state.num_running <= state.config.max_num_seqs, "more sequences run than may")
     known = [sequence for siblings in state.requests.values() for sequence in siblings]
     _require(
-        set(known) == set(sequences) and len(known) == len(sequences), "requests and places differ"
+        set(known) == set(sequences) and len(known) == len(sequences), "requests and entries differ"
     )
     if not state.in_flight:
         _require(not state.kv.has_deferred, "blocks are deferred and nothing is in flight")
@@ -108,8 +140,8 @@ def _check_pool(kv: KVManager, group: int, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         if sequence.block_tables:
             holders.update(block for block in sequence.block_tables[group] if block)
-    holders.update(block for of, block in kv.deferred_blocks() if of == group)
-    free = pool.free_blocks()
+    holders.update(block for _, of, block in kv._deferred if of == group)
+    free = free_blocks(pool)
     _require(
         len(free) == pool.num_free == len(set(free)),
         f"group {group}: the free list and its count differ",
@@ -127,24 +159,27 @@ def _check_pool(kv: KVManager, group: int, sequences: list[Sequence]) -> None:
     hashed = {content: block for block, content in enumerate(pool.hashes) if content is not None}
     _require(hashed == pool.cached, f"group {group}: hashes and cache differ")
     _require(
-        pool.num_findable == sum(1 for b in free if pool.hashes[b] is not None),
+        pool.num_free_cached == sum(1 for b in free if pool.hashes[b] is not None),
         f"group {group}: findable is off",
     )
-    for block, owner in pool.fenced.items():
+    for block, owner in pool.reserved.items():
         _require(
-            pool.refs[block] == 1, f"group {group}: the fenced block {block} is shared or free"
+            pool.refs[block] == 1, f"group {group}: the reserved block {block} is shared or free"
         )
         held = owner.block_tables[group] if owner.block_tables else []
-        _require(block in held, f"group {group}: the fence of block {block} outlives its owner")
+        _require(block in held, f"group {group}: the reserved block {block} outlives its owner")
 
 
-def _check_host(state: State, group: int, sequences: list[Sequence]) -> None:
+def _check_host(state: SchedulerState, group: int, sequences: list[Sequence]) -> None:
     host = state.kv.tier.pools[group]
-    host.check()
+    check_host_pool(host)
     held = [
         block for s in sequences if s.host_tables for block in s.host_tables[group] if block >= 0
     ]
     held += [
-        block for moves in state.in_flight.values() for of, block in moves.leaving if of == group
+        block
+        for copies in state.in_flight.values()
+        for of, block in copies.host_sources
+        if of == group
     ]
-    _require(sorted(held) == host.held_blocks(), f"group {group}: host blocks are lost")
+    _require(sorted(held) == held_blocks(host), f"group {group}: host blocks are lost")
