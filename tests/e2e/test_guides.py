@@ -41,9 +41,14 @@ def at(code: str, redis_url: str, database: str) -> str:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("name", ["client.md", "quickstart.md"])
-async def test_python_in_the_guides_runs(name: str, redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["bulk.md", "client.md", "quickstart.md", "streaming.md", "structured-output.md"]
+)
+async def test_python_in_the_guides_runs(
+    name: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All blocks of a page one after the other, as a reader would paste them."""
+    monkeypatch.chdir(tmp_path)  # a block may write files
     page = ROOT / "ops" / "guides" / name
     code = "\n".join(blocks(page, "python"))
     assert code
@@ -55,7 +60,7 @@ async def test_python_in_the_guides_runs(name: str, redis_url: str, tmp_path: Pa
             await asyncio.to_thread(
                 exec, compile(at(code, redis_url, database), name, "exec"), names
             )
-    assert "completion_tokens=" in printed.getvalue()
+    assert ("completed {" if name == "bulk.md" else "completion_tokens=") in printed.getvalue()
 
 
 def command_lines() -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ops.tools import pictures
 from tests.support.worker import QUEUE, database_url, running_worker
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,18 @@ async def test_the_example_prints_a_streamed_answer(redis_url: str, tmp_path: Pa
         printed.getvalue()
         == f"{result.text}\n{result.finish_reason}, {result.usage.completion_tokens} tokens\n"
     )
+
+
+def test_the_first_page_is_short() -> None:
+    assert len(README.split()) <= 900
+
+
+def test_the_bar_chart_shows_the_table_of_speed() -> None:
+    rows = pictures.speed_rows(README)
+    assert [row.workload for row in rows] == ["decode", "mixed", "prefix", "prefill", "single"]
+    assert rows[0].rates == (1695, 396, 180)
+    shown = (pictures.FOLDER / "speed.svg").read_text(encoding="utf-8")
+    assert shown == pictures.speed(), "run ops/pictures speed"
 
 
 @pytest.mark.parametrize("page", ["README.md", "ops/architecture.md", "ops/runbook.md"])
