@@ -35,7 +35,7 @@ class GatheringEngine(Engine):
             num_ready, now = len(self.scheduler.request_ids()), time.monotonic()
             if num_ready > self._num_ready:
                 self._num_ready, self._since = num_ready, now
-            if self._preparing or now < self._since + SETTLED_S:
+            if self._pending or now < self._since + SETTLED_S:
                 time.sleep(0.005)
                 return []
             self._is_open = True

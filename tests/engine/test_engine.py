@@ -272,7 +272,7 @@ def test_a_threshold_above_the_models_length_is_refused_at_the_start():
         Engine.load(config(model="synthetic?length=256", long_prefill_token_threshold=300))
 
 
-class Broken(SyntheticRunner):
+class BrokenRunner(SyntheticRunner):
     """Every step fails from the third on."""
 
     __slots__ = ()
@@ -288,7 +288,7 @@ class Broken(SyntheticRunner):
         return self.answers
 
 
-class Unheard(Broken):
+class Unheard(BrokenRunner):
     """Fails with an unknown exception."""
 
     __slots__ = ()
@@ -296,7 +296,7 @@ class Unheard(Broken):
     answers = False
 
 
-@pytest.mark.parametrize("kind", [Broken, Unheard])
+@pytest.mark.parametrize("kind", [BrokenRunner, Unheard])
 def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
     engine = Engine.around(kind.load(config()))
     engine.add_requests(PROMPTS[:4], GREEDY)

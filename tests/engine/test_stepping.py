@@ -14,7 +14,7 @@ from tokenmill_worker.engine.errors import EngineError, StepsFailError
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
-from tokenmill_worker.engine.stepping import MAX_FAILED_REQUESTS, Steps
+from tokenmill_worker.engine.stepping import MAX_FAILED_REQUESTS, StepExecutor
 from tokenmill_worker.engine.types import TokenEvent
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -199,13 +199,13 @@ def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(
         EngineConfig(model="fake", block_size=4), make_cache(), max_model_len=256, eos_token_ids=frozenset({0}),
         clock=Clock(), async_depth=1,
     )  # fmt: skip
-    steps = Steps(Ahead(launches, finishes), scheduler)  # type: ignore[arg-type]
+    steps = StepExecutor(Ahead(launches, finishes), scheduler)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     for name in "ab":
         scheduler.add([make_sequence(name, [1, 2, 3], 9, params=params)])
     events = steps.next()
     scheduler.cancel("b", FinishReason.CANCELLED)  # one sequence is left, and stands alone at once
-    while scheduler.has_work or steps.are_under_way:
+    while scheduler.has_work or steps.has_in_flight:
         events += steps.next()
         check_integrity(scheduler)
     assert [

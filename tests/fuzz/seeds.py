@@ -13,11 +13,11 @@ from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest, Message
 from tokenmill_worker.engine.process.messages import (
-    Broken,
     Cancel,
     Command,
+    EngineFailed,
     Frame,
-    Progress,
+    LoadProgress,
     Ready,
     Report,
     Stop,
@@ -63,7 +63,12 @@ def report_seeds() -> list[bytes]:
         capacity=_CAPACITY,
     )  # fmt: skip
     frame = Frame(events=(_EVENT,), capacity=_CAPACITY, stats=EngineStats(steps=4, busy_s=0.5))
-    reports: list[Report] = [ready, frame, Broken("lost", at_start=True), Progress("loading", 0.5)]
+    reports: list[Report] = [
+        ready,
+        frame,
+        EngineFailed("lost", at_start=True),
+        LoadProgress("loading", 0.5),
+    ]
     return [encode(report) for report in reports]
 
 

@@ -40,7 +40,7 @@ from tokenmill_schemas.keys import Keys, queue_of
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.replies import read_delivery
 from tokenmill_worker.engine.process.messages import FrameError, read_command, read_report
-from tokenmill_worker.engine.requests.validation import Intake
+from tokenmill_worker.engine.requests.validation import RequestValidator
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.job_output import JobOutput
@@ -114,14 +114,14 @@ class _Processing:
         elif isinstance(outcome, AdmittedJob):
             assert 0 < len(outcome.generation.prompt_ids) < MODEL.max_model_len
             # a request that was let in passes the engine's own door too
-            Intake(vocab_size=MODEL.vocab_size, max_model_len=MODEL.max_model_len).admit(
-                outcome.generation
-            )
+            RequestValidator(
+                vocab_size=MODEL.vocab_size, max_model_len=MODEL.max_model_len
+            ).validate(outcome.generation)
 
 
 def _engine_door(data: bytes) -> None:
     request = msgspec.msgpack.decode(data, type=GenerationRequest)
-    Intake(vocab_size=1000, max_model_len=4096).admit(request)
+    RequestValidator(vocab_size=1000, max_model_len=4096).validate(request)
 
 
 def _log(data: bytes) -> None:

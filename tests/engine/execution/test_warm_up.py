@@ -14,8 +14,8 @@ from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.process.loop import EngineLoop
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
-    Broken,
-    Progress,
+    EngineFailed,
+    LoadProgress,
     Ready,
     Report,
     Stop,
@@ -56,7 +56,7 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
     runner.execute = noted
     reports = reports_of(engine)
     assert steps == ["prefill", "decode"] * 2
-    assert [type(report) for report in reports] == [Progress, Ready]
+    assert [type(report) for report in reports] == [LoadProgress, Ready]
     assert runner._inputs.num_rows_in_use == 0
     stats = engine.stats()
     assert (stats.steps, stats.blocks_cached, stats.blocks_free) == (0, 0, stats.blocks_total)
@@ -87,7 +87,7 @@ def test_a_lost_device_that_cannot_be_closed_is_told_once(
     mailbox.put(Submit((GenerationRequest(request_id="a", prompt_ids=tuple(PROMPT)),)))
     EngineLoop(engine, mailbox, told).run()
     assert [type(report) for report in reports[1:]] == (
-        [Broken] if breaks == "warm_up" else [Ready, Broken]
+        [EngineFailed] if breaks == "warm_up" else [Ready, EngineFailed]
     )
     assert "device lost" in reports[-1].message  # type: ignore[union-attr]
 
@@ -110,6 +110,6 @@ def test_a_first_step_that_fails_ends_the_start(folder: Path) -> None:
 
     runner.execute = fails
     *_, last = reports_of(engine)
-    assert last == Broken(
+    assert last == EngineFailed(
         "the first step failed: RuntimeError: no kernel image is available", at_start=True
     )

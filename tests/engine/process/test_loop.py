@@ -14,7 +14,7 @@ CAPACITY = Capacity(
 )
 
 
-class Steps:
+class FakeEngine:
     """Simulates an engine whose steps take the given seconds."""
 
     def __init__(self, seconds: list[float]) -> None:
@@ -27,7 +27,7 @@ class Steps:
         return bool(self._seconds)
 
     @property
-    def only_prepares(self) -> bool:
+    def waits_only(self) -> bool:
         return False
 
     def step(self) -> list[Any]:
@@ -44,10 +44,10 @@ class Steps:
 
 def steps_told(seconds: list[float]) -> list[int | None]:
     """Return for each frame the number of steps its figures count, or None if it has no figures."""
-    engine, told = Steps(seconds), list[Report]()
+    engine, told = FakeEngine(seconds), list[Report]()
     loop = EngineLoop(engine, Mailbox(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
     while engine.has_work:
-        assert loop._turn()
+        assert loop._run_once()
     return [
         frame.stats.steps if frame.stats is not None else None
         for frame in told
@@ -64,10 +64,10 @@ def test_each_long_step_has_its_own() -> None:
     assert steps_told([STATS_EVERY_S * 2] * 3) == [1, 2, 3]
 
 
-class Prepares(Steps):
+class Prepares(FakeEngine):
     """Simulates an engine that only waits for a grammar."""
 
-    only_prepares = True
+    waits_only = True
 
 
 def test_an_engine_that_waits_for_a_grammar_tells_no_more_than_that_it_lives() -> None:
@@ -76,7 +76,7 @@ def test_an_engine_that_waits_for_a_grammar_tells_no_more_than_that_it_lives() -
     engine = Prepares([IDLE_REPORT_S / 100] * looks)
     loop = EngineLoop(engine, NobodyWrites(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
     while engine.has_work:
-        assert loop._turn()
+        assert loop._run_once()
     assert engine.done == looks
     assert len(told) == looks // 100
 

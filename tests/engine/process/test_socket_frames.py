@@ -8,8 +8,8 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from tokenmill_worker.engine.process.messages import Broken, Progress, Report
-from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, Frames, Outlet
+from tokenmill_worker.engine.process.messages import EngineFailed, LoadProgress, Report
+from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, FrameReader, FrameWriter
 
 
 def fail() -> NoReturn:
@@ -21,18 +21,20 @@ def framed(report: Report) -> bytes:
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
 
 
-async def connected() -> tuple[Frames, "asyncio.Queue[Report | None]", socket.socket]:
+async def connected() -> tuple[FrameReader, "asyncio.Queue[Report | None]", socket.socket]:
     ours, theirs = socket.socketpair()
     reports: asyncio.Queue[Report | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    _, frames = await loop.create_unix_connection(lambda: Frames(reports.put_nowait), sock=ours)
+    _, frames = await loop.create_unix_connection(
+        lambda: FrameReader(reports.put_nowait), sock=ours
+    )
     return frames, reports, theirs
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, 40])
 async def test_a_report_is_whole_however_it_arrives(cut: int) -> None:
     frames, reports, theirs = await connected()
-    said = [Progress(f"part {number}", 0.5) for number in range(5)]
+    said = [LoadProgress(f"part {number}", 0.5) for number in range(5)]
     data = b"".join(map(framed, said))
     for start in range(0, len(data), cut):
         theirs.send(data[start : start + cut])
@@ -46,13 +48,13 @@ async def test_a_report_is_whole_however_it_arrives(cut: int) -> None:
 async def test_bytes_that_are_no_report_end_it() -> None:
     frames, reports, theirs = await connected()
     theirs.send(
-        framed(Progress("loading", 0.1))
+        framed(LoadProgress("loading", 0.1))
         + b"\x03\x00\x00\x00abc"
-        + framed(Progress("never read", 0.2))
+        + framed(LoadProgress("never read", 0.2))
     )
     async with asyncio.timeout(30):
-        assert await reports.get() == Progress("loading", 0.1)
-        assert isinstance(await reports.get(), Broken)
+        assert await reports.get() == LoadProgress("loading", 0.1)
+        assert isinstance(await reports.get(), EngineFailed)
         frames.close()
         await frames.ended.wait()
     theirs.close()
@@ -62,26 +64,26 @@ async def test_bytes_that_are_no_report_end_it() -> None:
 async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing() -> None:
     ours, theirs = socket.socketpair()
     said = [
-        Progress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)
+        LoadProgress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)
     ]  # more than a socket holds
 
     def say() -> None:
         for report in said:
             outlet.put(report)
 
-    outlet = Outlet(theirs, on_broken=fail)
+    outlet = FrameWriter(theirs, on_broken=fail)
     talking = threading.Thread(target=say)
     talking.start()
     talking.join(60)
     assert not talking.is_alive()  # although no byte was read
     reports: asyncio.Queue[Report | None] = asyncio.Queue()
     await asyncio.get_running_loop().create_unix_connection(
-        lambda: Frames(reports.put_nowait), sock=ours
+        lambda: FrameReader(reports.put_nowait), sock=ours
     )
     async with asyncio.timeout(60):
         assert [await reports.get() for _ in said] == said
-        outlet.put(Progress("the last", 1.0))
-        assert await reports.get() == Progress("the last", 1.0)
+        outlet.put(LoadProgress("the last", 1.0))
+        assert await reports.get() == LoadProgress("the last", 1.0)
         await asyncio.to_thread(outlet.close)
         theirs.close()
         assert await reports.get() is None

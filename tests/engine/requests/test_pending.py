@@ -12,7 +12,7 @@ from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 STRUCTURED = SamplingParams(max_tokens=5, response_format=ResponseFormat(regex="a"))
 
 
-class Preparing(SyntheticRunner):
+class SlowlyPreparing(SyntheticRunner):
     """Grammars are ready when a test says so."""
 
     grammar: Future[object]
@@ -23,7 +23,7 @@ class Preparing(SyntheticRunner):
 
 @pytest.fixture
 def preparing():
-    runner = Preparing.load(
+    runner = SlowlyPreparing.load(
         EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8)
     )
     runner.can_structure, runner.grammar = True, Future()
@@ -46,7 +46,7 @@ def test_a_deadline_passes_while_a_grammar_is_compiled(preparing):
     assert [(event.request_id, event.finish_reason) for event in events] == [
         ("late", FinishReason.EXPIRED)
     ]
-    assert preparing.only_prepares
+    assert preparing.waits_only
     assert preparing.request_ids() == ["early"]
 
 

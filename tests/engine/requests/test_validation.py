@@ -3,7 +3,7 @@
 import pytest
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.requests.validation import Intake, choice_seed
+from tokenmill_worker.engine.requests.validation import RequestValidator, choice_seed
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
 
@@ -11,7 +11,7 @@ def admit(prompt=(1, 2, 3), **params):
     request = GenerationRequest(
         request_id="r", prompt_ids=tuple(prompt), params=SamplingParams(**params)
     )
-    return Intake(vocab_size=100, max_model_len=16).admit(request)
+    return RequestValidator(vocab_size=100, max_model_len=16).validate(request)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():
         resumed=((5,), (6, 7)),
         done=(0,),
     )
-    (sequence,) = Intake(100, 16).admit(request)
+    (sequence,) = RequestValidator(100, 16).validate(request)
     assert sequence.choice == 1
     assert sequence.token_ids == [1, 2, 6, 7]
     assert sequence.num_output_tokens == 2
@@ -82,4 +82,4 @@ def test_a_resumed_answer_at_its_limit_is_refused():
         request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=2), resumed=((5, 6),)
     )
     with pytest.raises(RequestError, match="limit is 2"):
-        Intake(100, 16).admit(request)
+        RequestValidator(100, 16).validate(request)

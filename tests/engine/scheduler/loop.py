@@ -1,4 +1,4 @@
-"""Drives a scheduler and the fake device through the engine's own `Steps`, synchronously or one step ahead."""
+"""Drives a scheduler and the fake device through the engine's own `StepExecutor`, synchronously or one step ahead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.scheduler.step_builder import Proposer
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.stepping import Steps
+from tokenmill_worker.engine.stepping import StepExecutor
 from tokenmill_worker.engine.types import TokenEvent
 
 MAX_MODEL_LEN = 256
@@ -62,7 +62,7 @@ def make_sequence(
 
 
 class FakeRunner:
-    """The fake device as `Steps` sees a runner: it launches in order, and a step on top of a failed one is void.
+    """The fake device as `StepExecutor` sees a runner: it launches in order, and a step on top of a failed one is void.
 
     On an asynchronous device every second failure is raised at launch, the others when the result is asked for.
     """
@@ -90,7 +90,9 @@ class FakeRunner:
             self._raise_now_and_then()
             self._has_failed = True
             return plan, None
-        except Exception as error:  # a failed check: `Steps` must not take it for a failed step
+        except (
+            Exception
+        ) as error:  # a failed check: `StepExecutor` must not take it for a failed step
             pytest.fail(f"{type(error).__name__}: {error}")
 
     def _raise_now_and_then(self) -> None:
@@ -136,11 +138,11 @@ class Loop:
     plans: list[StepPlan] = field(default_factory=list)  # those that were launched
     seconds_of: Callable[[StepPlan], float] = lambda _plan: 0.0
     runner: FakeRunner = field(init=False)
-    steps: Steps = field(init=False)
+    steps: StepExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         self.runner = FakeRunner(self)
-        self.steps = Steps(self.runner, self.scheduler)  # type: ignore[arg-type]  # as much of a runner as steps call
+        self.steps = StepExecutor(self.runner, self.scheduler)  # type: ignore[arg-type]  # as much of a runner as steps call
 
     @classmethod
     def build(
@@ -184,7 +186,7 @@ class Loop:
     def run(self, max_steps: int = 2000) -> None:
         """Step until no work is left. Raises AssertionError after `max_steps` steps."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work and not self.steps.are_under_way:
+            if not self.scheduler.has_work and not self.steps.has_in_flight:
                 return
             self.step()
         raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.request_ids()}")

@@ -1,8 +1,10 @@
-"""Random schedules through the engine's own `Steps`: adds, cancels, deadlines, tenants, adapters, choices, tiny pools,
-offload, windows of every residue modulo the block size, drafts, and steps that fail at launch or at their end.
+"""Random schedules through the engine's own `StepExecutor`.
 
-After every step the scheduler's books agree. Every slot that a sequence reads holds its own past (the fake device
-checks). At the end each sequence has the tokens that it generates when it runs alone.
+They mix adds, cancels, deadlines, tenants, adapters, choices, tiny pools, offload, windows of every
+residue modulo the block size, drafts, and steps that fail at launch or at their end.
+
+After every step the scheduler's bookkeeping agrees. Every slot that a sequence reads holds its own
+tokens (the fake device checks). At the end each sequence has the tokens that it generates alone.
 """
 
 from __future__ import annotations

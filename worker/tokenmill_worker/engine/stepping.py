@@ -23,7 +23,7 @@ from tokenmill_worker.engine.types import TokenEvent
 MAX_FAILED_REQUESTS = 8  # with more in a row, and no successful step between, the engine is broken
 
 
-class Steps:
+class StepExecutor:
     """Plans, executes and commits the steps of one engine, and bisects a step that fails."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -36,7 +36,7 @@ class Steps:
         self.num_begun = self.num_failed = 0
 
     @property
-    def are_under_way(self) -> bool:
+    def has_in_flight(self) -> bool:
         return self._in_flight is not None
 
     def next(self) -> list[TokenEvent]:

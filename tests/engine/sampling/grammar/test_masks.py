@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine.sampling.helpers import CPU, ToyModel, generate_a_step_late, plan_item
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_worker.engine.requests.pending import Needs
+from tokenmill_worker.engine.requests.pending import Prerequisites
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engine.sampling.grammar import masks as structured_output
 from tokenmill_worker.engine.sequence import Sequence
@@ -283,7 +283,7 @@ def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(
     sequence = structured(DATE)
     compiled = compiler.compile(DATE)
     compiled.result(60)
-    Needs(compiled).settle([sequence])
+    Prerequisites(compiled).assign([sequence])
 
     def refuse(kind: str, source: str) -> object:
         raise AssertionError(f"{kind} is compiled in a step")

@@ -24,14 +24,14 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.errors import why
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
-    Broken,
+    EngineFailed,
     FrameError,
+    LoadProgress,
     Logged,
-    Progress,
     Report,
     read_command,
 )
-from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, Outlet
+from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, FrameWriter
 from tokenmill_worker.engine.process.time_slices import lengthen_slices
 
 PARENT_GONE = 3  # exit status
@@ -60,7 +60,7 @@ def main(descriptor: int) -> int:
     threading.Thread(
         target=_read_commands, args=(connection, mailbox), name="commands", daemon=True
     ).start()
-    reports = Outlet(connection, on_broken=lambda: os._exit(PARENT_GONE))
+    reports = FrameWriter(connection, on_broken=lambda: os._exit(PARENT_GONE))
     try:
         return _serve(start, mailbox, reports.put)
     finally:
@@ -72,25 +72,25 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
     from tokenmill_worker.engine.process.loop import EngineLoop
 
     lengthen_slices()  # for this thread and the compute threads it starts, not for the I/O threads
-    telling = _Telling(emit)
+    forwarder = _LoadLogForwarder(emit)
     try:
         engine = Engine.load(
             start.config,
             cache_dir=start.cache_dir,
-            on_progress=lambda message, fraction: emit(Progress(message, fraction)),
+            on_progress=lambda message, fraction: emit(LoadProgress(message, fraction)),
         )
     except Exception as error:
-        emit(Broken(why(error), at_start=True))
+        emit(EngineFailed(why(error), at_start=True))
         return 1
     finally:
-        telling.loaded()
+        forwarder.loaded()
     gc.collect()
     gc.freeze()  # else every full collection would walk model and libraries during a step
     EngineLoop(engine, mailbox, emit).run()
     return 0
 
 
-class _Telling(logging.Handler):
+class _LoadLogForwarder(logging.Handler):
     """Forwards log records to the worker, which writes them to its log: this process has no log.
 
     Warnings of any library are forwarded until the process ends. Messages of the engine about

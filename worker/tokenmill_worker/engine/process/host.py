@@ -25,18 +25,18 @@ from tokenmill_worker.engine.errors import why
 from tokenmill_worker.engine.execution.interface import FOLLOWS
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
-    Broken,
     Cancel,
     Command,
+    EngineFailed,
     Frame,
+    LoadProgress,
     Logged,
-    Progress,
     Ready,
     Report,
     Stop,
     Submit,
 )
-from tokenmill_worker.engine.process.socket_frames import Frames
+from tokenmill_worker.engine.process.socket_frames import FrameReader
 from tokenmill_worker.engine.types import Capacity, GenerationRequest
 
 # wait for a process that closed its socket to exit: killing it would lose its exit status
@@ -135,7 +135,7 @@ class _Reports:
             await self._arrived()
             report = self._reports.popleft()
             match report:
-                case Progress():
+                case LoadProgress():
                     self._follows = self._follows or report.message == FOLLOWS
                     if on_progress is not None:
                         on_progress(report.message, report.fraction)
@@ -144,7 +144,7 @@ class _Reports:
                     if self._stall_s is not None:
                         self._look_again(self._stall_s, 0.0)
                     return report
-                case Broken():
+                case EngineFailed():
                     raise EngineDied(report.message, at_start=True)
                 case _:
                     raise EngineDied("the engine process ended before it was ready", at_start=True)
@@ -165,7 +165,9 @@ class _Reports:
             self._has_reported, silent_s = False, 0.0
         if silent_s >= stall_s:
             self._take_in(
-                Broken(f"it hangs: no report for {silent_s:g} s (stall_seconds is {stall_s:g})")
+                EngineFailed(
+                    f"it hangs: no report for {silent_s:g} s (stall_seconds is {stall_s:g})"
+                )
             )
         else:
             self._look_again(stall_s, silent_s)
@@ -181,7 +183,7 @@ class _Reports:
                 self._capacity = frames[-1].capacity
                 yield _as_one(frames)
             for report in reports:
-                if isinstance(report, Broken):
+                if isinstance(report, EngineFailed):
                     raise EngineDied(report.message, any_step=report.any_step)
                 if report is None:
                     if self._stopping:
@@ -209,7 +211,7 @@ class EngineProcess(_Reports):
         self._config = config
         self._cache_dir = cache_dir
         self._process: asyncio.subprocess.Process | None = None
-        self._frames: Frames | None = None
+        self._frames: FrameReader | None = None
 
     @property
     def pid(self) -> int | None:
@@ -220,7 +222,7 @@ class EngineProcess(_Reports):
         with theirs:
             loop = asyncio.get_running_loop()
             _, self._frames = await loop.create_unix_connection(
-                lambda: Frames(self._take_in), sock=ours
+                lambda: FrameReader(self._take_in), sock=ours
             )
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tokenmill_worker.engine.process.child", str(theirs.fileno()),
@@ -308,7 +310,7 @@ class EngineThread(_Reports):
                 raise TypeError(f"load() gave {type(engine).__name__}, not an Engine")
             EngineLoop(engine, self._mailbox, emit).run()
         except Exception as error:
-            emit(Broken(why(error)))
+            emit(EngineFailed(why(error)))
         finally:
             emit(None)
 

@@ -15,11 +15,11 @@ from tokenmill_worker.engine.errors import EngineError, StepsFailError, why
 from tokenmill_worker.engine.execution.warm_up import warm_up
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
-    Broken,
     Cancel,
     Command,
+    EngineFailed,
     Frame,
-    Progress,
+    LoadProgress,
     Ready,
     Report,
     Stop,
@@ -30,7 +30,7 @@ from tokenmill_worker.engine.types import GenerationRequest
 log = logging.getLogger(__name__)
 
 IDLE_REPORT_S = 0.5
-PREPARING_S = 0.005  # interval of checks for a grammar or adapter when there is no other work
+PENDING_POLL_S = 0.005  # interval of checks for a grammar or adapter when there is no other work
 STATS_EVERY_S = 0.1
 
 
@@ -57,23 +57,23 @@ class EngineLoop:
     def run(self) -> None:
         """Warm up, report Ready, then run until a Stop command or until the engine is broken.
 
-        A broken engine is reported as Broken.
+        A broken engine is reported as EngineFailed.
         """
         try:
             warm_up(
                 self._engine.runner,
-                lambda message, fraction: self._emit(Progress(message, fraction)),
+                lambda message, fraction: self._emit(LoadProgress(message, fraction)),
             )
         except Exception as error:
-            self._emit(Broken(f"the first step failed: {why(error)}", at_start=True))
+            self._emit(EngineFailed(f"the first step failed: {why(error)}", at_start=True))
             self._close()
             return
         self._emit(self._ready())
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         except EngineError as error:
-            self._emit(Broken(str(error), any_step=isinstance(error, StepsFailError)))
+            self._emit(EngineFailed(str(error), any_step=isinstance(error, StepsFailError)))
         finally:
             self._close()
 
@@ -87,17 +87,17 @@ class EngineLoop:
         except Exception as error:
             log.warning("the engine's memory could not be given back: %s", error)
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         engine, stats = self._engine, None
-        only_prepares = engine.only_prepares
+        waits_only = engine.waits_only
         commands = self._mailbox.take_all(
-            PREPARING_S if only_prepares else 0.0 if engine.has_work else IDLE_REPORT_S
+            PENDING_POLL_S if waits_only else 0.0 if engine.has_work else IDLE_REPORT_S
         )
         if not self._apply(commands):
             return False
         events = tuple(engine.step())
         ended_s = self._clock()
-        if only_prepares and not events and ended_s < self._report_due_s:
+        if waits_only and not events and ended_s < self._report_due_s:
             return True
         self._report_due_s = ended_s + IDLE_REPORT_S
         if ended_s >= self._stats_due_s or not engine.has_work:

@@ -58,7 +58,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
     ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock
 
 
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
+class EngineFailed(msgspec.Struct, frozen=True, tag="broken"):
     """The engine's last report: it could not load, or it cannot continue.
 
     `any_step`: its steps fail whatever they hold, so no request is the cause.
@@ -69,7 +69,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     any_step: bool = False
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
     """Progress of loading: the current stage, and its fraction (0–1)."""
 
     message: str
@@ -84,7 +84,7 @@ class Logged(msgspec.Struct, frozen=True, tag="logged"):
     message: str
 
 
-Report = Ready | Frame | Broken | Progress | Logged
+Report = Ready | Frame | EngineFailed | LoadProgress | Logged
 
 _command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)

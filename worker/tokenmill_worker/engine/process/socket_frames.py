@@ -17,7 +17,7 @@ import msgspec
 
 from tokenmill_worker.engine.process.messages import (
     MAX_FRAME_BYTES,
-    Broken,
+    EngineFailed,
     FrameError,
     Report,
     read_report,
@@ -26,7 +26,7 @@ from tokenmill_worker.engine.process.messages import (
 LENGTH_BYTES: Final = 4
 
 
-class Outlet:
+class FrameWriter:
     """Sends reports in order, without blocking.
 
     `put` sends from the caller's thread. Another thread would get to send only when the interpreter
@@ -76,10 +76,10 @@ class Outlet:
                 self._num_late -= 1
 
 
-class Frames(asyncio.Protocol):
+class FrameReader(asyncio.Protocol):
     """The worker's end of the socket; passes on each report as it is read, without a task in between.
 
-    The last value passed on is a Broken or None, however the stream ends.
+    The last value passed on is an EngineFailed or None, however the stream ends.
     """
 
     def __init__(self, hand_on: Callable[[Report | None], None]) -> None:
@@ -100,7 +100,7 @@ class Frames(asyncio.Protocol):
         try:
             self._take_frames()
         except FrameError as error:
-            self._end(Broken(str(error)))
+            self._end(EngineFailed(str(error)))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -129,7 +129,7 @@ class Frames(asyncio.Protocol):
             self._hand_on(read_report(bytes(buffer[body:start])))
         del buffer[:start]
 
-    def _end(self, last: Broken | None) -> None:
+    def _end(self, last: EngineFailed | None) -> None:
         if not self.ended.is_set():
             self.ended.set()
             self._hand_on(last)

@@ -19,7 +19,7 @@ from tokenmill_worker.engine.types import RequestError, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Prerequisites:
     """Futures that a request waits for; None where it needs nothing of that kind.
 
     An adapter's future gives the key of the version that was loaded.
@@ -32,7 +32,7 @@ class Needs:
     def are_met(self) -> bool:
         return all(future is None or future.done() for future in (self.grammar, self.adapter))
 
-    def settle(self, sequences: list[Sequence]) -> None:
+    def assign(self, sequences: list[Sequence]) -> None:
         """Assign the results to the sequences; all futures must be done.
 
         Raises RequestError if the grammar or the adapter failed.
@@ -54,17 +54,17 @@ class Needs:
             sequence.adapter = self.adapter.result()
 
 
-class Preparing:
+class PendingRequests:
     """Waiting requests by id, each with its choices that have not ended."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock  # the clock of the deadlines
-        self._requests: dict[str, tuple[Needs, list[Sequence]]] = {}
+        self._requests: dict[str, tuple[Prerequisites, list[Sequence]]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, needs: Needs, sequences: list[Sequence]) -> None:
+    def add(self, needs: Prerequisites, sequences: list[Sequence]) -> None:
         self._requests[sequences[0].request_id] = (needs, sequences)
 
     def drop(self, request_ids: Iterable[str]) -> None:
@@ -91,7 +91,7 @@ class Preparing:
             elif needs.are_met:
                 del self._requests[request_id]
                 try:
-                    needs.settle(sequences)
+                    needs.assign(sequences)
                 except RequestError as refusal:
                     ends += [refusal_event(s.request_id, refusal, s.choice) for s in sequences]
                 else:

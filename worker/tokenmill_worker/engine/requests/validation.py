@@ -19,14 +19,14 @@ _SEED_MASK = (1 << 63) - 1
 
 
 @dataclass(slots=True)
-class Intake:
+class RequestValidator:
     """Validates requests for one model."""
 
     vocab_size: int
     max_model_len: int
     can_structure: bool = True
 
-    def admit(self, request: GenerationRequest) -> list[Sequence]:
+    def validate(self, request: GenerationRequest) -> list[Sequence]:
         """Return one sequence per choice that is not done.
 
         Raises RequestError, with one sentence that names the problem, if the request is refused.
