@@ -29,7 +29,7 @@ from tokenmill.transport.connect import Link
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.result import JobError, JobResult, JobStatus
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = pytest.mark.redis
@@ -176,7 +176,7 @@ async def test_a_failure_is_an_answer_unless_one_insists(client: Any, queue: Que
     error = JobError("context_length_exceeded", "the prompt is too long")
     result = JobResult(job_id=job, status=JobStatus.FAILED, error=error)
     final = Chunk(job_id=job, index=0, status=JobStatus.FAILED, error=error)
-    await worker.finish([Finished(delivery.token, result, final)])
+    await worker.finish([FinishedJob(delivery.token, result, final)])
     assert (await client.result(job)).error == error
     (chunk,) = await collect(client, job)
     assert (chunk.status, chunk.error) == (JobStatus.FAILED, error)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from typer.testing import CliRunner, Result
 
 from tests.record.support import failed, finished
-from tests.tasks.support import SECRET, noticed, record
+from tests.tasks.support import SECRET, with_webhook, record
 from tokenmill.cli import app
 from tokenmill.webhooks import tenant_secret
 from tokenmill_worker.record.migrate import upgrade
@@ -134,7 +134,7 @@ def test_webhooks_are_listed_and_redriven(database: str) -> None:
     record(
         database,
         *(
-            noticed(name, "https://hooks.example/x", finished_ms=n + 1)
+            with_webhook(name, "https://hooks.example/x", finished_ms=n + 1)
             for n, name in enumerate("abc")
         ),
     )

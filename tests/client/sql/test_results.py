@@ -14,7 +14,7 @@ from tokenmill import Client, ClientClosed, sql
 from tokenmill.errors import ConfigurationError, QueueUnavailable
 from tokenmill.sql import SqlResults
 from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import upgrade
 from tokenmill_worker.record.threads import open_engine
@@ -31,7 +31,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-def _record(url: str, *jobs: Finished, queue: str = "q") -> None:
+def _record(url: str, *jobs: FinishedJob, queue: str = "q") -> None:
     async def record() -> None:
         store = ResultStore(url, queue=queue)
         await store.record(jobs)

@@ -19,7 +19,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.openai import BatchError
 from tokenmill_schemas.result import JobResult, JobStatus
-from tokenmill_worker.jobs import Finished
+from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.threads import open_engine
 
@@ -130,9 +130,9 @@ async def test_results_of_a_batch_are_those_of_its_jobs(redis_url: str, database
         batches.close()
 
 
-def _finished(end: JobResult) -> Finished:
+def _finished(end: JobResult) -> FinishedJob:
     request = JobRequest(job_id=end.job_id, prompt="x", batch_id=end.job_id.rpartition("-")[0])
-    return Finished(1, end, Chunk(job_id=end.job_id, index=2, status=end.status), request)
+    return FinishedJob(1, end, Chunk(job_id=end.job_id, index=2, status=end.status), request)
 
 
 def test_the_columns_are_those_of_the_tables(database: str) -> None:
