@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
     assert outcome.state == "FAILURE"
     assert isinstance(outcome.result, ConfigurationError)
     (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert f"was not handed in: cannot read {source}: " in said.getMessage()
+    assert f"was not imported: cannot read {source}: " in said.getMessage()
     assert not any(record.exc_info for record in caplog.records)
 
 
