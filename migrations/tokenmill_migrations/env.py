@@ -6,8 +6,8 @@ writes a new revision against the database that `-x url=…` names.
 
 from alembic import context
 
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.tables import metadata
-from tokenmill_worker.record.threads import open_engine
 
 
 def _run(connection: object) -> None:

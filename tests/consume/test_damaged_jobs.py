@@ -23,6 +23,7 @@ OTHER = (
     "entry",
     "request",
     "cancel",
+    "doomed",
     "worker",
     "history",
     "fingerprint",

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import sqlalchemy
 
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas import (
     ChoiceResult,
     Chunk,
@@ -23,7 +24,6 @@ from tokenmill_schemas import (
     Usage,
 )
 from tokenmill_worker.jobs import FinishedJob
-from tokenmill_worker.record.threads import open_engine
 
 _ids = itertools.count(1)
 

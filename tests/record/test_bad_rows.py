@@ -6,11 +6,11 @@ import pytest
 from sqlalchemy import Engine, event, exc
 
 from tests.record.support import counts, finished, rows
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas import ChoiceResult, Usage
 from tokenmill_schemas.codec import decode_result
 from tokenmill_schemas.validation import MAX_NAME_CHARS
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.threads import open_engine
 
 
 def _nul(job_id: str) -> Any:
@@ -28,8 +28,8 @@ async def test_nul_is_replaced_where_the_database_refuses_it(postgres_url: str) 
     group = [finished(f"good-{number}") for number in range(20)]
     report = await store.record([*group[:7], _nul("bad"), *group[7:]])
     assert len(report.written) == 21
-    assert set(report.cleaned) == {"bad"}
-    assert "NUL" in report.cleaned["bad"]
+    assert set(report.sanitised) == {"bad"}
+    assert "NUL" in report.sanitised["bad"]
     row = rows(postgres_url, "SELECT text, metadata, result FROM jobs WHERE id = 'bad'")[0]
     assert row["text"] == "a\ufffdb"
     assert row["metadata"] == {"k\ufffd": "v\ufffd"}

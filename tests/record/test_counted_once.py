@@ -10,9 +10,9 @@ from sqlalchemy import Connection, event
 
 from tests.record.support import FakeRedis, counts, finished
 from tests.record.test_finalizer import FAST, Rig, came_back
+from tokenmill.sql.engine import open_engine
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
-from tokenmill_worker.record.threads import open_engine
 
 LIMITS = FinalizerLimits(record_backoff=FAST, acknowledge_backoff=FAST, linger_s=0.0)
 
@@ -49,7 +49,7 @@ async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> 
     first = finished("job-0")
     rig.store.recorded["job-0"] = first
     async with rig.running() as finalizer:
-        (outcome,) = await finalizer.recall([came_back(first)])
+        (outcome,) = await finalizer.skip_recorded([came_back(first)])
         assert isinstance(outcome, FinishedJob)
         rig.store.down = True
         await finalizer.submit(outcome)

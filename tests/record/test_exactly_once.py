@@ -16,11 +16,11 @@ from sqlalchemy import Engine, event, exc
 from tests.record.support import FakeRedis, counts, finished
 from tests.support.postgres import PostgresServer
 from tests.support.waiting import until
+from tokenmill.sql.engine import open_engine
 from tokenmill.transport.backoff import Backoff
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.record.threads import open_engine
 
 FAST = FinalizerLimits(record_backoff=Backoff(first_s=0.02, longest_s=0.2))
 

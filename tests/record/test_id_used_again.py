@@ -106,7 +106,7 @@ async def test_what_came_back_is_recalled_by_its_creation_time(store: ResultStor
     first = of_no_batch(finished("a"))
     await store.record([first])
     finalizer = Finalizer(store, FakeRedis(), LIMITS)
-    (same,) = await finalizer.recall([came_back(first)])
+    (same,) = await finalizer.skip_recorded([came_back(first)])
     assert isinstance(same, FinishedJob)
     another = came_back(later())
-    assert await finalizer.recall([another]) == [another]
+    assert await finalizer.skip_recorded([another]) == [another]

@@ -11,9 +11,9 @@ from tests.record.support import counts, finished
 from tests.support.large import DAMAGED, large_result
 from tokenmill.errors import UnreadableRecord
 from tokenmill.sql import SqlResults
+from tokenmill.sql.engine import open_engine
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.threads import open_engine
 
 
 def large(job_id: str) -> FinishedJob:

@@ -12,12 +12,12 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tests.record.support import reading, rows
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.tables import metadata
 from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import configuration, downgrade, upgrade
-from tokenmill_worker.record.schema_version import revisions, standing
-from tokenmill_worker.record.threads import open_engine
+from tokenmill_worker.record.schema_version import read_schema_version, revisions
 
 
 def test_the_migrated_schema_equals_the_tables(url: str) -> None:
@@ -52,7 +52,7 @@ def test_where_a_database_stands_is_what_alembic_says(empty_url: str) -> None:
         if revision is not None:
             upgrade(empty_url, revision)
         with reading(empty_url) as connection:
-            found = standing(connection)
+            found = read_schema_version(connection)
             assert (
                 found.current
                 == revision
@@ -128,7 +128,7 @@ def test_the_way_back(url: str) -> None:
     downgrade(url, "base")
     with reading(url) as connection:
         assert sa.inspect(connection).get_table_names() == ["alembic_version"]
-        assert standing(connection).is_behind
+        assert read_schema_version(connection).is_behind
 
 
 def test_the_folder_of_a_new_sqlite_file_is_made(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import sqlalchemy as sa
 from alembic.script import ScriptDirectory
 
 from tests.record.support import finished, rows
+from tokenmill.sql.engine import open_engine
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import configuration, downgrade, upgrade
-from tokenmill_worker.record.threads import open_engine
 
 REVISIONS = [
     script.revision for script in ScriptDirectory.from_config(configuration()).walk_revisions()

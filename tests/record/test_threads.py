@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.waiting import until
+from tokenmill.sql.engine import open_engine, parse_database_url
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.record.sql_errors import is_misconfigured
-from tokenmill_worker.record.threads import Threads, normalised, open_engine
+from tokenmill_worker.record.threads import BlockingCalls
 
 
 @pytest.mark.parametrize(
     "url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"]
 )
 def test_every_spelling_of_postgresql_means_psycopg_3(url: str) -> None:
-    assert normalised(url).drivername == "postgresql+psycopg"
+    assert parse_database_url(url).drivername == "postgresql+psycopg"
 
 
 def test_other_databases_are_refused() -> None:
@@ -55,22 +56,22 @@ def num_threads() -> int:
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[Threads]:
-    """Yield a Threads, and check afterwards that no thread is left."""
-    before, made = num_threads(), Threads()
+async def threads() -> AsyncIterator[BlockingCalls]:
+    """Yield a pool, and check afterwards that no thread is left."""
+    before, made = num_threads(), BlockingCalls()
     yield made
     made.close()
     await until(lambda: num_threads() == before)
 
 
-async def test_one_thread_serves_calls_that_follow_one_another(threads: Threads) -> None:
+async def test_one_thread_serves_calls_that_follow_one_another(threads: BlockingCalls) -> None:
     served = {await threads.run(threading.get_ident, 5.0) for _ in range(20)}
     assert len(served) == 1
     both = threading.Barrier(2)  # a call that waits for the other has a thread of its own
     await asyncio.gather(*(threads.run(lambda: both.wait(30), 60.0) for _ in range(2)))
 
 
-async def test_a_call_that_takes_too_long_is_left_behind(threads: Threads) -> None:
+async def test_a_call_that_takes_too_long_is_left_behind(threads: BlockingCalls) -> None:
     answered, before = threading.Event(), num_threads()
     with pytest.raises(StoreUnavailable, match="did not answer within"):
         await threads.run(lambda: answered.wait(60), 0.05)
@@ -80,7 +81,9 @@ async def test_a_call_that_takes_too_long_is_left_behind(threads: Threads) -> No
     await until(lambda: num_threads() == before + 1)
 
 
-async def test_a_cancellation_that_meets_the_answer_is_not_swallowed(threads: Threads) -> None:
+async def test_a_cancellation_that_meets_the_answer_is_not_swallowed(
+    threads: BlockingCalls,
+) -> None:
     task = asyncio.create_task(threads.run(lambda: 1, 5.0))
     await asyncio.sleep(0)
     time.sleep(0.1)  # noqa: ASYNC251 - the thread ends while the loop stands: its answer is queued
@@ -89,7 +92,7 @@ async def test_a_cancellation_that_meets_the_answer_is_not_swallowed(threads: Th
         await task
 
 
-async def test_errors_come_back_to_the_caller(threads: Threads) -> None:
+async def test_errors_come_back_to_the_caller(threads: BlockingCalls) -> None:
     def fail() -> None:
         raise LookupError("no")
 

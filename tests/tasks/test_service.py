@@ -20,9 +20,9 @@ from tests.support.worker import QUEUE, running_worker
 from tests.tasks.receiver import Receiver, eventually
 from tests.tasks.support import SECRET
 from tokenmill import Client
+from tokenmill.sql.engine import open_engine
 from tokenmill.webhooks import tenant_secret, verify
 from tokenmill_worker.local.valkey_server import free_port
-from tokenmill_worker.record.threads import open_engine
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 

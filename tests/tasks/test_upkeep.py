@@ -210,7 +210,7 @@ def test_nothing_is_removed_unless_asked_for(url: str, engine: sa.Engine) -> Non
 )
 def test_webhooks_that_are_over_go(sqlite_url: str, state: str, goes: bool) -> None:
     from tests.tasks.support import with_webhook
-    from tokenmill_worker.record.threads import open_engine
+    from tokenmill.sql.engine import open_engine
 
     record(sqlite_url, with_webhook("a", "http://a/", finished_ms=at(TODAY - 40)))
     engine = open_engine(sqlite_url)

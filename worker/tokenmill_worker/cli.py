@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill.cli.output import complain, emit, out
-from tokenmill_worker.errors import SettingsError, TokenmillError
+from tokenmill.errors import TokenmillError
+from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.settings.flags import SettingsCommand, variables_epilog, with_settings
 
@@ -141,14 +142,14 @@ def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
     """Show the revision that the database has and the one that this version needs. Exits with 1 when it is behind."""
     with _sentences():
         settings = load_settings({"database_url": database_url})
-        from tokenmill_worker.record.schema_version import standing
-        from tokenmill_worker.record.threads import missing_file, open_engine
+        from tokenmill.sql.engine import missing_file, open_engine
+        from tokenmill_worker.record.schema_version import read_schema_version
 
         if path := missing_file(settings.database_url):
             raise TokenmillError(f"there is no database at {path}: `tokenmill db upgrade`")
         engine = open_engine(settings.database_url)
         with _database(settings), engine.connect() as connection:
-            found = standing(connection)
+            found = read_schema_version(connection)
         engine.dispose()
         if json:
             emit({"current": found.current, "head": found.head, "is_behind": found.is_behind})
@@ -264,7 +265,7 @@ def _place(settings: Settings) -> str:
     """Return the database's place. An SQLite file is given by its absolute path, since its URL may
     be relative to the current folder.
     """
-    from tokenmill_worker.record.threads import sqlite_file
+    from tokenmill.sql.engine import sqlite_file
 
     return str(sqlite_file(settings.database_url) or settings.public()["database_url"])
 
@@ -273,7 +274,7 @@ def _place(settings: Settings) -> str:
 def _database(settings: Settings) -> Iterator[None]:
     import sqlalchemy.exc
 
-    from tokenmill_worker.record.sql_errors import sentence_of
+    from tokenmill.sql.engine import sentence_of
 
     try:
         yield

@@ -1,7 +1,7 @@
 """Our own errors, by the person who must act. Library errors are translated into these where they
 appear.
 
-    TokenmillError
+    TokenmillError          of the client: each message is one sentence for the person who must act
     ├── SettingsError       the user: nothing starts until every listed problem is solved
     ├── SchemaOutdated      the operator: `tokenmill db upgrade`; a worker refuses to start without it
     ├── MissingPackage      the installer: the message names the extra
@@ -20,9 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-
-class TokenmillError(Exception):
-    """Base class. The message is one clear sentence for the person who must act."""
+from tokenmill.errors import TokenmillError
 
 
 class SettingsError(TokenmillError):

@@ -1,96 +1,202 @@
-"""A database as producers open it: forms of the URL, timeouts, and one sentence for each error.
+"""Opens SQL databases: forms of the URL, SQLite's write-ahead log, PostgreSQL's timeouts.
 
-Needs the extra `sql` (SQLAlchemy).
+Workers, tasks and migrations write through `open_engine`. Producers read through
+`open_producer_engine`, which changes nothing of the database.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sqlite3
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
-from tokenmill.errors import ConfigurationError, QueueUnavailable
+from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
+from sqlalchemy.engine import URL
 
-if TYPE_CHECKING:
-    import sqlalchemy
+from tokenmill.errors import ConfigurationError
+
+LOCK_TIMEOUT_S: Final = 10
+STATEMENT_TIMEOUT_S: Final = 30
+# PostgreSQL ends a transaction that sends nothing for so long. A process that freezes in one would
+# otherwise block every other writer of its rows until it continues.
+IDLE_TIMEOUT_S: Final = STATEMENT_TIMEOUT_S + 5
 
 
-class Database:
-    """A connection pool of one database; may be shared between threads. `sql` is the module
-    sqlalchemy, imported when the first instance is created.
+def parse_database_url(url: str) -> URL:
+    """Parse a URL; `postgres://` and `postgresql://` select psycopg 3."""
+    parsed = make_url(url)
+    if parsed.drivername in ("postgres", "postgresql"):
+        return parsed.set(drivername="postgresql+psycopg")
+    return parsed
+
+
+def sqlite_file(url: str) -> Path | None:
+    """Return the absolute path of this URL's SQLite file; None for another database."""
+    parsed = parse_database_url(url)
+    if (
+        parsed.get_backend_name() != "sqlite"
+        or not parsed.database
+        or parsed.database.startswith((":", "file:"))
+    ):
+        return None
+    return Path(parsed.database).expanduser().absolute()
+
+
+def missing_file(url: str) -> Path | None:
+    """Return the path of this URL's SQLite file if the file does not exist; else None."""
+    path = sqlite_file(url)
+    return None if path is None or path.exists() else path
+
+
+def open_engine(
+    url: str,
+    *,
+    pool_size: int = 2,
+    may_create: bool = False,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+) -> Engine:
+    """Create an engine that connects lazily; raises only for a URL that makes no sense.
+
+    `pool_size`: connections to PostgreSQL. `may_create`: create an SQLite file that does not exist;
+    without it, a missing file is an error. `idle_timeout_s`: how long a PostgreSQL transaction may
+    send nothing.
+    """
+    parsed = parse_database_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return _open_sqlite(parsed, may_create)
+    if parsed.get_backend_name() != "postgresql":
+        raise ValueError(
+            f"the SQL store must be SQLite or PostgreSQL, not {parsed.get_backend_name()}"
+        )
+    arguments: dict[str, Any] = {
+        "connect_timeout": 5,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        "application_name": "tokenmill",
+        "prepare_threshold": None,  # poolers in transaction mode lose prepared statements
+    }
+    arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
+    pool: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 4, "pool_pre_ping": True}
+    engine = create_engine(parsed, connect_args=arguments, hide_parameters=True, **pool)
+    _limit_idle_transactions(engine, idle_timeout_s)
+    return engine
+
+
+def open_producer_engine(url: str) -> Engine:
+    """Create an engine for a producer, which connects lazily. It never creates an SQLite file, and
+    leaves the file's settings as they are.
+    """
+    parsed = parse_database_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        arguments = {} if "connect_timeout" in parsed.query else {"connect_timeout": 5}
+        engine = create_engine(
+            parsed, connect_args=arguments, pool_pre_ping=True, hide_parameters=True
+        )
+        _limit_idle_transactions(engine, IDLE_TIMEOUT_S)
+        return engine
+    if url.startswith("sqlite:///") and not parsed.query:
+        parsed = make_url(f"sqlite:///file:{url.removeprefix('sqlite:///')}?mode=rw&uri=true")
+    return create_engine(parsed, pool_pre_ping=True, hide_parameters=True)
+
+
+def limit_statements(connection: Connection) -> None:
+    """Limit how long a PostgreSQL statement of this transaction runs, and waits for a lock."""
+    if connection.dialect.name == "postgresql":
+        _set_local(connection, lock_timeout=LOCK_TIMEOUT_S, statement_timeout=STATEMENT_TIMEOUT_S)
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the driver's message on one line, without the statement and its values, which may hold
+    a user's text.
+    """
+    source = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
+    words = " ".join(str(source).split("\nLINE ")[0].split("DETAIL:")[0].split())
+    return words[:300] or type(source).__name__
+
+
+def _limit_idle_transactions(engine: Engine, idle_timeout_s: float) -> None:
+    """Set the limit in each transaction: a pooler in transaction mode gives each another session,
+    and refuses such a parameter at the start of a connection.
     """
 
-    def __init__(self, url: str) -> None:
-        try:
-            import sqlalchemy
-        except ImportError as error:
-            raise ConfigurationError(
-                "reading results from SQL needs SQLAlchemy (and PostgreSQL psycopg): "
-                "pip install '.[sql]' in tokenmill's folder"
-            ) from error
-        self.sql = sqlalchemy
-        scheme, separator, _ = url.partition("://")
-        if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
-            raise ConfigurationError(
-                "the database URL begins with sqlite:/// or postgresql://; others are not served"
-            )
-        try:
-            self._engine = sqlalchemy.create_engine(
-                _address(url), pool_pre_ping=True, connect_args=_options(url), hide_parameters=True
-            )
-        except ImportError as error:
-            raise ConfigurationError(f"the database's driver is not installed: {error}") from error
-        except (sqlalchemy.exc.ArgumentError, ValueError):  # their messages repeat parts of the URL
-            raise ConfigurationError(
-                "the database URL cannot be read: sqlite:///FILE or postgresql://…, odd characters of a password quoted"
-            ) from None
-
-    @contextmanager
-    def connection(self) -> Iterator[sqlalchemy.Connection]:
-        """Open one transaction, which commits at the end. Errors of SQLAlchemy become
-        TokenmillErrors: one sentence, without the statement.
-        """
-        try:
-            with self._engine.begin() as connection:
-                yield connection
-        except self.sql.exc.SQLAlchemyError as error:
-            words = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
-            if "unable to open database file" in words:
-                raise ConfigurationError(self._why_not_open()) from error
-            if re.search(r"no such table|does not exist", words):
-                raise ConfigurationError(
-                    f"the database has no results table ({words}): `tokenmill db upgrade`"
-                ) from error
-            raise QueueUnavailable(f"the database cannot be read: {words}") from error
-
-    def _why_not_open(self) -> str:
-        path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()
-        if not path.exists():
-            return f"there is no database at {path}"
-        return f"the database {path} cannot be opened: it must be a file, in a folder that this user may write to"
-
-    def has_table(self, name: str) -> bool:
-        with self.connection() as connection:
-            return bool(self.sql.inspect(connection).has_table(name))
-
-    def close(self) -> None:
-        self._engine.dispose()
+    @event.listens_for(engine, "begin")
+    def _limit(connection: Connection) -> None:
+        _set_local(connection, idle_in_transaction_session_timeout=idle_timeout_s)
 
 
-def _address(url: str) -> str:
-    """Return the URL for SQLAlchemy: PostgreSQL through psycopg 3, and SQLite without creating a
-    missing file.
-    """
-    if url.startswith("sqlite:///") and "?" not in url:
-        return "sqlite:///file:" + url.removeprefix("sqlite:///") + "?mode=rw&uri=true"
-    return re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
-
-
-def _options(url: str) -> dict[str, Any]:
-    return (
-        {"connect_timeout": 5}
-        if url.startswith("postgres") and "connect_timeout" not in url
-        else {}
+def _set_local(connection: Connection, **seconds: float) -> None:
+    calls = ", ".join(
+        f"set_config('{name}', '{round(value * 1000)}ms', true)" for name, value in seconds.items()
     )
+    connection.exec_driver_sql(f"SELECT {calls}")
+
+
+def _open_sqlite(url: URL, may_create: bool) -> Engine:
+    options: dict[str, Any] = {"connect_args": {"timeout": LOCK_TIMEOUT_S}}
+    path = None
+    if url.database and not url.database.startswith((":", "file:")):
+        path = Path(url.database).expanduser().absolute()
+        url = url.set(database=str(path))
+        if may_create:
+            _make_folder(path.parent)
+        options = {"creator": lambda: _connect(path, may_create)}
+    engine = create_engine(url, hide_parameters=True, **options)
+    if path is not None:
+        _drop_connections_of_removed_file(engine, path)
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        # first, because the next statement may wait for a lock
+        cursor.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        # commits must be on disk before acknowledgements
+        cursor.execute("PRAGMA synchronous = FULL")
+        cursor.execute("PRAGMA foreign_keys = ON")
+        cursor.close()
+
+    return engine
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder {folder} of the SQLite file cannot be made: {error.strerror}"
+        ) from error
+
+
+def _connect(path: Path, may_create: bool) -> sqlite3.Connection:
+    if not may_create and not path.exists():
+        raise sqlite3.OperationalError(
+            f"there is no database at {path}: `tokenmill db upgrade` makes it, "
+            "TOKENMILL_DATABASE_URL names another"
+        )
+    mode = "rwc" if may_create else "rw"
+    return sqlite3.connect(
+        f"{path.as_uri()}?mode={mode}", uri=True, timeout=LOCK_TIMEOUT_S, check_same_thread=False
+    )
+
+
+def _drop_connections_of_removed_file(engine: Engine, path: Path) -> None:
+    """Drop a connection whose file was removed or replaced: its commits would succeed, and be lost
+    with the file.
+    """
+
+    def identity() -> tuple[int, int] | None:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @event.listens_for(engine, "connect")
+    def _note(_connection: Any, record: Any) -> None:
+        record.info["file"] = identity()
+
+    @event.listens_for(engine, "checkout")
+    def _compare(_connection: Any, record: Any, _proxy: object) -> None:
+        if record.info.get("file") != identity():
+            raise exc.DisconnectionError(f"{path} was removed or replaced")

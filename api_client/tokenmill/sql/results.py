@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from tokenmill.errors import ConfigurationError, readable
-from tokenmill.sql.engine import Database
+from tokenmill.sql.database import Database
 from tokenmill_schemas.codec import decode_result
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage

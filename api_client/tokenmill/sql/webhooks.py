@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from tokenmill.errors import ConfigurationError
-from tokenmill.sql.engine import Database
+from tokenmill.sql.database import Database
 from tokenmill_schemas.webhook import redacted_url
 
 STATES: Final = ("pending", "sending", "delivered", "dead", "superseded")

@@ -10,8 +10,7 @@ class Cutting:
     """Cutting of answers into chunks of `tokens` tokens.
 
     If not `is_published`, chunks are only logged, as those of bulk jobs. If `is_urgent`, the jobs
-    are interactive, and steps that have piled up are appended as one
-    (tokenmill_worker.publish.fair_batches.split_batches).
+    are interactive, and steps that have piled up are appended as one (tokenmill_worker.publish.fair_batches.in_turn).
     """
 
     name: str

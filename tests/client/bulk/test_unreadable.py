@@ -17,11 +17,11 @@ from tests.consume.queue import Queue, close_queue, end_of, open_queue
 from tests.support.large import DAMAGED
 from tokenmill import Client
 from tokenmill.bulk import open_store
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.codec import decode_request
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.record.threads import open_engine
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 

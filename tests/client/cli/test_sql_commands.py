@@ -10,11 +10,11 @@ import sqlalchemy as sa
 from typer.testing import CliRunner, Result
 
 from tests.record.support import failed, finished
-from tests.tasks.support import SECRET, with_webhook, record
+from tests.tasks.support import SECRET, record, with_webhook
 from tokenmill.cli import app
+from tokenmill.sql.engine import open_engine
 from tokenmill.webhooks import tenant_secret
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.record.threads import open_engine
 from tokenmill_worker.tasks.usage_rollup import RollUp
 
 DAY_MS = 86_400_000

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from tokenmill.sql.engine import open_engine
 from tokenmill.sql.queries import Cursor, job_page, usage_sums
 from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.record.threads import open_engine
 
 ROWS = 1_000_000
 DAY_MS = 86_400_000

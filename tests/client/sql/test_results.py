@@ -13,11 +13,11 @@ from tests.record.support import failed, finished
 from tokenmill import Client, ClientClosed, sql
 from tokenmill.errors import ConfigurationError, QueueUnavailable
 from tokenmill.sql import SqlResults
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.record.threads import open_engine
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

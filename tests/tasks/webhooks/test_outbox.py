@@ -5,11 +5,11 @@ import pytest
 import sqlalchemy as sa
 
 from tests.record.support import failed, finished, rows
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas import JobStatus
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.threads import open_engine
 
 HOOK = "https://hooks.example.org:8443/a?b=c"
 

@@ -9,12 +9,12 @@ import sqlalchemy as sa
 
 from tests.tasks.receiver import Receiver
 from tests.tasks.support import Clock, delivery, record, with_webhook
+from tokenmill.sql.engine import open_engine
 from tokenmill.sql.webhooks import SqlWebhooks
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.tables import webhooks
 from tokenmill_schemas.validation import problems
 from tokenmill_schemas.webhook import redacted_url
-from tokenmill_worker.record.threads import open_engine
 
 LONG = "https://h/?t=T0PSECRET" + "x" * 4_000
 SECRETS = ("S3CRET", "T0PSECRET", "FRAGMENT")

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.text import Text
 
 from tokenmill import Client, TokenmillError
+from tokenmill.sql.engine import sqlite_file
 from tokenmill_worker.local.child_process import tethered
 from tokenmill_worker.local.valkey_server import EmbeddedServerError, EmbeddedValkey
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.record.threads import sqlite_file
 from tokenmill_worker.settings import Settings, child_environment
 
 USUAL_PORT: Final = 6379

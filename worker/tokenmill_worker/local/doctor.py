@@ -174,9 +174,8 @@ def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
 def _sql(settings: Settings) -> Iterator[Finding]:
     import sqlalchemy
 
-    from tokenmill_worker.record.schema_version import standing
-    from tokenmill_worker.record.sql_errors import sentence_of
-    from tokenmill_worker.record.threads import missing_file, open_engine
+    from tokenmill.sql.engine import missing_file, open_engine, sentence_of
+    from tokenmill_worker.record.schema_version import read_schema_version
 
     address = str(settings.public()["database_url"])
     if missing_file(settings.database_url):
@@ -185,7 +184,7 @@ def _sql(settings: Settings) -> Iterator[Finding]:
     engine = open_engine(settings.database_url)
     try:
         with engine.connect() as connection:
-            state = standing(connection)
+            state = read_schema_version(connection)
             yield Finding("sql", "ok", f"{engine.dialect.name} {_dotted(engine)} at {address}")
     except sqlalchemy.exc.SQLAlchemyError as error:
         hint = "start it, or set TOKENMILL_DATABASE_URL"

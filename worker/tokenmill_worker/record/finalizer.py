@@ -18,16 +18,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from tokenmill.transport.backoff import Backoff
-from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
+from tokenmill_schemas.result import JobResult
 from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Acknowledger, AdmittedJob, FinishedJob
+from tokenmill_worker.record.already_recorded import (
+    as_recorded,
+    ended_without_id,
+    recorded_by_us,
+    unless_recorded,
+)
 from tokenmill_worker.record.job_size import size_of
 from tokenmill_worker.record.result_store import RecordReport
 from tokenmill_worker.record.retry_queue import RetryQueue
@@ -65,7 +68,7 @@ class FinalizerStats:
     submitted: int = 0
     recorded: int = 0
     recorded_before: int = 0  # another attempt's row was there: a redelivered job
-    cleaned: int = 0  # stored after removing what the database cannot hold
+    sanitised: int = 0  # stored after removing what the database cannot hold
     refused: int = 0  # tries in which the database refused a job that was alone
     acknowledged: int = 0
     lost: int = 0  # recorded, but owned by another worker at the acknowledgement
@@ -74,9 +77,8 @@ class FinalizerStats:
     record_down_since: float | None = None
     acknowledge_down_since: float | None = None
     last_error: str = ""
-    commit_seconds: deque[float] = field(
-        default_factory=lambda: deque(maxlen=1000)
-    )  # since last taken
+    # of the transactions since they were last taken
+    commit_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def take_commit_seconds(self) -> list[float]:
         taken = list(self.commit_seconds)
@@ -95,24 +97,32 @@ class Finalizer:
         acknowledger: Acknowledger,
         limits: FinalizerLimits = FinalizerLimits(),
         *,
-        on_lost: Callable[[list[str]], None] | None = None,
         on_recorded: Callable[[list[FinishedJob]], None] | None = None,
     ) -> None:
         self.stats = FinalizerStats()
         self._store = store
         self._acknowledger = acknowledger
         self._limits = limits
-        self._on_lost = on_lost
         self._on_recorded = on_recorded
         self._changed = asyncio.Event()
         self._to_record = RetryQueue[FinishedJob](
-            self._record, limits.max_group, limits.record_backoff, on_failure=self._record_failed,
-            can_wait=_is_line, linger_s=limits.linger_s, size_of=size_of, max_group_bytes=limits.max_group_bytes,
-        )  # fmt: skip
+            self._record,
+            limits.max_group,
+            limits.record_backoff,
+            on_failure=self._record_failed,
+            can_wait=_is_line,
+            linger_s=limits.linger_s,
+            size_of=size_of,
+            max_group_bytes=limits.max_group_bytes,
+        )
         self._to_acknowledge = RetryQueue[FinishedJob](
-            self._acknowledge, limits.max_group, limits.acknowledge_backoff, on_failure=self._acknowledge_failed,
-            size_of=size_of, max_group_bytes=limits.max_group_bytes,
-        )  # fmt: skip
+            self._acknowledge,
+            limits.max_group,
+            limits.acknowledge_backoff,
+            on_failure=self._acknowledge_failed,
+            size_of=size_of,
+            max_group_bytes=limits.max_group_bytes,
+        )
 
     def __len__(self) -> int:
         """Return the number of jobs that are not done, including those being written right now."""
@@ -143,7 +153,7 @@ class Finalizer:
         self.stats.recorded_before += finished.is_recorded
         (self._to_acknowledge if finished.is_recorded else self._to_record).put([finished])
 
-    async def recall(
+    async def skip_recorded(
         self, outcomes: Sequence[AdmittedJob | FinishedJob]
     ) -> list[AdmittedJob | FinishedJob]:
         """Replace redelivered jobs by the end that SQL has for them, written by a worker that died
@@ -159,17 +169,17 @@ class Finalizer:
             return list(outcomes)
         try:
             known = await self._store.find(sorted(again))
-        except (
-            StoreUnavailable
-        ) as error:  # the job is generated again, and the row that exists decides
-            log.warning("jobs that came back cannot be looked up: %s", error)
+        except StoreUnavailable as error:
+            # The jobs are generated again. Where a row exists, it decides.
+            log.warning(
+                "%d redelivered jobs are generated again: SQL cannot tell if they ended: %s",
+                len(again),
+                error,
+            )
             return list(outcomes)
-        return [_recalled(job, known) if isinstance(job, AdmittedJob) else job for job in outcomes]
-
-    async def wait_for_room(self) -> None:
-        while self.is_full:
-            self._changed.clear()
-            await self._changed.wait()
+        return [
+            unless_recorded(job, known) if isinstance(job, AdmittedJob) else job for job in outcomes
+        ]
 
     async def run(self) -> None:
         """Work off both queues until cancelled."""
@@ -191,7 +201,7 @@ class Finalizer:
                 break
         if held := self.held_ids:
             log.warning(
-                "%d finished jobs could not be recorded and acknowledged in time; others will do it",
+                "%d finished jobs were not recorded and acknowledged in time; other workers do it",
                 len(held),
             )
         return held
@@ -204,23 +214,24 @@ class Finalizer:
         stats.commit_seconds.append(time.monotonic() - started)
         stats.record_down_since = None
         stats.groups += 1
-        ours = _recorded_by_us(group, report)
+        ours = recorded_by_us(group, report)
         stats.recorded += len(ours)
         stats.recorded_before += len(report.written) + len(report.existing) - len(ours)
-        stats.cleaned += len(report.cleaned)
+        stats.sanitised += len(report.sanitised)
         stats.refused += len(report.refused)
         for job_id, reason in report.refused.items():
             stats.last_error = reason
-            log.error("job %s cannot be recorded, it will be tried again: %s", job_id, reason)
+            log.error("Job %s was refused by the database and is tried again: %s", job_id, reason)
         done = [item for item in group if item.result.job_id not in report.refused]
-        taken = [_without_id(item) for item in done if item.result.job_id in report.taken]
+        taken = [ended_without_id(item) for item in done if item.result.job_id in report.taken]
         kept = [
             as_recorded(item, report.existing)
             for item in done
             if item.result.job_id not in report.taken
         ]
         self._to_acknowledge.put([*kept, *taken])
-        # The hook runs after the acknowledgement has started, so that metrics and log lines do not delay the job's end.
+        # The hook runs after the acknowledgement has started, so that metrics and log lines do not
+        # delay the job's end.
         asyncio.get_running_loop().call_soon(_notify, self._on_recorded, [*ours, *taken])
         return [item for item in group if item.result.job_id in report.refused]
 
@@ -232,10 +243,9 @@ class Finalizer:
         self.stats.lost += len(lost)
         if lost:
             log.warning(
-                "%d recorded jobs are held by other workers now, who will acknowledge them",
+                "%d recorded jobs belong to other workers now, which acknowledge them",
                 len(lost),
             )
-            _notify(self._on_lost, lost)
         self._changed.set()
         return []
 
@@ -245,7 +255,7 @@ class Finalizer:
         stats.last_error = str(error)
         if stats.record_down_since is None:
             stats.record_down_since = time.monotonic()
-            log.error("results cannot be recorded, %d wait: %s", len(self._to_record), error)
+            log.error("SQL cannot record results; %d jobs wait: %s", len(self._to_record), error)
 
     def _acknowledge_failed(self, error: Exception) -> None:
         stats = self.stats
@@ -253,7 +263,7 @@ class Finalizer:
         if stats.acknowledge_down_since is None:
             stats.acknowledge_down_since = time.monotonic()
             log.error(
-                "recorded jobs cannot be acknowledged, %d wait: %s",
+                "Redis cannot acknowledge recorded jobs; %d wait: %s",
                 len(self._to_acknowledge),
                 error,
             )
@@ -275,69 +285,4 @@ def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
     try:
         hook(items)
     except Exception:
-        log.exception("a hook of the finalizer failed")
-
-
-def _recorded_by_us(group: list[FinishedJob], report: RecordReport) -> list[FinishedJob]:
-    """Return the jobs whose rows this worker wrote, each once: in this call, or in an earlier one
-    that committed after its time limit. Such a row is recognised by its result, which names when
-    and where the job ended.
-    """
-    latest = {item.result.job_id: item for item in sorted(group, key=lambda item: item.token)}
-    return [
-        item
-        for job_id, item in latest.items()
-        if job_id in report.written or report.existing.get(job_id) == item.result
-    ]
-
-
-def _recalled(job: AdmittedJob, known: dict[str, JobResult]) -> AdmittedJob | FinishedJob:
-    result = known.get(job.job_id)
-    if result is None or (result.tenant, result.created_ms) != (
-        job.request.tenant,
-        job.delivery.created_ms,
-    ):
-        return job
-    chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
-    return FinishedJob(
-        job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True
-    )
-
-
-def as_recorded(finished: FinishedJob, existing: dict[str, JobResult]) -> FinishedJob:
-    """Return the job with the result that SQL has, if it has one, so that Redis and SQL give one
-    answer for ever. Its last chunk stands behind all tokens of that answer: a reader that has fewer
-    sees a gap, and reads the result.
-    """
-    result = existing.get(finished.result.job_id)
-    if result is None or result == finished.result:
-        return finished
-    return replace(finished, result=result, final_chunk=_last_chunk(finished.final_chunk, result))
-
-
-def _without_id(finished: FinishedJob) -> FinishedJob:
-    """Return the end of a job whose id belongs to another job in SQL: failed, without an answer,
-    and not billed.
-    """
-    words = f"the job id {finished.result.job_id!r} stands for an earlier job in the database: use a new id"
-    error, used = JobError("job_id_taken", words), finished.result.usage
-    usage = Usage(queue_ms=used.queue_ms, ttft_ms=used.ttft_ms, total_ms=used.total_ms)
-    ended = {"status": JobStatus.FAILED, "error": error, "usage": usage}
-    result = msgspec.structs.replace(finished.result, choices=(), order=(), **ended)
-    chunk = msgspec.structs.replace(finished.final_chunk, text="", finish_reason=None, **ended)
-    return replace(finished, result=result, final_chunk=chunk)
-
-
-def _last_chunk(chunk: Chunk, result: JobResult) -> Chunk:
-    choices = result.choices
-    ends = choices[0].text_ends if len(choices) == 1 else ()
-    return msgspec.structs.replace(
-        chunk,
-        index=len(result.token_ids),
-        text=choices[0].text[ends[-1] if ends else 0 :] if len(choices) == 1 else "",
-        finish_reason=result.finish_reason,
-        status=result.status,
-        usage=result.usage,
-        error=result.error,
-        n=max(1, len(choices)),
-    )
+        log.exception("The hook for recorded jobs failed")

@@ -21,9 +21,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.engine import Connection
 
 import tokenmill_migrations
-from tokenmill_worker.errors import TokenmillError
-from tokenmill_worker.record.schema_version import standing
-from tokenmill_worker.record.threads import open_engine
+from tokenmill.errors import TokenmillError
+from tokenmill.sql.engine import open_engine
+from tokenmill_worker.record.schema_version import read_schema_version
 
 _LOCK: Final = 0x746F6B656E  # "token": the advisory lock of upgrades
 _LOCK_POLL_S: Final = 0.1
@@ -44,7 +44,7 @@ def upgrade(
     """Upgrade the schema. Returns the revisions before and after."""
 
     def change(connection: Connection, config: Config) -> None:
-        found = standing(connection)
+        found = read_schema_version(connection)
         _leave_transaction(connection)
         if found.current is None or found.is_known:
             command.upgrade(config, revision)
@@ -60,7 +60,7 @@ def downgrade(
     """
 
     def change(connection: Connection, config: Config) -> None:
-        found = standing(connection)
+        found = read_schema_version(connection)
         _leave_transaction(connection)
         if found.current is not None and not found.is_known:
             raise TokenmillError(

@@ -5,7 +5,7 @@ The primary key decides: if a job's row exists, the row stays and its result is 
 Redis gets the same. There is one exception: a row in state "dead" is replaced by the end that a
 redrive brought. A row with another creation time belongs to an earlier job of the same id: the
 later job is reported as `taken` and gets no row. A row that the database cannot hold is found by
-halving, cleaned, and does not block the others. Leases and retries are the finalizer's.
+halving, sanitised, and does not block the others. The finalizer retries.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sqlalchemy import Engine, Table, and_, or_, select, text
+from sqlalchemy import Engine, Table, and_, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
+from tokenmill.sql.engine import (
+    STATEMENT_TIMEOUT_S,
+    limit_statements,
+    open_engine,
+    sentence_of,
+)
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record.rows import JobRow
-from tokenmill_worker.record.schema_version import Standing, standing
-from tokenmill_worker.record.sql_errors import Verdict, is_misconfigured, sentence_of, verdict_of
-from tokenmill_worker.record.threads import (
-    LOCK_TIMEOUT_S,
-    STATEMENT_TIMEOUT_S,
-    Threads,
-    open_engine,
-)
+from tokenmill_worker.record.schema_version import SchemaVersion, read_schema_version
+from tokenmill_worker.record.sql_errors import ErrorKind, error_kind, is_misconfigured
+from tokenmill_worker.record.threads import BlockingCalls
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +47,20 @@ class RecordReport:
     """The outcome of each job of one call, by job id."""
 
     written: set[str] = field(default_factory=set)
-    existing: dict[str, JobResult] = field(
-        default_factory=dict
-    )  # recorded before; the value is the recorded result
-    taken: set[str] = field(
-        default_factory=set
-    )  # the id belongs to another job: an earlier one, or another tenant's or queue's
-    cleaned: dict[str, str] = field(default_factory=dict)  # stored after a change, with the reason
-    refused: dict[str, str] = field(
-        default_factory=dict
-    )  # not stored, with the reason: try again later
+    # recorded before; the value is the recorded result
+    existing: dict[str, JobResult] = field(default_factory=dict)
+    # the id belongs to another job: an earlier one, or another tenant's or queue's
+    taken: set[str] = field(default_factory=set)
+    # stored after a change, with the reason
+    sanitised: dict[str, str] = field(default_factory=dict)
+    # not stored, with the reason: try again later
+    refused: dict[str, str] = field(default_factory=dict)
 
     def merge(self, other: RecordReport) -> None:
         self.written |= other.written
         self.existing |= other.existing
         self.taken |= other.taken
-        self.cleaned |= other.cleaned
+        self.sanitised |= other.sanitised
         self.refused |= other.refused
 
 
@@ -80,15 +79,13 @@ class ResultStore:
         answer_timeout_s: float = _ANSWER_TIMEOUT_S,
     ) -> None:
         self._engine = engine or open_engine(url)
-        self._threads = Threads()
+        self._calls = BlockingCalls()
         self._queue = queue
         self._with_prompts = with_prompts
         self._answer_timeout_s = answer_timeout_s
         dialect = self._engine.dialect.name
-        self._insert_jobs, self._insert_usage = (
-            _upsert_job(dialect),
-            _upsert_usage(dialect),
-        )  # building them is slow
+        self._insert_jobs = _upsert_job(dialect)  # building statements is slow
+        self._insert_usage = _upsert_usage(dialect)
         self._insert_webhooks = _insert(dialect, webhooks).on_conflict_do_nothing()
 
     async def record(self, finished: Sequence[FinishedJob]) -> RecordReport:
@@ -98,10 +95,9 @@ class ResultStore:
         latest = {
             item.result.job_id: item for item in sorted(finished, key=lambda item: item.token)
         }
-        items = [
-            latest[job_id] for job_id in sorted(latest)
-        ]  # two writers that lock in one order cannot deadlock
-        return await self._threads.run(
+        # two writers that lock in one order cannot deadlock
+        items = [latest[job_id] for job_id in sorted(latest)]
+        return await self._calls.run(
             lambda: self._record(self._rows_of(items)), self._answer_timeout_s
         )
 
@@ -110,7 +106,7 @@ class ResultStore:
         redriven) and can be read. Raises StoreUnavailable.
         """
         try:
-            return await self._threads.run(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
+            return await self._calls.run(lambda: self._find(ids), _LOOK_UP_TIMEOUT_S)
         except StoreUnavailable:
             raise
         except Exception as error:
@@ -121,7 +117,7 @@ class ResultStore:
         `tokenmill db upgrade` has to run first.
         """
         try:
-            state = await self._threads.run(self._standing, self._answer_timeout_s)
+            state = await self._calls.run(self._schema_version, self._answer_timeout_s)
         except StoreUnavailable:
             raise
         except Exception as error:
@@ -129,15 +125,15 @@ class ResultStore:
             raise StoreUnavailable(words, is_misconfigured=is_misconfigured(error)) from error
         if state.is_behind:
             raise SchemaOutdated(
-                f"the database is at revision {state.current or 'none'}, this version needs {state.head}: "
-                "run `tokenmill db upgrade`"
+                f"the database is at revision {state.current or 'none'}, "
+                f"this version needs {state.head}: run `tokenmill db upgrade`"
             )
 
     async def close(self) -> None:
         try:
-            await self._threads.run(self._engine.dispose, self._answer_timeout_s)
+            await self._calls.run(self._engine.dispose, self._answer_timeout_s)
         finally:
-            self._threads.close()
+            self._calls.close()
 
     def _find(self, ids: Sequence[str]) -> dict[str, JobResult]:
         chosen = and_(
@@ -148,9 +144,9 @@ class ResultStore:
         found = {job_id: _decoded(job_id, encoded) for job_id, encoded in rows}
         return {job_id: result for job_id, result in found.items() if result is not None}
 
-    def _standing(self) -> Standing:
+    def _schema_version(self) -> SchemaVersion:
         with self._engine.connect() as connection:
-            return standing(connection)
+            return read_schema_version(connection)
 
     def _rows_of(self, items: list[FinishedJob]) -> list[JobRow]:
         return [
@@ -163,38 +159,42 @@ class ResultStore:
         try:
             return self._commit(rows)
         except Exception as error:
-            verdict = verdict_of(error)
-            if verdict is Verdict.SCHEMA:
+            kind = error_kind(error)
+            if kind is ErrorKind.SCHEMA:
                 words = f"the database lacks what this version writes ({sentence_of(error)})"
                 words += ": run `tokenmill db upgrade`"
                 raise StoreUnavailable(words) from error
-            if verdict is Verdict.LATER:
+            if kind is ErrorKind.LATER:
                 raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error
             if len(rows) == 1:
-                return self._record_milder(rows[0], sentence_of(error))
+                return self._record_sanitised(rows[0], sentence_of(error))
         middle = len(rows) // 2
         report = self._record(rows[:middle])
         report.merge(self._record(rows[middle:]))
         return report
 
-    def _record_milder(self, row: JobRow, reason: str) -> RecordReport:
-        for milder in (row.cleaned(), row.bare()):
+    def _record_sanitised(self, row: JobRow, reason: str) -> RecordReport:
+        for changed in (row.sanitised(), row.minimal()):
             try:
-                report = self._commit([milder])
+                report = self._commit([changed])
             except Exception as error:
-                if verdict_of(error) is not Verdict.ROW:
+                if error_kind(error) is not ErrorKind.ROW:
                     raise StoreUnavailable(f"the SQL store failed: {sentence_of(error)}") from error
                 reason = sentence_of(error)
             else:
-                report.cleaned[row.job_id] = reason
-                log.warning("job %s was recorded in a cleaned form: %s", row.job_id, reason)
+                report.sanitised[row.job_id] = reason
+                log.warning(
+                    "Job %s was recorded without what the database cannot store: %s",
+                    row.job_id,
+                    reason,
+                )
                 return report
         return RecordReport(refused={row.job_id: reason})
 
     def _commit(self, rows: list[JobRow]) -> RecordReport:
         report = RecordReport()
         with self._engine.begin() as connection:
-            _limit(connection)
+            limit_statements(connection)
             inserted = connection.execute(self._insert_jobs, [row.job for row in rows])
             report.written.update(inserted.scalars())
             new = [row for row in rows if row.job_id in report.written]
@@ -254,12 +254,6 @@ def _decoded(job_id: str, encoded: bytes | None) -> JobResult | None:
             error,
         )
         return None
-
-
-def _limit(connection: Connection) -> None:
-    if connection.dialect.name == "postgresql":
-        connection.execute(text(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'"))
-        connection.execute(text(f"SET LOCAL statement_timeout = '{STATEMENT_TIMEOUT_S}s'"))
 
 
 def _insert(dialect: str, table: Table) -> Any:

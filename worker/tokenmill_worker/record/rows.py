@@ -77,23 +77,24 @@ class JobRow:
         }
         return cls(result, job, usage, _webhook(result, request, queue) if request else None)
 
-    def cleaned(self) -> JobRow:
+    def sanitised(self) -> JobRow:
         """Return the row without what some databases cannot store: NUL characters, lone surrogates,
         numbers beyond 64 bits.
         """
         job = {
-            name: value if name == "result" else _clean(value) for name, value in self.job.items()
+            name: value if name == "result" else _sanitise(value)
+            for name, value in self.job.items()
         }
-        return dataclasses.replace(self, job=_fitted(job), usage=_fitted(_clean(self.usage)))
+        return dataclasses.replace(self, job=_fitted(job), usage=_fitted(_sanitise(self.usage)))
 
-    def bare(self) -> JobRow:
+    def minimal(self) -> JobRow:
         """Return the row with identity, state and the encoded result only, which any database can
         store.
         """
         emptied = dict.fromkeys(
             ("text", "token_ids", "logprobs", "prompt", "params", "metadata", "error_message")
         )
-        row = self.cleaned()
+        row = self.sanitised()
         return dataclasses.replace(row, job={**row.job, **emptied})
 
 
@@ -165,13 +166,13 @@ def _day(finished_ms: int) -> str:
         return "0000-00-00"  # a broken clock must not keep a result from being recorded
 
 
-def _clean(value: Any) -> Any:
+def _sanitise(value: Any) -> Any:
     if isinstance(value, str):
         return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict):
-        return {_clean(key): _clean(item) for key, item in value.items()}
+        return {_sanitise(key): _sanitise(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
+        return [_sanitise(item) for item in value]
     if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         return _MAX_INTEGER if value > 0 else -_MAX_INTEGER
     if isinstance(value, float) and value - value != 0:  # NaN and infinities: JSON has none

@@ -19,7 +19,7 @@ _VERSION = table("alembic_version", column("version_num"))
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SchemaVersion:
     """A database's schema revision. `current` is None for an empty database; `is_known` is False
     for a newer version's.
     """
@@ -41,9 +41,10 @@ def revisions() -> list[str]:
     return sorted(path.name.partition("_")[0] for path in files)
 
 
-def standing(connection: Connection) -> Standing:
+def read_schema_version(connection: Connection) -> SchemaVersion:
+    """Read the revision that the database has, and compare it with the known ones."""
     known = revisions()
     current = None
     if inspect(connection).has_table(_VERSION.name):
         current = connection.scalar(select(_VERSION.c.version_num))
-    return Standing(current, known[-1], current in known)
+    return SchemaVersion(current, known[-1], current in known)

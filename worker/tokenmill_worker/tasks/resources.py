@@ -8,8 +8,8 @@ from functools import cached_property
 
 from sqlalchemy import Engine
 
+from tokenmill.sql.engine import open_engine
 from tokenmill.transport.backoff import Backoff
-from tokenmill_worker.record.threads import open_engine
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.bulk_files import BulkFiles
 from tokenmill_worker.tasks.retention import Limits, Retention

@@ -16,7 +16,7 @@ import msgspec
 from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
-from tokenmill.sql.engine import Database
+from tokenmill.sql.database import Database
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.openai import BatchError
 from tokenmill_schemas.result import JobError, JobResult, JobStatus

@@ -15,13 +15,13 @@ from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, unanswered
 from tokenmill.bulk.stores import sql
 from tokenmill.errors import ConfigurationError
+from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.openai import BatchError
 from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.threads import open_engine
 
 pytestmark = pytest.mark.redis
 

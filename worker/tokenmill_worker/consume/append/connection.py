@@ -21,51 +21,52 @@ from tokenmill.transport.failover import is_demotion
 from tokenmill.transport.raw_protocol import Wire
 from tokenmill.transport.scripts import Argument, Script, call_async
 
-# A message that the server pushes, with RESP3.
-_PUSHED: Any = getattr(hiredis, "PushNotification", ())
+_NOTICE: Any = getattr(
+    hiredis, "PushNotification", ()
+)  # a message that the server pushes, with RESP3
 
 
-class PipelinedConnection:
-    """Holds one connection: opened at the first call and after an error, and closed with the
-    client's other connections. Calls of a cluster go through its client, because a slot may move
-    between two calls; so do calls of a client that has no sockets.
+class HeldConnection:
+    """One connection, opened at the first call and after an error, and closed with the client's
+    other connections. Calls of a cluster go through its client, since a slot may move between two
+    calls; so do calls of a client that has no sockets.
     """
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
-        self._can_hold = not isinstance(cast("Any", client), redis.asyncio.RedisCluster)
-        self._current: _OpenConnection | None = None
+        self._has_lines = not isinstance(cast("Any", client), redis.asyncio.RedisCluster)
+        self._line: _Line | None = None
         self._opening = asyncio.Lock()
 
     async def call(self, script: Script, key: str, *arguments: Argument) -> Any:
-        """Call the script like `tokenmill.transport.scripts.call_async`: in one round trip, or two
-        if the server has lost the script. Raises the same errors, and TimeoutError.
+        """Call the script like `tokenmill.transport.scripts.call_async`: in one round trip, or two when the
+        server has lost the script. Raises the same errors, and TimeoutError.
         """
-        current = self._current
-        if self._can_hold and (current is None or current.is_over):
-            current = await self._open()
-        if current is None:
+        line = self._line
+        if self._has_lines and (line is None or line.is_over):
+            line = await self._open()
+        if line is None:
             return await call_async(self._client, script, key, *arguments)
         try:
-            return await current.call("EVALSHA", script.sha, 1, key, *arguments)
+            return await line.ask("EVALSHA", script.sha, 1, key, *arguments)
         except NoScriptError:
-            return await current.call("EVAL", script.text, 1, key, *arguments)
+            return await line.ask("EVAL", script.text, 1, key, *arguments)
 
-    async def _open(self) -> _OpenConnection | None:
+    async def _open(self) -> _Line | None:
         async with self._opening:
-            if self._current is not None and self._current.is_over:
-                old, self._current = self._current, None
+            if self._line is not None and self._line.is_over:
+                old, self._line = self._line, None
                 await self._release(old.connection)
-            if self._current is None and self._can_hold:
+            if self._line is None and self._has_lines:
                 with heeding_cancellation():
                     connection = await cast("Any", self._client.connection_pool).get_connection()
-                opened = _OpenConnection(connection)
-                if opened.is_over:
-                    self._can_hold = False
+                line = _Line(connection)
+                if line.is_over:
+                    self._has_lines = False
                     await self._release(connection)
                 else:
-                    self._current = opened
-            return self._current
+                    self._line = line
+            return self._line
 
     async def _release(self, connection: Any) -> None:
         try:
@@ -76,10 +77,9 @@ class PipelinedConnection:
             await cast("Any", self._client.connection_pool).release(connection)
 
 
-class _OpenConnection:
-    """Sends calls over an open connection. Replies come in the order of the calls; a reply whose
-    caller was cancelled is dropped. A connection that has ended stays ended, and fails the calls
-    that were under way.
+class _Line:
+    """One open connection. Replies come in the order of the calls; a reply whose caller has gone is
+    dropped. A connection that has ended stays ended, and fails the calls that were under way.
 
     Calls share one timer. It fires when the oldest call may have exceeded the time limit.
     """
@@ -88,7 +88,7 @@ class _OpenConnection:
         self.connection = connection
         self._timeout_s: float | None = connection.socket_timeout
         self._loop = asyncio.get_running_loop()
-        self._pending: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
+        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
         self._timer: asyncio.TimerHandle | None = None
         self._wire = Wire.over(connection, self._answer, self._end)
 
@@ -96,28 +96,26 @@ class _OpenConnection:
     def is_over(self) -> bool:
         return self._wire is None or self._wire.is_over
 
-    def call(self, *command: Argument) -> asyncio.Future[Any]:
+    def ask(self, *command: Argument) -> asyncio.Future[Any]:
         """Send a command and return the future of its reply. Raises ConnectionError if the
         connection has ended.
         """
         if self._wire is None:
-            raise ConnectionError("this connection has no socket")
+            raise ConnectionError("not a connection that can be held")
         self._wire.send(*command)
         reply, now = self._loop.create_future(), self._loop.time()
-        self._pending.append((now, reply))
+        self._waiting.append((now, reply))
         if self._timer is None and self._timeout_s is not None:
-            self._timer = self._loop.call_at(
-                now + self._timeout_s, self._on_timeout, self._timeout_s
-            )
+            self._timer = self._loop.call_at(now + self._timeout_s, self._ring, self._timeout_s)
         return reply
 
     def _answer(self, reply: Any) -> None:
-        if isinstance(reply, _PUSHED):
+        if isinstance(reply, _NOTICE):
             return
-        if not self._pending:
-            self._break(InvalidResponse("a reply without a call"))
+        if not self._waiting:
+            self._break(InvalidResponse("a reply to nothing that was asked"))
             return
-        _, waiter = self._pending.popleft()
+        _, waiter = self._waiting.popleft()
         if waiter.done():
             return
         if isinstance(reply, Exception):
@@ -127,15 +125,15 @@ class _OpenConnection:
         else:
             waiter.set_result(reply)
 
-    def _on_timeout(self, timeout_s: float) -> None:
+    def _ring(self, timeout_s: float) -> None:
         self._timer = None
-        if not self._pending:
+        if not self._waiting:
             return
-        due = self._pending[0][0] + timeout_s
+        due = self._waiting[0][0] + timeout_s
         if due <= self._loop.time():
             self._break(TimeoutError(f"no reply within {timeout_s:g} s"))
         else:
-            self._timer = self._loop.call_at(due, self._on_timeout, timeout_s)
+            self._timer = self._loop.call_at(due, self._ring, timeout_s)
 
     def _break(self, error: Exception) -> None:
         if self._wire is not None:
@@ -144,7 +142,7 @@ class _OpenConnection:
     def _end(self, error: Exception) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for _, waiter in self._pending:
+        for _, waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(error)
-        self._pending.clear()
+        self._waiting.clear()

@@ -1,0 +1,84 @@
+"""Reads and writes a database for producers: one transaction at a time, one sentence for each error.
+
+Needs the extra `sql` (SQLAlchemy), which is imported when the first database is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import ConfigurationError, QueueUnavailable
+
+if TYPE_CHECKING:
+    import sqlalchemy
+
+
+class Database:
+    """A connection pool of one database; may be shared between threads. `sql` is the module
+    sqlalchemy, imported when the first instance is created.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import sqlalchemy
+
+            from tokenmill.sql import engine
+        except ImportError as error:
+            raise ConfigurationError(
+                "reading results from SQL needs SQLAlchemy (and PostgreSQL psycopg): "
+                "pip install '.[sql]' in tokenmill's folder"
+            ) from error
+        self.sql = sqlalchemy
+        self._sentence_of = engine.sentence_of
+        scheme, separator, _ = url.partition("://")
+        if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
+            raise ConfigurationError(
+                "the database URL begins with sqlite:/// or postgresql://; others are not served"
+            )
+        try:
+            self._engine = engine.open_producer_engine(url)
+        except ImportError as error:
+            raise ConfigurationError(f"the database's driver is not installed: {error}") from error
+        except (sqlalchemy.exc.ArgumentError, ValueError):  # their messages repeat parts of the URL
+            raise ConfigurationError(
+                "the database URL cannot be read: sqlite:///FILE or postgresql://…, "
+                "odd characters of a password quoted"
+            ) from None
+
+    @contextmanager
+    def connection(self) -> Iterator[sqlalchemy.Connection]:
+        """Open one transaction, which commits at the end. Errors of SQLAlchemy become
+        TokenmillErrors: one sentence, without the statement.
+        """
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except self.sql.exc.SQLAlchemyError as error:
+            words = self._sentence_of(error)
+            if "unable to open database file" in words:
+                raise ConfigurationError(self._why_not_open()) from error
+            if re.search(r"no such table|does not exist", words):
+                raise ConfigurationError(
+                    f"the database has no results table ({words}): `tokenmill db upgrade`"
+                ) from error
+            raise QueueUnavailable(f"the database cannot be read: {words}") from error
+
+    def _why_not_open(self) -> str:
+        path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()
+        if not path.exists():
+            return f"there is no database at {path}"
+        return (
+            f"the database {path} cannot be opened: it must be a file, "
+            "in a folder that this user may write to"
+        )
+
+    def has_table(self, name: str) -> bool:
+        with self.connection() as connection:
+            return bool(self.sql.inspect(connection).has_table(name))
+
+    def close(self) -> None:
+        self._engine.dispose()

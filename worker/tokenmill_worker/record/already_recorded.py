@@ -1,0 +1,87 @@
+"""Decides what a finished job becomes when SQL has a row of its id already.
+
+The row always wins: Redis gets the recorded result, so that both give one answer for ever. If the
+row belongs to another job, the later job fails and is not billed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
+from tokenmill_worker.jobs import AdmittedJob, FinishedJob
+from tokenmill_worker.record.result_store import RecordReport
+
+
+def recorded_by_us(group: list[FinishedJob], report: RecordReport) -> list[FinishedJob]:
+    """Return the jobs whose rows this worker wrote, each once: in this call, or in an earlier one
+    that committed after its time limit. Such a row is recognised by its result, which names when
+    and where the job ended.
+    """
+    latest = {item.result.job_id: item for item in sorted(group, key=lambda item: item.token)}
+    return [
+        item
+        for job_id, item in latest.items()
+        if job_id in report.written or report.existing.get(job_id) == item.result
+    ]
+
+
+def unless_recorded(job: AdmittedJob, known: dict[str, JobResult]) -> AdmittedJob | FinishedJob:
+    """Return the recorded end of an admitted job. Returns the job itself if SQL has no row of it, or
+    one of another job.
+    """
+    result = known.get(job.job_id)
+    if result is None or (result.tenant, result.created_ms) != (
+        job.request.tenant,
+        job.delivery.created_ms,
+    ):
+        return job
+    chunk = Chunk(job_id=job.job_id, index=0, attempt=result.attempt)
+    return FinishedJob(
+        job.delivery.token, result, _last_chunk(chunk, result), job.request, is_recorded=True
+    )
+
+
+def as_recorded(finished: FinishedJob, existing: dict[str, JobResult]) -> FinishedJob:
+    """Return the job with the result that SQL has, if it has one, so that Redis and SQL give one
+    answer for ever. Its last chunk stands behind all tokens of that answer: a reader that has fewer
+    sees a gap, and reads the result.
+    """
+    result = existing.get(finished.result.job_id)
+    if result is None or result == finished.result:
+        return finished
+    return replace(finished, result=result, final_chunk=_last_chunk(finished.final_chunk, result))
+
+
+def ended_without_id(finished: FinishedJob) -> FinishedJob:
+    """Return the end of a job whose id belongs to another job in SQL: failed, without an answer,
+    and not billed.
+    """
+    words = (
+        f"the job id {finished.result.job_id!r} stands for an earlier job in the database: "
+        "use a new id"
+    )
+    error, used = JobError("job_id_taken", words), finished.result.usage
+    usage = Usage(queue_ms=used.queue_ms, ttft_ms=used.ttft_ms, total_ms=used.total_ms)
+    ended = {"status": JobStatus.FAILED, "error": error, "usage": usage}
+    result = msgspec.structs.replace(finished.result, choices=(), order=(), **ended)
+    chunk = msgspec.structs.replace(finished.final_chunk, text="", finish_reason=None, **ended)
+    return replace(finished, result=result, final_chunk=chunk)
+
+
+def _last_chunk(chunk: Chunk, result: JobResult) -> Chunk:
+    choices = result.choices
+    ends = choices[0].text_ends if len(choices) == 1 else ()
+    return msgspec.structs.replace(
+        chunk,
+        index=len(result.token_ids),
+        text=choices[0].text[ends[-1] if ends else 0 :] if len(choices) == 1 else "",
+        finish_reason=result.finish_reason,
+        status=result.status,
+        usage=result.usage,
+        error=result.error,
+        n=max(1, len(choices)),
+    )
