@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill_worker.engine.types import TokenEvent
-from tokenmill_worker.publish.fair_batches import in_turn
+from tokenmill_worker.publish.fair_batches import split_batches
 
 
 def event(name: str, token: int = 0) -> TokenEvent:
@@ -12,8 +12,8 @@ def event(name: str, token: int = 0) -> TokenEvent:
 
 def test_one_step_goes_as_one() -> None:
     events = tuple(event(str(number)) for number in range(4))
-    assert [list(part) for part in in_turn(events, {"3"}, 4)] == [list(events)]
-    assert list(in_turn((), {"3"}, 4)) == [
+    assert [list(part) for part in split_batches(events, {"3"}, 4)] == [list(events)]
+    assert list(split_batches((), {"3"}, 4)) == [
         ()
     ]  # what waits for the log is sent without an event too
 
@@ -22,7 +22,7 @@ def test_of_steps_that_piled_up_the_urgent_go_first_and_the_others_in_parts() ->
     steps = [event(name, step) for step in range(3) for name in ("bulk 1", "urgent", "bulk 2")]
     parts = [
         [(each.request_id, each.token_ids[0]) for each in part]
-        for part in in_turn(steps, {"urgent"}, 4)
+        for part in split_batches(steps, {"urgent"}, 4)
     ]
     assert parts == [
         [("urgent", 0), ("urgent", 1), ("urgent", 2)],
@@ -33,7 +33,7 @@ def test_of_steps_that_piled_up_the_urgent_go_first_and_the_others_in_parts() ->
 
 def test_without_an_urgent_job_the_others_go_in_parts_all_the_same() -> None:
     events = [event(str(number)) for number in range(5)]
-    assert [len(part) for part in in_turn(events, set(), 2)] == [2, 2, 1]
+    assert [len(part) for part in split_batches(events, set(), 2)] == [2, 2, 1]
 
 
 def test_what_waits_of_a_request_is_never_parted() -> None:
@@ -45,7 +45,7 @@ def test_what_waits_of_a_request_is_never_parted() -> None:
     ]
     parts = [
         [(each.request_id, each.token_ids[0]) for each in part]
-        for part in in_turn(events, set(), 4)
+        for part in split_batches(events, set(), 4)
     ]
     assert parts == [
         [("a", step) for step in range(9)],

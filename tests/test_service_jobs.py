@@ -152,7 +152,7 @@ async def test_a_job_lost_and_claimed_again_hears_nothing_of_its_first_time(benc
     await bench.host.step(event("cd", end=FinishReason.LENGTH, token=2))
     (finished,) = bench.record.finished
     assert (finished.result.text, finished.token) == ("abcd", 2)
-    assert bench.service.num_held == 0
+    assert len(bench.service._owned) == 0
 
 
 async def test_suspects_that_are_lost_hold_nobody_back(bench: Bench) -> None:
@@ -188,7 +188,7 @@ async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Benc
     bench.orders.is_down = False
     await bench.host.step()
     assert bench.orders.retried == []
-    assert bench.service.num_held == 1
+    assert len(bench.service._owned) == 1
 
 
 async def test_what_cannot_be_taken_in_is_not_kept_in_hand(
@@ -203,7 +203,7 @@ async def test_what_cannot_be_taken_in_is_not_kept_in_hand(
     monkeypatch.setattr(bench.record, "skip_recorded", broken)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         await bench.service.take([delivery("job")])
-    assert bench.service.num_held == 1
+    assert len(bench.service._owned) == 1
     monkeypatch.undo()
     await bench.service.take([delivery("job", token=2)])
     assert bench.host.submitted == ["before/1", "job/2"]

@@ -38,7 +38,7 @@ NEEDS_DRAIN = (
     "resign",
 )  # it is asked to end while it owns jobs, which take longer then
 
-_REASON_OF = {"hand": "hand-over", "crash": "suspects", "retry": "retry"}
+_REASON_OF = {"handover": "hand-over", "crash": "suspects", "retry": "retry"}
 _countdown: dict[str, int] = {}
 
 

@@ -120,12 +120,12 @@ async def test_redis_comes_back_without_its_data(make_valkey, tmp_path):
         done = await client.submit(**SHORT)
         await client.result(done, timeout=90)
         await client.submit(**LONG)
-        await until(lambda: worker.service.num_held == 1)
+        await until(lambda: len(worker.service._owned) == 1)
         await asyncio.to_thread(server.restart, keep=False)
         after = await result_of(client, await submit(client, "after", **SHORT))
         assert after.status is JobStatus.SUCCEEDED
         assert (await result_of(client, done)).status is JobStatus.SUCCEEDED, "SQL has it"
-        await until(lambda: worker.service.num_held == 0)
+        await until(lambda: len(worker.service._owned) == 0)
 
 
 async def refused_until_repaired(server, database, *, spoil, repair, says):
@@ -134,7 +134,7 @@ async def refused_until_repaired(server, database, *, spoil, repair, says):
         client_of(server.url, database) as client,
     ):
         job = await client.submit(**LONG)
-        await until(lambda: worker.service.num_held == 1)
+        await until(lambda: len(worker.service._owned) == 1)
         await asyncio.to_thread(spoil)
         with pytest.raises(QueueUnavailable, match=says):
             await client.submit(prompt="x" * 10_000)

@@ -156,9 +156,9 @@ def test_the_enumeration_is_complete():
     assert {
         effect_of(script, ("",) * 3) for script in scripts.ALL if script is not scripts.RELEASE
     } <= set(EFFECTS)
-    assert {effect_of(scripts.RELEASE, ("", 0, how)) for how in ("hand", "crash", "retry")} == set(
-        REASONS
-    )
+    assert {
+        effect_of(scripts.RELEASE, ("", 0, how)) for how in ("handover", "crash", "retry")
+    } == set(REASONS)
     table = (
         (ROOT / "ops" / "architecture.md").read_text("utf-8").split("## 7.")[1].split("\n## ")[0]
     )

@@ -85,7 +85,7 @@ async def test_the_job_ends_with_what_was_found(
         await bench.host.step(event(text))
         await bench.host.step(event("", end=end))
         async with asyncio.timeout(60):
-            while bench.service.num_held:
+            while bench.service._owned:
                 await bench.host.step()
         (finished,) = bench.record.finished
         result = finished.result

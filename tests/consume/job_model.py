@@ -19,7 +19,6 @@ class Job:
     claims: int = 0
     tenant: str = ""
     ends: frozenset[int] = frozenset()  # entries of its log that are no tokens
-    doomed: bool = False  # to be set aside at its next claim
     due: bool = False  # scheduled, and its time has come
     attempt: int = 1
     returned: bool = False  # it ran, and waits ahead of the lanes for its next worker

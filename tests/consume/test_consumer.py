@@ -10,8 +10,9 @@ from tests.consume.queue import Queue
 from tests.support.waiting import until
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import Drain
-from tokenmill_worker.consume.consumer import MAX_AT_ONCE, Consumer, Credits
+from tokenmill_worker.consume.consumer import MAX_AT_ONCE, Consumer
 from tokenmill_worker.consume.control import ControlChannel
+from tokenmill_worker.consume.credits import Credits
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery
 
@@ -24,7 +25,7 @@ def delivery(name: str) -> Delivery:
 
 class FakeQueue:
     def __init__(self, *names: str) -> None:
-        self.bell = asyncio.Event()
+        self.wake_up = asyncio.Event()
         self.waiting = [delivery(name) for name in names]
         self.troubles: list[Exception] = []
         self.asked: list[int] = []
@@ -42,7 +43,7 @@ class FakeQueue:
             await self.on_claim()
         return taken
 
-    async def ring_all(self) -> None:
+    async def wake_all(self) -> None:
         self.rings += 1
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
@@ -97,7 +98,7 @@ async def test_a_worker_full_of_bulk_answers_the_bell_for_urgent_jobs() -> None:
     async with consuming(queue, desk):
         await settle()
         queue.waiting.append(delivery("urgent"))
-        queue.bell.set()
+        queue.wake_up.set()
         await until(lambda: desk.taken == ["urgent"])
 
 
@@ -106,7 +107,7 @@ async def test_a_ring_that_found_no_credit_is_remembered() -> None:
     async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
         await settle()
         queue.waiting.append(delivery("a"))
-        queue.bell.set()
+        queue.wake_up.set()
         await settle()
         desk.places = 1
         consumer.notice_room()
@@ -121,7 +122,7 @@ async def test_a_ring_during_a_claim_is_remembered_when_no_credit_is_left(first:
     async def ring_for_another() -> None:
         queue.on_claim = None
         queue.waiting.append(delivery("late"))
-        queue.bell.set()
+        queue.wake_up.set()
         desk.places = len(first)
 
     queue.on_claim = ring_for_another
@@ -171,7 +172,7 @@ async def test_a_ring_wakes_it_when_it_has_room() -> None:
     async with consuming(queue, desk):
         await settle()
         queue.waiting.append(delivery("new"))
-        queue.bell.set()
+        queue.wake_up.set()
         await until(lambda: desk.taken == ["new"])
 
 
@@ -180,12 +181,12 @@ async def test_without_room_it_lets_the_bell_ring() -> None:
     async with consuming(queue, desk):
         await until(lambda: bool(queue.asked))
         for _ in range(20):
-            queue.bell.set()
+            queue.wake_up.set()
             await asyncio.sleep(0.001)
         assert len(queue.asked) == 1
         desk.places = 1
         queue.waiting.append(delivery("x"))
-        queue.bell.set()
+        queue.wake_up.set()
         await until(lambda: desk.taken == ["x"])
 
 
@@ -217,14 +218,14 @@ async def test_a_call_without_room_is_for_others_and_remembered() -> None:
     async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
         await settle()
         desk.places = 0
-        await consumer.answer()
+        await consumer.answer_wake_up()
         assert queue.rings == 1
         desk.places = 1
         queue.waiting.append(delivery("a"))
         consumer.notice_room()
         await until(lambda: desk.taken == ["a"])
         desk.places = 2
-        await consumer.answer()
+        await consumer.answer_wake_up()
         assert queue.rings == 1
 
 
@@ -249,7 +250,7 @@ async def test_after_stop_nothing_is_claimed() -> None:
         await settle()
         await consumer.stop()
         asked = len(queue.asked)
-        queue.bell.set()
+        queue.wake_up.set()
         await settle()
         assert len(queue.asked) == asked
 
@@ -270,8 +271,8 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
         queue.redis,
         queue.keys,
         "w1",
-        on_bell=lambda: rings.append(None),
-        on_call=call,
+        on_wake_all=lambda: rings.append(None),
+        on_wake_up=call,
         on_cancel=cancelled.append,
         on_drain=lambda: drains.append(None),
     )
@@ -295,7 +296,7 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
         await queue.worker("w1").claim(1)  # listed
         job = await queue.submit()
         await queue.worker("w1").claim(1)
-        await queue.worker("w2").ring_all()
+        await queue.worker("w2").wake_all()
         await queue.client.cancel(job)
         await queue.redis.publish(queue.keys.control("w1"), b"not msgpack")
         await queue.redis.publish(queue.keys.control("w1"), encode(Drain()))

@@ -47,8 +47,8 @@ async def test_one_channel_refused_leaves_no_subscription_of_the_other(
         client,
         keys,
         "w",
-        on_bell=lambda: None,
-        on_call=nothing,
+        on_wake_all=lambda: None,
+        on_wake_up=nothing,
         on_cancel=lambda _: None,
         on_drain=lambda: None,
     )

@@ -23,7 +23,6 @@ OTHER = (
     "entry",
     "request",
     "cancel",
-    "doomed",
     "worker",
     "history",
     "fingerprint",

@@ -11,7 +11,8 @@ from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest, Message, Priority
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.input_processor import InputProcessor, ServedModel, seed_of
+from tokenmill_worker.consume.input_processor import InputProcessor, seed_of
+from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.tokenizer import Tokenizer
 

@@ -1,11 +1,11 @@
-"""The lease keeper on a simulated clock, and the guard that it puts before every write."""
+"""The lease keeper on a simulated clock, and the check that it puts before every write."""
 
 import pytest
 
 from tests.consume.queue import Queue, appended, end_of, token
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_worker.consume.leases import LeaseKeeper
-from tokenmill_worker.consume.replies import HeartbeatReply
+from tokenmill_worker.consume.scripts import HeartbeatReply
 from tokenmill_worker.errors import RedisUnavailable, Replaced
 from tokenmill_worker.jobs import AppendReply
 
@@ -19,7 +19,7 @@ class Clock:
 
 class FakeBeats:
     def __init__(self) -> None:
-        self.guard = lambda: False
+        self.lease_expired = lambda: False
         self.replies: list[HeartbeatReply | Exception] = []
         self.num_beats = 0
 
@@ -80,12 +80,12 @@ async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_be
     keeper, heard = keeper_of(stream, clock)
     await keeper.tick()
     clock.now += 10.1
-    assert keeper.stood_still()
+    assert keeper.lease_expired()
     await keeper.beat()
     assert stream.num_beats == 0
     await keeper.tick()
     assert heard.num_expired == 1
-    assert not keeper.stood_still()
+    assert not keeper.lease_expired()
     await keeper.beat()
     assert stream.num_beats == 1
 

@@ -119,7 +119,6 @@ async def test_a_zombie_can_write_nothing(queue: Queue) -> None:
     assert await zombie.finish([end_of(before)]) == [False]
     assert await zombie.release([(before.job_id, before.token, True)]) == [False]
     assert await zombie.retry(before.job_id, before.token, 0) is False
-    assert await zombie.dead_letter(before.job_id, before.token, "no") is False
     assert await appended(heir, [token(after, 1)]) == [(OK, 2)]
     assert await heir.finish([end_of(after, 2)]) == [True]
 
@@ -216,7 +215,7 @@ async def test_appends_of_two_jobs_do_not_disturb_each_other(queue: Queue) -> No
     a, b = await worker.claim(2)
     await worker.release([(a.job_id, a.token, False)])
     assert await appended(worker, [token(a, 0), token(b, 0)]) == [(LOST, 0), (OK, 1)]
-    assert list(worker.held) == [b.job_id]
+    assert list(worker.owned) == [b.job_id]
 
 
 async def test_a_server_that_forgot_its_scripts_gets_them_again(queue: Queue) -> None:

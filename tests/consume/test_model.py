@@ -172,7 +172,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (len(delivery.log), delivery.log_end) == (job.length, job.length)
             assert delivery.attempt == job.attempt
             ended = job.cancelled or job.state is JobStatus.CANCELLED
-            assert delivery.outcome == ("cancelled" if ended else "dead" if job.doomed else "run")
+            assert delivery.outcome == ("cancelled" if ended else "run")
             if (
                 not job.claims and delivery.outcome == "run" and job.tenant == LIMITED
             ):  # out of its lane
@@ -277,8 +277,6 @@ class QueueMachine(RuleBasedStateMachine):
         worker, delivery, job, is_holder = self.pick_seen(pick)
         if job.state is JobStatus.CANCELLED:
             status = JobStatus.CANCELLED
-        elif job.doomed:
-            status = JobStatus.DEAD
         (done,) = self.run(worker.finish([end_of(delivery, job.length, status)]))
         assert done == (is_holder or (job.settled and job.token == delivery.token))
         if is_holder:
@@ -300,23 +298,18 @@ class QueueMachine(RuleBasedStateMachine):
             job.give_up()
 
     @precondition(lambda self: self.seen)
-    @rule(pick=PICK, how=st.sampled_from(["now", "later", "dead"]))
+    @rule(pick=PICK, how=st.sampled_from(["now", "later"]))
     def fail(self, pick: int, how: str) -> None:
-        """Fail a job: it is retried, now or later, or becomes a dead letter."""
+        """Fail a job: it is retried, now or later."""
         worker, delivery, job, is_holder = self.pick_seen(pick)
-        if how == "dead":
-            done = self.run(worker.dead_letter(delivery.job_id, delivery.token, "why"))
-        else:
-            done = self.run(
-                worker.retry(delivery.job_id, delivery.token, 0 if how == "now" else 10**9, "why")
-            )
+        done = self.run(
+            worker.retry(delivery.job_id, delivery.token, 0 if how == "now" else 10**9, "why")
+        )
         assert done == (job.token == delivery.token and not job.settled)
         if is_holder:
             was_running = job.state is JobStatus.RUNNING
             job.give_up()
-            if was_running and how == "dead":
-                job.doomed = True
-            elif was_running:
+            if was_running:
                 job.state, job.due, job.returned = JobStatus.SCHEDULED, how == "now", False
                 job.attempt += 1
 
@@ -333,7 +326,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def beat(self, worker: str) -> None:
-        held = self.workers[worker].held
+        held = self.workers[worker].owned
         reply = self.run(self.workers[worker].heartbeat(WorkerStatus(worker_id=worker)))
         self.promote()
         mine = {

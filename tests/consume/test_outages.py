@@ -31,7 +31,7 @@ async def test_the_first_to_come_back_takes_nothing_from_the_others(queue: Queue
     assert await first.claim(9) == []
     assert await beat(second) == ()
     assert (await beat(first), await beat(second)) == ((), ())
-    assert len(second.held) == 2
+    assert len(second.owned) == 2
 
 
 async def test_one_whose_lease_has_not_run_out_yet_waits_for_the_others_too(queue: Queue) -> None:
@@ -46,7 +46,7 @@ async def test_one_whose_lease_has_not_run_out_yet_waits_for_the_others_too(queu
 
 async def test_who_does_not_come_back_is_missed_a_lease_later(queue: Queue) -> None:
     first, gone = await hold_two_each(queue, "w1", "w2")
-    lost = set(gone.held)
+    lost = set(gone.owned)
     await asyncio.sleep(2 * LEASE_S)
     assert await beat(first) == ()
     found = await first.claim(9)
@@ -63,7 +63,7 @@ async def test_a_newcomer_takes_a_dead_ones_jobs_at_once(queue: Queue) -> None:
     (dead,) = await hold_two_each(queue, "w1")
     await asyncio.sleep(2 * LEASE_S)
     found = await queue.worker("w2", lease_s=LEASE_S).claim(9)
-    assert {delivery.job_id for delivery in found} == set(dead.held)
+    assert {delivery.job_id for delivery in found} == set(dead.owned)
 
 
 async def test_sweeps_that_are_rarer_than_leases_are_no_outage(queue: Queue) -> None:

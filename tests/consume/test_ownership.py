@@ -76,7 +76,7 @@ async def test_a_heartbeat_tells_what_became_of_its_jobs(queue: Queue) -> None:
     reply = await worker.heartbeat(status())
     assert (reply.cancelled, reply.lost) == ((cancelled,), (lost,))
     assert (await worker.heartbeat(status())).lost == ()
-    assert set(worker.held) == {kept, cancelled}
+    assert set(worker.owned) == {kept, cancelled}
     await worker.release([(job, tokens[job], False) for job in (kept, cancelled)])
 
 
@@ -166,17 +166,6 @@ async def test_who_crashes_alone_again_and_again_is_dead_and_can_be_redriven(que
     assert (again.outcome, again.crashes, again.attempt) == ("run", 0, 1)
     assert again.token > delivery.token
     await worker.finish([end_of(again)])
-
-
-async def test_a_worker_can_condemn_a_job_itself(queue: Queue) -> None:
-    job = await queue.submit()
-    worker = queue.worker()
-    (delivery,) = await worker.claim(1)
-    await worker.dead_letter(job, delivery.token, "it breaks every engine")
-    (condemned,) = await worker.claim(1)
-    assert condemned.outcome == "dead"
-    await worker.finish([end_of(condemned, 0, JobStatus.DEAD)])
-    assert "it breaks every engine" in (await queue.client.dead())[0].history[0]
 
 
 async def test_a_retry_waits_and_continues_with_a_higher_attempt(queue: Queue) -> None:

@@ -148,7 +148,7 @@ async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Que
 async def test_all_hear_the_bell_when_a_called_worker_has_no_room(queue: Queue) -> None:
     async with Ears(queue) as ears:
         await ears.open()
-        await queue.worker().ring_all()
+        await queue.worker().wake_all()
         assert await ears.heard() == ["bell"]
 
 

@@ -38,7 +38,7 @@ async def test_bulk_in_every_place_keeps_no_urgent_job_waiting(
             redis_url, database, model="synthetic?step_ms=30", **full
         ) as worker:
             await until(
-                lambda: worker.service.num_held >= PLACES and not worker.service.credits().free
+                lambda: len(worker.service._owned) >= PLACES and not worker.service.credits().free
             )
             for number in range(2 * PLACES):
                 urgent = await client.submit(

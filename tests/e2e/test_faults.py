@@ -51,7 +51,7 @@ async def test_an_engine_that_hangs_is_replaced_and_its_jobs_go_on(redis_url, tm
         chunks, under_way = [], asyncio.Event()
         reading = asyncio.create_task(_read(client, job, chunks, under_way))
         await asyncio.wait_for(under_way.wait(), 60)
-        frozen = worker.service._host.pid
+        frozen = worker.service.supervisor.host.pid
         os.kill(frozen, signal.SIGSTOP)
         result = await client.result(job, timeout=60)
         await reading

@@ -38,7 +38,7 @@ from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
 from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.consume.replies import read_delivery
+from tokenmill_worker.consume.scripts import read_delivery
 from tokenmill_worker.engine.process.messages import FrameError, read_command, read_report
 from tokenmill_worker.engine.requests.validation import RequestValidator
 from tokenmill_worker.engine.types import GenerationRequest, RequestError

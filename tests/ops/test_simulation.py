@@ -32,7 +32,7 @@ from ops.benchmarks.simulation.queue_worker import LEASE_S
 from ops.benchmarks.simulation.trace import Arrival, arrivals
 from tests.publish.support import FakeLog, admit, event
 from tokenmill_worker.consume.consumer import MAX_AT_ONCE
-from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, in_turn
+from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
 from tokenmill_worker.publish.publisher import Publisher
 
 COSTS = CostModel()
@@ -208,7 +208,9 @@ class TestLog:
     def test_parts_are_those_of_the_service(self, jobs: int, steps: int) -> None:
         parts = in_parts(together([self.step(jobs)] * steps), 256)
         events = [event("a", job_id=str(number)) for _ in range(steps) for number in range(jobs)]
-        assert [part.events for part in parts] == [len(part) for part in in_turn(events, (), 256)]
+        assert [part.events for part in parts] == [
+            len(part) for part in split_batches(events, (), 256)
+        ]
         assert sum(part.tokens for part in parts) == jobs * steps, "no token is lost in the cutting"
 
     @pytest.mark.parametrize("cutting", [TOKENS, INTERACTIVE])
@@ -227,7 +229,7 @@ class TestLog:
         log.calls.clear()
         events = [event("b", job_id=name) for name in names * steps]
         urgent = {each.request_id for each in events} if cutting.is_urgent else set()
-        for part in in_turn(events, urgent, max(EVENTS_AT_ONCE, sequences)):
+        for part in split_batches(events, urgent, max(EVENTS_AT_ONCE, sequences)):
             await publisher.handle(part)
         made = together([self.step(sequences)] * steps)
         parts = [made] if cutting.is_urgent else in_parts(made, max(EVENTS_AT_ONCE, sequences))

@@ -74,7 +74,7 @@ async def test_a_gap_is_one_warning_however_many_chunks_meet_it(publisher, log, 
     with caplog.at_level("WARNING"):
         await publisher.handle([event("cdefg")])
     assert [record.getMessage() for record in caplog.records] == [
-        "the log of job job ends with entry 1, not 2: its tail is sent again"
+        "the log of job job ends with entry 1, not 2: sending its tail again"
     ]
     await publisher.flush()
     assert log.text("job") == "abcdefg"
@@ -164,7 +164,7 @@ async def test_a_job_closed_during_the_call_is_left_alone(log):
             publisher.close("job/1")
             return await super().append(items)
 
-    publisher._log = Closing()
+    publisher._writer._log = Closing()
     publisher.open(await admit())
     report = await publisher.handle([event("a", end=LENGTH)])
     assert (report.finished, report.lost) == ([], [])

@@ -41,10 +41,10 @@ async def set_aside(client: AsyncClient, redis_url: str, database: str) -> str:
     redis = connect_async(redis_url)
     unlucky = JobStream(redis, client.keys, "unlucky")
     (delivery,) = await unlucky.claim(1)
-    assert await unlucky.dead_letter(delivery.job_id, delivery.token, "it was not to be")
+    assert await unlucky.release([(delivery.job_id, delivery.token, True)]) == [True]
     await unlucky.resign()
     await redis.aclose()
-    async with running_worker(redis_url, database, worker_id="clerk"):
+    async with running_worker(redis_url, database, worker_id="clerk", max_crashes=1):
         assert (await client.result(job, timeout=60)).status is JobStatus.DEAD
     assert rows(database) == [("dead", "dead", 0, None)]
     return str(job)
@@ -75,10 +75,10 @@ async def test_a_redriven_job_may_die_again_and_live_later(url, redis_url):
             assert delivery.log == (), "it starts anew"
             assert delivery.started_ms > began, "in time too"
             began = delivery.started_ms
-            await unlucky.dead_letter(delivery.job_id, delivery.token, "again")
+            await unlucky.release([(delivery.job_id, delivery.token, True)])
             await unlucky.resign()
             await redis.aclose()
-            async with running_worker(redis_url, url, worker_id="clerk"):
+            async with running_worker(redis_url, url, worker_id="clerk", max_crashes=1):
                 assert (await client.result(job, timeout=60)).status is JobStatus.DEAD
             assert rows(url) == [("dead", "dead", 0, None)]
         assert [dead.job_id for dead in await client.dead()] == [job]

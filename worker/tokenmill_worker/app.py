@@ -23,9 +23,10 @@ from tokenmill.transport.connect import Link, connect_async, parse_url
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume.consumer import Consumer
 from tokenmill_worker.consume.control import ControlChannel
-from tokenmill_worker.consume.input_processor import InputProcessor, ServedModel
+from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
 from tokenmill_worker.consume.leases import LeaseKeeper
+from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
 from tokenmill_worker.engine.process.messages import Ready
 from tokenmill_worker.errors import Unavailable
@@ -145,8 +146,8 @@ class Worker:
             self._redis_control,
             keys,
             settings.worker_name,
-            on_bell=self._consumer.ring,
-            on_call=self._consumer.answer,
+            on_wake_all=self._consumer.wake,
+            on_wake_up=self._consumer.answer_wake_up,
             on_cancel=self.service.cancel,
             on_drain=self.drain,
         )

@@ -10,7 +10,8 @@ class Cutting:
     """Cutting of answers into chunks of `tokens` tokens.
 
     If not `is_published`, chunks are only logged, as those of bulk jobs. If `is_urgent`, the jobs
-    are interactive, and steps that have piled up are appended as one (tokenmill_worker.publish.fair_batches.in_turn).
+    are interactive, and steps that have piled up are appended as one
+    (tokenmill_worker.publish.fair_batches.split_batches).
     """
 
     name: str

@@ -62,7 +62,7 @@ def together(steps: Sequence[Steps]) -> Steps:
 def in_parts(pile: Steps, at_once: int) -> list[Steps]:
     """Split the steps into parts of whole jobs with at most `at_once` events.
 
-    This is tokenmill_worker.publish.fair_batches.in_turn for jobs that are not urgent.
+    This is tokenmill_worker.publish.fair_batches.split_batches for jobs that are not urgent.
     """
     if pile.events <= at_once:
         return [pile]

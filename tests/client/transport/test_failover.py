@@ -63,7 +63,7 @@ async def test_a_worker_goes_on_at_the_new_primary(failover: Failover) -> None:
                 await call()
             except RedisUnavailable:  # once
                 await call()
-    assert worker.held == {delivery.job_id: delivery.token}
+    assert worker.owned == {delivery.job_id: delivery.token}
     await redis.aclose()
 
 

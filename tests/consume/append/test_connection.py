@@ -14,7 +14,7 @@ from tests.support.topologies import SentinelGroup
 from tests.support.valkey import ValkeyServer
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect_async
 from tokenmill.transport.scripts import Script
-from tokenmill_worker.consume.append.connection import HeldConnection
+from tokenmill_worker.consume.append.connection import PipelinedConnection
 
 pytestmark = pytest.mark.redis
 
@@ -30,16 +30,18 @@ FAIL = script("return redis.error_reply('WRONG on purpose')")
 
 
 @asynccontextmanager
-async def held(url: str, timeout_s: float = 5.0) -> AsyncIterator[tuple[HeldConnection, Any]]:
+async def held(url: str, timeout_s: float = 5.0) -> AsyncIterator[tuple[PipelinedConnection, Any]]:
     client = connect_async(url, Link(timeout_s=timeout_s))
     try:
-        yield HeldConnection(client), client
+        yield PipelinedConnection(client), client
     finally:
         await client.aclose()
 
 
 @asynccontextmanager
-async def held_on(server: ValkeyServer, timeout_s: float = 5.0) -> AsyncIterator[HeldConnection]:
+async def held_on(
+    server: ValkeyServer, timeout_s: float = 5.0
+) -> AsyncIterator[PipelinedConnection]:
     """Yield an open connection to a server that belongs to the test."""
     async with held(server.url, timeout_s) as (line, _):
         await line.call(ECHO, KEY, "a")
@@ -123,8 +125,8 @@ async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(
 async def test_what_the_server_tells_unasked_is_no_call_s_reply(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
-        assert line._line is not None
-        await line._line.ask(
+        assert line._current is not None
+        await line._current.call(
             "CLIENT", "TRACKING", "ON", "BCAST"
         )  # the server reports every key that changes
         for number in range(5):

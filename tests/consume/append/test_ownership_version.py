@@ -14,7 +14,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.consume.append.batch_encoding import AppendCalls
+from tokenmill_worker.consume.append.batch_encoding import AppendBatch
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AppendReply, ChunkAppend, Delivery
@@ -270,11 +270,11 @@ async def test_a_worker_without_jobs_leaves_no_voucher(queue: Queue) -> None:
 
 
 def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:
-    calls, chunk = AppendCalls(), Chunk(job_id="a", index=0, token_ids=(1,))
-    first, _ = calls.next_call([ChunkAppend(7, chunk, 0)])
-    assert calls.settle([ChunkAppend(7, chunk, 0)], [-1, b"voucher", 0]) == {}
-    known, packed = calls.next_call([ChunkAppend(7, msgspec.structs.replace(chunk, index=1), 1)])
-    calls.fail()
-    unknown, again = calls.next_call([ChunkAppend(7, msgspec.structs.replace(chunk, index=2), 2)])
+    calls, chunk = AppendBatch(), Chunk(job_id="a", index=0, token_ids=(1,))
+    first, _ = calls.pack([ChunkAppend(7, chunk, 0)])
+    assert calls.apply_reply([ChunkAppend(7, chunk, 0)], [-1, b"voucher", 0]) == {}
+    known, packed = calls.pack([ChunkAppend(7, msgspec.structs.replace(chunk, index=1), 1)])
+    calls.reset()
+    unknown, again = calls.pack([ChunkAppend(7, msgspec.structs.replace(chunk, index=2), 2)])
     assert (known, unknown) == (first + 1, first + 2)
     assert [msgpack.unpackb(call, raw=True)[4] for call in (packed, again)] == [3, 1]

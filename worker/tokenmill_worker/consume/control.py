@@ -1,8 +1,8 @@
-"""Receives the messages that cannot wait for the next heartbeat: the queue's wake-ups (`bell`), and
-calls and orders to this worker.
+"""Receives the messages that cannot wait for the next heartbeat: wake-ups for all workers, and
+wake-ups and commands for this worker.
 
-It uses a connection of its own. Nothing depends on it: a missed wake-up or call costs one poll
-interval, a missed cancel one heartbeat.
+It uses a connection of its own. Nothing depends on it: a missed wake-up costs one poll interval, a
+missed cancel one heartbeat.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class ControlChannel:
         keys: Keys,
         worker_id: str,
         *,
-        on_bell: Callable[[], None],
-        on_call: Callable[[], Awaitable[None]],
+        on_wake_all: Callable[[], None],
+        on_wake_up: Callable[[], Awaitable[None]],
         on_cancel: Callable[[str], None],
         on_drain: Callable[[], None],
     ) -> None:
         self._client = client
-        self._bell = keys.bell
-        self._control = keys.control(worker_id)
-        self._on_bell = on_bell
-        self._on_call = on_call
+        self._wake_channel = keys.bell
+        self._control_channel = keys.control(worker_id)
+        self._on_wake_all = on_wake_all
+        self._on_wake_up = on_wake_up
         self._on_cancel = on_cancel
         self._on_drain = on_drain
 
@@ -58,43 +58,44 @@ class ControlChannel:
             while True:
                 try:
                     async with (
-                        _subscribed(hub, self._bell) as bell,
-                        _subscribed(hub, self._control) as control,
+                        _subscribed(hub, self._wake_channel) as wake_ups,
+                        _subscribed(hub, self._control_channel) as commands,
                     ):
-                        await asyncio.gather(self._hear_bell(bell), self._hear_orders(control))
+                        await asyncio.gather(
+                            self._read_wake_ups(wake_ups), self._read_commands(commands)
+                        )
                 except QueueUnavailable as error:
                     log.debug("control channel: %s", error)
                 await asyncio.sleep(RECONNECT_S)
         finally:
             await hub.close()
 
-    async def _hear_bell(self, subscription: HubSubscription) -> None:
-        self._on_bell()  # wake-ups from before the subscription
+    async def _read_wake_ups(self, subscription: HubSubscription) -> None:
+        self._on_wake_all()  # wake-ups from before the subscription
         while True:
-            if (
-                await subscription.receive(_WAIT_S) is not None
-            ):  # a message, or a Signal that one may have been missed
-                self._on_bell()
+            message = await subscription.receive(_WAIT_S)
+            if message is not None:  # a message, or a Signal that one may have been missed
+                self._on_wake_all()
 
-    async def _hear_orders(self, subscription: HubSubscription) -> None:
+    async def _read_commands(self, subscription: HubSubscription) -> None:
         while True:
             message = await subscription.receive(_WAIT_S)
             if message is not None and not isinstance(message, Signal):
-                await self._obey(message)
+                await self._handle(message)
 
-    async def _obey(self, message: bytes) -> None:
+    async def _handle(self, message: bytes) -> None:
         try:
-            order = decode_control(message)
+            command = decode_control(message)
         except DecodeError as error:  # for example a message of a later version
-            log.warning("not obeyed: %s", error)
+            log.warning("ignored a control message that cannot be decoded: %s", error)
             return
-        match order:
+        match command:
             case Cancel():
-                self._on_cancel(order.job_id)
+                self._on_cancel(command.job_id)
             case Drain():
                 self._on_drain()
             case Call():
-                await self._on_call()
+                await self._on_wake_up()
 
 
 @contextlib.asynccontextmanager

@@ -1,9 +1,9 @@
-"""The worker's side of the queue: claim, append, finish, give back, heartbeat; each is one script
-call.
+"""Calls the queue for a worker: claim, append, finish, release, heartbeat, resign. Each is one
+script call.
 
 Every call may be repeated after a lost reply. Server and network errors are raised as
 RedisUnavailable, and the caller decides what to do. The stream remembers the ids and fencing tokens
-of the jobs that this worker holds, and nothing of their content.
+of the jobs that this worker owns, and nothing of their content.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import redis.asyncio
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from tokenmill.transport.connect import SERVER_TROUBLE
 from tokenmill.transport.scripts import Argument, Script, call_async, in_parts
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.consume import replies, scripts
-from tokenmill_worker.consume.append.batch_encoding import AppendCalls
-from tokenmill_worker.consume.append.connection import HeldConnection
-from tokenmill_worker.consume.replies import HeartbeatReply
-from tokenmill_worker.errors import RedisUnavailable, SettingsError
+from tokenmill_worker.consume import scripts
+from tokenmill_worker.consume.append.batch_encoding import AppendBatch
+from tokenmill_worker.consume.append.connection import PipelinedConnection
+from tokenmill_worker.consume.scripts import HeartbeatReply
+from tokenmill_worker.consume.server_check import check_server, translated_errors
+from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AppendFailures, AppendReply, ChunkAppend, Delivery, FinishedJob
 
 log = logging.getLogger(__name__)
 
-MIN_VERSION = (6, 2)
 MAX_FINISH_BYTES = 4 * 1024 * 1024
 
 
@@ -62,8 +61,8 @@ class StreamOptions:
 
 
 class JobStream:
-    """`worker_id` names one process. If two live processes share a name, the one that started first
-    has to end.
+    """Makes the calls of one worker. `worker_id` names one process. If two live processes share a
+    name, the one that started first has to end.
     """
 
     def __init__(
@@ -78,37 +77,35 @@ class JobStream:
         self.keys = keys
         self.worker_id = worker_id
         self.options = options or StreamOptions()
-        self.bell = asyncio.Event()
-        self.on_call: Callable[[str, float, int, bool], None] = lambda *_: (
-            None
-        )  # script, seconds, round trips, done
-        self.on_refused: Callable[[str, int], None] = lambda *_: (
-            None
-        )  # call, how many fencing tokens were outdated
-        self.guard: Callable[[], bool] = lambda: (
-            False
-        )  # true: this process was frozen past its lease
+        self.wake_up = asyncio.Event()
+        # (script, seconds, round trips, was it answered?)
+        self.on_call: Callable[[str, float, int, bool], None] = lambda *_: None
+        # (call, number of outdated fencing tokens)
+        self.on_refused: Callable[[str, int], None] = lambda *_: None
+        # True while this process was frozen past its lease and has not dropped its jobs yet.
+        self.lease_expired: Callable[[], bool] = lambda: False
         self._client = client
-        # The scripts of every step and of every job's end, whose results may be long: each has its own connection.
-        self._lines = {
-            script.name: HeldConnection(client) for script in (scripts.APPEND, scripts.FINISH)
+        # Each script that runs in every step, or with long results, has a connection of its own.
+        self._connections = {
+            script.name: PipelinedConnection(client) for script in (scripts.APPEND, scripts.FINISH)
         }
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
-        self._appends = AppendCalls()
-        self._held: dict[str, int] = {}  # job id → fencing token
+        self._append_batch = AppendBatch()
+        self._owned: dict[str, int] = {}  # job id → fencing token
         self._claiming = asyncio.Lock()
         self._claims = 0  # raised before and after each claim
-        self._must_audit = False
+        self._must_redeliver = False
 
     @property
-    def held(self) -> dict[str, int]:
-        return dict(self._held)
+    def owned(self) -> dict[str, int]:
+        """The jobs that this worker owns: job id → fencing token."""
+        return dict(self._owned)
 
     async def open(self) -> None:
         """Check the server, give back what an earlier process of this name left behind, and set the
         queue's limits.
         """
-        with _translated():
+        with translated_errors():
             await check_server(self._client)
         await self._call(scripts.RESIGN, self.worker_id, "orphan")
         options = self.options
@@ -120,27 +117,24 @@ class JobStream:
             "rate:*": options.tenant_rate,
             "burst:*": options.tenant_burst,
         }
-        given = {name: value for name, value in limits.items() if value} | {
-            "served": 1
-        }  # before a model is loaded
-        with _translated():
+        given = {name: value for name, value in limits.items() if value}
+        given["served"] = 1  # a worker serves this queue, even before its model is loaded
+        with translated_errors():
             await self._client.hset(self.keys.meta, mapping=cast("Mapping[Any, Any]", given))
 
-    # ── taking ──
+    # ── claiming ──
 
     async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
         """Claim up to `credits` jobs to run, `urgent` interactive ones beyond them, and any number
         that only have to be recorded. Does not wait for jobs to come.
         """
         options = self.options
-        if self.guard():
+        if self.lease_expired():
             raise RedisUnavailable("the lease has run out, and its jobs are not given up yet")
         async with self._claiming:
-            known = list(self._held) if self._must_audit else []
-            audit, self._must_audit = (
-                self._must_audit,
-                True,
-            )  # if the reply is lost, the next claim fetches its jobs
+            known = list(self._owned) if self._must_redeliver else []
+            # If the reply is lost, the next claim fetches its jobs.
+            redeliver, self._must_redeliver = self._must_redeliver, True
             self._claims += 1
             reply = await self._call(
                 scripts.CLAIM,
@@ -155,44 +149,44 @@ class JobStream:
                 options.bulk_every,
                 options.max_deliveries,
                 urgent,
-                int(audit),
+                int(redeliver),
                 *known,
                 attempts=1,
             )
-            self._must_audit = False
+            self._must_redeliver = False
             self._claims += 1
-            deliveries = [replies.read_delivery(item) for item in reply]
-            self._held.update((delivery.job_id, delivery.token) for delivery in deliveries)
+            deliveries = [scripts.read_delivery(item) for item in reply]
+            self._owned.update((delivery.job_id, delivery.token) for delivery in deliveries)
             return deliveries
 
     # ── writing, under a fencing token ──
 
     async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         """Append all chunks in one round trip; see ChunkLog. One call at a time."""
-        if self.guard():
+        if self.lease_expired():
             return {place: (AppendReply.LOST, item.start) for place, item in enumerate(items)}
         if not items:
             return {}
-        voucher, packed = self._appends.next_call(items)
+        version, packed = self._append_batch.pack(items)
         try:
             reply = await self._call(
-                scripts.APPEND, round(self.options.log_ttl_s), self.worker_id, voucher, packed
+                scripts.APPEND, round(self.options.log_ttl_s), self.worker_id, version, packed
             )
         except BaseException:
-            self._appends.fail()
+            self._append_batch.reset()
             raise
-        exceptions = self._appends.settle(items, reply)
-        lost = [items[place] for place, (word, _) in exceptions.items() if word is AppendReply.LOST]
+        failures = self._append_batch.apply_reply(items, reply)
+        lost = [items[place] for place, (word, _) in failures.items() if word is AppendReply.LOST]
         for item in lost:
             self._forget(item.chunk.job_id, item.token)
         self._count_refused("append", len(lost))
-        return exceptions
+        return failures
 
     async def finish(self, jobs: list[FinishedJob]) -> list[bool]:
         """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the
         fencing token was outdated, because the job is another worker's now.
         """
-        if self.guard():
+        if self.lease_expired():
             return [False] * len(jobs)
         done: list[bool] = []
         for part in in_parts(map(_finish_arguments, jobs), MAX_FINISH_BYTES):
@@ -209,7 +203,10 @@ class JobStream:
         every tenant stream, and keep their logs.
         """
         return await self._give_back(
-            [(job_id, token, "crash" if crash else "hand", 0, "") for job_id, token, crash in jobs]
+            [
+                (job_id, token, "crash" if crash else "handover", 0, "")
+                for job_id, token, crash in jobs
+            ]
         )
 
     async def retry(self, job_id: str, token: int, delay_ms: int, note: str = "") -> bool:
@@ -218,18 +215,12 @@ class JobStream:
         """
         return (await self._give_back([(job_id, token, "retry", delay_ms, note)]))[0]
 
-    async def dead_letter(self, job_id: str, token: int, note: str) -> bool:
-        """Mark the job as dead. Its next claim has the verdict "dead": it is recorded, then set
-        aside as a dead letter with its history.
-        """
-        return (await self._give_back([(job_id, token, "dead", 0, note)]))[0]
-
-    async def ring_all(self) -> None:
+    async def wake_all(self) -> None:
         """Wake every worker, because jobs may wait."""
         await self._call(scripts.RELEASE)
 
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
-        if not jobs or self.guard():
+        if not jobs or self.lease_expired():
             return [False] * len(jobs)
         reply = await self._call(scripts.RELEASE, *(value for job in jobs for value in job))
         for job_id, token, *_ in jobs:
@@ -244,37 +235,40 @@ class JobStream:
         """Renew the lease. Returns which of this worker's jobs are cancelled, and which are
         another's by now.
         """
-        held, claims, idle = dict(self._held), self._claims, not self._claiming.locked()
+        owned, claims, idle = dict(self._owned), self._claims, not self._claiming.locked()
         reply = await self._call(
             scripts.HEARTBEAT,
             self.worker_id,
             round(self.options.lease_s * 1000),
             round(self.options.sweep_s * 1000),
             encode(status),
-            *(value for job in held.items() for value in job),
+            *(value for job in owned.items() for value in job),
         )
-        cancelled, lost, strays, _, before = reply
-        # A stray comes from a claim whose reply was lost. Jobs of a claim under way look the same, so then none counts.
-        if strays and idle and claims == self._claims:
-            self._must_audit = True
-            self.bell.set()
-        gone = [job_id for job_id in replies.texts(lost) if self._held.get(job_id) == held[job_id]]
+        cancelled, lost, unacknowledged, _, before = reply
+        # Owned jobs that are unknown here come from a claim whose reply was lost. Jobs of a claim
+        # under way look the same, so then none counts.
+        if unacknowledged and idle and claims == self._claims:
+            self._must_redeliver = True
+            self.wake_up.set()
+        gone = [
+            job_id for job_id in scripts.texts(lost) if self._owned.get(job_id) == owned[job_id]
+        ]
         for job_id in gone:
-            self._forget(job_id, self._held[job_id])
-        is_replaced = replies.started_ms(before) > status.started_ms
-        return HeartbeatReply(tuple(replies.texts(cancelled)), tuple(gone), is_replaced)
+            self._forget(job_id, self._owned[job_id])
+        is_replaced = scripts.started_ms(before) > status.started_ms
+        return HeartbeatReply(tuple(scripts.texts(cancelled)), tuple(gone), is_replaced)
 
     async def resign(self) -> int:
         """Give up every job, none as a suspect: at the end of a drain, or after a freeze that
         outlasted the lease.
         """
-        self._held.clear()
-        return int(await self._call(scripts.RESIGN, self.worker_id, "hand"))
+        self._owned.clear()
+        return int(await self._call(scripts.RESIGN, self.worker_id, "handover"))
 
     def _forget(self, job_id: str, token: int) -> None:
-        self._appends.forget(job_id)
-        if self._held.get(job_id) == token:
-            del self._held[job_id]
+        self._append_batch.forget(job_id)
+        if self._owned.get(job_id) == token:
+            del self._owned[job_id]
 
     def _count_refused(self, call: str, count: int) -> None:
         if count:
@@ -284,19 +278,15 @@ class JobStream:
         """Call a script. A connection that broke while it was idle costs one more attempt, not an
         error.
         """
+        connection = self._connections.get(script.name)
+        call = connection.call if connection else partial(call_async, self._client)
         started, attempt, is_done = time.perf_counter(), 0, False
         try:
             while True:
                 attempt += 1
                 try:
-                    with _translated():
-                        line = self._lines.get(script.name)
-                        if line is not None:
-                            reply = await line.call(script, self.keys.meta, *self._head, *arguments)
-                        else:
-                            reply = await call_async(
-                                self._client, script, self.keys.meta, *self._head, *arguments
-                            )
+                    with translated_errors():
+                        reply = await call(script, self.keys.meta, *self._head, *arguments)
                     is_done = True
                     return reply
                 except RedisUnavailable:
@@ -316,45 +306,3 @@ def _finish_arguments(job: FinishedJob) -> tuple[Argument, ...]:
         encode(job.final_chunk),
         usage.prompt_tokens + usage.completion_tokens,
     )
-
-
-class _translated:
-    """Translates server and network errors into RedisUnavailable."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (*SERVER_TROUBLE, TimeoutError)) and not isinstance(
-            error, RedisUnavailable
-        ):
-            is_refused = isinstance(error, (AuthenticationError, NoPermissionError))
-            words = (
-                f"Redis refuses this user: {error}"
-                if is_refused
-                else f"Redis: {type(error).__name__}: {error}"
-            )
-            raise RedisUnavailable(words, is_misconfigured=is_refused) from error
-
-
-async def check_server(client: redis.asyncio.Redis) -> None:
-    """Refuse a server that is too old, or that would evict jobs when memory is short. Raises
-    SettingsError.
-    """
-    try:
-        info: dict[str, Any] = await client.info("everything")
-    except (NoPermissionError, ResponseError):
-        log.warning(
-            "this user may not read the server's INFO: its version and eviction policy are not checked"
-        )
-        return
-    version = str(info.get("redis_version", "0"))
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
-        raise SettingsError([f"the server is Redis {version}; 6.2 is the oldest that works"])
-    policy = info.get("maxmemory_policy", "noeviction")
-    if info.get("maxmemory", 0) and policy != "noeviction":
-        raise SettingsError(
-            [
-                f"the server's maxmemory-policy is {policy}: it would silently drop accepted jobs; set it to noeviction"
-            ]
-        )

@@ -2,7 +2,7 @@
 longer than its lease owns no job any more.
 
 A process that wakes from a freeze (SIGSTOP, a paused machine) must not write: other workers have
-its jobs by then. A ticker measures how long the event loop stood still. `stood_still` is true from
+its jobs by then. A ticker measures how long the event loop did not run. `lease_expired` is true from
 the first moment after the freeze, and the job stream checks it before every write. Fencing tokens
 refuse any write that gets through all the same.
 """
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.control import WorkerStatus
-from tokenmill_worker.consume.replies import HeartbeatReply
+from tokenmill_worker.consume.scripts import HeartbeatReply
 from tokenmill_worker.errors import RedisUnavailable, Replaced
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ TICKS_PER_LEASE = 20
 LONGEST_TICK_S = 0.5
 
 
-class Beats(Protocol):
+class HeartbeatSender(Protocol):
     """The part of the queue that a lease keeper uses; implemented by JobStream."""
 
-    guard: Callable[[], bool]
+    lease_expired: Callable[[], bool]
 
     async def heartbeat(self, status: WorkerStatus) -> HeartbeatReply: ...
 
@@ -41,7 +41,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        stream: Beats,
+        stream: HeartbeatSender,
         status: Callable[[], WorkerStatus],
         *,
         lease_s: float,
@@ -63,9 +63,9 @@ class LeaseKeeper:
         self._froze = False
         self.is_reachable = True
         self.num_renewed = self.num_failed = self.num_expired = 0  # since the start
-        stream.guard = self.stood_still
+        stream.lease_expired = self.lease_expired
 
-    def stood_still(self) -> bool:
+    def lease_expired(self) -> bool:
         """Was this process frozen past its lease, with its jobs not given up yet?"""
         if self._clock() - self._ticked_at > self._lease_s:
             self._froze = True
@@ -91,13 +91,13 @@ class LeaseKeeper:
         """Record that the event loop runs. After a freeze, give up all jobs before anything else
         happens.
         """
-        froze = self.stood_still()
+        froze = self.lease_expired()
         self._ticked_at = self._clock()
         if not froze:
             return
         self.num_expired += 1
         log.error(
-            "this process stood still for longer than its lease of %g s: its jobs are others' now",
+            "this process was frozen for longer than its lease of %g s: dropping all of its jobs",
             self._lease_s,
         )
         try:
@@ -110,13 +110,13 @@ class LeaseKeeper:
         other worker can claim there either, and the fencing tokens decide when it is back. Raises
         Replaced.
         """
-        if self.stood_still():
+        if self.lease_expired():
             return  # the ticker gives up the jobs
         try:
             reply = await self._stream.heartbeat(self._status())
         except RedisUnavailable as error:
             if self.is_reachable:
-                log.warning("the lease cannot be renewed (%s): trying again", error)
+                log.warning("the lease cannot be renewed until Redis answers: %s", error)
             self.is_reachable = False
             self.num_failed += 1
             return

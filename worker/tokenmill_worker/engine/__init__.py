@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.errors import EngineError
 from tokenmill_worker.engine.types import (
     Capacity,
     EngineStats,
@@ -20,7 +21,6 @@ from tokenmill_worker.engine.types import (
 
 if TYPE_CHECKING:
     from tokenmill_worker.engine.engine import Engine
-    from tokenmill_worker.engine.errors import EngineError
 
 __all__ = [
     "Capacity",
@@ -42,9 +42,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import Engine and EngineError, and torch with them, only when they are first used."""
-    if name in ("Engine", "EngineError"):
-        from tokenmill_worker.engine import engine
+    """Import Engine, and what it needs, only when it is first used."""
+    if name == "Engine":
+        from tokenmill_worker.engine.engine import Engine
 
-        return getattr(engine, name)
+        return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,8 +29,20 @@ class Chunker:
     """
 
     __slots__ = (
-        "_answer", "_attempt", "_ended", "_is_plain", "_job_id", "_lone", "_made", "_num_choices", "_per_chunk",
-        "_place", "_streams", "_tells_each", "_token", "_unconfirmed",
+        "_answer",
+        "_attempt",
+        "_ended",
+        "_is_plain",
+        "_job_id",
+        "_lone",
+        "_made",
+        "_num_choices",
+        "_one_per_token",
+        "_per_chunk",
+        "_place",
+        "_streams",
+        "_token",
+        "_unconfirmed",
     )  # fmt: skip
 
     def __init__(
@@ -51,8 +63,8 @@ class Chunker:
         else:
             self._per_chunk = max(1, checkpoint_tokens // self._num_choices)
         self._lone = answer.choices[0] if self._streams and is_lone else None
-        self._tells_each = self._lone is not None and self._per_chunk == 1  # one token per chunk
-        lone = self._lone if self._tells_each else None
+        self._one_per_token = self._lone is not None and self._per_chunk == 1  # one token per chunk
+        lone = self._lone if self._one_per_token else None
         self._is_plain = lone is not None and lone.logprobs is None and not lone.stream.has_stops
         self._unconfirmed: deque[ChunkAppend] = deque()
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
@@ -83,7 +95,7 @@ class Chunker:
         the beginning of a stream and at an end. A job that does not stream needs no log at its end:
         the result replaces it.
         """
-        if self._tells_each:  # the usual case
+        if self._one_per_token:  # the usual case
             return self._answer.choices[0].num_tokens > self._place or bool(self._unconfirmed)
         if not self._streams and self._answer.is_finished:
             return False
@@ -94,13 +106,13 @@ class Chunker:
     def _is_choice_due(self, index: int) -> bool:
         choice = self._answer.choices[index]
         waiting = choice.num_tokens - self._made[index]
-        if waiting >= self._per_chunk or self._has_untold_end(index):
+        if waiting >= self._per_chunk or self._has_undelivered_end(index):
             return True
         return waiting > 0 and (
             choice.finish_reason is not None or (self._streams and not self._made[index])
         )
 
-    def _has_untold_end(self, index: int) -> bool:
+    def _has_undelivered_end(self, index: int) -> bool:
         """Did the choice end without a token, and does its end need a chunk? The end of a lone
         choice is the job's own.
         """
@@ -109,10 +121,10 @@ class Chunker:
             return False
         return choice.finish_reason is not None and self._made[index] == choice.num_tokens
 
-    def pass_on(self, token_id: int) -> ChunkAppend | None:
+    def fast_chunk(self, token_id: int) -> ChunkAppend | None:
         """Add the next token to the answer and return its chunk, if nothing else has to be checked:
         the job is a plain stream that has begun, has not ended, and has no unconfirmed chunk. Else
-        return None and change nothing. The chunk counts as logged unless `keep` returns it.
+        return None and change nothing. The chunk counts as logged unless `requeue` returns it.
         """
         lone, index = self._lone, self._place
         if (
@@ -128,12 +140,12 @@ class Chunker:
             return None
         return self._make_next(token_id, stream.push(token_id))
 
-    def keep(self, append: ChunkAppend) -> None:
-        """Keep a chunk of `pass_on`, because the log is not known to have it."""
+    def requeue(self, append: ChunkAppend) -> None:
+        """Keep a chunk of `fast_chunk`, because the log is not known to have it."""
         self._unconfirmed.append(append)
 
-    def take_back(self) -> None:
-        """Undo the chunk of `pass_on` before it is sent: its token goes with the tokens that have
+    def withdraw(self) -> None:
+        """Undo the chunk of `fast_chunk` before it is sent: its token goes with the tokens that have
         come since.
         """
         self._place -= 1
@@ -157,7 +169,7 @@ class Chunker:
         for index in range(self._num_choices):
             while len(unconfirmed) < limit and (num_tokens := self._num_next(index, together)):
                 unconfirmed.append(self._make(index, num_tokens))
-            if len(unconfirmed) < limit and self._has_untold_end(index):
+            if len(unconfirmed) < limit and self._has_undelivered_end(index):
                 unconfirmed.append(self._make(index, 0))
         return list(islice(unconfirmed, limit))
 

@@ -9,7 +9,7 @@ from tokenmill_worker.engine.types import TokenEvent
 EVENTS_AT_ONCE = 512  # they take the event loop a millisecond or two
 
 
-def in_turn(
+def split_batches(
     events: Sequence[TokenEvent], urgent: Container[str], at_once: int
 ) -> Iterator[Sequence[TokenEvent]]:
     """Yield the urgent requests' events first, then the others' in parts of at most `at_once`

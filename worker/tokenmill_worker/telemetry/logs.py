@@ -111,9 +111,3 @@ def _one_line(words: str) -> str:
 def _value(value: object) -> str:
     words = f"{value:.6g}" if isinstance(value, float) else _one_line(str(value))
     return f'"{words}"' if " " in words or not words else words
-
-
-def log_progress(what: str, fraction: float) -> None:
-    """Log loading progress. A stage without a percentage logs only its start and its end."""
-    how_far = "" if fraction <= 0 else ": done" if fraction >= 1 else f" ({100 * fraction:.0f} %)"
-    logging.getLogger(__name__).info("engine: %s%s", what, how_far)

@@ -96,7 +96,7 @@ class StatusReporter:
     def status(self) -> WorkerStatus:
         parts, observer = self._parts, self._parts.observer
         stats, health = parts.service.health.stats, parts.service.health
-        observer.forget_all_but({*parts.stream.held, *parts.finalizer.held_ids})
+        observer.forget_all_but({*parts.stream.owned, *parts.finalizer.held_ids})
         return WorkerStatus(
             worker_id=parts.settings.worker_name,
             model=self._model
@@ -200,7 +200,7 @@ class StatusReporter:
 
     def _hands(self) -> Iterator[MetricSample]:
         parts, observer = self._parts, self._parts.observer
-        yield gauge("leases_held", "Jobs whose lease this worker holds", len(parts.stream.held))
+        yield gauge("leases_held", "Jobs whose lease this worker holds", len(parts.stream.owned))
         yield gauge(
             "tokens_unlogged",
             "Tokens that wait for Redis to take them",

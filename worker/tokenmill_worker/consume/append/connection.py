@@ -21,52 +21,51 @@ from tokenmill.transport.failover import is_demotion
 from tokenmill.transport.raw_protocol import Wire
 from tokenmill.transport.scripts import Argument, Script, call_async
 
-_NOTICE: Any = getattr(
-    hiredis, "PushNotification", ()
-)  # a message that the server pushes, with RESP3
+# A message that the server pushes, with RESP3.
+_PUSHED: Any = getattr(hiredis, "PushNotification", ())
 
 
-class HeldConnection:
-    """One connection, opened at the first call and after an error, and closed with the client's
-    other connections. Calls of a cluster go through its client, since a slot may move between two
-    calls; so do calls of a client that has no sockets.
+class PipelinedConnection:
+    """Holds one connection: opened at the first call and after an error, and closed with the
+    client's other connections. Calls of a cluster go through its client, because a slot may move
+    between two calls; so do calls of a client that has no sockets.
     """
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
-        self._has_lines = not isinstance(cast("Any", client), redis.asyncio.RedisCluster)
-        self._line: _Line | None = None
+        self._can_hold = not isinstance(cast("Any", client), redis.asyncio.RedisCluster)
+        self._current: _OpenConnection | None = None
         self._opening = asyncio.Lock()
 
     async def call(self, script: Script, key: str, *arguments: Argument) -> Any:
-        """Call the script like `tokenmill.transport.scripts.call_async`: in one round trip, or two when the
-        server has lost the script. Raises the same errors, and TimeoutError.
+        """Call the script like `tokenmill.transport.scripts.call_async`: in one round trip, or two
+        if the server has lost the script. Raises the same errors, and TimeoutError.
         """
-        line = self._line
-        if self._has_lines and (line is None or line.is_over):
-            line = await self._open()
-        if line is None:
+        current = self._current
+        if self._can_hold and (current is None or current.is_over):
+            current = await self._open()
+        if current is None:
             return await call_async(self._client, script, key, *arguments)
         try:
-            return await line.ask("EVALSHA", script.sha, 1, key, *arguments)
+            return await current.call("EVALSHA", script.sha, 1, key, *arguments)
         except NoScriptError:
-            return await line.ask("EVAL", script.text, 1, key, *arguments)
+            return await current.call("EVAL", script.text, 1, key, *arguments)
 
-    async def _open(self) -> _Line | None:
+    async def _open(self) -> _OpenConnection | None:
         async with self._opening:
-            if self._line is not None and self._line.is_over:
-                old, self._line = self._line, None
+            if self._current is not None and self._current.is_over:
+                old, self._current = self._current, None
                 await self._release(old.connection)
-            if self._line is None and self._has_lines:
+            if self._current is None and self._can_hold:
                 with heeding_cancellation():
                     connection = await cast("Any", self._client.connection_pool).get_connection()
-                line = _Line(connection)
-                if line.is_over:
-                    self._has_lines = False
+                opened = _OpenConnection(connection)
+                if opened.is_over:
+                    self._can_hold = False
                     await self._release(connection)
                 else:
-                    self._line = line
-            return self._line
+                    self._current = opened
+            return self._current
 
     async def _release(self, connection: Any) -> None:
         try:
@@ -77,9 +76,10 @@ class HeldConnection:
             await cast("Any", self._client.connection_pool).release(connection)
 
 
-class _Line:
-    """One open connection. Replies come in the order of the calls; a reply whose caller has gone is
-    dropped. A connection that has ended stays ended, and fails the calls that were under way.
+class _OpenConnection:
+    """Sends calls over an open connection. Replies come in the order of the calls; a reply whose
+    caller was cancelled is dropped. A connection that has ended stays ended, and fails the calls
+    that were under way.
 
     Calls share one timer. It fires when the oldest call may have exceeded the time limit.
     """
@@ -88,7 +88,7 @@ class _Line:
         self.connection = connection
         self._timeout_s: float | None = connection.socket_timeout
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
+        self._pending: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
         self._timer: asyncio.TimerHandle | None = None
         self._wire = Wire.over(connection, self._answer, self._end)
 
@@ -96,26 +96,28 @@ class _Line:
     def is_over(self) -> bool:
         return self._wire is None or self._wire.is_over
 
-    def ask(self, *command: Argument) -> asyncio.Future[Any]:
+    def call(self, *command: Argument) -> asyncio.Future[Any]:
         """Send a command and return the future of its reply. Raises ConnectionError if the
         connection has ended.
         """
         if self._wire is None:
-            raise ConnectionError("not a connection that can be held")
+            raise ConnectionError("this connection has no socket")
         self._wire.send(*command)
         reply, now = self._loop.create_future(), self._loop.time()
-        self._waiting.append((now, reply))
+        self._pending.append((now, reply))
         if self._timer is None and self._timeout_s is not None:
-            self._timer = self._loop.call_at(now + self._timeout_s, self._ring, self._timeout_s)
+            self._timer = self._loop.call_at(
+                now + self._timeout_s, self._on_timeout, self._timeout_s
+            )
         return reply
 
     def _answer(self, reply: Any) -> None:
-        if isinstance(reply, _NOTICE):
+        if isinstance(reply, _PUSHED):
             return
-        if not self._waiting:
-            self._break(InvalidResponse("a reply to nothing that was asked"))
+        if not self._pending:
+            self._break(InvalidResponse("a reply without a call"))
             return
-        _, waiter = self._waiting.popleft()
+        _, waiter = self._pending.popleft()
         if waiter.done():
             return
         if isinstance(reply, Exception):
@@ -125,15 +127,15 @@ class _Line:
         else:
             waiter.set_result(reply)
 
-    def _ring(self, timeout_s: float) -> None:
+    def _on_timeout(self, timeout_s: float) -> None:
         self._timer = None
-        if not self._waiting:
+        if not self._pending:
             return
-        due = self._waiting[0][0] + timeout_s
+        due = self._pending[0][0] + timeout_s
         if due <= self._loop.time():
             self._break(TimeoutError(f"no reply within {timeout_s:g} s"))
         else:
-            self._timer = self._loop.call_at(due, self._ring, timeout_s)
+            self._timer = self._loop.call_at(due, self._on_timeout, timeout_s)
 
     def _break(self, error: Exception) -> None:
         if self._wire is not None:
@@ -142,7 +144,7 @@ class _Line:
     def _end(self, error: Exception) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for _, waiter in self._waiting:
+        for _, waiter in self._pending:
             if not waiter.done():
                 waiter.set_exception(error)
-        self._waiting.clear()
+        self._pending.clear()

@@ -25,7 +25,7 @@ end
 local function verdict_of(job)
   if job.state ~= 'running' and job.state ~= 'queued' then return job.state end
   if job.cancel then return 'cancelled' end
-  if job.doomed or job.solo >= max_solo or job.crashes >= max_crashes then return 'dead' end
+  if job.solo >= max_solo or job.crashes >= max_crashes then return 'dead' end
   if job.orphaned >= max_orphaned then return 'dead' end
   if job.deadline > 0 and job.deadline <= now then return 'expired' end
   return 'run'
@@ -34,16 +34,15 @@ end
 local function read_job(id)
   if not is_name(id) then return nil end
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
-    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'doomed', 'class', 'tenant', 'cost',
-    'orphaned', 'entry', 'uncounted', 'redriven')
+    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'class', 'tenant', 'cost', 'orphaned',
+    'entry', 'uncounted', 'redriven')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
     crashes = number(raw[6], 0), solo = number(raw[7], 0), attempt = number(raw[8], 1),
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
-    cancel = raw[12], doomed = raw[13], class = class_of(raw[14]), tenant = raw[15] or '',
-    cost = number(raw[16], 0), orphaned = number(raw[17], 0), entry = raw[18], uncounted = raw[19],
-    redriven = raw[20],
+    cancel = raw[12], class = class_of(raw[13]), tenant = raw[14] or '', cost = number(raw[15], 0),
+    orphaned = number(raw[16], 0), entry = raw[17], uncounted = raw[18], redriven = raw[19],
   }
 end
 

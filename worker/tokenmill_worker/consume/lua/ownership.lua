@@ -35,9 +35,9 @@ local function remember(key, line)
   redis.call('HSET', key, 'history', history)
 end
 
--- how: 'hand' (drain, never counted as a crash), 'crash' (the engine died while it ran the job), 'orphan' (the worker
--- vanished), 'retry' (run again after a delay), 'dead' (make it a dead letter). The log stays. The token stays too, and
--- permits no write until the next claim raises it. An orphan whose log has grown since its claim counts no crash.
+-- how: 'handover' (drain, never counted as a crash), 'crash' (the engine died while it ran the job), 'orphan' (the worker
+-- vanished), 'retry' (run again after a delay). The log stays. The token stays too, and permits no write until the next
+-- claim raises it. An orphan whose log has grown since its claim counts no crash.
 local function give_back(id, now, how, alone, delay_ms, note)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'mark', 'cost')
@@ -55,10 +55,9 @@ local function give_back(id, now, how, alone, delay_ms, note)
     if alone then count_up(key, 'solo_crashes') end
   end
   if how == 'orphan' then count_up(key, 'orphaned') end
-  if how ~= 'hand' then
+  if how ~= 'handover' then
     remember(key, whole(now) .. ' ' .. how .. (alone and ' alone' or '') .. ' on ' .. worker .. (note ~= '' and ': ' .. note or ''))
   end
-  if how == 'dead' then redis.call('HSET', key, 'doomed', note) end
   if how == 'retry' then
     redis.call('HSET', key, 'attempt', whole(number(redis.call('HGET', key, 'attempt'), 1) + 1))
     redis.call('HSET', key, 'state', 'scheduled', 'worker', '', 'uncounted', '1')

@@ -4,7 +4,7 @@
 local FIELDS, now, reply, num_crashed = 5, clock_ms(), {}, 0
 check_groups(3, FIELDS)
 for first = 3, #ARGV, FIELDS do
-  one_of(first + 2, 'how', {'hand', 'crash', 'retry', 'dead'}, (first - 3) / FIELDS)
+  one_of(first + 2, 'how', {'handover', 'crash', 'retry'}, (first - 3) / FIELDS)
   amount(first + 3, 'delay', 0, MOST, (first - 3) / FIELDS)
   if ARGV[first + 2] == 'crash' then num_crashed = num_crashed + 1 end
 end

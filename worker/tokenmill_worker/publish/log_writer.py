@@ -1,0 +1,185 @@
+"""Appends the chunks of running jobs to the log: the longest waiting first, one call at a time.
+
+While the log cannot be reached, jobs stay due and chunks stay unconfirmed; the same bytes are sent
+again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.result import JobError
+from tokenmill_worker.errors import Unavailable
+from tokenmill_worker.jobs import (
+    AdmittedJob,
+    AppendFailures,
+    AppendReply,
+    CancelOrder,
+    ChunkAppend,
+    ChunkLog,
+    PublishReport,
+)
+from tokenmill_worker.publish.chunker import Chunker
+
+log = logging.getLogger(__name__)
+
+LOG_ERRORS = (OSError, Unavailable)  # the outcome of the append is unknown: send it again
+RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+
+
+class RunningJob:
+    """A job that is being published. Its plain attributes are what every token needs."""
+
+    __slots__ = (
+        "answer",
+        "chunker",
+        "error",
+        "first",
+        "is_cancelled",
+        "is_open",
+        "job",
+        "request_id",
+    )
+
+    def __init__(self, job: AdmittedJob, chunker: Chunker) -> None:
+        self.job = job
+        self.request_id = job.request_id
+        self.answer = job.answer
+        self.first = job.answer.choices[0]
+        self.chunker = chunker
+        self.error: JobError | None = None
+        self.is_cancelled = False
+        self.is_open = True  # not given back, lost or finished
+
+
+class LogWriter:
+    """Queues jobs that have chunks to append, and appends them. `close` is called with the request
+    id of a job that is another worker's now.
+    """
+
+    def __init__(self, log: ChunkLog, max_appends: int, close: Callable[[str], None]) -> None:
+        # Jobs with something to append, by request id, longest waiting first.
+        self.due: dict[str, RunningJob] = {}
+        self._log = log
+        self._max_appends = max_appends
+        self._close = close
+        self._failures = 0  # consecutive failures of the log
+        self._retry_at = 0.0  # monotonic seconds
+        self._appending = asyncio.Lock()
+
+    @property
+    def is_behind(self) -> bool:
+        """Did the last append fail?"""
+        return self._failures > 0
+
+    @property
+    def should_append(self) -> bool:
+        """Does a chunk wait, and is the pause after a failure over?"""
+        return bool(self.due) and time.monotonic() >= self._retry_at
+
+    @property
+    def num_unlogged(self) -> int:
+        """The number of tokens that wait for the log."""
+        return sum(running.chunker.num_unlogged for running in self.due.values())
+
+    async def end_pause(self) -> None:
+        """End the pause after a failure, once a call under way has returned."""
+        async with self._appending:
+            self._retry_at = 0.0
+
+    async def append(
+        self, report: PublishReport, fast: dict[RunningJob, ChunkAppend], together: bool
+    ) -> None:
+        """Append the chunks in `fast`, and chunks of due jobs, as many as one call may have.
+        `together`: waiting tokens of a choice share chunks.
+        """
+        async with self._appending:  # order within a job is the order of the calls
+            items, owners = list(fast.values()), list(fast)
+            self._collect(items, owners, together)
+            try:
+                failures = await self._log.append(items)
+            except BaseException as error:
+                _requeue(fast)
+                if not isinstance(error, LOG_ERRORS):
+                    raise
+                self._requeue_served(fast)
+                self._postpone(error)
+                return
+            if self._failures:
+                log.info("the log answers again; %d tokens wait for it", self.num_unlogged)
+            self._failures, self._retry_at = 0, 0.0
+            if failures:
+                _requeue(fast)
+                self._apply(items, owners, failures, report)
+            else:  # the usual case; a fast chunk needs no confirmation
+                for running in owners[len(fast) :]:
+                    running.chunker.confirm()
+            if failures or self.due:
+                self._requeue_served(owners)
+
+    def _collect(self, items: list[ChunkAppend], owners: list[RunningJob], together: bool) -> None:
+        for running in self.due.values():
+            room = self._max_appends - len(items)
+            if room <= 0:
+                break
+            chunks = running.chunker.appends(room, together)
+            items += chunks
+            owners += [running] * len(chunks)
+
+    def _apply(
+        self,
+        items: list[ChunkAppend],
+        owners: list[RunningJob],
+        failures: AppendFailures,
+        report: PublishReport,
+    ) -> None:
+        """Confirm the chunks that were logged, and act on the other replies. A job that is sent
+        again from the log's end ignores its later replies in this call.
+        """
+        rewound: set[RunningJob] = set()
+        for place, (running, item) in enumerate(zip(owners, items, strict=True)):
+            reply, end = failures.get(place, (AppendReply.OK, item.end))
+            if running in rewound or not running.is_open:
+                continue
+            if reply is AppendReply.LOST:
+                self._close(running.request_id)
+                report.lost.append(running.job.delivery)
+            elif reply is AppendReply.GAP:
+                rewound.add(running)
+                log.warning(
+                    "the log of job %s ends with entry %d, not %d: sending its tail again",
+                    item.chunk.job_id,
+                    end,
+                    item.start,
+                )
+                running.chunker.seek(end)
+            else:
+                running.chunker.confirm()
+                if reply is AppendReply.CANCELLED and not running.is_cancelled:
+                    running.is_cancelled = True
+                    report.cancel.append(CancelOrder(running.request_id, FinishReason.CANCELLED))
+
+    def _requeue_served(self, owners: Iterable[RunningJob]) -> None:
+        """Move jobs whose chunks were sent to the end of the queue of due jobs, or out of it."""
+        due = self.due
+        for running in dict.fromkeys(owners):
+            if running.is_open:
+                due.pop(running.request_id, None)
+                if running.chunker.is_due:
+                    due[running.request_id] = running
+
+    def _postpone(self, error: Exception) -> None:
+        pause = RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S) - 1)]
+        if not self._failures:
+            log.warning("the log cannot be reached, so its chunks wait: %s", error)
+        self._failures += 1
+        self._retry_at = time.monotonic() + pause
+
+
+def _requeue(fast: dict[RunningJob, ChunkAppend]) -> None:
+    for running, append in fast.items():
+        running.chunker.requeue(append)

@@ -1,0 +1,106 @@
+"""Keeps an engine running: starts it, passes on its frames, and replaces it when it dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from tokenmill.transport.cancellation import wait_at_most
+from tokenmill_worker.engine.process.host import EngineDied, EngineHost
+from tokenmill_worker.engine.process.messages import Frame, Ready
+from tokenmill_worker.engine.types import EngineStats
+
+log = logging.getLogger(__name__)
+
+RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+
+
+@dataclass(slots=True)
+class Health:
+    """The state that /healthz and the metrics read."""
+
+    engine_ready: bool = False
+    engine_restarts: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+
+
+class EngineSupervisor:
+    """Runs one engine after the other until `stopping` is set.
+
+    `on_ready` is awaited when an engine has loaded, `on_frame` for each of its frames, `on_death`
+    after one died and before the next starts. `has_requests`: are requests in the engine?
+    """
+
+    def __init__(
+        self,
+        host_factory: Callable[[], EngineHost],
+        *,
+        on_ready: Callable[[Ready], Awaitable[None]],
+        on_frame: Callable[[Frame], Awaitable[None]],
+        on_death: Callable[[], Awaitable[None]],
+        has_requests: Callable[[], bool],
+    ) -> None:
+        self.health = Health()
+        self.host: EngineHost | None = None
+        self.started = asyncio.Event()  # an engine has been ready once: jobs may be claimed
+        self.stopping = asyncio.Event()
+        self._host_factory = host_factory
+        self._on_ready = on_ready
+        self._on_frame = on_frame
+        self._on_death = on_death
+        self._has_requests = has_requests
+        self._deaths = 0  # consecutive deaths of engines
+
+    async def run(self) -> None:
+        """Keep an engine running until stop(). Raises EngineDied if the first one does not load."""
+        while not self.stopping.is_set():
+            try:
+                await self._start()
+                await self._pass_frames()
+            except EngineDied as death:
+                self.health.engine_ready = False
+                if self._has_requests() and not death.any_step:
+                    self._deaths = min(self._deaths, 1)  # the suspects soon run in smaller groups
+                self.health.stats = EngineStats()
+                if self.host is not None:
+                    await self.host.kill()
+                if self.stopping.is_set():  # it was stopped while it started
+                    return
+                if death.at_start and not self.health.engine_restarts:
+                    raise
+                log.error("engine died: %s", death)
+                await self._on_death()
+                pause_s = RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)]
+                await wait_at_most(self.stopping, pause_s)
+                self._deaths += 1
+                self.health.engine_restarts += 1
+
+    async def stop(self) -> None:
+        """Stop the engine; `run` returns."""
+        self.stopping.set()
+        if self.host is not None:
+            await self.host.stop()
+
+    async def _start(self) -> None:
+        self.host = self._host_factory()
+        ready = await self.host.start(_log_progress)
+        await self._on_ready(ready)
+        log.info("engine ready: %s", ready.description)
+        self.health.engine_ready = True
+        self.started.set()
+
+    async def _pass_frames(self) -> None:
+        assert self.host is not None
+        async for frame in self.host.frames():
+            self.health.stats = frame.stats or self.health.stats
+            if self._deaths > 1 and any(event.token_ids for event in frame.events):
+                self._deaths = 1
+            await self._on_frame(frame)
+
+
+def _log_progress(what: str, fraction: float) -> None:
+    """Log loading progress. A stage without a percentage logs only its start and its end."""
+    progress = "" if fraction <= 0 else ": done" if fraction >= 1 else f" ({100 * fraction:.0f} %)"
+    log.info("engine: %s%s", what, progress)
