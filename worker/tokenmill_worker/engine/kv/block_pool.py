@@ -4,7 +4,8 @@ Free blocks form a doubly linked list in two integer lists. Block 0, which is ne
 its head. Taking a block out of the middle on a cache hit is O(1) and allocates nothing. A freed
 block whose content hash is known keeps the hash until the block is allocated again:
 
-    allocated next ── unhashed, last freed first ── hashed, least recently used first ── allocated last
+    allocated next ── unhashed, last freed first
+                   ── hashed, least recently used first ── allocated last
 """
 
 from collections.abc import Callable
@@ -42,9 +43,8 @@ class BlockPool:
         self._on_evict = on_evict
         self.refs = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
-        self.cached: dict[
-            bytes, int
-        ] = {}  # hash → block with this content (reserved: not yet filled)
+        # hash → block with this content; a reserved block is not yet filled
+        self.cached: dict[bytes, int] = {}
         self.reserved: dict[int, Sequence] = {}  # block → the sequence whose step fills it
         self.num_free = num_blocks - 1
         self.num_free_cached = 0  # free blocks with a hash
@@ -110,9 +110,9 @@ class BlockPool:
         self.frees += 1
 
     def reserve_hash(self, block: int, content: bytes, owner: Sequence) -> None:
-        """Register the hash of a block that `owner` is about to fill.
+        """Register the hash of a block that `owner` will fill.
 
-        If another block already has this content, that block keeps the hash.
+        If another block has this content already, that block keeps the hash.
         """
         if content not in self.cached and self.hashes[block] is None:
             self.cached[content] = block
@@ -120,7 +120,7 @@ class BlockPool:
             self.reserved[block] = owner
 
     def commit_hash(self, block: int, content: bytes) -> None:
-        """Mark the block as filled with this content: lift its reserve_hash, or register its hash."""
+        """Mark the block as filled: its reserved hash counts now, or `content` is registered."""
         if block in self.reserved:
             del self.reserved[block]
         elif self.hashes[block] is None and content not in self.cached:

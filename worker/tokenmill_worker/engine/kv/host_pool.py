@@ -1,4 +1,4 @@
-"""Host block ids of one layer group: blocks of preempted sequences, and the prefix cache's second tier.
+"""Host block ids of one layer group: preempted sequences, and the prefix cache's second tier.
 
 A preempted sequence holds its host blocks until it is back on the device. Evicted prefix blocks are
 kept by hash; when a block is needed and none is free, the least recently used of them goes. A
@@ -61,7 +61,7 @@ class HostPool:
         return content in self._kept
 
     def pin(self, block: int) -> None:
-        """Protect a block that a planned step reads or writes from reuse before that step is over."""
+        """Protect a block that a planned step reads or writes, until that step is over."""
         self._pins[block] = self._pins.get(block, 0) + 1
         content = self._hash_of.get(block)
         if content is not None:

@@ -1,8 +1,8 @@
-"""The host side of the KV cache: which blocks a step copies out and in, and what to undo if it fails.
+"""The host side of the KV cache: the blocks that a step copies out and in, and how it is undone.
 
 The tier has one host pool per layer group, behind the device pools. It allocates host blocks for
 preempted sequences, keeps evicted prefix blocks by hash, and collects the step's copies in
-`StepCopies`. Scheduler and KVManager decide what copies.
+`StepCopies`. Scheduler and KVManager decide what is copied.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class StepCopies:
     - `kept`: hashes of evicted prefix blocks that the step copies to the host.
     - `pinned`: host blocks that the step reads or writes.
     - `host_sources`: host blocks of returning sequences, read for the last time.
-    - `filled_blocks`: device blocks whose reserve_hash is lifted when the step succeeds.
+    - `filled_blocks`: device blocks that the step fills; their hashes are reserved until then.
     - `restored`: sequences with blocks that this step copies from the host.
     - `offloaded`: sequences whose blocks this step copies to the host.
     """
@@ -40,7 +40,7 @@ class StepCopies:
 
 
 class HostTier:
-    """One host pool per layer group (empty without offload), and the copies of the step being planned."""
+    """One host pool per layer group (empty without offload), and the next step's copies."""
 
     def __init__(self, num_blocks: tuple[int, ...]) -> None:
         self.pools = [HostPool(count) for count in num_blocks]
@@ -51,9 +51,10 @@ class HostTier:
     # ── second tier of the prefix cache ──
 
     def keeper_of_evicted(self, group: int) -> Callable[[bytes, int], None]:
-        """Return a callback for the group's device pool, called as (hash, block) for each evicted block.
+        """Return a callback for the group's device pool.
 
-        It plans a copy of the block to the host, if the host pool has room.
+        It is called as (hash, block) for each evicted block, and plans a copy of the block to the
+        host if the host pool has room.
         """
         pool = self.pools[group]
 
@@ -80,11 +81,10 @@ class HostTier:
 
     # ── preempted sequences ──
 
-    def take_over(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Plan copies of the sequence's first `num_blocks` blocks to the host; False if there is no
-        room.
+    def offload(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Plan copies of the sequence's first `num_blocks` blocks to the host.
 
-        Entries that left a sliding window are skipped.
+        Entries that left a sliding window are skipped. Return False if there is no room.
         """
         tables = [table[:num_blocks] for table in sequence.block_tables]
         for pool, table in zip(self.pools, tables, strict=True):
@@ -101,7 +101,7 @@ class HostTier:
         self.copies.offloaded.append(sequence)
         return True
 
-    def hand_back(self, sequence: Sequence) -> None:
+    def detach(self, sequence: Sequence) -> None:
         """Detach the host blocks of a sequence that returns to the device.
 
         They are free once the step that reads them is over.
@@ -127,19 +127,19 @@ class HostTier:
         return copies
 
     def commit(self, copies: StepCopies, pools: list[BlockPool]) -> None:
-        """Finish the copies of a step that succeeded: lift the fences of the blocks it copied in."""
+        """Finish the copies of a step that succeeded: the hashes of the filled blocks count now."""
         for group, block, owner in copies.filled_blocks:
             if pools[group].reserved.get(block) is owner:
                 del pools[group].reserved[block]
-        self._let_go(copies)
+        self._release_host_blocks(copies)
 
     def undo(self, copies: StepCopies) -> None:
-        """Undo the copies of a step that failed: drop the hashes of blocks it should have copied out."""
+        """Undo the copies of a step that failed: drop the hashes of blocks that it did not copy."""
         for group, content in copies.kept:
             self.pools[group].forget(content)
-        self._let_go(copies)
+        self._release_host_blocks(copies)
 
-    def _let_go(self, copies: StepCopies) -> None:
+    def _release_host_blocks(self, copies: StepCopies) -> None:
         for group, block in copies.pinned:
             self.pools[group].unpin(block)
         for group, block in copies.host_sources:

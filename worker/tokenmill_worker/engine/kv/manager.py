@@ -1,41 +1,27 @@
-"""Block tables of sequences in every layer group: admission, growth, sharing, offload, release.
+"""Block tables of sequences in every layer group: allocation, growth, sharing, offload, release.
 
-Blocks are taken in all groups or in none. The full blocks of a prompt are registered in the prefix
-cache when they are allocated, and stay reserved until the step that fills them has succeeded.
-Generated blocks are registered when they are committed. Copies are planned in `tier.copies`; the
-scheduler decides when to admit or preempt.
+Blocks are taken in all groups or in none. The hashes of a prompt's full blocks are reserved in the
+prefix cache when the blocks are allocated, and committed when the step that fills them has
+succeeded. Generated blocks get their hashes when they are committed. Copies are planned in
+`tier.copies`; the scheduler decides when to admit or preempt.
 
     a table:   NULL NULL NULL │ shared, full │ own, full (hashed) │ own, partial │ own, still empty
                left the window   refs > 1                          0 ≤ fill < block_size
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 from tokenmill_worker.engine.config import CacheConfig
 from tokenmill_worker.engine.kv.block_pool import BlockPool
 from tokenmill_worker.engine.kv.host_tier import HostTier
 from tokenmill_worker.engine.kv.prefix_cache import (
     BlockHasher,
-    Present,
+    CachedPrefix,
     first_visible_block,
     longest_hit,
+    present_in,
 )
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """The cached prefix of a sequence.
-
-    `num_tokens` is a multiple of the block size and less than the sequence's length: the last token
-    is always computed, because its logits are needed. A prompt that is cached whole therefore
-    computes its last block again, and no block is ever copied within the device. `pending` is the
-    deepest block of the prefix that a step in flight still has to fill.
-    """
-
-    num_tokens: int
-    pending: tuple[int, bytes] | None = None  # (group, hash)
 
 
 class KVManager:
@@ -57,12 +43,11 @@ class KVManager:
             for group, count in enumerate(cache.num_blocks)
         ]
         self.hasher = BlockHasher(cache.block_size, model_key)
-        # in flight or being planned; a reserve_hash whose owner last ran before it has stalled
+        # in flight or being planned; a reserved block whose owner last ran before it has stalled
         self.oldest_step = 0
         self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
-        self._deferred: deque[tuple[int, int, int]] = (
-            deque()
-        )  # (step, group, block): released when the step is over
+        # (step, group, block): released when the step is over
+        self._deferred: deque[tuple[int, int, int]] = deque()
         # A sliding group's table is filled at most this far ahead of what the next query sees.
         self._ahead = [
             None
@@ -75,7 +60,7 @@ class KVManager:
     # ── what would fit ──
 
     def max_tokens_alone(self, limit: int) -> int:
-        """Return how many tokens (≤ limit) one sequence can compute if it has every pool to itself."""
+        """Return how many tokens (≤ limit) a sequence can compute if it has every pool to itself."""
         for pool, window in zip(self.pools, self.windows, strict=True):
             if window is None or pool.num_usable < -(-window // self.block_size) + 2:
                 limit = min(limit, pool.num_usable * self.block_size)
@@ -106,30 +91,17 @@ class KVManager:
             return CachedPrefix(0)
         hashes = self.hasher.extend(sequence)
         limit = min((len(sequence.token_ids) - 1) // self.block_size, len(hashes))
-        present = [self._presence(group) for group in range(len(self.pools))]
+        tiers = zip(self.pools, self.tier.pools, strict=True)
+        present = [present_in(pool, host, self.oldest_step) for pool, host in tiers]
         found = longest_hit(hashes, limit, present, self.windows, self.block_size)
         return CachedPrefix(found * self.block_size, self._pending(hashes, found))
 
     def is_pending(self, awaited: tuple[int, bytes]) -> bool:
-        """Return whether a step under way still has to fill this block (group, hash)."""
+        """Return whether a step in flight still has to fill this block (group, hash)."""
         pool = self.pools[awaited[0]]
         block = pool.cached.get(awaited[1])
         owner = None if block is None else pool.reserved.get(block)
         return owner is not None and owner.last_step >= self.oldest_step
-
-    def _presence(self, group: int) -> Present:
-        """Return a test for hashes: is the block on device or host, or being filled by a step under way?"""
-        cached, reserved = self.pools[group].cached, self.pools[group].reserved
-        host, oldest = self.tier.pools[group], self.oldest_step
-
-        def has(content: bytes) -> bool:
-            block = cached.get(content)
-            if block is None:
-                return content in host
-            owner = reserved.get(block)
-            return owner is None or owner.last_step >= oldest
-
-        return has
 
     def _pending(self, hashes: list[bytes], found: int) -> tuple[int, bytes] | None:
         for index in range(found - 1, -1, -1):
@@ -152,10 +124,9 @@ class KVManager:
         for group in range(len(self.pools)):
             first = min(self.first_visible(group, hit.num_tokens), num_blocks)
             contents = sequence.block_hashes[first:num_blocks]
-            prefixes.append(
-                [NULL_BLOCK] * first + [self._entry(group, content) for content in contents]
-            )
-        if not self._place(sequence, hit.num_tokens, prefixes, headroom):
+            entries = [self._entry(group, content) for content in contents]
+            prefixes.append([NULL_BLOCK] * first + entries)
+        if not self._fits(sequence, hit.num_tokens, prefixes, headroom):
             return False
         for group, prefix in enumerate(prefixes):
             for entry in prefix:
@@ -171,39 +142,31 @@ class KVManager:
             return block
         host_block = self.tier.pools[group].find(content)
         if host_block is None:
-            raise RuntimeError(
-                f"group {group} has lost a cached block between its look-up and its use"
-            )
+            raise RuntimeError(f"group {group} lost a cached block between look-up and use")
         return -1 - host_block
 
     def restore(self, sequence: Sequence, headroom: int | None) -> bool:
-        """Bring an offloaded sequence back, sharing full blocks still cached on the device; False
-        if it does not fit.
+        """Take device blocks for an offloaded sequence and plan the copies from the host.
+
+        Full blocks that are still cached on the device are shared. Return False, and take nothing,
+        if the blocks do not suffice.
         """
-        size, committed = self.block_size, sequence.num_committed_tokens
-        full = committed // size
+        committed = sequence.num_committed_tokens
+        hashes = sequence.block_hashes[: committed // self.block_size]
         prefixes = []
-        for group, pool in enumerate(self.pools):
+        for pool, host_table in zip(self.pools, sequence.host_tables, strict=True):
             prefix = []
-            for index, host_block in enumerate(sequence.host_tables[group]):
-                content = (
-                    sequence.block_hashes[index]
-                    if index < min(full, len(sequence.block_hashes))
-                    else None
-                )
-                block = None if content is None else pool.cached.get(content)
+            for index, host_block in enumerate(host_table):
+                block = pool.cached.get(hashes[index]) if index < len(hashes) else None
                 if host_block < 0:
-                    prefix.append(NULL_BLOCK)
-                else:
-                    prefix.append(
-                        block
-                        if block is not None and block not in pool.reserved
-                        else -1 - host_block
-                    )
+                    block = NULL_BLOCK
+                elif block is None or block in pool.reserved:
+                    block = -1 - host_block
+                prefix.append(block)
             prefixes.append(prefix)
-        if not self._place(sequence, committed, prefixes, headroom):
+        if not self._fits(sequence, committed, prefixes, headroom):
             return False
-        self.tier.hand_back(sequence)
+        self.tier.detach(sequence)
         self._fill(sequence, prefixes)
         return True
 
@@ -219,7 +182,7 @@ class KVManager:
         self._extend(sequence, [target] * len(self.pools))
         return True
 
-    def _place(
+    def _fits(
         self, sequence: Sequence, start: int, prefixes: list[list[int]], headroom: int | None
     ) -> bool:
         """Return whether the blocks suffice; change nothing.
@@ -231,42 +194,36 @@ class KVManager:
             held = sum(1 for entry in prefix if entry >= 0)
             revived = sum(1 for entry in prefix if entry > 0 and not pool.refs[entry])
             need = max(self.target(group, start, sequence.num_tokens), len(prefix)) - held + revived
-            if pool.num_free - need < (
-                0 if headroom is None else max(self.margins[group], headroom)
-            ):
+            to_keep = 0 if headroom is None else max(self.margins[group], headroom)
+            if pool.num_free - need < to_keep:
                 return False
         return True
 
     def _fill(self, sequence: Sequence, prefixes: list[list[int]]) -> None:
         """Build the tables: share the prefix, promote its host blocks, allocate the rest."""
         start = len(prefixes[0]) * self.block_size
-        for pool, prefix in zip(
-            self.pools, prefixes, strict=True
-        ):  # before an allocation can evict it
-            for entry in prefix:
+        for pool, prefix in zip(self.pools, prefixes, strict=True):
+            for entry in prefix:  # all, before an allocation can evict one of them
                 if entry > 0:
                     pool.share(entry)
         sequence.block_tables = []
         for group, prefix in enumerate(prefixes):
-            sequence.block_tables.append(
-                [
-                    e if e >= 0 else self._promote(sequence, group, e, i)
-                    for i, e in enumerate(prefix)
-                ]
-            )
-        self._extend(
-            sequence, [self.target(g, start, sequence.num_tokens) for g in range(len(self.pools))]
-        )
+            table = [
+                entry if entry >= 0 else self._promote(sequence, group, entry, index)
+                for index, entry in enumerate(prefix)
+            ]
+            sequence.block_tables.append(table)
+        groups = range(len(self.pools))
+        self._extend(sequence, [self.target(g, start, sequence.num_tokens) for g in groups])
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:
-        """Allocate a device block for a host block and plan the copy; a full block is shareable
-        after it.
+        """Allocate a device block for a host block and plan the copy.
+
+        A full block can be shared after the copy.
         """
         block = self.pools[group].allocate()
-        copies, committed = (
-            self.tier.copies,
-            sequence.num_committed_tokens,
-        )  # 0: the block comes from the prefix cache
+        copies = self.tier.copies
+        committed = sequence.num_committed_tokens  # 0: the block comes from the prefix cache
         self.tier.copy_in(group, -1 - entry, block)
         if index < len(sequence.block_hashes):
             self.pools[group].reserve_hash(block, sequence.block_hashes[index], sequence)
@@ -287,8 +244,9 @@ class KVManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def target(self, group: int, start: int, num_tokens: int) -> int:
-        """Return the table length for `num_tokens`; a sliding table extends only as far as one step
-        reaches.
+        """Return the table length for `num_tokens`.
+
+        A sliding table extends only as far as one step reaches.
         """
         blocks, ahead = -(-num_tokens // self.block_size), self._ahead[group]
         return blocks if ahead is None else min(blocks, self.first_visible(group, start) + ahead)
@@ -299,7 +257,10 @@ class KVManager:
     # ── progress ──
 
     def advance(self, sequence: Sequence, committed: int) -> None:
-        """Commit positions below `committed`: register full blocks, free those that left a window."""
+        """Commit positions below `committed`.
+
+        Full blocks commit their hashes; blocks that left a window are freed.
+        """
         first, last = sequence.num_committed_tokens // self.block_size, committed // self.block_size
         sequence.num_committed_tokens = committed
         if self.prefix_cache and last > first:
@@ -316,7 +277,7 @@ class KVManager:
     def unregister(self, sequence: Sequence) -> None:
         """Drop the hashes of the sequence's reserved blocks.
 
-        Called after a failed step: when the blocks will be filled is unknown, so no sequence may
+        Called after a failed step: nobody knows when the blocks will be filled, so no sequence may
         wait for them.
         """
         first = sequence.num_committed_tokens // self.block_size
@@ -333,7 +294,7 @@ class KVManager:
                 table[index] = NULL_BLOCK
                 index -= 1
 
-    # ── letting go ──
+    # ── releasing ──
 
     def free(self, sequence: Sequence, in_flight: bool) -> None:
         """Release every block of the sequence.
@@ -357,11 +318,14 @@ class KVManager:
         sequence.num_slots = sequence.num_computed_tokens = sequence.num_committed_tokens = 0
 
     def offload(self, sequence: Sequence, in_flight: bool) -> bool:
-        """Plan copies of the committed KV to the host and free the blocks; False if there is no room."""
+        """Plan copies of the committed KV to the host and free the blocks.
+
+        Return False, and change nothing, if the host has no room.
+        """
         committed = sequence.num_committed_tokens
         if not self.tier.exists or not committed:
             return False
-        if not self.tier.take_over(sequence, -(-committed // self.block_size)):
+        if not self.tier.offload(sequence, -(-committed // self.block_size)):
             return False
         self.free(sequence, in_flight)
         sequence.num_computed_tokens = sequence.num_committed_tokens = committed
@@ -371,10 +335,9 @@ class KVManager:
 
     def release_deferred(self, oldest_in_flight: int | None) -> None:
         """Release blocks deferred by steps older than this one (None: nothing is in flight)."""
-        while self._deferred and (
-            oldest_in_flight is None or self._deferred[0][0] < oldest_in_flight
-        ):
-            _, group, block = self._deferred.popleft()
+        deferred = self._deferred
+        while deferred and (oldest_in_flight is None or deferred[0][0] < oldest_in_flight):
+            _, group, block = deferred.popleft()
             self.pools[group].release(block)
 
     def reset_prefix_cache(self) -> None:

@@ -9,14 +9,31 @@ would show one tenant another tenant's context.
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
+from tokenmill_worker.engine.kv.block_pool import BlockPool
+from tokenmill_worker.engine.kv.host_pool import HostPool
 from tokenmill_worker.engine.sequence import Sequence
 
 _DIGEST_BYTES = 32
 
 Present = Callable[[bytes], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The cached prefix of a sequence.
+
+    `num_tokens` is a multiple of the block size and less than the sequence's length: the last token
+    is always computed, because its logits are needed. A prompt that is cached whole therefore
+    computes its last block again, and no block is ever copied within the device. `pending` is the
+    deepest block of the prefix that a step in flight still has to fill.
+    """
+
+    num_tokens: int
+    pending: tuple[int, bytes] | None = None  # (group, hash)
 
 
 class BlockHasher:
@@ -66,6 +83,23 @@ def first_visible_block(position: int, window: int | None, block_size: int) -> i
     The query sees `window` tokens, itself included; None: all tokens.
     """
     return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def present_in(pool: BlockPool, host: HostPool, oldest_step: int) -> Present:
+    """Return a test for hashes: is the block on device or host, or filled by a step in flight?
+
+    `oldest_step` is the oldest step in flight; a reserved block of an earlier step has stalled.
+    """
+    cached, reserved = pool.cached, pool.reserved
+
+    def has(content: bytes) -> bool:
+        block = cached.get(content)
+        if block is None:
+            return content in host
+        owner = reserved.get(block)
+        return owner is None or owner.last_step >= oldest_step
+
+    return has
 
 
 def longest_hit(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from tokenmill_worker.engine.kv.manager import CachedPrefix
+from tokenmill_worker.engine.kv.prefix_cache import CachedPrefix
 from tokenmill_worker.engine.scheduler.missing_blocks import MissingBlocks
 from tokenmill_worker.engine.scheduler.preemption import PREEMPTING_GAP, is_protected
 from tokenmill_worker.engine.scheduler.queues import QueueEntry
