@@ -11,7 +11,8 @@ import time
 import torch
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cpu.kernels.draw import draw_kernel
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.plan import ScheduledSequence
 from tokenmill_worker.engine.sampling import Sampler
 from tokenmill_worker.engine.sequence import Sequence
@@ -52,8 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    device = torch.device(options.device)
-    kernel = None if options.torch else draw_kernel(device)
+    own_device = pick_device(options.device)
+    device = own_device.torch_device
+    kernel = None if options.torch else own_device.token_kernel(EngineConfig(model="none"))
     sampler = Sampler(options.vocab, device, frozenset({2}), kernel=kernel)
     logits = (
         torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0))

@@ -18,8 +18,9 @@ from ops.benchmarks.compare.comparison import settings_of
 from ops.benchmarks.measure.disturbance import wait_until_quiet
 from ops.benchmarks.measure.tables import plain_table
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine.cpu.fused import DirectForward
 from tokenmill_worker.engine.cpu.kernels.program import KernelTimes
-from tokenmill_worker.engine.execution.runner import ModelRunner
+from tokenmill_worker.engine.execution.build import build_runner, pick_device
 from tokenmill_worker.engine.model import model_files
 from tokenmill_worker.engine.model.loader import load_model
 
@@ -78,12 +79,12 @@ def _engine(options: argparse.Namespace, most: int) -> tuple[Engine, KernelTimes
         "num_threads": options.threads or None, "prefix_cache": False, **settings_of(options.set),
     }  # fmt: skip
     config = EngineConfig(**fields)
-    loaded = load_model(model_files.resolve(options.model), config)
-    engine = Engine.around(ModelRunner.around(loaded, config))
-    if loaded.direct is None:
+    loaded = load_model(model_files.resolve(options.model), config, pick_device(config.device))
+    engine = Engine.around(build_runner(loaded, config))
+    if not isinstance(loaded.fused_pass, DirectForward):
         return engine, None
     times = KernelTimes()
-    loaded.direct.watch(times)
+    loaded.fused_pass.watch(times)
     return engine, times
 
 

@@ -19,7 +19,7 @@ from ops.benchmarks.gpu.models import Shape
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest, generate
 from ops.benchmarks.peers.ours import Tokenmill
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
-from tokenmill_worker.engine.execution.runner import ModelRunner
+from tokenmill_worker.engine.execution.build import build_runner
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 SPARE = 16  # tokens that sequences may produce besides those that are measured
@@ -55,7 +55,7 @@ def headroom(prompt_tokens: int, batch: int, budget: int) -> int:
 
 
 def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
-    return Engine.around(ModelRunner.around(loaded, config))
+    return Engine.around(build_runner(loaded, config))
 
 
 def scatter(engine: Engine) -> None:

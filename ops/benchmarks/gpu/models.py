@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tokenmill_worker.engine import EngineConfig
+from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.model.loader import LoadedModel, describe_model
 from tokenmill_worker.engine.model.paged_attention import IMPLEMENTATION, register
 
@@ -96,7 +97,7 @@ def describe(model: Any, config: EngineConfig) -> LoadedModel:
     """Return the model as the engine's loader would; fuses it if the configuration says so."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        return describe_model(model, Path(folder), config)
+        return describe_model(model, Path(folder), config, pick_device(config.device))
 
 
 def fused_modules(model: Any) -> dict[str, int]:

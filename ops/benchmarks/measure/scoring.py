@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tokenmill_worker.engine.attention import AttentionMetadata, choose
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.model.loader import load_model
 from tokenmill_worker.engine.model.model_files import resolve
@@ -18,13 +19,17 @@ class Scorer:
     """Scores one sequence of up to `max_tokens` at a time, on the CPU."""
 
     def __init__(self, config: EngineConfig, max_tokens: int) -> None:
-        self._model = load_model(resolve(config.model), config)
+        self._model = load_model(resolve(config.model), config, pick_device(config.device))
         self._block_size = config.block_size
         num_blocks = -(-max_tokens // config.block_size) + 1
-        device = torch.device("cpu")
+        device = self._model.device
         dtype = kv_dtype(config, torch.float32)
         self._backend = choose(
-            config.attention, device, dtype, list(self._model.shapes), config.block_size
+            config.attention,
+            device.torch_device,
+            dtype,
+            list(self._model.shapes),
+            config.block_size,
         )
         groups = self._model.groups
         pool = KVCachePool.allocate(

@@ -110,13 +110,13 @@ def _load(options: EngineOptions) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tokenmill_worker.engine.model.loader import pick_device
+    from tokenmill_worker.engine.execution.build import pick_device
     from tokenmill_worker.engine.model.model_files import resolve
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         resolve(options.model), dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
     )
-    return model.to(pick_device(str(options.settings.get("device", "auto"))))
+    return model.to(pick_device(str(options.settings.get("device", "auto"))).torch_device)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.execution.inputs import InputBuilder
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
@@ -19,7 +19,7 @@ SIZE = 4
 CONFIG = CacheConfig(
     SIZE, (LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, window=6)), (1000, 1000), (0, 0)
 )
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 
 
 class Schedule:

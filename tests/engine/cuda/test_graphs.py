@@ -25,6 +25,7 @@ from tokenmill_worker.engine.cuda.graphs import (
     GraphRunner,
 )
 from tokenmill_worker.engine.device import StepInputs
+from tokenmill_worker.engine.execution.build import load_model_runner
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -267,11 +268,12 @@ def test_padded_steps_give_the_same_tokens(
         "model": str(folder), "dtype": "float32", "device": "cpu", "attention": attention, "block_size": 4,
         "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,
     }  # fmt: skip
-    plain = ModelRunner.load(EngineConfig(**{**settings, "attention": "reference"}))  # type: ignore[arg-type]
-    graphed = ModelRunner.load(EngineConfig(**settings))  # type: ignore[arg-type]
+    plain = load_model_runner(EngineConfig(**{**settings, "attention": "reference"}))  # type: ignore[arg-type]
+    graphed = load_model_runner(EngineConfig(**settings))  # type: ignore[arg-type]
     for pool in graphed._pool.tensors:
         pool.fill_(torch.nan)  # whatever a padded step reads beyond its own blocks would show
-    graphs = graphed.use_graphs(fake_capture)
+    graphs = GraphRunner(graphed.forward, graphed.config, graphed.max_model_len, fake_capture)
+    graphed.graphs = graphs
     assert answers(graphed) == answers(plain)
     assert graphs.num_captured >= 4
     assert graphs.num_replays > 3 * graphs.num_captured
@@ -305,11 +307,12 @@ def test_captured_graphs_give_the_eager_tokens_on_cuda(
         "model": str(folder), "dtype": "float32", "device": "cuda", "attention": "triton", "block_size": 4,
         "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,
     }  # fmt: skip
-    eager = ModelRunner.load(EngineConfig(**settings, cuda_graphs=False))  # type: ignore[arg-type]
-    graphed = ModelRunner.load(EngineConfig(**settings, cuda_graphs=True))  # type: ignore[arg-type]
+    eager = load_model_runner(EngineConfig(**settings, cuda_graphs=False))  # type: ignore[arg-type]
+    graphed = load_model_runner(EngineConfig(**settings, cuda_graphs=True))  # type: ignore[arg-type]
     assert eager.graphs is None
     assert graphed.graphs is not None
     assert answers(graphed) == answers(eager)
+    assert isinstance(graphed.graphs, GraphRunner)
     assert graphed.graphs.refusal is None
     assert graphed.graphs.num_replays > 3 * graphed.graphs.num_captured
 

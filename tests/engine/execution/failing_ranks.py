@@ -18,9 +18,10 @@ import torch.distributed as dist
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.errors import EngineError
+from tokenmill_worker.engine.execution.build import load_model_runner
 from tokenmill_worker.engine.execution.ranks import Ranks
 from tokenmill_worker.engine.execution.runner import ModelRunner
-from tokenmill_worker.engine.execution.tensor_parallel import LeadingRunner, follow
+from tokenmill_worker.engine.execution.tensor_parallel import TensorParallelRunner, follow
 from tokenmill_worker.engine.model.paged_attention import PagedStep
 
 
@@ -29,15 +30,15 @@ class _Fails(ModelRunner):
 
     steps = 0
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
         self.steps += 1
         if self.steps < 3:
-            return super()._forward(inputs)
+            return super().forward(inputs)
         step: Any = _Breaking(PagedStep(self._backend, self._layers, inputs.metadata))
         return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, step)
 
 
-class FailingLeader(_Fails, LeadingRunner):
+class FailingLeader(_Fails, TensorParallelRunner):
     pass
 
 
@@ -88,9 +89,9 @@ def serve(path: str, guilty: int) -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
         ranks = Ranks.join("cpu")
-        follow((_Fails if guilty == 1 else ModelRunner).load(config), ranks)
+        follow(load_model_runner(config, runner_type=_Fails if guilty == 1 else ModelRunner), ranks)
         return
-    engine = Engine.around((FailingLeader if guilty == 0 else LeadingRunner).load(config))
+    engine = Engine.around((FailingLeader if guilty == 0 else TensorParallelRunner).load(config))
     try:
         engine.generate_batch(
             [[3, 4, 5]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -9,15 +9,15 @@ pytest.importorskip("torch")
 
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.execution.tensor_parallel import Step, Telling, rebuild
+from tokenmill_worker.engine.execution.tensor_parallel import BroadcastStep, PlanEncoder, rebuild
 from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
 
-def told(telling: Telling, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:
+def told(telling: PlanEncoder, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:
     """Return the plan as another rank decodes it, and its number of bytes."""
     message = msgspec.msgpack.encode(telling.describe(plan))
-    return rebuild(msgspec.msgpack.decode(message, type=Step), others), len(message)
+    return rebuild(msgspec.msgpack.decode(message, type=BroadcastStep), others), len(message)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 7)])
@@ -27,7 +27,7 @@ def test_the_others_have_every_block_that_is_looked_at(
 ) -> None:
     cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
     loop = Loop.build(cache, max_num_batched_tokens=16, max_num_seqs=4)
-    telling, others = Telling(), dict[int, Sequence]()
+    telling, others = PlanEncoder(), dict[int, Sequence]()
     kv, shared = loop.scheduler.kv, list(range(1, 10))
 
     def differs(plan: StepPlan) -> bool:
@@ -59,7 +59,7 @@ def test_the_others_have_every_block_that_is_looked_at(
 def test_a_decode_is_told_in_as_many_bytes_after_a_long_prompt() -> None:
     sizes = []
     for length in (8, 200):
-        loop, telling, others = Loop.build(make_cache(100)), Telling(), dict[int, Sequence]()
+        loop, telling, others = Loop.build(make_cache(100)), PlanEncoder(), dict[int, Sequence]()
         loop.add(make_sequence("a", [index % 40 + 1 for index in range(length)], 4))
         for _ in range(2):
             loop.step()

@@ -11,6 +11,9 @@ from tests.engine.truth import tiny_models
 from tokenmill_worker.engine import machine
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.cpu.device import CpuDevice
+from tokenmill_worker.engine.cuda.graphs import graph_sizes
+from tokenmill_worker.engine.device import GraphSizes
 from tokenmill_worker.engine.execution import memory
 from tokenmill_worker.engine.model.loader import load_model
 
@@ -20,7 +23,7 @@ def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     table.write_text("MemTotal:       24000000 kB\nMemAvailable:   1000 kB\n")
     assert machine.meminfo(table, "MemAvailable") == 1_024_000
     assert machine.meminfo(tmp_path / "missing", "MemAvailable") is None
-    assert memory.free_memory(torch.device("cpu")) > 1 << 20
+    assert CpuDevice().free_memory() > 1 << 20
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
@@ -41,7 +44,7 @@ def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected
     config = EngineConfig(
         model=str(folder), device="cpu", fuse=False, max_memory_gib=gib, cpu_offload_gib=0.002
     )
-    loaded = load_model(folder, config)
+    loaded = load_model(folder, config, CpuDevice())
     backend = ReferenceAttention()
     cache, length = memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
     shape = memory.memory_shape(loaded, config, backend, torch.float32, length)
@@ -57,10 +60,19 @@ def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
     folder = tiny_models.save("gemma3", tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", fuse=False, num_blocks=17)
     cache, _ = memory.size_cache(
-        load_model(folder, config), config, ReferenceAttention(), torch.float32, may_shorten=True
+        load_model(folder, config, CpuDevice()),
+        config,
+        ReferenceAttention(),
+        torch.float32,
+        may_shorten=True,
     )
     assert cache.num_blocks == (17, 17)
     assert cache.num_host_blocks == (0, 0)
+
+
+class WithGraphs(CpuDevice):
+    def graph_sizes(self, config: EngineConfig) -> GraphSizes:
+        return graph_sizes(config)
 
 
 def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
@@ -69,7 +81,7 @@ def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True
     )
-    loaded = load_model(folder, config)
+    loaded = load_model(folder, config, WithGraphs())
     shapes = [
         memory.memory_shape(
             loaded, config.replace(**change), ReferenceAttention(), torch.float32, 256

@@ -10,7 +10,9 @@ import torch
 
 from tests.engine.support import ChunkingPlanner, make_sequence
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.execution.runner import ModelRunner, _resolved
+from tokenmill_worker.engine.cpu.device import CpuDevice
+from tokenmill_worker.engine.execution.build import load_model_runner, resolved
+from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -20,7 +22,7 @@ def load(folder: Path, **changes: object) -> ModelRunner:
         "model": str(folder), "dtype": "float32", "device": "cpu", "attention": "reference", "fuse": False,
         "block_size": 4, "num_blocks": 100, "max_num_seqs": 2,
     }  # fmt: skip
-    return ModelRunner.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
+    return load_model_runner(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
 
 
 def answer(runner: ModelRunner, *sequences: Sequence, chunk: int = 64) -> list[list[int]]:
@@ -206,10 +208,12 @@ def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Pa
 
 
 def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:
-    on_cuda = dataclasses.replace(load(llama)._loaded, device=torch.device("cuda"))
-    assert _resolved(EngineConfig(model="any"), on_cuda).async_batching is True
+    device = CpuDevice()
+    device.is_asynchronous = True
+    on_cuda = dataclasses.replace(load(llama)._loaded, device=device)
+    assert resolved(EngineConfig(model="any"), on_cuda).async_batching is True
     assert (
-        _resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
+        resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
     )
     with pytest.raises(
         EngineConfigError, match="speculative_tokens cannot be used with async_batching"

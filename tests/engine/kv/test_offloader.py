@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.config import EngineConfigError, LayerGroup
-from tokenmill_worker.engine.kv.offloader import Offloader, PinnedPool, runs
+from tokenmill_worker.engine.config import LayerGroup
+from tokenmill_worker.engine.cpu.device import CpuDevice
+from tokenmill_worker.engine.execution.build import pick_device
+from tokenmill_worker.engine.kv.offloader import Offloader, runs
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
@@ -15,10 +17,10 @@ GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def make_pool(num_blocks: tuple[int, int], device: str, pinned: bool = False) -> KVCachePool:
+def make_pool(num_blocks: tuple[int, int], device: str) -> KVCachePool:
     """Make a pool in which every block holds its own number."""
     pool = KVCachePool.allocate(
-        GROUPS, num_blocks, 4, ReferenceAttention(), torch.float32, torch.device(device), pinned
+        GROUPS, num_blocks, 4, ReferenceAttention(), torch.float32, pick_device(device)
     )
     for tensor in pool.tensors:
         tensor += torch.arange(len(tensor), device=device).view(-1, 1, 1, 1, 1, 1)
@@ -37,12 +39,15 @@ def held(tensor: torch.Tensor) -> list[float]:
 def test_swaps_of_several_groups(device: str, max_staging: int) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    pool, host = make_pool((8, 6), device), make_pool((8, 6), "cpu", pinned=device == "cuda")
-    mover = Offloader(pool, host, max_staging)
+    pool, host = make_pool((8, 6), device), make_pool((8, 6), "cpu")
+    pinned = pick_device(device).pin(host.tensors)
+    mover = Offloader(pool, host, pick_device(device).copy_stream(), max_staging)
     swap_out = (*(BlockCopy(0, s, t) for s, t in ((5, 1), (2, 2), (7, 6))), BlockCopy(1, 4, 3))
     mover.run(StepPlan(0, (), swap_out=swap_out))
     mover.run(StepPlan(1, (), swap_in=(BlockCopy(0, 1, 3), BlockCopy(0, 6, 4), BlockCopy(1, 3, 5))))
     mover.synchronize()
+    if pinned is not None:
+        pinned.close()
     assert held(host.tensors[0]) == [0, 5, 2, 3, 4, 5, 7, 7]
     assert held(host.tensors[1]) == [0, 1, 2, 4, 4, 5]
     assert held(pool.tensors[0]) == [0, 1, 2, 5, 7, 5, 6, 7]
@@ -59,7 +64,7 @@ def test_one_step_moves_out_before_in() -> None:
 def test_blocks_of_8_bits_move_as_bytes() -> None:
     pools = [
         KVCachePool.allocate(
-            GROUPS, (4, 4), 4, ReferenceAttention(), torch.float8_e4m3fn, torch.device("cpu")
+            GROUPS, (4, 4), 4, ReferenceAttention(), torch.float8_e4m3fn, CpuDevice()
         )
         for _ in range(2)
     ]
@@ -113,37 +118,3 @@ def test_moves_are_put_in_the_hosts_order() -> None:
     assert (group, sources, targets) == (0, [1, 7, 5], [1, 2, 3])
     mover.run(plan)
     assert held(host.tensors[0])[1:4] == [1, 7, 5]
-
-
-class Runtime:
-    """Stands in for the CUDA runtime's memory pinning; it has memory for `room` registrations."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        if len(self.registered) == self.room:
-            return 2
-        self.registered[pointer] = size
-        return flags
-
-    def cudaHostUnregister(self, pointer: int) -> None:
-        del self.registered[pointer]
-
-
-def test_a_host_pool_is_pinned_where_it_lies_and_let_go() -> None:
-    host, runtime = make_pool((5, 3), "cpu"), Runtime(room=2)
-    pinned = PinnedPool(host, runtime)
-    assert runtime.registered == {tensor.data_ptr(): tensor.nbytes for tensor in host.tensors}
-    pinned.close()
-    assert not runtime.registered
-
-
-def test_memory_that_cannot_be_pinned_is_a_setting_that_cannot_work() -> None:
-    runtime = Runtime(room=1)
-    with pytest.raises(
-        EngineConfigError, match=r"cpu_offload_gib: the driver cannot pin .* error 2"
-    ):
-        PinnedPool(make_pool((5, 3), "cpu"), runtime)
-    assert not runtime.registered

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig, LayerGroup
+from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.execution.memory import memory_shape
 from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
 from tokenmill_worker.engine.kv.tensors import KVCachePool
@@ -43,7 +44,7 @@ def test_the_pools_fill_the_budget_to_the_last_block(
     shape = make_shape(*groups)
     counts = solve(shape, budget)
     pool = KVCachePool.allocate(
-        groups, counts, 16, ReferenceAttention(), torch.float32, torch.device("cpu")
+        groups, counts, 16, ReferenceAttention(), torch.float32, CpuDevice()
     )
     left = budget - shape.fixed - pool.num_bytes
     assert 0 <= left < min(shape.block_bytes(group) for group in groups)
@@ -142,7 +143,7 @@ def test_a_real_step_stays_within_the_estimate(name: str, folder_of: Callable[[s
     config = EngineConfig(
         model=str(folder), device="cpu", fuse=False, max_num_batched_tokens=128, max_num_seqs=16
     )
-    loaded = load_model(folder, config)
+    loaded = load_model(folder, config, CpuDevice())
     shape = memory_shape(loaded, config, ReferenceAttention(), torch.float32, loaded.max_model_len)
     tokens = torch.arange(128)
     gc.collect()

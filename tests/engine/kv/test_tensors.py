@@ -10,6 +10,7 @@ import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import LayerGroup
+from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 
 MIB = 1 << 20
@@ -24,7 +25,7 @@ def test_a_pool_takes_its_memory_when_it_is_touched() -> None:
     group = LayerGroup(layers=(0, 1), num_kv_heads=4, head_dim=64, window=None)
     before = resident_bytes()
     pool = KVCachePool.allocate(
-        [group], [4096], 16, ReferenceAttention(), torch.float32, torch.device("cpu")
+        [group], [4096], 16, ReferenceAttention(), torch.float32, CpuDevice()
     )
     assert pool.num_bytes == 256 * MIB
     assert resident_bytes() - before < 32 * MIB

@@ -15,7 +15,7 @@ from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.engine import Engine, GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.cuda.graphs import CapturedGraph
+from tokenmill_worker.engine.cuda.graphs import CapturedGraph, GraphRunner
 from tokenmill_worker.engine.lora.batch import AdapterBatch
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.types import RequestError
@@ -166,7 +166,8 @@ def test_steps_with_adapters_pass_the_graphs_by(llama: Path, four: dict[str, Pat
         wanted = [ask(engine, name) for name in ("", "a", "", "b")]
     with engine_with(llama, four) as engine:
         runner: Any = engine.runner
-        graphs = runner.use_graphs(capture)
+        graphs = GraphRunner(runner.forward, runner.config, runner.max_model_len, capture)
+        runner.graphs = graphs
         answers, replays = [], []
         for name in ("", "a", "", "b"):
             before = graphs.num_replays

@@ -13,6 +13,9 @@ import transformers
 
 from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.cpu.device import CpuDevice
+from tokenmill_worker.engine.device import Device
+from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.model import loader
 from tokenmill_worker.engine.model.loader import load_model
 from tokenmill_worker.engine.model.paged_attention import Probe
@@ -24,7 +27,7 @@ def config(folder: Path, **changes: object) -> EngineConfig:
 
 
 def test_layers_lengths_and_ends_are_read(llama: Path) -> None:
-    loaded = load_model(llama, config(llama))
+    loaded = load_model(llama, config(llama), CpuDevice())
     assert loaded.vocab_size == tiny_models.VOCAB
     assert loaded.max_model_len == 256
     assert loaded.eos_token_ids == {2}
@@ -39,11 +42,11 @@ def test_a_chat_model_may_have_several_ends(llama: Path, tmp_path: Path) -> None
     for file in llama.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
-    assert load_model(tmp_path, config(tmp_path)).eos_token_ids == {2, 7}
+    assert load_model(tmp_path, config(tmp_path), CpuDevice()).eos_token_ids == {2, 7}
 
 
 def test_only_the_wanted_rows_reach_the_head(llama: Path) -> None:
-    loaded = load_model(llama, config(llama))
+    loaded = load_model(llama, config(llama), CpuDevice())
     seen: list[int] = []
     loaded.model.lm_head.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))  # type: ignore[union-attr]
     rows = torch.tensor([1, 4])
@@ -54,7 +57,7 @@ def test_only_the_wanted_rows_reach_the_head(llama: Path) -> None:
 
 def test_transformers_builds_no_mask_for_us(llama: Path) -> None:
     """A mask over all packed tokens would grow with the square of the step."""
-    loaded = load_model(llama, config(llama))
+    loaded = load_model(llama, config(llama), CpuDevice())
     masks: list[object] = []
     for module in loaded.model.modules():
         if type(module).__name__ == "LlamaAttention":
@@ -67,8 +70,8 @@ def test_transformers_builds_no_mask_for_us(llama: Path) -> None:
 
 def test_a_longer_context_than_the_models_is_refused(llama: Path) -> None:
     with pytest.raises(EngineConfigError, match="max_model_len 300 is beyond the model's 256"):
-        load_model(llama, config(llama, max_model_len=300))
-    assert load_model(llama, config(llama, max_model_len=100)).max_model_len == 100
+        load_model(llama, config(llama, max_model_len=300), CpuDevice())
+    assert load_model(llama, config(llama, max_model_len=100), CpuDevice()).max_model_len == 100
 
 
 def test_frequencies_that_depend_on_the_batch_bound_the_context() -> None:
@@ -84,12 +87,12 @@ def test_attention_that_does_not_go_through_the_interface_is_refused(tmp_path: P
     mamba = transformers.MambaConfig(**sizes, state_size=4)
     transformers.AutoModelForCausalLM.from_config(mamba).save_pretrained(tmp_path)
     with pytest.raises(EngineConfigError, match=r"cannot be (served|loaded)"):
-        load_model(tmp_path, config(tmp_path, max_model_len=64))
+        load_model(tmp_path, config(tmp_path, max_model_len=64), CpuDevice())
 
 
 def test_auto_means_float32_on_cpu_and_half_precision_elsewhere() -> None:
-    cuda = torch.device("cuda")
-    assert loader.pick_dtype("auto", torch.device("cpu"), torch.bfloat16) is torch.float32
+    cuda = Device(torch.device("cuda"))
+    assert loader.pick_dtype("auto", CpuDevice(), torch.bfloat16) is torch.float32
     assert loader.pick_dtype("auto", cuda, torch.float16) is torch.float16
     assert loader.pick_dtype("auto", cuda, torch.float32) is torch.bfloat16
     assert loader.pick_dtype("float32", cuda, torch.bfloat16) is torch.float32
@@ -97,7 +100,7 @@ def test_auto_means_float32_on_cpu_and_half_precision_elsewhere() -> None:
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(EngineConfigError, match="'quantum' is not a device"):
-        loader.pick_device("quantum")
+        pick_device("quantum")
     if not torch.cuda.is_available():
         with pytest.raises(EngineConfigError, match="sees no CUDA device"):
-            loader.pick_device("cuda:0")
+            pick_device("cuda:0")

@@ -18,6 +18,7 @@ from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cpu.fused import Packing, optimise
 from tokenmill_worker.engine.cpu.fused.modules import FusedAttention, FusedMLP, PackedLinear
 from tokenmill_worker.engine.model.loader import load_model
@@ -54,9 +55,9 @@ def bits(model: nn.Module) -> dict[str, set[torch.dtype]]:
 def test_every_product_is_quantised_and_the_head_keeps_8_bits(
     folder_of: Callable[[str], Path],
 ) -> None:
-    int8 = load_model(folder_of("llama"), config(folder_of("llama"), "int8")).model
+    int8 = load_model(folder_of("llama"), config(folder_of("llama"), "int8"), CpuDevice()).model
     assert bits(int8) == {"attention": {torch.uint8}, "mlp": {torch.uint8}, "linear": {torch.uint8}}
-    int4 = load_model(folder_of("llama"), config(folder_of("llama"), "int4")).model
+    int4 = load_model(folder_of("llama"), config(folder_of("llama"), "int4"), CpuDevice()).model
     assert bits(int4) == {"attention": {torch.int32}, "mlp": {torch.int32}, "linear": {torch.uint8}}
 
 
@@ -65,18 +66,18 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
 ) -> None:
     """Most checkpoints are bfloat16; float32 steps read these weights at half the traffic."""
     original: Any = load_model(
-        folder_of("llama"), config(folder_of("llama"), None, fuse=False)
+        folder_of("llama"), config(folder_of("llama"), None, fuse=False), CpuDevice()
     ).model
     original.bfloat16().save_pretrained(tmp_path)
     plain = config(tmp_path, None, dtype="float32", narrow_weights=False, amx=False)
     narrow = plain.replace(narrow_weights=True)
     half, whole = {torch.bfloat16}, {torch.float32}
-    assert bits(load_model(tmp_path, narrow).model) == {
+    assert bits(load_model(tmp_path, narrow, CpuDevice()).model) == {
         "attention": half,
         "mlp": half,
         "linear": half,
     }
-    assert bits(load_model(tmp_path, plain).model) == {
+    assert bits(load_model(tmp_path, plain, CpuDevice()).model) == {
         "attention": whole,
         "mlp": whole,
         "linear": whole,
@@ -151,10 +152,10 @@ def test_weights_that_stay_float32_are_named(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        load_model(folder_of("llama"), config(folder_of("llama"), "int8"))
+        load_model(folder_of("llama"), config(folder_of("llama"), "int8"), CpuDevice())
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        load_model(folder_of("mixtral"), config(folder_of("mixtral"), "int8"))
+        load_model(folder_of("mixtral"), config(folder_of("mixtral"), "int8"), CpuDevice())
     assert "are not quantised and stay float32" in caplog.text
 
 

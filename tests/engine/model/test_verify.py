@@ -19,7 +19,8 @@ from ops.model_families import small, trial
 from tokenmill_worker.engine.attention import AttentionShape
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.model import loader, probe, verify
+from tokenmill_worker.engine.cpu.device import CpuDevice
+from tokenmill_worker.engine.model import probe, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind
 from tokenmill_worker.engine.model.loader import describe_model, load_model
 
@@ -36,7 +37,7 @@ def config(folder: Path, **changes: Any) -> EngineConfig:
 
 def refusal(folder: Path, **changes: Any) -> str:
     with pytest.raises(EngineConfigError) as caught:
-        load_model(folder, config(folder, **changes))
+        load_model(folder, config(folder, **changes), CpuDevice())
     assert len(caught.value.problems) == 1
     sentence = caught.value.problems[0].replace(str(folder), "MODEL")
     assert len(sentence) < 300
@@ -133,13 +134,13 @@ def test_rows_that_depend_on_their_place_in_the_step_are_refused(llama: Path) ->
         EngineConfigError,
         match=r"its logits differ from those of its own forward pass: .* at position",
     ):
-        describe_model(model, llama, config(llama))
+        describe_model(model, llama, config(llama), CpuDevice())
 
 
 def test_the_comparison_can_be_turned_off(llama: Path) -> None:
     model = plain(llama)
     add_to_rows(model, lambda count: torch.arange(count) % 3)
-    assert describe_model(model, llama, config(llama, verify_model=False)).vocab_size
+    assert describe_model(model, llama, config(llama, verify_model=False), CpuDevice()).vocab_size
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
@@ -152,7 +153,7 @@ def verified(
     folder: Path, window: int | None = -1, tolerance: float = verify.TOLERANCE
 ) -> str | None:
     """Return the difference found with these windows (-1: the model's own) in all layers."""
-    loaded = load_model(folder, config(folder, verify_model=False))
+    loaded = load_model(folder, config(folder, verify_model=False), CpuDevice())
     by_layer = {index: group.window for group in loaded.groups for index in group.layers}
     own = [LayerKind(shape, by_layer[index]) for index, shape in enumerate(loaded.shapes)]
     layers = own if window == -1 else [LayerKind(layer.shape, window) for layer in own]
@@ -174,7 +175,10 @@ def test_a_window_that_is_off_by_one_shows(
 
 def test_a_short_context_is_enough(llama: Path) -> None:
     for length in (1, 2, 5):
-        assert load_model(llama, config(llama, max_model_len=length)).max_model_len == length
+        assert (
+            load_model(llama, config(llama, max_model_len=length), CpuDevice()).max_model_len
+            == length
+        )
 
 
 def test_a_large_model_is_compared_by_its_first_layers(
@@ -186,13 +190,13 @@ def test_a_large_model_is_compared_by_its_first_layers(
     model = plain(folder)
     depths: list[int] = []
     model.model.norm.register_forward_hook(lambda *_: depths.append(len(model.model.layers)))
-    assert len(describe_model(model, folder, config(folder)).groups) == 2
+    assert len(describe_model(model, folder, config(folder), CpuDevice()).groups) == 2
     assert depths.count(4) == 1  # the probe's
     assert set(depths) == {2, 4}
     assert len(model.model.layers) == 4
     add_to_rows(model, lambda count: torch.arange(count) % 3)
     with pytest.raises(EngineConfigError, match="its logits differ"):
-        describe_model(model, folder, config(folder))
+        describe_model(model, folder, config(folder), CpuDevice())
     assert len(model.model.layers) == 4
 
 
@@ -203,7 +207,7 @@ def test_half_precision_is_compared_in_float32_and_stays_what_it_was(llama: Path
     }
     types: list[torch.dtype] = []
     model.model.norm.register_forward_hook(lambda _m, _a, out: types.append(out.dtype))
-    describe_model(model, llama, config(llama, dtype="bfloat16"))
+    describe_model(model, llama, config(llama, dtype="bfloat16"), CpuDevice())
     assert torch.float32 in types
     for name, tensor in model.state_dict().items():
         assert (tensor.data_ptr(), tensor.dtype) == (before[name][0], torch.bfloat16)
@@ -250,14 +254,13 @@ def test_a_model_that_fused_modules_break_is_served_without(
     if compared == "first layers":
         monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
 
-    def optimise(model: Any, settings: EngineConfig) -> Any:
+    def replace_modules(self: CpuDevice, model: Any, settings: EngineConfig) -> None:
         if settings.fuse:
             model.model.norm = _Broken(model.model.norm, how)
-        return model
 
-    monkeypatch.setattr(loader, "optimise", optimise)
+    monkeypatch.setattr(CpuDevice, "replace_modules", replace_modules)
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(llama, config(llama, fuse=True))
+        loaded = load_model(llama, config(llama, fuse=True), CpuDevice())
     assert not isinstance(loaded.model.model.norm, _Broken)
     assert [
         record.message for record in caplog.records if "Transformers' own modules" in record.message
@@ -272,6 +275,6 @@ def test_routers_and_layers_without_rope_run_fused(
         tmp_path
     )
     with caplog.at_level(logging.WARNING):
-        loaded = load_model(tmp_path, config(tmp_path, fuse=True))
+        loaded = load_model(tmp_path, config(tmp_path, fuse=True), CpuDevice())
     assert not [record.message for record in caplog.records if "own modules" in record.message]
     assert "PackedLinear" in {type(module).__name__ for module in loaded.model.modules()}

@@ -12,6 +12,7 @@ from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.execution.build import load_model_runner
 from tokenmill_worker.engine.execution.runner import ModelRunner
 
 
@@ -146,7 +147,7 @@ class Clocked(ModelRunner):
     def wait(self, moment):
         self.now = max(self.now, moment)
 
-    def _mark(self):
+    def mark(self):
         return Mark(self, self.free_at)
 
 
@@ -162,7 +163,8 @@ def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
     """Otherwise all chunks of a prompt are launched at once, and a new request waits for them."""
     changes = {"num_blocks": 200, "max_num_batched_tokens": 8, "policy": "priority"}
     settings = engine_of(folder, async_batching=True, **changes).runner.config
-    runner = Clocked.load(settings)
+    runner = load_model_runner(settings, runner_type=Clocked)
+    runner._device.end_of_queue = runner.mark
     engine = Engine.around(runner)
     engine.add_request(
         [5] * 160, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), priority=1

@@ -16,7 +16,7 @@ from tests.engine.support import ChunkingPlanner, make_sequence
 from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.attention.base import stored_as
 from tokenmill_worker.engine.config import AttentionName, EngineConfig
-from tokenmill_worker.engine.execution.runner import ModelRunner
+from tokenmill_worker.engine.execution.build import build_runner, pick_device
 from tokenmill_worker.engine.model.equivalence import rotate
 from tokenmill_worker.engine.model.loader import LoadedModel, load_model
 
@@ -201,7 +201,9 @@ def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
 
 def load(folder: Path) -> LoadedModel:
     return load_model(
-        folder, EngineConfig(model=str(folder), dtype="float32", device=DEVICE, fuse=False)
+        folder,
+        EngineConfig(model=str(folder), dtype="float32", device=DEVICE, fuse=False),
+        pick_device(DEVICE),
     )
 
 
@@ -211,7 +213,7 @@ def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
         model="none", dtype="float32", device=DEVICE, attention=attention, block_size=4, num_blocks=40,
         max_model_len=64, cuda_graphs=False, fuse=False,
     )  # fmt: skip
-    runner = ModelRunner.around(loaded, config)
+    runner = build_runner(loaded, config)
     planner = ChunkingPlanner(runner.cache_config, 6)
     sequences = [
         make_sequence(f"s{i}", range(5 + i, 5 + i + length), 2) for i, length in enumerate((9, 3))

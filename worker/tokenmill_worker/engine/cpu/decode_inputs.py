@@ -7,47 +7,39 @@ step's inputs before the next ones are made. That holds on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionMetadata
+from tokenmill_worker.engine.device import BlockTables, StepInputs
 from tokenmill_worker.engine.plan import ScheduledSequence
-
-Tables = Callable[[Seq[ScheduledSequence], int], list[Tensor]]
 
 
 class DecodeInputs:
-    """Increments the input tensors of a step that computed and sampled one token of each of `items`."""
+    """Increments the inputs of a step that computed and sampled one token of each of `items`."""
 
-    def __init__(
-        self,
-        items: Seq[ScheduledSequence],
-        input_ids: Tensor,
-        positions: Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-    ) -> None:
+    def __init__(self, items: Seq[ScheduledSequence], inputs: StepInputs) -> None:
+        metadata = inputs.metadata
+        self._inputs = inputs
         self._sequences = [item.sequence for item in items]
         self._epochs = [item.sequence.epoch for item in items]
         self._size = metadata[0].block_size
-        self._ids: npt.NDArray[np.int64] = input_ids.numpy()
-        self._positions: npt.NDArray[np.int64] = positions.numpy()
+        self._ids: npt.NDArray[np.int64] = inputs.input_ids.numpy()
+        self._positions: npt.NDArray[np.int64] = inputs.positions.numpy()
         self._slots: list[npt.NDArray[np.int64]] = [one.slot_mapping.numpy() for one in metadata]
         self._ends: npt.NDArray[np.int32] = metadata[0].seq_lens.numpy()  # shared by all groups
         self._metadata = metadata
         self._blocks = self._blocks_now()
 
     def advance(
-        self, items: Seq[ScheduledSequence], tables: Tables
-    ) -> tuple[AttentionMetadata, ...] | None:
-        """Increment the inputs and return the step's metadata.
+        self, items: Seq[ScheduledSequence], block_tables: BlockTables
+    ) -> StepInputs | None:
+        """Increment the inputs and return them.
 
         Return None, and change nothing, unless `items` are the next tokens of the same sequences.
-        `tables(items, length)` returns their current block tables by layer group.
         """
         if len(items) != len(self._sequences):
             return None
@@ -70,16 +62,18 @@ class DecodeInputs:
         self._ids[:] = ids
         self._positions += 1
         self._ends += 1
-        return self._count_up(items, tables)
+        inputs = self._inputs
+        metadata = self._count_up(items, block_tables)
+        return StepInputs(inputs.input_ids, inputs.positions, inputs.rows, metadata)
 
     def _count_up(
-        self, items: Seq[ScheduledSequence], tables: Tables
+        self, items: Seq[ScheduledSequence], block_tables: BlockTables
     ) -> tuple[AttentionMetadata, ...]:
         blocks, lens = self._blocks_now(), tuple(self._ends.tolist())
         longest = max(lens)
         found = None
         if blocks != self._blocks:
-            self._blocks, found = blocks, tables(items, longest)
+            self._blocks, found = blocks, block_tables(items, longest)
         self._metadata = tuple(
             replace(
                 one,

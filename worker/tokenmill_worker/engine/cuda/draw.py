@@ -26,6 +26,8 @@ class DeviceDraw:
     It keeps the last batch's parameters on the device.
     """
 
+    takes_any_dtype = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arrays: SamplingArrays | None = None

@@ -25,12 +25,16 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.cuda.graph_inputs import PaddedShape, StaticInputs, padded_shape
-from tokenmill_worker.engine.device import StepInputs
+from tokenmill_worker.engine.cuda.graph_inputs import (
+    PaddedShape,
+    StaticInputs,
+    padded_batch,
+    padded_shape,
+)
+from tokenmill_worker.engine.device import Forward, GraphSizes, StepInputs
 
 log = logging.getLogger(__name__)
 
-Forward = Callable[[StepInputs], Tensor]
 REMEMBERED_SHAPES = 1024  # mixed shapes whose sightings are counted
 SIGHTINGS = 4  # steps of a mixed shape before it is captured
 LARGEST_MIXED = 1024  # tokens; larger steps run longer than their launch takes
@@ -197,3 +201,26 @@ class GraphRunner:
         self.num_captured += 1
         entry = self._entries[shape] = _Entry(static, graph)
         return entry
+
+
+def graph_sizes(config: EngineConfig) -> GraphSizes:
+    """Return the sizes of all graphs that these settings allow."""
+    if not config.cuda_graphs:
+        return GraphSizes()
+    batches = sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})
+    kept = batches[-config.max_cached_graphs :]
+    decodes = tuple(min(size, config.max_num_seqs) for size in batches)
+    return GraphSizes(sum(kept), max(LARGEST_MIXED, *kept), _captured_at_start(decodes, config))
+
+
+def _captured_at_start(decodes: tuple[int, ...], config: EngineConfig) -> tuple[int, ...]:
+    """Return the decodes to capture at the start, in descending order.
+
+    Small ones are the commonest; captured last, they are kept longest. Mixed steps have places of
+    their own. If places are short, small shapes and the largest batch, which a busy service runs,
+    are kept.
+    """
+    places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
+    if len(decodes) <= places:
+        return decodes[::-1]
+    return (*decodes[: places - 1], decodes[-1])[::-1]

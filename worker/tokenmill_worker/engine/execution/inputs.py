@@ -14,17 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import CacheConfig
-from tokenmill_worker.engine.cpu.decode_inputs import DecodeInputs
-from tokenmill_worker.engine.device import StepInputs
+from tokenmill_worker.engine.device import Device, RepeatedInputs, StepInputs
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -54,13 +51,6 @@ class PreviousTokens:
         return rows
 
 
-class _Last(NamedTuple):
-    """The previous step, if it consisted of decodes alone."""
-
-    inputs: StepInputs
-    decodes: DecodeInputs
-
-
 class InputBuilder:
     """Owns the rows.
 
@@ -68,17 +58,18 @@ class InputBuilder:
     """
 
     def __init__(
-        self, cache: CacheConfig, max_model_len: int, device: torch.device, num_rows: int
+        self, cache: CacheConfig, max_model_len: int, device: Device, num_rows: int
     ) -> None:
         self._cache = cache
-        self._device = device
+        self._upload = device.upload
+        self._repeated_inputs = device.repeated_inputs
         self._width = -(-max_model_len // cache.block_size) + 1
         self._rows: dict[Sequence, int] = {}
         self._free: list[int] = []
         self._epochs: list[int] = []
         self._filled: list[list[int]] = [[] for _ in cache.groups]  # up-to-date entries of each row
         self._tables = [np.zeros((0, self._width), np.int32) for _ in cache.groups]
-        self._last: _Last | None = None
+        self._last: RepeatedInputs | None = None  # the previous step, if it was a decode
         self._grow(num_rows)
 
     def release(self, sequence: Sequence) -> None:
@@ -94,26 +85,21 @@ class InputBuilder:
         """Build the tensors of a step; on a CPU they are valid until the next call."""
         items, size = plan.scheduled, self._cache.block_size
         last, self._last = self._last, None
-        if (
-            last is not None
-            and (metadata := last.decodes.advance(items, self._tables_of)) is not None
-        ):
+        if last is not None and (inputs := last.advance(items, self._tables_of)) is not None:
             self._last = last
-            return StepInputs(
-                last.inputs.input_ids, last.inputs.positions, last.inputs.rows, metadata
-            )
+            return inputs
         packing = _pack(items)
         rows = self._update_rows(items)
         token_ids, missing = self._token_ids(items, packing.query_start, previous)
         blocks, offsets = np.divmod(packing.positions, size)
         owners = rows if packing.owner is None else rows[packing.owner]
         slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
-        longs = self._to_device(
+        longs = self._upload(
             [token_ids, packing.positions, packing.sampled, *slots, *missing], np.int64
         )
         max_seq_len = int(packing.ends.max())
         tables = self._cut(rows, max_seq_len)
-        shorts = self._to_device([packing.query_start, packing.ends, *tables], np.int32)
+        shorts = self._upload([packing.query_start, packing.ends, *tables], np.int32)
         input_ids = longs[0]
         if previous is not None and missing:
             input_ids.index_copy_(0, longs[-2], previous.token_ids.index_select(0, longs[-1]))
@@ -134,12 +120,8 @@ class InputBuilder:
             for group in range(len(tables))
         )
         inputs = StepInputs(input_ids, longs[1], longs[2], metadata)
-        if (
-            self._device.type == "cpu"
-            and packing.owner is None
-            and len(packing.sampled) == len(items)
-        ):
-            self._last = _Last(inputs, DecodeInputs(items, input_ids, longs[1], metadata))
+        if packing.owner is None and len(packing.sampled) == len(items):
+            self._last = self._repeated_inputs(items, inputs)
         return inputs
 
     # ── tokens ──
@@ -177,7 +159,7 @@ class InputBuilder:
     # ── blocks ──
 
     def _tables_of(self, items: Seq[ScheduledSequence], max_seq_len: int) -> list[Tensor]:
-        return self._to_device(self._cut(self._update_rows(items), max_seq_len), np.int32)
+        return self._upload(self._cut(self._update_rows(items), max_seq_len), np.int32)
 
     def _cut(self, rows: Ints, max_seq_len: int) -> list[npt.NDArray[np.int32]]:
         """Return the rows' block tables by group, as wide as the longest sequence needs."""
@@ -232,31 +214,6 @@ class InputBuilder:
         self._tables = [
             np.concatenate([t, np.zeros((count, self._width), np.int32)]) for t in self._tables
         ]
-
-    # ── to the device ──
-
-    def _to_device(
-        self, arrays: Seq[npt.NDArray[Any]], kind: type[np.int64 | np.int32]
-    ) -> list[Tensor]:
-        """Move all arrays in one copy.
-
-        Torch reuses the pinned memory only after the copy is done.
-        """
-        if self._device.type == "cpu":
-            return [torch.from_numpy(array.astype(kind, copy=False)) for array in arrays]
-        total = sum(array.size for array in arrays)
-        staging = torch.empty(total, dtype=_TORCH[kind], pin_memory=self._device.type == "cuda")
-        flat = staging.numpy()
-        offset = 0
-        for array in arrays:
-            flat[offset : offset + array.size] = array.ravel()
-            offset += array.size
-        moved = staging.to(self._device, non_blocking=True)
-        parts = torch.split(moved, [array.size for array in arrays])
-        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
-_TORCH = {np.int64: torch.int64, np.int32: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,9 @@ def load_runner(
     if is_synthetic(config.model):
         return SyntheticRunner.load(config, cache_dir, on_progress)
     if config.tensor_parallel:
-        from tokenmill_worker.engine.execution.tensor_parallel import LeadingRunner
+        from tokenmill_worker.engine.execution.tensor_parallel import TensorParallelRunner
 
-        return LeadingRunner.load(config, cache_dir, on_progress)
-    from tokenmill_worker.engine.execution.runner import ModelRunner
+        return TensorParallelRunner.load(config, cache_dir, on_progress)
+    from tokenmill_worker.engine.execution.build import load_model_runner
 
-    return ModelRunner.load(config, cache_dir=cache_dir, on_progress=on_progress)
+    return load_model_runner(config, cache_dir, on_progress)

@@ -12,8 +12,7 @@ import torch
 
 from tokenmill_worker.engine.attention import AttentionBackend
 from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
-from tokenmill_worker.engine.cuda.graph_inputs import padded_batch
-from tokenmill_worker.engine.cuda.graphs import LARGEST_MIXED
+from tokenmill_worker.engine.device import Device
 from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
 from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
@@ -42,8 +41,8 @@ def size_cache(
     if config.num_blocks is not None:
         num_blocks: tuple[int, ...] = (config.num_blocks,) * len(loaded.groups)
     else:
-        budget = int(config.max_memory_percent * free_memory(loaded.device))
-        budget -= _measured_surplus(loaded, shape) if loaded.device.type == "cuda" else 0
+        budget = int(config.max_memory_percent * loaded.device.free_memory())
+        budget -= _measured_surplus(loaded, shape)
         cap = _pool_cap(config, loaded.device, shape)
         try:
             num_blocks = solve(shape, budget, cap)
@@ -78,7 +77,7 @@ def memory_shape(
         text, "intermediate_size", None
     )
     inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
-    graphed = _graphed_batches(config)
+    graphs = loaded.device.graph_sizes(config)
     rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculative_tokens))
     return MemoryShape(
         groups=loaded.groups,
@@ -100,33 +99,15 @@ def memory_shape(
             for shape in set(loaded.shapes)
         ),
         num_buffer_sets=2 if config.async_batching else 1,
-        graph_rows=sum(graphed),
-        graph_tokens=max(LARGEST_MIXED, *graphed) if graphed else 0,
+        graph_rows=graphs.num_rows,
+        graph_tokens=graphs.num_tokens,
     )
 
 
-def _graphed_batches(config: EngineConfig) -> list[int]:
-    """Return the decode sizes that may be captured at the same time, the largest ones."""
-    if not config.cuda_graphs:
-        return []
-    return sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})[
-        -config.max_cached_graphs :
-    ]
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that can be allocated now."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, _total = torch.cuda.mem_get_info(device)
-        return int(free)
-    return available_memory()
-
-
-def _pool_cap(config: EngineConfig, device: torch.device, shape: MemoryShape) -> int | None:
+def _pool_cap(config: EngineConfig, device: Device, shape: MemoryShape) -> int | None:
     if config.max_memory_gib is not None:
         return int(config.max_memory_gib * GIB)
-    if device.type == "cpu":
+    if device.uses_host_memory:
         reserved = sum(shape.block_bytes(group) for group in shape.groups)
         return max(CPU_POOL_BYTES, shape.sequence_bytes(shape.max_model_len) + reserved)
     return None
@@ -134,15 +115,19 @@ def _pool_cap(config: EngineConfig, device: torch.device, shape: MemoryShape) ->
 
 @torch.inference_mode()
 def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
-    """Return the bytes by which the largest step exceeds the estimate (experts, unusual models); at
-    least 0.
+    """Return the bytes by which the largest step exceeds the estimate, at least 0.
+
+    Experts and unusual models need more. Where the device cannot measure it, the result is 0.
     """
-    tokens = torch.zeros(shape.max_num_tokens, dtype=torch.int64, device=loaded.device)
-    positions = torch.arange(shape.max_num_tokens, device=loaded.device) % shape.max_model_len
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    before = torch.cuda.memory_allocated(loaded.device)
-    loaded.logits(tokens, positions, positions[: shape.max_num_rows], Probe())
-    peak = torch.cuda.max_memory_allocated(loaded.device) - before
+    device = loaded.device
+
+    def run() -> None:
+        where = device.torch_device
+        tokens = torch.zeros(shape.max_num_tokens, dtype=torch.int64, device=where)
+        positions = torch.arange(shape.max_num_tokens, device=where) % shape.max_model_len
+        loaded.logits(tokens, positions, positions[: shape.max_num_rows], Probe())
+
+    peak = device.peak_memory(run)
     return max(0, int(peak * _MEASURED_MARGIN) - shape.activations - shape.logits)
 
 

@@ -7,34 +7,26 @@ policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.attention import AttentionBackend, choose
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
-from tokenmill_worker.engine.cpu.kernels.draw import draw_kernel
-from tokenmill_worker.engine.cuda.graphs import Capture, CudaCapture, GraphRunner
-from tokenmill_worker.engine.device import StepInputs
-from tokenmill_worker.engine.execution import ranks
+from tokenmill_worker.engine.attention import AttentionBackend
+from tokenmill_worker.engine.config import CacheConfig, EngineConfig
+from tokenmill_worker.engine.device import Graphs, StepInputs
 from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
-from tokenmill_worker.engine.execution.memory import free_memory, size_cache
-from tokenmill_worker.engine.kv.offloader import Offloader, PinnedPool
-from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
+from tokenmill_worker.engine.kv.offloader import Offloader
+from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.lora import AdapterError, Adapters
-from tokenmill_worker.engine.model import model_files
-from tokenmill_worker.engine.model.loader import LoadedModel, load_model
+from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
-from tokenmill_worker.engine.model.vocabulary import vocabulary
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sampling import GrammarCompiler, Layout, Sampled, Sampler
-from tokenmill_worker.engine.sampling.draws import Kernel
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -83,102 +75,29 @@ class ModelRunner:
         self._backend = backend
         self._pool = pool
         self._layers = _bind(loaded, pool)
-        self._offloader = Offloader(pool, host_pool)
-        self._pinned: PinnedPool | None = None
-        if host_pool is not None and loaded.device.type == "cuda":
-            self._pinned = PinnedPool(host_pool, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-        self._inputs = InputBuilder(
-            cache_config, self.max_model_len, loaded.device, config.max_num_seqs
-        )
-        kernel = _device_kernel(loaded.device, config)
+        device = loaded.device
+        self._device = device
+        self._offloader = Offloader(pool, host_pool, device.copy_stream())
+        self._pinned = None if host_pool is None else device.pin(host_pool.tensors)
+        self._inputs = InputBuilder(cache_config, self.max_model_len, device, config.max_num_seqs)
         self._sampler = Sampler(
-            loaded.vocab_size, loaded.device, loaded.eos_token_ids, grammars,
-            kernel or draw_kernel(loaded.device), takes_any_dtype=kernel is not None,
-        )  # fmt: skip
+            loaded.vocab_size,
+            device.torch_device,
+            loaded.eos_token_ids,
+            grammars,
+            device.token_kernel(config),
+        )
         self._previous: PreviousTokens | None = None
-        self.graphs: GraphRunner | None = None
-
-    @classmethod
-    def load(
-        cls,
-        config: EngineConfig,
-        cache_dir: str | None = None,
-        on_progress: Callable[[str, float], None] | None = None,
-    ) -> Self:
-        """Find (and convert) and load the model, choose attention, size and allocate the cache.
-
-        Raises:
-            EngineConfigError: the settings cannot work here.
-            OSError: the model is not found.
-        """
-        report = on_progress or (lambda _what, _fraction: None)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        path = model_files.resolve(config.model, cache_dir, report, config.trust_remote_code)
-        report(f"loading {config.model}", 0.0)
-        return cls.around(load_model(path, config), config, report)
-
-    @classmethod
-    def around(
-        cls,
-        loaded: LoadedModel,
-        config: EngineConfig,
-        on_progress: Callable[[str, float], None] | None = None,
-    ) -> Self:
-        """Serve a model that is already loaded. Raises EngineConfigError."""
-        report = on_progress or (lambda _what, _fraction: None)
-        adapters = _adapters(loaded, config, report)
-        may_shorten = config.max_model_len is None
-        config = _resolved(config, loaded)
-        dtype = kv_dtype(config, loaded.dtype)
-        backend = choose(
-            config.attention,
-            loaded.device,
-            dtype,
-            list(loaded.shapes),
-            config.block_size,
-            config.amx,
-        )
-        cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
-        if config.tensor_parallel:
-            cache_config = ranks.agree(cache_config)
-        config = config.replace(attention=backend.name, max_model_len=length)
-        pool = KVCachePool.allocate(
-            loaded.groups, cache_config.num_blocks, config.block_size, backend, dtype, loaded.device
-        )
-        if loaded.device.type == "cpu" and pool.num_bytes <= free_memory(loaded.device) // 2:
-            pool.touch()  # if memory is scarce, blocks are allocated at first use
-        host_pool = None
-        if any(cache_config.num_host_blocks):
-            host_pool = KVCachePool.allocate(
-                loaded.groups,
-                cache_config.num_host_blocks,
-                config.block_size,
-                backend,
-                dtype,
-                torch.device("cpu"),
-            )
-        words = vocabulary(
-            loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code
-        )
-        grammars = None
-        if words is not None:
-            grammars = GrammarCompiler(
-                words.info, special_ids=words.special_ids, encode=words.encode
-            )
-        report(f"loading {config.model}", 1.0)
-        runner = cls(loaded, config, cache_config, backend, pool, host_pool, grammars, adapters)
-        if config.cuda_graphs and loaded.device.type == "cuda":
-            runner.use_graphs(CudaCapture(loaded.device))
-        return runner
+        self.graphs: Graphs | None = device.graphs(self.forward, config, self.max_model_len)
 
     @property
     def description(self) -> str:
         blocks = " + ".join(str(count) for count in self.cache_config.num_blocks)
         dtype = str(self._loaded.dtype).removeprefix("torch.")
         return (
-            f"{self.config.model} on {self._loaded.device}, {dtype}, attention {self._backend.name}, "
-            f"{blocks} blocks of {self.config.block_size} tokens ({self._pool.num_bytes / 2**30:.2f} GiB)"
+            f"{self.config.model} on {self._device.torch_device}, {dtype}, "
+            f"attention {self._backend.name}, {blocks} blocks of {self.config.block_size} tokens "
+            f"({self._pool.num_bytes / 2**30:.2f} GiB)"
         )
 
     @property
@@ -196,7 +115,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device; its tokens may feed the next step before `finish`."""
         if (
-            self._loaded.direct is not None
+            self._loaded.fused_pass is not None
         ):  # few torch operators: inference mode costs more than it saves
             return self._launch(plan)
         with torch.inference_mode():
@@ -206,7 +125,7 @@ class ModelRunner:
         self._offloader.run(plan)
         previous, self._previous = self._previous, None
         if not plan.scheduled:
-            return InFlightStep(plan, (), None, self._mark())
+            return InFlightStep(plan, (), None, self._device.end_of_queue())
         inputs = self._inputs.build(plan, previous)
         indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
         items = [plan.scheduled[index] for index in indices]
@@ -218,9 +137,9 @@ class ModelRunner:
         if graphs is None and layout is not None and layout.takes_highest:
             sampled = self._highest(inputs, layout)
         if sampled is None:
-            logits = self._forward(inputs) if graphs is None else graphs.run(inputs)
+            logits = self.forward(inputs) if graphs is None else graphs.run(inputs)
             if layout is None:
-                return InFlightStep(plan, (), None, self._mark())
+                return InFlightStep(plan, (), None, self._device.end_of_queue())
             sampled = self._sampler.sample(logits, items, layout)
         self._previous = PreviousTokens(sampled.token_ids, items)
         return InFlightStep(plan, indices, sampled)
@@ -230,7 +149,7 @@ class ModelRunner:
         """Run another rank's step: the same moves and forward pass, no sampling."""
         self._offloader.run(plan)
         if plan.scheduled:
-            self._forward(self._inputs.build(plan))
+            self.forward(self._inputs.build(plan))
 
     def finish(self, step: InFlightStep) -> StepOutput:
         """Wait for the step's tokens, or for its end if none are sampled.
@@ -249,20 +168,7 @@ class ModelRunner:
             {step.indices[i]: error for i, error in errors.items()},
         )
 
-    def _mark(self) -> torch.cuda.Event | None:
-        """Return an event at the end of the queued work; None on CPU, where nothing is queued."""
-        if self._loaded.device.type != "cuda":
-            return None
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return done
-
-    def use_graphs(self, capture: Capture) -> GraphRunner:
-        """Replay captured graphs for later steps where possible."""
-        self.graphs = GraphRunner(self._forward, self.config, self.max_model_len, capture)
-        return self.graphs
-
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._loaded.logits(
             inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs)
         )
@@ -302,13 +208,7 @@ class ModelRunner:
 
     def is_alive(self) -> bool:
         """Return whether the device works; after a permanent failure every call on it fails."""
-        if self._loaded.device.type != "cuda":
-            return True
-        try:
-            torch.cuda.synchronize(self._loaded.device)
-        except RuntimeError:
-            return False
-        return True
+        return self._device.is_alive()
 
     def close(self) -> None:
         self._offloader.synchronize()
@@ -318,33 +218,6 @@ class ModelRunner:
             self._adapters.close()
 
 
-def _adapters(
-    loaded: LoadedModel, config: EngineConfig, report: Callable[[str, float], None]
-) -> Adapters | None:
-    """Load the adapters; return None if none are configured.
-
-    They are loaded before the cache is sized, so that their memory counts. Raises
-    EngineConfigError.
-    """
-    folders = {name: Path(folder).expanduser() for name, folder in config.adapter_folders.items()}
-    if not folders:
-        return None
-    adapters = Adapters(loaded.model, folders, max_cached=config.max_cached_loras)
-    problems = adapters.check(report)
-    if problems:
-        raise EngineConfigError(problems)
-    return adapters
-
-
-def _device_kernel(device: torch.device, config: EngineConfig) -> Kernel | None:
-    """Return the CUDA kernel that draws tokens in one launch; None on CPU, or where torch must draw."""
-    if device.type != "cuda" or not config.fuse or find_spec("triton") is None:
-        return None
-    from tokenmill_worker.engine.cuda.draw import DeviceDraw
-
-    return DeviceDraw(device)
-
-
 def _bind(loaded: LoadedModel, pool: KVCachePool) -> tuple[LayerBinding, ...]:
     bindings = {
         layer: LayerBinding(group, pool.layer(group, index), loaded.shapes[layer])
@@ -352,22 +225,3 @@ def _bind(loaded: LoadedModel, pool: KVCachePool) -> tuple[LayerBinding, ...]:
         for index, layer in enumerate(members.layers)
     }
     return tuple(bindings[layer] for layer in range(len(bindings)))
-
-
-def _resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """Return the configuration with every "auto" resolved."""
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    is_cuda = loaded.device.type == "cuda"
-    may_run_ahead = (
-        is_cuda and not config.speculative_tokens
-    )  # drafts follow tokens that the host knows
-    return config.replace(
-        dtype=dtype,
-        kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
-        device=str(loaded.device),
-        max_model_len=loaded.max_model_len,
-        cuda_graphs=(is_cuda if config.cuda_graphs is None else config.cuda_graphs)
-        and not config.tensor_parallel,  # a capture runs the pass several times, the other ranks once
-        async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
-        and not config.tensor_parallel,  # the other ranks receive a token with the next plan
-    )

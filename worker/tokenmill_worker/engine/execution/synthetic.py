@@ -72,7 +72,7 @@ class SyntheticOptions:
 
 @dataclass(slots=True)
 class SyntheticRunner:
-    """Implements `runners.Runner`."""
+    """Implements `interface.Runner`."""
 
     config: EngineConfig
     options: SyntheticOptions

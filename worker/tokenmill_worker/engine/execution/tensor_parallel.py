@@ -19,6 +19,7 @@ import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.execution.build import load_model_runner
 from tokenmill_worker.engine.execution.interface import FOLLOWS
 from tokenmill_worker.engine.execution.ranks import Ranks
 from tokenmill_worker.engine.execution.runner import InFlightStep, ModelRunner
@@ -38,7 +39,7 @@ class _Item(msgspec.Struct, array_like=True):
     samples: bool
 
 
-class Step(msgspec.Struct, tag="step"):
+class BroadcastStep(msgspec.Struct, tag="step"):
     step_id: int
     items: tuple[_Item, ...]
     swap_out: tuple[tuple[int, int, int], ...]
@@ -53,7 +54,7 @@ class _End(msgspec.Struct, tag="end"):
     pass
 
 
-_Message = Step | _Release | _End
+_Message = BroadcastStep | _Release | _End
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Message)
 
@@ -71,15 +72,15 @@ class _Known:
     num_blocks: tuple[int, ...]
 
 
-class Telling:
+class PlanEncoder:
     """Encodes plans for the other ranks; of each sequence only what they do not have yet."""
 
     def __init__(self) -> None:
         self._known: dict[Sequence, _Known] = {}
         self._next_key = 0
 
-    def describe(self, plan: StepPlan) -> Step:
-        return Step(
+    def describe(self, plan: StepPlan) -> BroadcastStep:
+        return BroadcastStep(
             plan.step_id,
             tuple(self._item(item) for item in plan.scheduled),
             *(_flat(copies) for copies in (plan.swap_out, plan.swap_in)),
@@ -116,11 +117,11 @@ class Telling:
         )
 
 
-class LeadingRunner(ModelRunner):
+class TensorParallelRunner(ModelRunner):
     """The runner of rank 0: broadcasts each plan, then executes it."""
 
     ranks: Ranks
-    _telling: Telling
+    _plans: PlanEncoder
 
     @classmethod
     def load(
@@ -136,14 +137,15 @@ class LeadingRunner(ModelRunner):
         """
         ranks = Ranks.join(config.device)
         if ranks.rank != 0:
-            runner = ModelRunner.load(config, cache_dir, on_progress)
+            runner = load_model_runner(config, cache_dir, on_progress)
             if on_progress is not None:
                 on_progress(FOLLOWS, 0.0)
             follow(runner, ranks)
             raise SystemExit(0)
-        loaded = super().load(config, cache_dir, on_progress)
+        loaded = load_model_runner(config, cache_dir, on_progress, cls)
+        assert isinstance(loaded, cls)
         loaded.ranks = ranks
-        loaded._telling = Telling()
+        loaded._plans = PlanEncoder()
         return loaded
 
     def launch(self, plan: StepPlan) -> InFlightStep:
@@ -153,7 +155,7 @@ class LeadingRunner(ModelRunner):
         """
         try:
             if not plan.is_empty:
-                self.ranks.broadcast(_encoder.encode(self._telling.describe(plan)))
+                self.ranks.broadcast(_encoder.encode(self._plans.describe(plan)))
             return super().launch(plan)
         except Exception as error:
             raise self.ranks.fail(error) from error
@@ -167,7 +169,7 @@ class LeadingRunner(ModelRunner):
     def release(self, sequences: Iterable[Sequence]) -> None:
         gone = list(sequences)
         super().release(gone)
-        keys = self._telling.forget(gone)
+        keys = self._plans.forget(gone)
         if keys:
             self.ranks.broadcast(_encoder.encode(_Release(keys)))
 
@@ -186,7 +188,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
     sequences: dict[int, Sequence] = {}
     try:
         while not isinstance(message := _decoder.decode(ranks.broadcast(None)), _End):
-            if isinstance(message, Step):
+            if isinstance(message, BroadcastStep):
                 runner.follow(rebuild(message, sequences))
             else:
                 runner.release(sequences.pop(key) for key in message.keys if key in sequences)
@@ -196,7 +198,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
     ranks.leave()
 
 
-def rebuild(step: Step, sequences: dict[int, Sequence]) -> StepPlan:
+def rebuild(step: BroadcastStep, sequences: dict[int, Sequence]) -> StepPlan:
     scheduled = []
     for item in step.items:
         sequence = sequences.get(item.key)

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
@@ -26,22 +24,21 @@ MAX_STAGING_BYTES = 256 << 20  # largest part that moves at once; bounds the sta
 class Offloader:
     """Copies blocks between a device pool and a host pool.
 
-    `host_pool` is None without offload; plans then must hold no swaps.
+    `host_pool` is None without offload; plans then must hold no swaps. `stream` carries the
+    transfers of a CUDA device; without it copies are synchronous.
     """
 
     def __init__(
         self,
         device_pool: KVCachePool,
         host_pool: KVCachePool | None,
+        stream: torch.cuda.Stream | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
     ) -> None:
         self._max_staging_bytes = max_staging_bytes
         self._device_tensors = _movable(device_pool)
         self._host_tensors = None if host_pool is None else _movable(host_pool)
-        device = device_pool.tensors[0].device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = stream
 
     def run(self, plan: StepPlan) -> None:
         """Move the plan's blocks, first out, then in. Call it before the step's forward pass."""
@@ -130,35 +127,6 @@ def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
             if index > start:
                 yield start, index
             start = index
-
-
-class PinnedPool:
-    """Pins a host pool, so that the device can access it directly, until `close`.
-
-    The pool's pages are registered with the driver: torch's own pinned allocations are rounded up
-    to powers of two, up to twice the memory of a large pool. `runtime` is the CUDA runtime.
-    """
-
-    def __init__(self, pool: KVCachePool, runtime: Any) -> None:
-        self._runtime = runtime
-        self._registered: list[int] = []
-        for tensor in pool.tensors:
-            size = tensor.numel() * tensor.element_size()
-            status = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0)) if size else 0
-            if status:
-                self.close()
-                reason = f"the driver cannot pin {size / 2**30:.1f} GiB of host memory (CUDA error {status})"
-                raise EngineConfigError([f"cpu_offload_gib: {reason}"])
-            self._registered.append(tensor.data_ptr())
-
-    def close(self) -> None:
-        """Unregister the pages.
-
-        Call it before the memory is freed: pages that are still registered cannot be registered
-        again by their next owner.
-        """
-        while self._registered:
-            self._runtime.cudaHostUnregister(self._registered.pop())
 
 
 def _source(copy: BlockCopy) -> int:

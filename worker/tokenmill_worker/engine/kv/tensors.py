@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend
 from tokenmill_worker.engine.config import EngineConfig, LayerGroup
-from tokenmill_worker.engine.cpu import huge_pages
+from tokenmill_worker.engine.device import Device
 
 _DTYPES = {
     "float32": torch.float32,
@@ -40,10 +40,7 @@ def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class KVCachePool:
-    """Tensors by layer group.
-
-    On CPU, blocks that were never written take no memory, in units of a huge page.
-    """
+    """Tensors by layer group."""
 
     tensors: tuple[Tensor, ...]
 
@@ -55,8 +52,7 @@ class KVCachePool:
         block_size: int,
         backend: AttentionBackend,
         dtype: torch.dtype,
-        device: torch.device,
-        pinned: bool = False,
+        device: Device,
     ) -> KVCachePool:
         shapes = (
             (
@@ -67,16 +63,9 @@ class KVCachePool:
             )
             for group, count in zip(groups, num_blocks, strict=True)
         )
-        if device.type == "cpu" and not pinned:
-            return cls(
-                tuple(
-                    huge_pages.zeros(prod(shape) * dtype.itemsize).view(dtype).view(shape)
-                    for shape in shapes
-                )
-            )
         return cls(
             tuple(
-                torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+                device.allocate(prod(shape) * dtype.itemsize).view(dtype).view(shape)
                 for shape in shapes
             )
         )

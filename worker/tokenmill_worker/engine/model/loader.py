@@ -21,8 +21,7 @@ from transformers.utils import logging as progress_bars
 
 from tokenmill_worker.engine.attention import AttentionShape, choose
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
-from tokenmill_worker.engine.cpu.fused import DirectForward, find_direct, optimise
-from tokenmill_worker.engine.cuda.fused import fuse_where_possible
+from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.model import probe, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
@@ -43,7 +42,7 @@ class LoadedModel:
     model: nn.Module
     config: Any  # the text part of the Transformers configuration
     path: Path
-    device: torch.device
+    device: Device
     dtype: torch.dtype
     shapes: tuple[AttentionShape, ...]  # by layer index
     groups: tuple[LayerGroup, ...]
@@ -51,7 +50,7 @@ class LoadedModel:
     max_model_len: int
     keeps_rows: bool  # does the model's forward take logits_to_keep?
     # the same pass without Transformers' code around the layers
-    direct: DirectForward | None = None
+    fused_pass: FusedPass | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -65,8 +64,8 @@ class LoadedModel:
         `input_ids` and `positions` are `[num_tokens]`.
         """
         if (
-            self.direct is not None
-            and (logits := self.direct(input_ids, positions, rows, step)) is not None
+            self.fused_pass is not None
+            and (logits := self.fused_pass(input_ids, positions, rows, step)) is not None
         ):
             return logits
         return _logits(self.model, self.keeps_rows, input_ids, positions, rows, step)
@@ -79,19 +78,16 @@ class LoadedModel:
         Returns None where this would cost no less than all logits. The tensors stay valid during
         the next two calls.
         """
-        if self.direct is None or self.direct.num_logits != self.vocab_size:
+        if self.fused_pass is None or self.fused_pass.num_logits != self.vocab_size:
             return None
-        return self.direct.highest(input_ids, positions, rows, step)
+        return self.fused_pass.highest(input_ids, positions, rows, step)
 
 
-def load_model(path: Path, config: EngineConfig) -> LoadedModel:
+def load_model(path: Path, config: EngineConfig, device: Device) -> LoadedModel:
     """Load and check a model.
 
     Raises EngineConfigError where the model cannot be served, and OSError where there is none.
     """
-    device = pick_device(config.device)
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton kernels are launched on this thread's current device
     full_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
     resolve_length(
@@ -99,17 +95,18 @@ def load_model(path: Path, config: EngineConfig) -> LoadedModel:
     )  # before the weights are read
     progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        return describe_model(_read(path, config, device, dtype), path, config)
+        return describe_model(_read(path, config, device, dtype), path, config, device)
     except FusedPassError as error:
         if config.quantization is not None:
             raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
         log.warning(
             "%s runs on Transformers' own modules, which is slower: %s", config.model, error
         )
-        return describe_model(_read(path, config, device, dtype), path, config.replace(fuse=False))
+        unfused = config.replace(fuse=False)
+        return describe_model(_read(path, unfused, device, dtype), path, unfused, device)
 
 
-def _read(path: Path, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Any:
+def _read(path: Path, config: EngineConfig, device: Device, dtype: torch.dtype) -> Any:
     """Return the model on its device, as Transformers builds it; raises EngineConfigError."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -124,19 +121,18 @@ def _read(path: Path, config: EngineConfig, device: torch.device, dtype: torch.d
             [f"{config.model} cannot be loaded as a causal language model: {first}"]
         ) from error
     return (
-        model if config.tensor_parallel else model.to(device)
+        model if config.tensor_parallel else model.to(device.torch_device)
     )  # a split model is on its devices already
 
 
-def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
-    """Check and prepare a model that Transformers has loaded to its device; `path` holds its configuration.
+def describe_model(model: Any, path: Path, config: EngineConfig, device: Device) -> LoadedModel:
+    """Check and prepare a model that is on its device already; `path` holds its configuration.
 
     Raises EngineConfigError where it cannot be served, FusedPassError where only its fused modules
     cannot.
     """
     register()
-    weight = next(model.parameters())
-    device, dtype = weight.device, weight.dtype
+    dtype = next(model.parameters()).dtype
     text_config = _text_config(model.config, config.model)
     model = model.eval().requires_grad_(False)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -152,8 +148,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
         expected = verify.verify(model, plain, layers, config.model, length)
         if not expected and config.fuse and config.quantization is None and dtype == torch.float32:
             expected = verify.of_all_layers(model, layers, config.model, length)
-    model = optimise(model, config)
-    fuse_where_possible(model, config)
+    fused_pass = device.replace_modules(model, config)
     loaded = LoadedModel(
         model=model,
         config=text_config,
@@ -165,7 +160,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig) -> LoadedModel:
         eos_token_ids=eos_token_ids(path, text_config),
         max_model_len=length,
         keeps_rows=keeps_rows,
-        direct=find_direct(model),
+        fused_pass=fused_pass,
     )
     if config.fuse or config.quantization is not None:
         _check_fused(loaded, layers, expected, config)
@@ -180,13 +175,14 @@ def _check_fused(
 ) -> None:
     """Check that the fused pass runs and, where it is exact, yields the expected logits; raises FusedPassError."""
     try:
-        tokens = torch.zeros(2, dtype=torch.int64, device=loaded.device)
-        loaded.logits(tokens, torch.arange(2, device=loaded.device), tokens[:1] + 1, Probe())
+        device = loaded.device.torch_device
+        tokens = torch.zeros(2, dtype=torch.int64, device=device)
+        loaded.logits(tokens, torch.arange(2, device=device), tokens[:1] + 1, Probe())
         if config.quantization is not None or loaded.dtype != torch.float32 or not expected:
             return
         backend = choose(
             config.attention,
-            loaded.device,
+            device,
             loaded.dtype,
             list(loaded.shapes),
             config.block_size,
@@ -231,29 +227,9 @@ def _split(config: EngineConfig) -> dict[str, Any]:
 # ── what "auto" means ──
 
 
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise EngineConfigError([f"device {name!r} is not a device that torch knows"]) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EngineConfigError([f"device {name!r} was asked for, but torch sees no CUDA device"])
-    return device
-
-
-def pick_dtype(name: str, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """Return the type of the weights.
-
-    "auto" means float32 on the CPU. On accelerators it means the checkpoint's 16-bit type, or
-    bfloat16 for any other checkpoint.
-    """
-    if name != "auto":
-        return _DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    return stored if stored in (torch.float16, torch.bfloat16) else torch.bfloat16
+def pick_dtype(name: str, device: Device, stored: torch.dtype | None) -> torch.dtype:
+    """Return the type of the weights; `stored` is that of the checkpoint."""
+    return device.weight_type(stored) if name == "auto" else _DTYPES[name]
 
 
 def resolve_length(config: Any, wanted: int | None) -> int:

@@ -62,7 +62,12 @@ class SamplingArrays:
 
 
 class Kernel(Protocol):
-    """Samples all rows in one pass over their logits."""
+    """Samples all rows in one pass over their logits.
+
+    With `takes_any_dtype` it reads logits of any type, else only float32.
+    """
+
+    takes_any_dtype: bool
 
     def draw(
         self, logits: Tensor, arrays: SamplingArrays, keys: npt.NDArray[np.int32]

@@ -54,13 +54,8 @@ class Sampler:
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None = None,
         kernel: Kernel | None = None,
-        takes_any_dtype: bool = False,
     ) -> None:
-        """Create a sampler for one device.
-
-        `kernel`, which must fit this device, samples instead of torch. With `takes_any_dtype` it
-        reads the logits without conversion to float32.
-        """
+        """Create a sampler for one device; `kernel`, if given, samples instead of torch."""
         self.vocab_size = vocab_size
         self._device = device
         self._table = RowTable(vocab_size, eos_token_ids)
@@ -69,7 +64,7 @@ class Sampler:
         self._drawer: Drawer = (
             TorchDrawer(vocab_size, device) if kernel is None else KernelDrawer(kernel)
         )
-        self._takes_any_dtype = takes_any_dtype
+        self._takes_any_dtype = kernel is not None and kernel.takes_any_dtype
         self._cached: tuple[int, bytes, Batch] | None = None
 
     def prepare(self, items: Seq[ScheduledSequence]) -> None:

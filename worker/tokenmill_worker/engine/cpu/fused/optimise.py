@@ -14,6 +14,7 @@ from tokenmill_worker.engine.cpu.fused.packing import Packing
 from tokenmill_worker.engine.cpu.fused.replace import swap_modules
 from tokenmill_worker.engine.cpu.kernels.linear import PackedWeight
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
+from tokenmill_worker.engine.device import cannot_quantize
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,7 @@ def optimise(
     if config.quantization is None and not (config.fuse and usable):
         return model
     if not usable:
-        raise EngineConfigError([
-            f"quantization {config.quantization!r} runs on the CPU, on one rank, in float32, "
-            f"not on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
-        ])  # fmt: skip
+        raise cannot_quantize(config, weight)
     try:
         packing = choose(config.quantization, config.narrow_weights, config.amx)
     except KernelUnavailableError as error:

@@ -8,7 +8,6 @@ Parameters come as arrays, one entry per row.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections import deque
 from ctypes import c_int64, c_void_p
 from pathlib import Path
@@ -21,23 +20,9 @@ from torch import Tensor
 
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.program import Caller
-from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 from tokenmill_worker.engine.sampling.draws import SamplingArrays
 
-log = logging.getLogger(__name__)
-
 _TURNS = 3  # two steps may be in flight while a third begins
-
-
-def draw_kernel(device: torch.device) -> DrawKernel | None:
-    """Return the CPU kernel, or None where torch has to sample: on other devices, or without a compiler."""
-    if device.type != "cpu":
-        return None
-    try:
-        return DrawKernel()
-    except KernelUnavailableError as error:
-        log.warning("tokens are drawn by torch, several times slower: %s", error)
-        return None
 
 
 class _Arguments(ctypes.Structure):
@@ -102,6 +87,8 @@ class DrawKernel:
 
     It keeps the last batch's buffers; only one thread may use an instance.
     """
+
+    takes_any_dtype = False
 
     def __init__(self, cache_dir: Path | None = None, march: str = "native") -> None:
         self._call, self._member = (

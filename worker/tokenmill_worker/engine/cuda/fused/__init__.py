@@ -17,17 +17,12 @@ log = logging.getLogger(__name__)
 
 
 def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
-    """Replace a loaded model's modules in place, where its device and the settings allow it.
+    """Replace a loaded model's modules in place, where the settings allow it.
 
     Adapters and tensor parallelism need the layers that Transformers built, so with either the
     model stays unchanged.
     """
-    if (
-        not config.fuse
-        or config.tensor_parallel
-        or config.adapters
-        or not next(model.parameters()).is_cuda
-    ):
+    if not config.fuse or config.tensor_parallel or config.adapters:
         return
     if find_spec("triton") is None:
         log.warning("the model runs on Transformers' own modules: Triton is not installed")

@@ -1,0 +1,155 @@
+"""Loads a model and builds its runner: device, weights, adapters, attention, cache, grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tokenmill_worker.engine.attention import choose
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.cpu.device import CpuDevice
+from tokenmill_worker.engine.cuda.device import CudaDevice
+from tokenmill_worker.engine.device import Device
+from tokenmill_worker.engine.execution import ranks
+from tokenmill_worker.engine.execution.memory import size_cache
+from tokenmill_worker.engine.execution.runner import ModelRunner
+from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
+from tokenmill_worker.engine.lora import Adapters
+from tokenmill_worker.engine.model import model_files
+from tokenmill_worker.engine.model.loader import LoadedModel, load_model
+from tokenmill_worker.engine.model.vocabulary import vocabulary
+from tokenmill_worker.engine.sampling import GrammarCompiler
+
+Report = Callable[[str, float], None]
+
+
+def load_model_runner(
+    config: EngineConfig,
+    cache_dir: str | None = None,
+    on_progress: Report | None = None,
+    runner_type: type[ModelRunner] = ModelRunner,
+) -> ModelRunner:
+    """Find (and convert) and load the model, and build its runner.
+
+    Raises:
+        EngineConfigError: the settings cannot work here.
+        OSError: the model is not found.
+    """
+    report = on_progress or _ignore
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    path = model_files.resolve(config.model, cache_dir, report, config.trust_remote_code)
+    report(f"loading {config.model}", 0.0)
+    loaded = load_model(path, config, pick_device(config.device))
+    return build_runner(loaded, config, report, runner_type)
+
+
+def build_runner(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    on_progress: Report | None = None,
+    runner_type: type[ModelRunner] = ModelRunner,
+) -> ModelRunner:
+    """Build a runner for a loaded model: choose attention, size and allocate the cache.
+
+    Raises EngineConfigError.
+    """
+    report = on_progress or _ignore
+    device = loaded.device
+    adapters = _adapters(loaded, config, report)
+    may_shorten = config.max_model_len is None
+    config = resolved(config, loaded)
+    dtype = kv_dtype(config, loaded.dtype)
+    backend = choose(
+        config.attention,
+        device.torch_device,
+        dtype,
+        list(loaded.shapes),
+        config.block_size,
+        config.amx,
+    )
+    cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
+    if config.tensor_parallel:
+        cache_config = ranks.agree(cache_config)
+    config = config.replace(attention=backend.name, max_model_len=length)
+
+    def allocate(num_blocks: tuple[int, ...], where: Device) -> KVCachePool:
+        groups, size = loaded.groups, config.block_size
+        return KVCachePool.allocate(groups, num_blocks, size, backend, dtype, where)
+
+    pool = allocate(cache_config.num_blocks, device)
+    if device.uses_host_memory and pool.num_bytes <= device.free_memory() // 2:
+        pool.touch()  # if memory is scarce, blocks are allocated at first use
+    has_host_pool = any(cache_config.num_host_blocks)
+    host_pool = allocate(cache_config.num_host_blocks, CpuDevice()) if has_host_pool else None
+    grammars = _grammar_compiler(loaded, config)
+    report(f"loading {config.model}", 1.0)
+    return runner_type(loaded, config, cache_config, backend, pool, host_pool, grammars, adapters)
+
+
+def pick_device(name: str) -> Device:
+    """Return the named device; "auto" means CUDA where there is one. Raises EngineConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise EngineConfigError([f"device {name!r} is not a device that torch knows"]) from None
+    if device.type == "cpu":
+        return CpuDevice(device)
+    if device.type != "cuda":
+        return Device(device)
+    if not torch.cuda.is_available():
+        raise EngineConfigError([f"device {name!r} was asked for, but torch sees no CUDA device"])
+    return CudaDevice(device)
+
+
+def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """Return the configuration with every "auto" resolved."""
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    queues_work = loaded.device.is_asynchronous
+    # drafts follow tokens that the host knows
+    may_run_ahead = queues_work and not config.speculative_tokens
+    return config.replace(
+        dtype=dtype,
+        kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
+        device=str(loaded.device.torch_device),
+        max_model_len=loaded.max_model_len,
+        # a capture runs the pass several times, the other ranks once
+        cuda_graphs=(queues_work if config.cuda_graphs is None else config.cuda_graphs)
+        and not config.tensor_parallel,
+        # the other ranks receive a token with the next plan
+        async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
+        and not config.tensor_parallel,
+    )
+
+
+def _adapters(loaded: LoadedModel, config: EngineConfig, report: Report) -> Adapters | None:
+    """Load the adapters; return None if none are configured.
+
+    They are loaded before the cache is sized, so that their memory counts. Raises
+    EngineConfigError.
+    """
+    folders = {name: Path(folder).expanduser() for name, folder in config.adapter_folders.items()}
+    if not folders:
+        return None
+    adapters = Adapters(loaded.model, folders, max_cached=config.max_cached_loras)
+    problems = adapters.check(report)
+    if problems:
+        raise EngineConfigError(problems)
+    return adapters
+
+
+def _grammar_compiler(loaded: LoadedModel, config: EngineConfig) -> GrammarCompiler | None:
+    words = vocabulary(
+        loaded.path, loaded.vocab_size, loaded.eos_token_ids, config.trust_remote_code
+    )
+    if words is None:
+        return None
+    return GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
+
+
+def _ignore(_message: str, _fraction: float) -> None:
+    """Report no progress."""
