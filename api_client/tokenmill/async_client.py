@@ -18,20 +18,20 @@ import redis.asyncio
 
 from tokenmill.base import ClientBase, ClientOptions, check_open, translate
 from tokenmill.errors import JobFailed, TokenmillError
-from tokenmill.operations import jobs as programs
-from tokenmill.operations import overview as queue_state
-from tokenmill.operations import queue as queue_programs
+from tokenmill.operations import jobs as job_operations
+from tokenmill.operations import overview as queue_overview
+from tokenmill.operations import queue as queue_operations
 from tokenmill.operations.io_requests import (
     Commands,
-    Effect,
-    Follow,
-    Listen,
-    LookUp,
-    Program,
+    Emit,
+    IORequest,
+    Operation,
+    QueryDatabase,
     Receive,
     RunScript,
     Sleep,
-    Tell,
+    StreamMessages,
+    Subscribe,
 )
 from tokenmill.operations.job_request import JobHandle
 from tokenmill.operations.overview import QueueState
@@ -41,8 +41,8 @@ from tokenmill.operations.retry_window import is_served
 from tokenmill.operations.submit import submit
 from tokenmill.operations.tracing import producing
 from tokenmill.transport import scripts
-from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
-from tokenmill.transport.cancellation import heeding_cancellation
+from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
+from tokenmill.transport.cancellation import reraise_cancellation
 from tokenmill.transport.connect import SERVER_TROUBLE, connect_async
 from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.chunk import Chunk
@@ -72,8 +72,8 @@ class AsyncClient(ClientBase):
     ) -> None:
         super().__init__(url, queue, database, prefix, options or ClientOptions())
         self._redis = redis_client or connect_async(url, self._options.link)
-        self._hub = ChannelHub(self._redis)
-        self._turns = asyncio.Semaphore(_COMMANDS_AT_ONCE)
+        self._multiplexer = PubSubMultiplexer(self._redis)
+        self._limiter = asyncio.Semaphore(_COMMANDS_AT_ONCE)
 
     # ── jobs ──
 
@@ -84,7 +84,7 @@ class AsyncClient(ClientBase):
     async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """Submit many jobs in few round trips; see Client.submit_many."""
         with producing(self.queue, self._requests(jobs)) as requests:
-            return self._noted(await self._run(submit(self._view, requests)))
+            return self._noted(await self._run(submit(self._context, requests)))
 
     def stream(
         self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
@@ -93,24 +93,24 @@ class AsyncClient(ClientBase):
 
         If you leave the stream early, call `aclose` on it to end its subscription at once.
         """
-        starting_after = programs.check_starting_after(starting_after)
-        return self._tell(programs.follow(self._view, str(job), starting_after, timeout))
+        starting_after = job_operations.check_starting_after(starting_after)
+        return self._emit(job_operations.follow(self._context, str(job), starting_after, timeout))
 
     async def result(
         self, job: str, timeout: float | None = None, *, check: bool = False
     ) -> JobResult:
         """Wait until a job has ended and return its result; see Client.result."""
-        result = await self._run(programs.wait(self._view, str(job), timeout))
+        result = await self._run(job_operations.wait(self._context, str(job), timeout))
         if check and result.status is not JobStatus.SUCCEEDED:
             raise JobFailed(result)
         return result
 
     async def status(self, job: str) -> JobInfo:
-        return await self._run(programs.status(self._view, str(job)))
+        return await self._run(job_operations.status(self._context, str(job)))
 
     async def cancel(self, job: str) -> str:
         """Cancel a job; see Client.cancel."""
-        return await self._run(programs.cancel(self._view, str(job)))
+        return await self._run(job_operations.cancel(self._context, str(job)))
 
     # ── the queue ──
 
@@ -119,28 +119,28 @@ class AsyncClient(ClientBase):
     ) -> Sequence[JobInfo]:
         """List the jobs that have not ended, and dead jobs; see Client.list."""
         wanted = JobStatus(status) if status is not None else None
-        return await self._run(queue_programs.jobs(self._view, wanted, limit))
+        return await self._run(queue_operations.jobs(self._context, wanted, limit))
 
     async def depth(self) -> QueueDepth:
-        return await self._run(queue_programs.depth(self._view))
+        return await self._run(queue_operations.depth(self._context))
 
     async def overview(self) -> QueueState:
         """Return the state of the queue; see Client.overview."""
-        return await self._run(queue_state.overview(self._view))
+        return await self._run(queue_overview.overview(self._context))
 
     async def is_served(self) -> bool:
         """Return whether a worker has ever served this queue; it may be away now."""
-        return await self._run(is_served(self._view))
+        return await self._run(is_served(self._context))
 
     async def workers(self) -> Sequence[WorkerStatus]:
-        return await self._run(queue_programs.workers(self._view))
+        return await self._run(queue_operations.workers(self._context))
 
     async def dead(self, limit: int = 100) -> Sequence[DeadJob]:
-        return await self._run(queue_programs.dead(self._view, limit))
+        return await self._run(queue_operations.dead(self._context, limit))
 
     async def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
         """Return dead jobs to the queue; see Client.redrive."""
-        return await self._run(queue_programs.redrive(self._view, jobs, limit))
+        return await self._run(queue_operations.redrive(self._context, jobs, limit))
 
     async def set_limits(
         self,
@@ -153,15 +153,15 @@ class AsyncClient(ClientBase):
     ) -> None:
         """Set the limits of a tenant; see Client.set_limits."""
         limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
-        await self._run(queue_programs.set_limits(self._view, tenant, limits))
+        await self._run(queue_operations.set_limits(self._context, tenant, limits))
 
     async def set_queue_limit(self, limit: int) -> None:
-        await self._run(queue_programs.set_queue_limit(self._view, limit))
+        await self._run(queue_operations.set_queue_limit(self._context, limit))
 
     async def close(self) -> None:
         """Close the client for good. Calls and streams in progress end with ClientClosed."""
         self.is_closed = True
-        await self._hub.close()
+        await self._multiplexer.close()
         await self._redis.aclose()
         if self.has_database:
             await asyncio.to_thread(self._close_results)
@@ -177,84 +177,84 @@ class AsyncClient(ClientBase):
     ) -> None:
         await self.close()
 
-    # ── performing programs ──
+    # ── running operations ──
 
-    async def perform(self, program: Program[T]) -> T:
-        """Run a program over effects. Modules that extend the client beyond its own methods use
-        this.
+    async def perform(self, operation: Operation[T]) -> T:
+        """Run an operation: a generator that yields IO requests. Modules that extend the client
+        beyond its own methods use this.
         """
-        return await self._run(program)
+        return await self._run(operation)
 
-    async def _run(self, program: Program[T]) -> T:
-        """Run a program that yields no values to the caller; return its result."""
-        performer = _Performer(self, self._redis, self._hub, self._turns)
+    async def _run(self, operation: Operation[T]) -> T:
+        """Run an operation that emits no values; return its result."""
+        driver = AsyncIODriver(self, self._redis, self._multiplexer, self._limiter)
         try:
-            effect = performer.step(program)
-            while effect is not None:
-                await performer.perform(effect)
-                effect = performer.step(program)
-            value: T = performer.value
+            request = driver.step(operation)
+            while request is not None:
+                await driver.perform(request)
+                request = driver.step(operation)
+            value: T = driver.value
             return value
         finally:
-            program.close()
-            await performer.close()
+            operation.close()
+            await driver.close()
 
-    async def _tell(self, program: Program[None]) -> AsyncGenerator[Any, None]:
-        performer = _Performer(self, self._redis, self._hub, self._turns)
+    async def _emit(self, operation: Operation[None]) -> AsyncGenerator[Any, None]:
+        driver = AsyncIODriver(self, self._redis, self._multiplexer, self._limiter)
         try:
-            while (effect := performer.step(program)) is not None:
-                if isinstance(effect, Tell):
-                    yield effect.value
-                elif isinstance(effect, Follow):
-                    receive, timeout = performer.receiver(), effect.timeout
-                    told_by, taken = effect.told_by, effect.taken
-                    while (values := told_by(message := await receive(timeout))) is not None:
+            while (request := driver.step(operation)) is not None:
+                if isinstance(request, Emit):
+                    yield request.value
+                elif isinstance(request, StreamMessages):
+                    receive, timeout = driver.receiver(), request.timeout
+                    values_of, on_taken = request.values_of, request.on_taken
+                    while (values := values_of(message := await receive(timeout))) is not None:
                         for value in values:
                             yield value
-                        taken()
-                    performer.answer = message
+                        on_taken()
+                    driver.answer = message
                 else:
-                    await performer.perform(effect)
+                    await driver.perform(request)
         finally:
-            program.close()
-            await performer.close()
+            operation.close()
+            await driver.close()
 
 
-class _Performer:
-    """Executes the effects of one program, and owns the subscription that it opens."""
+class AsyncIODriver:
+    """Executes the IO requests of one operation, and owns the subscription that it opens."""
 
     def __init__(
         self,
         client: AsyncClient,
         connection: redis.asyncio.Redis,
-        hub: ChannelHub,
-        turns: asyncio.Semaphore,
+        multiplexer: PubSubMultiplexer,
+        limiter: asyncio.Semaphore,
     ) -> None:
-        self.value: Any = None  # what the program returned
+        self.value: Any = None  # what the operation returned
         self._client = client
         self._redis = connection
-        self._hub = hub
-        self._turns = turns
-        self._subscription: HubSubscription | None = None
-        self.answer: Any = None  # the answer to the last effect
+        self._multiplexer = multiplexer
+        self._limiter = limiter
+        self._subscription: MultiplexedSubscription | None = None
+        self.answer: Any = None  # the reply to the last IO request
         self._trouble: TokenmillError | None = None
 
-    def step(self, program: Program[Any]) -> Effect | None:
-        """Send the answer to the last effect into the program and return its next effect; None at
-        the end.
+    def step(self, operation: Operation[Any]) -> IORequest | None:
+        """Send the reply to the last IO request into the operation and return its next request;
+        None at the end.
         """
         answer, trouble = self.answer, self._trouble
         self.answer, self._trouble = None, None
         try:
-            return program.throw(trouble) if trouble is not None else program.send(answer)
+            return operation.throw(trouble) if trouble is not None else operation.send(answer)
         except StopIteration as end:
             self.value = end.value
             return None
 
-    async def perform(self, effect: Effect) -> None:
+    async def perform(self, request: IORequest) -> None:
         try:
-            with heeding_cancellation():
-                self.answer = await self._perform(effect)
+            with reraise_cancellation():
+                self.answer = await self._perform(request)
         except Exception as error:
             check_open(
                 self._client
@@ -264,27 +264,27 @@ class _Performer:
             self._trouble = translate(error)
 
     def receiver(self) -> Callable[[float], Awaitable[bytes | Signal | None]]:
-        assert self._subscription is not None, "a program listens before it receives"
+        assert self._subscription is not None, "an operation subscribes before it receives"
         return self._subscription.receive
 
-    async def _perform(self, effect: Effect) -> Any:
+    async def _perform(self, request: IORequest) -> Any:
         check_open(self._client)
-        match effect:
+        match request:
             case RunScript(script, arguments):
-                async with self._turns:
+                async with self._limiter:
                     return await scripts.call_async(
                         self._redis, script, *self._client.script_head, *arguments
                     )
             case Commands(commands, tolerant):
-                async with self._turns:
+                async with self._limiter:
                     return await self._commands(commands, tolerant)
-            case Listen(channel):
+            case Subscribe(channel):
                 await self.close()
-                self._subscription = await self._hub.subscribe(channel)
+                self._subscription = await self._multiplexer.subscribe(channel)
                 return None
             case Receive(timeout):
                 return await self.receiver()(timeout)
-            case LookUp(job_id):
+            case QueryDatabase(job_id):
                 return (
                     await asyncio.to_thread(self._client.look_up, job_id)
                     if self._client.has_database
@@ -292,7 +292,7 @@ class _Performer:
                 )
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
-        raise TypeError(f"no such effect: {effect!r}")
+        raise TypeError(f"no such IO request: {request!r}")
 
     async def _commands(
         self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool

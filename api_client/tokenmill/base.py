@@ -21,7 +21,7 @@ from tokenmill.errors import (
     QueueUnserved,
     TokenmillError,
 )
-from tokenmill.operations.io_requests import QueueView
+from tokenmill.operations.io_requests import QueueContext
 from tokenmill.operations.job_request import JobHandle, build_request, checked
 from tokenmill.transport.connect import Link, parse_url
 from tokenmill_schemas.job import JobRequest
@@ -53,6 +53,7 @@ class ClientOptions:
             submit to a queue that no worker has ever served.
         unserved_s: seconds for which a job may wait in such a queue before stream and result raise
             QueueUnserved; None: no limit.
+        retry_for_s: another name of `patience_s`; it wins if both are given.
     """
 
     link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
@@ -62,6 +63,7 @@ class ClientOptions:
     patience_s: float = 120.0
     on_trouble: Callable[[TokenmillError], None] | None = None
     unserved_s: float | None = 120.0
+    retry_for_s: float | None = None
 
 
 class ClientBase:
@@ -72,12 +74,12 @@ class ClientBase:
     ) -> None:
         self.keys = Keys(checked_queue(queue), prefix)
         self._options = options
-        self._view = QueueView(
+        self._context = QueueContext(
             self.keys,
             options.queue_limit,
             options.idempotency_ttl_s,
             options.idle_s,
-            options.patience_s,
+            options.patience_s if options.retry_for_s is None else options.retry_for_s,
             options.on_trouble,
             options.unserved_s,
         )
@@ -103,9 +105,9 @@ class ClientBase:
         return self._database
 
     @property
-    def view(self) -> QueueView:
-        """The keys and limits of the queue, for programs passed to `perform`."""
-        return self._view
+    def context(self) -> QueueContext:
+        """The keys and limits of the queue, for operations passed to `perform`."""
+        return self._context
 
     def look_up(self, job_id: str) -> JobResult | None:
         """Return a job's result from the database; None without a database or a row. Raises

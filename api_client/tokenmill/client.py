@@ -6,7 +6,7 @@
             print(chunk.text, end="")
 
 A client may be shared between threads; it starts no thread of its own. The operations behind its
-methods are in programs.py.
+methods are in `tokenmill.operations`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import redis
 
 from tokenmill.base import ClientBase, ClientOptions, check_open, translate
 from tokenmill.errors import JobFailed, TokenmillError
-from tokenmill.operations import jobs as programs
-from tokenmill.operations import overview as queue_state
-from tokenmill.operations import queue as queue_programs
+from tokenmill.operations import jobs as job_operations
+from tokenmill.operations import overview as queue_overview
+from tokenmill.operations import queue as queue_operations
 from tokenmill.operations.io_requests import (
     Commands,
-    Effect,
-    Follow,
-    Listen,
-    LookUp,
-    Program,
+    Emit,
+    IORequest,
+    Operation,
+    QueryDatabase,
     Receive,
     RunScript,
     Sleep,
-    Tell,
+    StreamMessages,
+    Subscribe,
 )
 from tokenmill.operations.job_request import JobHandle
 from tokenmill.operations.overview import QueueState
@@ -101,7 +101,7 @@ class Client(ClientBase):
         RateLimited), the exception's `accepted` has the ids of the jobs stored before it.
         """
         with producing(self.queue, self._requests(jobs)) as requests:
-            return self._noted(self._run(submit(self._view, requests)))
+            return self._noted(self._run(submit(self._context, requests)))
 
     def stream(
         self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
@@ -117,8 +117,8 @@ class Client(ClientBase):
             timeout: seconds without a new chunk after which ResultTimeout is raised. Time that the
                 caller spends between two chunks does not count. None: no limit.
         """
-        starting_after = programs.check_starting_after(starting_after)
-        return self._drive(programs.follow(self._view, str(job), starting_after, timeout))
+        starting_after = job_operations.check_starting_after(starting_after)
+        return self._drive(job_operations.follow(self._context, str(job), starting_after, timeout))
 
     def result(self, job: str, timeout: float | None = None, *, check: bool = False) -> JobResult:
         """Wait until a job has ended and return its result.
@@ -128,13 +128,13 @@ class Client(ClientBase):
             timeout: seconds after which ResultTimeout is raised. None: no limit.
             check: raise JobFailed unless the job succeeded.
         """
-        result = self._run(programs.wait(self._view, str(job), timeout))
+        result = self._run(job_operations.wait(self._context, str(job), timeout))
         if check and result.status is not JobStatus.SUCCEEDED:
             raise JobFailed(result)
         return result
 
     def status(self, job: str) -> JobInfo:
-        return self._run(programs.status(self._view, str(job)))
+        return self._run(job_operations.status(self._context, str(job)))
 
     def cancel(self, job: str) -> str:
         """Cancel a job. Repeating the call is safe.
@@ -143,7 +143,7 @@ class Client(ClientBase):
         and will stop within a step, or if it ran before and its next worker will end it; else the
         state in which the job had ended already.
         """
-        return self._run(programs.cancel(self._view, str(job)))
+        return self._run(job_operations.cancel(self._context, str(job)))
 
     # ── the queue ──
 
@@ -156,24 +156,24 @@ class Client(ClientBase):
             limit: the largest number of jobs to return.
         """
         wanted = JobStatus(status) if status is not None else None
-        return self._run(queue_programs.jobs(self._view, wanted, limit))
+        return self._run(queue_operations.jobs(self._context, wanted, limit))
 
     def depth(self) -> QueueDepth:
-        return self._run(queue_programs.depth(self._view))
+        return self._run(queue_operations.depth(self._context))
 
     def overview(self) -> QueueState:
         """Return the state of the queue: backlog, tenants, counters and live workers."""
-        return self._run(queue_state.overview(self._view))
+        return self._run(queue_overview.overview(self._context))
 
     def is_served(self) -> bool:
         """Return whether a worker has ever served this queue; it may be away now."""
-        return self._run(is_served(self._view))
+        return self._run(is_served(self._context))
 
     def workers(self) -> Sequence[WorkerStatus]:
-        return self._run(queue_programs.workers(self._view))
+        return self._run(queue_operations.workers(self._context))
 
     def dead(self, limit: int = 100) -> Sequence[DeadJob]:
-        return self._run(queue_programs.dead(self._view, limit))
+        return self._run(queue_operations.dead(self._context, limit))
 
     def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
         """Return dead jobs to the queue, and return the ids of those that were.
@@ -182,7 +182,7 @@ class Client(ClientBase):
             jobs: ids of the jobs. None: the oldest dead jobs.
             limit: the largest number of jobs to return to the queue.
         """
-        return self._run(queue_programs.redrive(self._view, jobs, limit))
+        return self._run(queue_operations.redrive(self._context, jobs, limit))
 
     def set_limits(
         self,
@@ -203,7 +203,7 @@ class Client(ClientBase):
             weight: share of the tenant in relation to the others.
         """
         limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
-        self._run(queue_programs.set_limits(self._view, tenant, limits))
+        self._run(queue_operations.set_limits(self._context, tenant, limits))
 
     def set_queue_limit(self, limit: int) -> None:
         """Set how many jobs may wait in the queue before submit raises QueueFull; 0 removes the
@@ -211,7 +211,7 @@ class Client(ClientBase):
 
         Scheduled jobs do not count before they are due.
         """
-        self._run(queue_programs.set_queue_limit(self._view, limit))
+        self._run(queue_operations.set_queue_limit(self._context, limit))
 
     def close(self) -> None:
         """Close the client for good. Calls and streams in other threads end with ClientClosed."""
@@ -230,17 +230,17 @@ class Client(ClientBase):
     ) -> None:
         self.close()
 
-    # ── performing programs ──
+    # ── running operations ──
 
-    def perform(self, program: Program[T]) -> T:
-        """Run a program over effects. Modules that extend the client beyond its own methods use
-        this.
+    def perform(self, operation: Operation[T]) -> T:
+        """Run an operation: a generator that yields IO requests. Modules that extend the client
+        beyond its own methods use this.
         """
-        return self._run(program)
+        return self._run(operation)
 
-    def _run(self, program: Program[T]) -> T:
-        """Run a program that yields no values to the caller; return its result."""
-        driver = self._drive(program)
+    def _run(self, operation: Operation[T]) -> T:
+        """Run an operation that emits no values; return its result."""
+        driver = self._drive(operation)
         while True:
             try:
                 next(driver)
@@ -248,30 +248,32 @@ class Client(ClientBase):
                 value: T = end.value
                 return value
 
-    def _drive(self, program: Program[T]) -> Generator[Any, None, T]:
-        performer = _Performer(self, self._redis)
+    def _drive(self, operation: Operation[T]) -> Generator[Any, None, T]:
+        driver = IODriver(self, self._redis)
         answer: Any = None
         trouble: TokenmillError | None = None
         try:
             while True:
                 try:
-                    effect = program.throw(trouble) if trouble is not None else program.send(answer)
+                    request = (
+                        operation.throw(trouble) if trouble is not None else operation.send(answer)
+                    )
                 except StopIteration as end:
                     value: T = end.value
                     return value
                 answer, trouble = None, None
-                if isinstance(effect, Tell):
-                    yield effect.value
+                if isinstance(request, Emit):
+                    yield request.value
                     continue
                 try:
-                    if isinstance(effect, Follow):
+                    if isinstance(request, StreamMessages):
                         while (
-                            values := effect.told_by(answer := performer.receive(effect.timeout))
+                            values := request.values_of(answer := driver.receive(request.timeout))
                         ) is not None:
                             yield from values
-                            effect.taken()
+                            request.on_taken()
                     else:
-                        answer = performer.perform(effect)
+                        answer = driver.perform(request)
                 except Exception as error:
                     check_open(
                         self
@@ -280,39 +282,39 @@ class Client(ClientBase):
                         raise
                     trouble = translate(error)
         finally:
-            program.close()
-            performer.close()
+            operation.close()
+            driver.close()
 
 
-class _Performer:
-    """Executes the effects of one program, and owns the subscription that it opens."""
+class IODriver:
+    """Executes the IO requests of one operation, and owns the subscription that it opens."""
 
     def __init__(self, client: Client, connection: redis.Redis) -> None:
         self._client = client
         self._redis = connection
         self._subscription: Subscription | None = None
 
-    def perform(self, effect: Effect) -> Any:
+    def perform(self, request: IORequest) -> Any:
         check_open(self._client)
-        match effect:
+        match request:
             case RunScript(script, arguments):
                 return scripts.call(self._redis, script, *self._client.script_head, *arguments)
             case Commands(commands, tolerant):
                 return self._commands(commands, tolerant)
-            case Listen(channel):
+            case Subscribe(channel):
                 self.close()
                 self._subscription = Subscription(self._redis, channel)
                 return None
             case Receive(timeout):
                 return self.receive(timeout)
-            case LookUp(job_id):
+            case QueryDatabase(job_id):
                 return self._client.look_up(job_id)
             case Sleep(seconds):
                 return time.sleep(seconds)
-        raise TypeError(f"no such effect: {effect!r}")
+        raise TypeError(f"no such IO request: {request!r}")
 
     def receive(self, timeout: float) -> bytes | Signal | None:
-        assert self._subscription is not None, "a program listens before it receives"
+        assert self._subscription is not None, "an operation subscribes before it receives"
         return self._subscription.receive(timeout)
 
     def _commands(

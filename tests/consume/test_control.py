@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
+from tokenmill.transport.async_pubsub import PubSubMultiplexer, MultiplexedSubscription
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume import control
@@ -24,9 +24,9 @@ async def test_one_channel_refused_leaves_no_subscription_of_the_other(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, attempts, open_bells = Keys("q"), asyncio.Semaphore(0), 0
-    subscribe, close = ChannelHub.subscribe, HubSubscription.close
+    subscribe, close = PubSubMultiplexer.subscribe, MultiplexedSubscription.close
 
-    async def refuse_control(self: ChannelHub, channel: str) -> HubSubscription:
+    async def refuse_control(self: PubSubMultiplexer, channel: str) -> MultiplexedSubscription:
         nonlocal open_bells
         if channel == keys.bell:
             open_bells += 1
@@ -34,13 +34,13 @@ async def test_one_channel_refused_leaves_no_subscription_of_the_other(
         attempts.release()
         raise QueueUnavailable("no permissions")
 
-    async def count_close(self: HubSubscription) -> None:
+    async def count_close(self: MultiplexedSubscription) -> None:
         nonlocal open_bells
         open_bells -= 1
         await close(self)
 
-    monkeypatch.setattr(ChannelHub, "subscribe", refuse_control)
-    monkeypatch.setattr(HubSubscription, "close", count_close)
+    monkeypatch.setattr(PubSubMultiplexer, "subscribe", refuse_control)
+    monkeypatch.setattr(MultiplexedSubscription, "close", count_close)
     monkeypatch.setattr(control, "RECONNECT_S", 0.01)
     client = redis.asyncio.Redis.from_url(redis_url)
     channel = ControlChannel(

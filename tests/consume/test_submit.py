@@ -17,7 +17,7 @@ from tokenmill import (
     QueueFull,
     RateLimited,
 )
-from tokenmill.operations.io_requests import Program, RunScript
+from tokenmill.operations.io_requests import Operation, RunScript
 from tokenmill.operations.job_request import build_request
 from tokenmill.transport.scripts import SUBMIT
 from tokenmill_schemas.keys import GROUP
@@ -205,7 +205,7 @@ async def test_a_refused_argument_is_an_invalid_request(
     )
     values = fields | {"class": "bulk", "due": "0", "cost": "1"} | {argument: value}
 
-    def submitting() -> Program[Any]:
+    def submitting() -> Operation[Any]:
         return (yield RunScript(SUBMIT, (0, 0, *values.values())))
 
     with Client(redis_url, queue=QUEUE) as client:

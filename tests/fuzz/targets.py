@@ -30,7 +30,7 @@ from tokenmill.errors import ConfigurationError, InvalidRequest, UnreadableRecor
 from tokenmill.operations.job_request import build_request
 from tokenmill.operations.queue import read_dead, read_status
 from tokenmill.operations.records import FIELDS, read_depth, read_log, read_record
-from tokenmill.operations.stream_position import StreamCursor
+from tokenmill.operations.stream_position import StreamPosition
 from tokenmill.transport.connect import parse_url
 from tokenmill_schemas import codec
 from tokenmill_schemas.codec import DecodeError, encode
@@ -132,7 +132,7 @@ def _log(data: bytes) -> None:
 
 def _cursor(data: bytes) -> None:
     """Feed a cursor in any order: no chunk is delivered twice, and the cursor only goes forward."""
-    cursor, told = StreamCursor("job"), 0
+    cursor, told = StreamPosition("job"), 0
     for part in _bytes(_parts(data)):
         try:
             chunk = codec.decode_chunk(part)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.publish.support import FakeLog, admit, event
-from tokenmill.operations.stream_position import StreamCursor
+from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 
@@ -230,7 +230,7 @@ async def test_a_reader_may_begin_inside_a_chunk(log, after):
     for letter in "Was ist é?":
         await publisher.handle([event(letter)])
     [finished] = (await publisher.handle([event("!", end=LENGTH)])).finished
-    cursor = StreamCursor("job", after)
+    cursor = StreamPosition("job", after)
     told = [
         told
         for chunk in [*log.chunks["job"], finished.final_chunk]

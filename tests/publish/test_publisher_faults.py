@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.publish.support import Clock, FakeLog, admit, event
-from tokenmill.operations.stream_position import StreamCursor
+from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.jobs import AdmittedJob, CancelOrder
@@ -245,7 +245,7 @@ async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_sa
     log.is_down = True
     ends = [event("", choice=choice, end=FinishReason.CANCELLED) for choice in range(n)]
     [finished] = (await publisher.handle(ends)).finished
-    cursor = StreamCursor("job")
+    cursor = StreamPosition("job")
     told = [told for chunk in log.chunks["job"] for told in cursor.accept(chunk) or ()]
     last = cursor.accept(finished.final_chunk)
     assert (last is None) == (n > 1)

@@ -11,7 +11,7 @@ import msgspec
 
 from tokenmill.client import Client
 from tokenmill.errors import UnreadableRecord
-from tokenmill.operations.io_requests import Commands, Program, RunScript
+from tokenmill.operations.io_requests import Commands, Operation, RunScript
 from tokenmill.operations.jobs import ask_each, ask_records
 from tokenmill.operations.records import Record, is_wrong_type, read_record
 from tokenmill.operations.submit import submit
@@ -29,7 +29,7 @@ MAX_COLLECTED_BYTES: Final = 16 * 1024 * 1024
 _OVER: Final = frozenset(status.value.encode() for status in JobStatus if status.is_final)
 
 
-def ask(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
+def ask(commands: Sequence[tuple[Argument, ...]]) -> Operation[Sequence[Any]]:
     """Send any commands in one round trip."""
     replies: Sequence[Any] = yield Commands(tuple(commands))
     return replies
@@ -49,7 +49,7 @@ class Ends:
 def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
     """Submit requests that were validated when they were built."""
     with producing(client.queue, jobs) as requests:
-        client.perform(submit(client.view, requests))
+        client.perform(submit(client.context, requests))
 
 
 def collect(
@@ -84,7 +84,7 @@ _UNRECORDED: Final = b"?"  # collect.lua: over, but not recorded (no result is o
 
 def _collect(
     job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int
-) -> Program[Sequence[bytes | None]]:
+) -> Operation[Sequence[bytes | None]]:
     limits = (COLLECTED_TTL_S, len(in_files), max_bytes)
     replies: Sequence[bytes | None] = yield RunScript(COLLECT, (*limits, *in_files, *job_ids))
     return replies
@@ -118,7 +118,7 @@ def results(client: Client, job_ids: Sequence[str]) -> Iterator[JobResult]:
 
 
 def _records(client: Client, page: Sequence[str]) -> Iterator[Record]:
-    for job_id, values, last in client.perform(ask_records(client.view, page)):
+    for job_id, values, last in client.perform(ask_records(client.context, page)):
         try:
             record = read_record(job_id, values, last)
         except UnreadableRecord as error:
@@ -148,7 +148,7 @@ def cancel(client: Client, job_ids: Sequence[str]) -> None:
         client.perform(_cancel(page))
 
 
-def _cancel(job_ids: Sequence[str]) -> Program[None]:
+def _cancel(job_ids: Sequence[str]) -> Operation[None]:
     yield RunScript(CANCEL, tuple(job_ids))
 
 

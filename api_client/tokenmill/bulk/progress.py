@@ -9,12 +9,13 @@ from typing import Final, TypeVar
 
 from tokenmill.bulk.batch import Totals
 from tokenmill.errors import QueueUnavailable
+from tokenmill.transport.backoff import Backoff
 
 T = TypeVar("T")
 
 WINDOW: Final = 2_000
 PATIENCE_S: Final = 600.0
-_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_RETRY: Final = Backoff(first_s=0.1, longest_s=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class Patience:
                 if time.monotonic() - since > self._limit_s:
                     raise
                 self._say(str(trouble))
-                time.sleep(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
                 num_failures += 1
+                time.sleep(_RETRY.delay_s(num_failures))
             else:
                 self._say("")
                 return answer

@@ -1,9 +1,9 @@
-"""Effects: the input and output that an operation of the client requests.
+"""IO requests: the input and output that an operation of the client asks for.
 
-Operations are generators (programs). They yield effects and are sent the answers. `Client` and
-`AsyncClient` each execute the effects in their own way, so that everything else is written once.
+Operations are generators. They yield IO requests and are sent the replies. `Client` and
+`AsyncClient` each execute the requests in their own way, so that everything else is written once.
 
-If an effect fails because of the server, QueueUnavailable is raised inside the program;
+If a request fails because of the server, QueueUnavailable is raised inside the operation;
 InvalidRequest if a script rejects an argument.
 """
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class QueueView:
+class QueueContext:
     """The keys of a queue, and the limits and times that a client applies to it.
 
     `queue_limit` and `idempotency_ttl_s`: 0 uses the queue's own setting. `idle_s`: seconds of
-    silence after which a stream reads the log. `patience_s`: seconds for which a stream that was
+    silence after which a stream reads the log. `retry_for_s`: seconds for which a stream that was
     connected waits for a lost server, and for the record of a job that the server lost.
     `on_trouble` is called once per error that is waited out. `unserved_s` limits the wait in a
     queue that no worker has ever served; None: no limit.
@@ -35,14 +35,14 @@ class QueueView:
     queue_limit: int = 0
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
-    patience_s: float = 120.0
+    retry_for_s: float = 120.0
     on_trouble: Callable[[TokenmillError], None] | None = None
     unserved_s: float | None = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunScript:
-    """Run a Lua script. Answer: the script's reply."""
+    """Run a Lua script. Reply: the script's."""
 
     script: Script
     arguments: tuple[Argument, ...]
@@ -50,7 +50,7 @@ class RunScript:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Send several commands in one round trip, in order. Answer: their raw replies.
+    """Send several commands in one round trip, in order. Reply: their raw replies.
 
     `tolerant`: a command that the server refuses has the exception as its reply, and the other
     commands have theirs.
@@ -61,8 +61,8 @@ class Commands:
 
 
 @dataclass(frozen=True, slots=True)
-class Listen:
-    """Open the program's subscription, or open it again. Answer: None, once the server has
+class Subscribe:
+    """Open the operation's subscription, or open it again. Reply: None, once the server has
     confirmed it.
     """
 
@@ -71,7 +71,7 @@ class Listen:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Wait for a message. Answer: the next message's bytes; None after `timeout` seconds; MISSED if
+    """Wait for a message. Reply: the next message's bytes; None after `timeout` seconds; MISSED if
     messages may have been lost.
     """
 
@@ -79,25 +79,22 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
-    """Receive messages, and hand the values that `told_by` makes of each to the caller as Tell
-    does.
+class StreamMessages:
+    """Receive messages, and emit the values that `values_of` makes of each, as Emit does.
 
-    It ends at a message of which `told_by` makes None; every streamed token takes this path.
-    `taken` is called when the caller asks for the next value. Answer: the message at which it
-    ended, or another answer of Receive.
+    It ends at the first message of which `values_of` makes None. Every streamed token takes this
+    path. `on_taken` is called when the caller asks for the next value. Reply: the message at which
+    it ended, or another reply of Receive.
     """
 
     timeout: float
-    told_by: Callable[[Any], Sequence[Any] | None]
-    taken: Callable[[], None]
+    values_of: Callable[[Any], Sequence[Any] | None]
+    on_taken: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class LookUp:
-    """Look up a job's result in the database. Answer: JobResult, or None; None also without a
-    database.
-    """
+class QueryDatabase:
+    """Look up a job's result in the database. Reply: JobResult; None without a row or a database."""
 
     job_id: str
 
@@ -108,11 +105,13 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Hand a value to the caller, which may take any time before it continues."""
+class Emit:
+    """Give a value to the caller, which may take any time before it continues."""
 
     value: Any
 
 
-Effect: TypeAlias = RunScript | Commands | Listen | Receive | Follow | LookUp | Sleep | Tell
-Program: TypeAlias = Generator[Effect, Any, T]
+IORequest: TypeAlias = (
+    RunScript | Commands | Subscribe | Receive | StreamMessages | QueryDatabase | Sleep | Emit
+)
+Operation: TypeAlias = Generator[IORequest, Any, T]

@@ -14,15 +14,15 @@ from typing import Any
 from tokenmill.errors import JobNotFound, QueueUnavailable
 from tokenmill.operations.io_requests import (
     Commands,
-    Follow,
-    Listen,
-    LookUp,
-    Program,
-    QueueView,
+    Emit,
+    Operation,
+    QueryDatabase,
+    QueueContext,
     Receive,
     RunScript,
     Sleep,
-    Tell,
+    StreamMessages,
+    Subscribe,
 )
 from tokenmill.operations.records import (
     FIELDS,
@@ -34,8 +34,8 @@ from tokenmill.operations.records import (
     read_log,
     read_record,
 )
-from tokenmill.operations.retry_window import Patience
-from tokenmill.operations.stream_position import StreamCursor, read_position
+from tokenmill.operations.retry_window import RetryWindow
+from tokenmill.operations.stream_position import StreamPosition, read_position
 from tokenmill.transport.scripts import CANCEL, Argument
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import DecodeError, decode_chunk
@@ -47,7 +47,7 @@ LOG_PAGE = 1_000
 # ── looking ──
 
 
-def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]:
+def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Operation[Sequence[Any]]:
     """Send commands in one round trip and return their replies.
 
     A command whose key holds another type has the exception as its reply; any other server error is
@@ -59,36 +59,38 @@ def ask_each(commands: Sequence[tuple[Argument, ...]]) -> Program[Sequence[Any]]
     return replies
 
 
-def ask_records(view: QueueView, job_ids: Sequence[str]) -> Program[list[tuple[str, Any, Any]]]:
+def ask_records(
+    context: QueueContext, job_ids: Sequence[str]
+) -> Operation[list[tuple[str, Any, Any]]]:
     """Return the arguments of `read_record` for each job."""
     replies = yield from ask_each(
-        [command for job_id in job_ids for command in questions(view.keys, job_id)]
+        [command for job_id in job_ids for command in questions(context.keys, job_id)]
     )
     return list(zip(job_ids, replies[::2], replies[1::2], strict=True))
 
 
-def read(view: QueueView, job_ids: Sequence[str]) -> Program[list[Record | None]]:
+def read(context: QueueContext, job_ids: Sequence[str]) -> Operation[list[Record | None]]:
     """Return the record of each job, None for an unknown job. Raises UnreadableRecord."""
-    return [read_record(*each) for each in (yield from ask_records(view, job_ids))]
+    return [read_record(*each) for each in (yield from ask_records(context, job_ids))]
 
 
-def status(view: QueueView, job_id: str) -> Program[JobInfo]:
+def status(context: QueueContext, job_id: str) -> Operation[JobInfo]:
     """Return a job's state from Redis, or from the database if Redis no longer has it."""
-    (record,) = yield from read(view, [job_id])
+    (record,) = yield from read(context, [job_id])
     if record is not None:
         return record.info
-    result = yield LookUp(job_id)
+    result = yield QueryDatabase(job_id)
     if result is None:
         raise JobNotFound(job_id)
     return info_of(result)
 
 
-def cancel(view: QueueView, job_id: str) -> Program[str]:
+def cancel(context: QueueContext, job_id: str) -> Operation[str]:
     (word,) = yield RunScript(CANCEL, (job_id,))
     outcome: str = word.decode()
     if outcome != "unknown":
         return outcome
-    result = yield LookUp(job_id)
+    result = yield QueryDatabase(job_id)
     if result is None:
         raise JobNotFound(job_id)
     return str(result.status.value)
@@ -98,48 +100,48 @@ def cancel(view: QueueView, job_id: str) -> Program[str]:
 
 
 def follow(
-    view: QueueView, job_id: str, starting_after: str | int, timeout: float | None
-) -> Program[None]:
+    context: QueueContext, job_id: str, starting_after: str | int, timeout: float | None
+) -> Operation[None]:
     """Emit every chunk after the position `starting_after` once.
 
     Args:
         starting_after: a chunk's position, or a number of tokens.
         timeout: seconds without a new chunk after which ResultTimeout is raised; None: no limit.
     """
-    cursor = StreamCursor(job_id, starting_after)
-    patience = Patience(view, job_id, timeout)
-    told_by = functools.partial(_told_by, cursor)
+    cursor = StreamPosition(job_id, starting_after)
+    window = RetryWindow(context, job_id, timeout)
+    values_of = functools.partial(_delivered_by, cursor)
     while not cursor.is_over:
         try:
-            yield Listen(view.keys.chunks(job_id))
-            yield from _catch_up(view, cursor, patience)
+            yield Subscribe(context.keys.chunks(job_id))
+            yield from _catch_up(context, cursor, window)
             while not cursor.is_over:
-                message = yield Follow(patience.turn(), told_by, patience.progress)
+                message = yield StreamMessages(window.next_wait_s(), values_of, window.progress)
                 chunk = _chunk_of(message)
-                told = cursor.accept(chunk) if chunk is not None else None
-                if told is None:
-                    yield from _look_again(view, cursor, patience, was_silent=message is None)
+                delivered = cursor.accept(chunk) if chunk is not None else None
+                if delivered is None:
+                    yield from _look_again(context, cursor, window, was_silent=message is None)
                     continue
-                yield from _tell(told)
-                patience.progress()
+                yield from _emit(delivered)
+                window.progress()
         except (QueueUnavailable, JobNotFound) as trouble:
-            result = yield LookUp(job_id)
+            result = yield QueryDatabase(job_id)
             if result is not None:
-                yield from _tell(cursor.accept_result(result))
+                yield from _emit(cursor.accept_result(result))
             else:
-                yield Sleep(patience.bear(trouble))
+                yield Sleep(window.pause_s(trouble))
 
 
 def _look_again(
-    view: QueueView, cursor: StreamCursor, patience: Patience, *, was_silent: bool
-) -> Program[None]:
+    context: QueueContext, cursor: StreamPosition, window: RetryWindow, *, was_silent: bool
+) -> Operation[None]:
     """Read the log when the messages do not show how the answer continues."""
     before = cursor.num_tokens
-    yield from _catch_up(view, cursor, patience)
+    yield from _catch_up(context, cursor, window)
     if (
         was_silent and cursor.num_tokens > before
     ):  # the log had tokens without a message: the subscription is dead
-        yield Listen(view.keys.chunks(cursor.job_id))
+        yield Subscribe(context.keys.chunks(cursor.job_id))
 
 
 def _chunk_of(message: object) -> Chunk | None:
@@ -152,7 +154,7 @@ def _chunk_of(message: object) -> Chunk | None:
         return None
 
 
-def _told_by(cursor: StreamCursor, message: object) -> list[Chunk] | None:
+def _delivered_by(cursor: StreamPosition, message: object) -> list[Chunk] | None:
     """Return the chunks in a message that the subscriber does not have yet.
 
     Returns None if a chunk before them is missing, and for the job's last chunk.
@@ -161,36 +163,38 @@ def _told_by(cursor: StreamCursor, message: object) -> list[Chunk] | None:
     return cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
 
 
-def _catch_up(view: QueueView, cursor: StreamCursor, patience: Patience) -> Program[None]:
+def _catch_up(
+    context: QueueContext, cursor: StreamPosition, window: RetryWindow
+) -> Operation[None]:
     """Emit the missing chunks from the log, and from the result if the job has ended.
 
     The log is read first: when it is deleted, the result exists already.
     """
-    keys, start = view.keys, cursor.log_start
+    keys, start = context.keys, cursor.log_start
     while not cursor.is_over:
         entries, values = yield from _ask_of_log(
             ("XRANGE", keys.log(cursor.job_id), start, "+", "COUNT", LOG_PAGE),
             ("HMGET", keys.job(cursor.job_id), *FIELDS),
         )
         for chunk in cursor.accept_log(read_log(entries, cursor.has)):
-            yield Tell(chunk)
-            patience.progress()
+            yield Emit(chunk)
+            window.progress()
         if len(entries) == LOG_PAGE:
             start = b"(" + entries[-1][0]
             continue
         record = read_record(cursor.job_id, values)
         if record is None:
             raise JobNotFound(cursor.job_id)
-        patience.was_known = True
-        patience.all_well()
+        window.was_known = True
+        window.succeeded()
         if record.is_over:
-            yield from _tell(cursor.accept_result(record.outcome()))
+            yield from _emit(cursor.accept_result(record.outcome()))
         else:
-            yield from patience.check_served(record.info)
+            yield from window.check_served(record.info)
         return
 
 
-def _ask_of_log(*commands: tuple[Argument, ...]) -> Program[list[Any]]:
+def _ask_of_log(*commands: tuple[Argument, ...]) -> Operation[list[Any]]:
     """Send commands of which the first reads the job's log.
 
     A log key of another type counts as a log without entries: the job's worker creates it again, or
@@ -200,56 +204,58 @@ def _ask_of_log(*commands: tuple[Argument, ...]) -> Program[list[Any]]:
     return [[] if is_wrong_type(log) else log, *others]
 
 
-def _tell(chunks: Any) -> Program[None]:
+def _emit(chunks: Any) -> Operation[None]:
     for chunk in chunks:
-        yield Tell(chunk)
+        yield Emit(chunk)
 
 
-def wait(view: QueueView, job_id: str, timeout: float | None) -> Program[JobResult]:
+def wait(context: QueueContext, job_id: str, timeout: float | None) -> Operation[JobResult]:
     """Return the job's result as soon as it exists."""
-    patience = Patience(view, job_id, timeout)
+    window = RetryWindow(context, job_id, timeout)
     listens = False
     while True:
         try:
-            result = yield from _result_now(view, job_id, patience)
+            result = yield from _result_now(context, job_id, window)
             if result is not None:
                 return result
             if listens:
-                yield from _until_last(patience)
+                yield from _until_last(window)
             else:
-                yield Listen(
-                    view.keys.chunks(job_id)
+                yield Subscribe(
+                    context.keys.chunks(job_id)
                 )  # then read again: the job may have ended meanwhile
                 listens = True
         except (QueueUnavailable, JobNotFound) as trouble:
             listens = False
-            recorded: JobResult | None = yield LookUp(job_id)
+            recorded: JobResult | None = yield QueryDatabase(job_id)
             if recorded is not None:
                 return recorded
-            yield Sleep(patience.bear(trouble))
+            yield Sleep(window.pause_s(trouble))
 
 
-def _until_last(patience: Patience) -> Program[None]:
+def _until_last(window: RetryWindow) -> Operation[None]:
     """Return when the job may have ended: after its last chunk, or after a silence."""
     while True:
-        message = yield Receive(patience.turn())
+        message = yield Receive(window.next_wait_s())
         chunk = _chunk_of(message)
         if chunk is None or chunk.is_last:
             return
 
 
-def _result_now(view: QueueView, job_id: str, patience: Patience) -> Program[JobResult | None]:
+def _result_now(
+    context: QueueContext, job_id: str, window: RetryWindow
+) -> Operation[JobResult | None]:
     entries: list[Any] = []
-    (record,) = yield from read(view, [job_id])
+    (record,) = yield from read(context, [job_id])
     if record is None:
         raise JobNotFound(job_id)
-    patience.was_known = True
-    patience.all_well()
+    window.was_known = True
+    window.succeeded()
     if not record.is_over:
-        yield from patience.check_served(record.info)
+        yield from window.check_served(record.info)
         return None
     if record.result is None:
-        (entries,) = yield from _ask_of_log(("XRANGE", view.keys.log(job_id), "-", "+"))
+        (entries,) = yield from _ask_of_log(("XRANGE", context.keys.log(job_id), "-", "+"))
     result: JobResult = record.outcome(read_log(entries))
     return result
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.operations.io_requests import Commands, Program, QueueView
+from tokenmill.operations.io_requests import Commands, Operation, QueueContext
 from tokenmill.operations.queue import DueJob, due_jobs, number_of, workers
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.control import WorkerStatus
@@ -79,33 +79,33 @@ class _Lane:
     last_delivered: str
 
 
-def overview(view: QueueView) -> Program[QueueState]:
+def overview(context: QueueContext) -> Operation[QueueState]:
     """Read the state of a queue. Values that cannot be read are left out. Raises QueueUnavailable
     for trouble with the server.
     """
-    keys = view.keys
+    keys = context.keys
     counts = (("ZCARD", keys.delayed), ("ZCARD", keys.ended), ("XLEN", keys.dead))
-    returned = tuple(_first_returned(view, priority) for priority in PRIORITY_ORDER)
+    returned = tuple(_first_returned(context, priority) for priority in PRIORITY_ORDER)
     tenants = tuple(
         ("ZRANGE", keys.lanes(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER
     )
     meta, scheduled, unrecorded, dead, *rest = yield Commands(
         (("HGETALL", keys.meta), *counts, *returned, *tenants)
     )
-    lanes = yield from _lanes(view, rest[len(returned) :])
+    lanes = yield from _lanes(context, rest[len(returned) :])
     since = _oldest_returned(rest[: len(returned)])
-    yield from _oldest_in_lanes(view, lanes, since)
-    due = yield from due_jobs(view)
-    living = yield from workers(view)
+    yield from _oldest_in_lanes(context, lanes, since)
+    due = yield from due_jobs(context)
+    living = yield from workers(context)
     counts_now = (max(0, int(scheduled) - len(due)), int(unrecorded), int(dead))
-    return _state(view, meta, counts_now, lanes, since, living, due)
+    return _state(context, meta, counts_now, lanes, since, living, due)
 
 
-def _first_returned(view: QueueView, priority: Priority) -> tuple[Argument, ...]:
+def _first_returned(context: QueueContext, priority: Priority) -> tuple[Argument, ...]:
     low = priority.rank * _RETURNED_SPAN
     return (
         "ZRANGEBYSCORE",
-        view.keys.returned,
+        context.keys.returned,
         low,
         low + _RETURNED_SPAN - 1,
         "WITHSCORES",
@@ -115,7 +115,7 @@ def _first_returned(view: QueueView, priority: Priority) -> tuple[Argument, ...]
     )
 
 
-def _lanes(view: QueueView, tenants: Sequence[Sequence[bytes]]) -> Program[list[_Lane]]:
+def _lanes(context: QueueContext, tenants: Sequence[Sequence[bytes]]) -> Operation[list[_Lane]]:
     names = [
         (priority, name.decode("utf-8", "replace"))
         for priority, members in zip(PRIORITY_ORDER, tenants, strict=True)
@@ -123,7 +123,7 @@ def _lanes(view: QueueView, tenants: Sequence[Sequence[bytes]]) -> Program[list[
     ]
     asked: list[tuple[Argument, ...]] = []
     for priority, name in names:
-        lane = view.keys.lane(priority, name)
+        lane = context.keys.lane(priority, name)
         asked += [("XLEN", lane), ("XINFO GROUPS", lane)]
     replies = yield Commands(tuple(asked), tolerant=True)
     found = []
@@ -157,8 +157,8 @@ def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
 
 
 def _oldest_in_lanes(
-    view: QueueView, lanes: Sequence[_Lane], since: dict[Priority, int]
-) -> Program[None]:
+    context: QueueContext, lanes: Sequence[_Lane], since: dict[Priority, int]
+) -> Operation[None]:
     """Lower `since` to the time of the first undelivered entry of each stream. An entry's id begins
     with the time at which it was added.
     """
@@ -167,7 +167,7 @@ def _oldest_in_lanes(
         tuple(
             (
                 "XRANGE",
-                view.keys.lane(lane.priority, lane.tenant),
+                context.keys.lane(lane.priority, lane.tenant),
                 f"({lane.last_delivered}",
                 "+",
                 "COUNT",
@@ -184,7 +184,7 @@ def _oldest_in_lanes(
 
 
 def _state(
-    view: QueueView,
+    context: QueueContext,
     meta: Mapping[bytes, bytes],
     counts: tuple[int, int, int],
     lanes: Sequence[_Lane],
@@ -210,7 +210,7 @@ def _state(
         if name.startswith("finished:")
     }
     return QueueState(
-        queue=view.keys.queue,
+        queue=context.keys.queue,
         classes=classes,
         running=max(0, round(numbers.get("running", 0))),
         scheduled=scheduled,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.errors import ConfigurationError, UnreadableRecord, readable
-from tokenmill.operations.io_requests import Commands, Program, QueueView, RunScript
+from tokenmill.operations.io_requests import Commands, Operation, QueueContext, RunScript
 from tokenmill.operations.records import (
     JobInfo,
     QueueDepth,
@@ -50,9 +50,11 @@ class DueJob(msgspec.Struct, frozen=True, kw_only=True):
     is_counted: bool
 
 
-def depth(view: QueueView) -> Program[QueueDepth]:
-    meta, delayed = yield Commands((("HGETALL", view.keys.meta), ("ZCARD", view.keys.delayed)))
-    due = yield from due_jobs(view)
+def depth(context: QueueContext) -> Operation[QueueDepth]:
+    meta, delayed = yield Commands(
+        (("HGETALL", context.keys.meta), ("ZCARD", context.keys.delayed))
+    )
+    due = yield from due_jobs(context)
     read = read_depth(meta)
     queued, tokens = dict(read.queued), read.queued_tokens
     for job in due:
@@ -62,13 +64,13 @@ def depth(view: QueueView) -> Program[QueueDepth]:
     return QueueDepth(queued, tokens, read.running, max(0, int(delayed) - len(due)))
 
 
-def due_jobs(view: QueueView) -> Program[list[DueJob]]:
+def due_jobs(context: QueueContext) -> Operation[list[DueJob]]:
     """Return the jobs that are due and still scheduled, MAX_DUE at most.
 
     With a live worker there are few. Without one they must count as backlog, or an autoscaler would
     start no worker.
     """
-    keys, now_ms = view.keys, round(time.time() * 1000)
+    keys, now_ms = context.keys, round(time.time() * 1000)
     (ids,) = yield Commands((("ZRANGEBYSCORE", keys.delayed, "-inf", now_ms, "LIMIT", 0, MAX_DUE),))
     fields = ("class", "cost", "uncounted", "due_ms", "created_ms", "state")
     names = [
@@ -103,11 +105,11 @@ def number_of(value: bytes | str) -> float:
     return found if math.isfinite(found) else 0.0
 
 
-def workers(view: QueueView) -> Program[list[WorkerStatus]]:
+def workers(context: QueueContext) -> Operation[list[WorkerStatus]]:
     """Return the live workers, each with the status of its last heartbeat."""
-    (ids,) = yield Commands((("SMEMBERS", view.keys.workers),))
+    (ids,) = yield Commands((("SMEMBERS", context.keys.workers),))
     names = sorted(value.decode() for value in ids)
-    values = yield Commands(tuple(("GET", view.keys.worker(name)) for name in names))
+    values = yield Commands(tuple(("GET", context.keys.worker(name)) for name in names))
     alive = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
     return [read_status(name, value) for name, value in alive]
 
@@ -122,18 +124,18 @@ def read_status(worker_id: str, value: bytes) -> WorkerStatus:
         return WorkerStatus(worker_id=worker_id)
 
 
-def jobs(view: QueueView, status: JobStatus | None, limit: int) -> Program[list[JobInfo]]:
+def jobs(context: QueueContext, status: JobStatus | None, limit: int) -> Operation[list[JobInfo]]:
     """Return the jobs that are not recorded yet, and dead ones: running jobs first, then by class
     and age. Recorded jobs are in SQL.
     """
-    ids = yield from _running(view)
+    ids = yield from _running(context)
     if status is not JobStatus.RUNNING:
-        ids += yield from _waiting(view, limit)
+        ids += yield from _waiting(context, limit)
     unique = list(dict.fromkeys(ids))
     found: list[JobInfo] = []
     for start in range(0, len(unique), 500):
         page = unique[start : start + 500]
-        commands = tuple(command for job_id in page for command in questions(view.keys, job_id))
+        commands = tuple(command for job_id in page for command in questions(context.keys, job_id))
         replies = yield Commands(commands, tolerant=True)
         infos = [_info_of(*each) for each in zip(page, replies[::2], replies[1::2], strict=True)]
         found += [info for info in infos if info is not None and status in (None, info.status)]
@@ -153,14 +155,14 @@ def _info_of(job_id: str, values: Any, last: Any) -> JobInfo | None:
     return record.info if record is not None else None
 
 
-def _running(view: QueueView) -> Program[list[str]]:
-    (ids,) = yield Commands((("SMEMBERS", view.keys.workers),))
-    held = yield Commands(tuple(("SMEMBERS", view.keys.held(value.decode())) for value in ids))
+def _running(context: QueueContext) -> Operation[list[str]]:
+    (ids,) = yield Commands((("SMEMBERS", context.keys.workers),))
+    held = yield Commands(tuple(("SMEMBERS", context.keys.held(value.decode())) for value in ids))
     return sorted(value.decode() for members in held for value in members)
 
 
-def _waiting(view: QueueView, limit: int) -> Program[list[str]]:
-    keys = view.keys
+def _waiting(context: QueueContext, limit: int) -> Operation[list[str]]:
+    keys = context.keys
     tenants = yield Commands(
         tuple(("ZRANGE", keys.lanes(priority), 0, -1) for priority in PRIORITY_ORDER)
     )
@@ -188,9 +190,9 @@ def _job_of(entry: tuple[bytes, Mapping[bytes, bytes]]) -> bytes:
     return entry[1].get(b"job", b"")
 
 
-def dead(view: QueueView, limit: int) -> Program[list[DeadJob]]:
+def dead(context: QueueContext, limit: int) -> Operation[list[DeadJob]]:
     """Return the dead letters, the newest first."""
-    (entries,) = yield Commands((("XREVRANGE", view.keys.dead, "+", "-", "COUNT", limit),))
+    (entries,) = yield Commands((("XREVRANGE", context.keys.dead, "+", "-", "COUNT", limit),))
     return read_dead(entries)
 
 
@@ -211,7 +213,9 @@ def read_dead(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[De
     return found
 
 
-def redrive(view: QueueView, job_ids: Sequence[str] | None, limit: int) -> Program[list[str]]:
+def redrive(
+    context: QueueContext, job_ids: Sequence[str] | None, limit: int
+) -> Operation[list[str]]:
     """Return dead jobs to their streams as new jobs without a deadline; without ids, the oldest.
 
     Each call of the script reads one page of the dead-letter stream.
@@ -227,7 +231,9 @@ def redrive(view: QueueView, job_ids: Sequence[str] | None, limit: int) -> Progr
     return revived
 
 
-def set_limits(view: QueueView, tenant: str, limits: dict[str, float | None]) -> Program[None]:
+def set_limits(
+    context: QueueContext, tenant: str, limits: dict[str, float | None]
+) -> Operation[None]:
     """Write the limits of a tenant. 0 removes a limit. Tenant "*" stands for all tenants without
     limits of their own.
     """
@@ -245,8 +251,8 @@ def set_limits(view: QueueView, tenant: str, limits: dict[str, float | None]) ->
         for part in (f"{name}:{tenant}", value)
     ]
     if given:
-        yield Commands((("HSET", view.keys.meta, *given),))
+        yield Commands((("HSET", context.keys.meta, *given),))
 
 
-def set_queue_limit(view: QueueView, limit: int) -> Program[None]:
-    yield Commands((("HSET", view.keys.meta, "max_queued", max(0, limit)),))
+def set_queue_limit(context: QueueContext, limit: int) -> Operation[None]:
+    yield Commands((("HSET", context.keys.meta, "max_queued", max(0, limit)),))

@@ -8,18 +8,19 @@ import math
 import time
 
 from tokenmill.errors import QueueUnavailable, QueueUnserved, ResultTimeout, TokenmillError
-from tokenmill.operations.io_requests import Commands, Program, QueueView
+from tokenmill.operations.io_requests import Commands, Operation, QueueContext
 from tokenmill.operations.records import JobInfo
+from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.result import JobStatus
 
-RECONNECT_PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 
 
-def is_served(view: QueueView) -> Program[bool]:
+def is_served(context: QueueContext) -> Operation[bool]:
     """Return whether a worker has ever served this queue; submit.lua decides it in the same way."""
     finished = [f"finished:{state.value}" for state in JobStatus if state.is_final]
     marks, workers = yield Commands(
-        (("HMGET", view.keys.meta, "served", *finished), ("SMEMBERS", view.keys.workers))
+        (("HMGET", context.keys.meta, "served", *finished), ("SMEMBERS", context.keys.workers))
     )
     return bool(workers) or any(mark is not None for mark in marks)
 
@@ -27,25 +28,29 @@ def is_served(view: QueueView) -> Program[bool]:
 _WAITING = (JobStatus.SCHEDULED, JobStatus.QUEUED)
 
 
-class Patience:
+class RetryWindow:
     """The time limits of one wait, and what was observed during it."""
 
-    def __init__(self, view: QueueView, job_id: str, timeout: float | None) -> None:
-        self._view = view
+    def __init__(self, context: QueueContext, job_id: str, timeout: float | None) -> None:
+        self._context = context
         self._job_id = job_id
         self._timeout = timeout
         self._since = time.monotonic()
         self._failures = 0
         self._trouble_since: float | None = None
-        self._unserved_at = math.inf if view.unserved_s is None else self._since + view.unserved_s
+        self._unserved_at = (
+            math.inf if context.unserved_s is None else self._since + context.unserved_s
+        )
         self.was_connected = False
         self.was_known = False
 
-    def turn(self) -> float:
+    def next_wait_s(self) -> float:
         """Return the longest time in seconds for the next wait. Raises ResultTimeout."""
         now = time.monotonic()
         until_asked = self._unserved_at - now
-        longest = min(self._view.idle_s, until_asked) if until_asked > 0 else self._view.idle_s
+        longest = (
+            min(self._context.idle_s, until_asked) if until_asked > 0 else self._context.idle_s
+        )
         if self._timeout is None:
             return longest
         left = self._since + self._timeout - now
@@ -53,15 +58,15 @@ class Patience:
             raise ResultTimeout(self._job_id, self._timeout)
         return min(longest, left)
 
-    def check_served(self, info: JobInfo) -> Program[None]:
+    def check_served(self, info: JobInfo) -> Operation[None]:
         """Raise QueueUnserved if the job has waited long enough and no worker has ever served the
         queue. Ask the server once.
         """
         is_due = info.status in _WAITING and info.not_before_ms <= time.time() * 1000
         if not is_due or time.monotonic() < self._unserved_at:
             return
-        if not (yield from is_served(self._view)):
-            raise QueueUnserved(self._view.keys.queue, self._job_id)
+        if not (yield from is_served(self._context)):
+            raise QueueUnserved(self._context.keys.queue, self._job_id)
         self._unserved_at = math.inf
 
     def progress(self) -> None:
@@ -71,10 +76,11 @@ class Patience:
         if self._timeout is not None:
             self._since = time.monotonic()
 
-    def all_well(self) -> None:
+    def succeeded(self) -> None:
+        """Note that the server answered: the next failure is the first again."""
         self.was_connected, self._failures, self._trouble_since = True, 0, None
 
-    def bear(self, trouble: TokenmillError) -> float:
+    def pause_s(self, trouble: TokenmillError) -> float:
         """Return the pause in seconds before the next attempt. Raise the error instead if it has
         lasted too long, or if there was no success before it.
         """
@@ -83,10 +89,9 @@ class Patience:
         seen_before = (
             self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
         )
-        if not seen_before or now - self._trouble_since > self._view.patience_s:
+        if not seen_before or now - self._trouble_since > self._context.retry_for_s:
             raise trouble
-        if not self._failures and self._view.on_trouble is not None:
-            self._view.on_trouble(trouble)
-        pause = RECONNECT_PAUSE_S[min(self._failures, len(RECONNECT_PAUSE_S) - 1)]
+        if not self._failures and self._context.on_trouble is not None:
+            self._context.on_trouble(trouble)
         self._failures += 1
-        return min(pause, self.turn())
+        return min(RECONNECT.delay_s(self._failures), self.next_wait_s())

@@ -21,7 +21,7 @@ _POSITION = re.compile(rf"[0-9]{{1,15}}e?(?:\.[0-9]{{1,15}}e?){{0,{MAX_CHOICES -
 _ENDED = "e"  # in a position, marks a choice whose end was delivered
 
 
-class StreamCursor:
+class StreamPosition:
     """The position of a subscriber in a job's answer.
 
     `starting_after` is the position of the last chunk that the subscriber has; with one choice, a
@@ -86,10 +86,10 @@ class StreamCursor:
         or the result has the missing tokens.
         """
         for chunk in chunks:
-            told = self.accept(chunk)
-            if told is None:
+            delivered = self.accept(chunk)
+            if delivered is None:
                 return
-            yield from told
+            yield from delivered
 
     def accept_result(self, result: JobResult) -> Iterator[Chunk]:
         """Yield the rest of an answer whose log was deleted: one chunk per token, choice by choice,
@@ -100,7 +100,7 @@ class StreamCursor:
         choices = [choice for choice in result.choices if 0 <= choice.index < MAX_CHOICES]
         self._expect(max((choice.index + 1 for choice in choices), default=1))
         for choice in choices:
-            yield from self._retell(result, choice)
+            yield from self._from_result(result, choice)
         self.is_over = True
         last = Chunk(
             job_id=self.job_id,
@@ -115,7 +115,7 @@ class StreamCursor:
         )
         yield self._placed(last)
 
-    def _retell(self, result: JobResult, choice: ChoiceResult) -> Iterator[Chunk]:
+    def _from_result(self, result: JobResult, choice: ChoiceResult) -> Iterator[Chunk]:
         first, ends, which = self._has[choice.index], (0, *choice.text_ends), choice.index
         borders = pairwise(
             ends[min(i, len(ends) - 1)] for i in range(first, len(choice.token_ids) + 1)
@@ -225,12 +225,12 @@ def _without(chunk: Chunk, seen: int) -> Chunk:
     """Return the chunk without its first `seen` tokens. A subscriber may start inside a chunk, and
     chunks may have other borders after the server lost its last writes.
     """
-    told = chunk.text_ends[seen - 1] if seen <= len(chunk.text_ends) else 0
+    delivered = chunk.text_ends[seen - 1] if seen <= len(chunk.text_ends) else 0
     return msgspec.structs.replace(
         chunk,
         index=chunk.index + seen,
         token_ids=chunk.token_ids[seen:],
-        text=chunk.text[told:],
+        text=chunk.text[delivered:],
         logprobs=chunk.logprobs[seen:] if chunk.logprobs else None,
-        text_ends=tuple(end - told for end in chunk.text_ends[seen:]),
+        text_ends=tuple(end - delivered for end in chunk.text_ends[seen:]),
     )

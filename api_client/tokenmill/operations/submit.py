@@ -11,7 +11,7 @@ from tokenmill.errors import (
     QueueRefusal,
     RateLimited,
 )
-from tokenmill.operations.io_requests import Program, QueueView, RunScript
+from tokenmill.operations.io_requests import Operation, QueueContext, RunScript
 from tokenmill.operations.job_request import JobHandle, estimated_tokens, fingerprint
 from tokenmill.transport.scripts import SUBMIT, Argument, in_parts
 from tokenmill_schemas.codec import encode
@@ -21,18 +21,18 @@ SUBMIT_JOBS = 256
 SUBMIT_BYTES = 1024 * 1024
 
 
-def submit(view: QueueView, requests: Sequence[JobRequest]) -> Program[list[JobHandle]]:
+def submit(context: QueueContext, requests: Sequence[JobRequest]) -> Operation[list[JobHandle]]:
     """Submit all requests in as few calls as their size allows. Each call stores all of its jobs or
     none.
     """
     handles: list[JobHandle] = []
     for part in in_parts(map(_submit_arguments, requests), SUBMIT_BYTES, SUBMIT_JOBS):
-        arguments: list[Argument] = [view.queue_limit, round(view.idempotency_ttl_s * 1000)]
+        arguments: list[Argument] = [context.queue_limit, round(context.idempotency_ttl_s * 1000)]
         for item in part:
             arguments += item
         reply = yield RunScript(SUBMIT, tuple(arguments))
         try:
-            handles += _read_submitted(view, reply)
+            handles += _read_submitted(context, reply)
         except QueueRefusal as refusal:
             refusal.accepted = tuple(handles)
             raise
@@ -54,12 +54,12 @@ def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:
     )
 
 
-def _read_submitted(view: QueueView, reply: list[bytes]) -> list[JobHandle]:
+def _read_submitted(context: QueueContext, reply: list[bytes]) -> list[JobHandle]:
     word, *rest = (value.decode() for value in reply)
     if word == "large":
         raise InvalidRequest([f"the request has {rest[0]} bytes; the queue's limit is {rest[1]}"])
     if word == "full":
-        raise QueueFull(view.keys.queue, int(rest[0]), int(rest[1]))
+        raise QueueFull(context.keys.queue, int(rest[0]), int(rest[1]))
     if word == "rate":
         raise RateLimited(rest[0], int(rest[1]) / 1000)
     if word == "name":

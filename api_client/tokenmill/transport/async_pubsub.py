@@ -1,8 +1,9 @@
-"""Many subscriptions over one connection, for an event loop: AsyncClient's streams and a worker's
-wake-ups.
+"""Multiplexes many subscriptions over one connection, for an event loop: AsyncClient's streams and
+a worker's wake-ups.
 
 The connection is open while there is a subscriber. When it breaks it is opened again, and every
-subscriber receives MISSED, because messages may have been lost."""
+subscriber receives MISSED, because messages may have been lost.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,9 +21,10 @@ import redis.asyncio
 import redis.asyncio.cluster
 
 from tokenmill.errors import QueueUnavailable
+from tokenmill.transport.backoff import Backoff
 from tokenmill.transport.cancellation import end_task, wait_at_most
 from tokenmill.transport.connect import SERVER_TROUBLE
-from tokenmill.transport.raw_protocol import Wire
+from tokenmill.transport.raw_protocol import RawRedisProtocol
 from tokenmill.transport.sync_pubsub import Signal
 
 log = logging.getLogger(__name__)
@@ -29,36 +32,37 @@ log = logging.getLogger(__name__)
 # messages queued per subscriber; beyond it they are dropped and it reads the log
 MAX_WAITING = 4_096
 _CONFIRM_S = 5.0
-_PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 
 
-class HubSubscription:
+class MultiplexedSubscription:
     """One subscription to one channel; one task receives at a time.
 
-    Tokens come by the thousand, so a message must not cost a timer. Each subscription has one
-    timer. It fires at the latest time for which a receiver waited when it was set, and is set again
-    if a receiver then waits for longer."""
+    Each subscription has one timer for all its messages, because a timer per message would cost
+    more than the message. It fires at the latest time for which a receiver waited when it was set,
+    and is set again if a receiver then waits for longer.
+    """
 
     __slots__ = (
-        "_hub",
+        "_fires_at",
         "_loop",
         "_messages",
-        "_rings_at",
+        "_multiplexer",
         "_timer",
         "_wait_until",
         "_waiter",
         "channel",
     )
 
-    def __init__(self, hub: ChannelHub, channel: bytes) -> None:
+    def __init__(self, multiplexer: PubSubMultiplexer, channel: bytes) -> None:
         self.channel = channel
-        self._hub = hub
+        self._multiplexer = multiplexer
         self._loop = asyncio.get_running_loop()
         self._messages: deque[bytes | Signal] = deque()
         self._waiter: asyncio.Future[bytes | Signal | None] | None = None
         self._wait_until = 0.0  # in the loop's time
         self._timer: asyncio.TimerHandle | None = None
-        self._rings_at = math.inf  # when the timer fires; inf without a timer
+        self._fires_at = math.inf  # when the timer fires; inf without a timer
 
     def deliver(self, message: bytes | Signal) -> None:
         waiter, messages = self._waiter, self._messages
@@ -77,7 +81,7 @@ class HubSubscription:
             return self._messages.popleft()
         loop = self._loop
         self._wait_until = loop.time() + timeout
-        if self._rings_at > self._wait_until:
+        if self._fires_at > self._wait_until:
             self._set_timer()
         waiter = self._waiter = loop.create_future()
         try:
@@ -95,17 +99,17 @@ class HubSubscription:
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer, self._rings_at = None, math.inf
-        await self._hub.forget(self)
+            self._timer, self._fires_at = None, math.inf
+        await self._multiplexer.forget(self)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._rings_at = self._wait_until
-        self._timer = self._loop.call_at(self._wait_until, self._ring)
+        self._fires_at = self._wait_until
+        self._timer = self._loop.call_at(self._wait_until, self._on_timer)
 
-    def _ring(self) -> None:
-        self._timer, self._rings_at = None, math.inf
+    def _on_timer(self) -> None:
+        self._timer, self._fires_at = None, math.inf
         if self._waiter is None or self._waiter.done():
             return
         if self._loop.time() < self._wait_until:
@@ -114,27 +118,30 @@ class HubSubscription:
             self._waiter.set_result(None)
 
 
-class _Session:
-    """One pub/sub connection. `hand_on` is called with each message as [kind, channel, content]; it
-    returns False if the session must end.
+class PubSubConnection:
+    """One pub/sub connection.
 
-    Only the reader task opens and closes the session. `tell` sends directly to the socket beside
-    it. A send during a close would break redis-py, so a lock separates them."""
+    `deliver` is called with each message as [kind, channel, content]. It returns False if the
+    connection must be closed.
+
+    Only the reader task opens and closes the connection. Other tasks send through `update`. A send
+    during a close would break redis-py, so a lock separates them.
+    """
 
     def __init__(
         self,
         client: Any,
-        hand_on: Callable[[list[Any]], bool],
+        deliver: Callable[[list[Any]], bool],
         *,
         sharded: bool,
         owned: redis.asyncio.Redis | None,
     ) -> None:
         self._pubsub = client.pubsub()
-        self._hand_on = hand_on
+        self._deliver = deliver
         self._prefix = "S" if sharded else ""
-        self._owned = owned  # a client that exists for this session only
+        self._owned = owned  # a client that exists for this connection only
         self._lock = asyncio.Lock()
-        self._wire: Wire | None = None
+        self._protocol: RawRedisProtocol | None = None
         self._over = asyncio.Event()
         self._trouble: Exception | None = None
 
@@ -142,13 +149,13 @@ class _Session:
         async with self._lock:
             await self._pubsub.connect()
             connection = self._pubsub.connection
-            self._wire = Wire.over(connection, self._take, self._end)
+            self._protocol = RawRedisProtocol.over(connection, self._take, self._end)
             # redis-py's own `subscribe` may first check the connection's health and wait for a reply.
             await connection.send_command(f"{self._prefix}SUBSCRIBE", *channels, check_health=False)
 
-    async def tell(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
+    async def update(self, channel: bytes, is_wanted: Callable[[], bool]) -> None:
         """Subscribe or unsubscribe, whichever is wanted when the lock is acquired, so that the last
-        request counts. If sending fails, the session ends."""
+        request counts. If sending fails, the connection ends."""
         async with self._lock:
             verb = f"{self._prefix}{'' if is_wanted() else 'UN'}SUBSCRIBE"
             connection = self._pubsub.connection
@@ -166,7 +173,7 @@ class _Session:
         """Return when the connection has to be opened again. Raises SERVER_TROUBLE if it is lost."""
         listener = (
             asyncio.create_task(self._listen(), name="channel-listener")
-            if self._wire is None
+            if self._protocol is None
             else None
         )
         try:
@@ -177,8 +184,8 @@ class _Session:
             raise self._trouble
 
     async def close(self) -> None:
-        if self._wire is not None:
-            self._wire.end(ConnectionError("closed"))
+        if self._protocol is not None:
+            self._protocol.end(ConnectionError("closed"))
         async with self._lock:
             for part in (self._pubsub, self._owned):
                 with contextlib.suppress(*SERVER_TROUBLE):
@@ -186,7 +193,7 @@ class _Session:
                         await part.aclose()
 
     async def _listen(self) -> None:
-        """Read replies through redis-py, for connections without a Wire."""
+        """Read replies through redis-py, for connections that have no transport."""
         try:
             while not self._over.is_set():
                 self._take(
@@ -202,7 +209,7 @@ class _Session:
 
     def _take(self, reply: Any) -> None:
         if isinstance(reply, list):
-            if not self._hand_on(reply):
+            if not self._deliver(reply):
                 self._over.set()
         elif isinstance(reply, Exception):
             self._end(reply)
@@ -215,24 +222,24 @@ class _Session:
             self._over.set()
 
 
-class ChannelHub:
+class PubSubMultiplexer:
     """The subscriptions of one event loop. `client` is used only for its pub/sub connections."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client: Any = client
         self._is_cluster = isinstance(self._client, redis.asyncio.cluster.RedisCluster)
-        self._subscribers: dict[bytes, tuple[HubSubscription, ...]] = {}
+        self._subscribers: dict[bytes, tuple[MultiplexedSubscription, ...]] = {}
         self._confirmed: dict[bytes, asyncio.Event] = {}
-        self._session: _Session | None = None
+        self._connection: PubSubConnection | None = None
         self._reader: asyncio.Task[None] | None = None
         self._trouble: Exception | None = None
         self._is_closed = False
 
-    async def subscribe(self, channel: str) -> HubSubscription:
+    async def subscribe(self, channel: str) -> MultiplexedSubscription:
         """Subscribe to a channel; return once the server has confirmed it. Raises QueueUnavailable."""
         self._check_open()
         name = channel.encode()
-        subscription = HubSubscription(self, name)
+        subscription = MultiplexedSubscription(self, name)
         others = self._subscribers.get(name, ())
         is_first = not others
         self._subscribers[name] = (*others, subscription)
@@ -241,16 +248,16 @@ class ChannelHub:
                 self._confirmed[name] = asyncio.Event()
             if self._reader is None:
                 self._trouble = None
-                self._reader = asyncio.create_task(self._run(), name="channel-hub")
-            elif is_first and self._session is not None:
-                await self._session.tell(name, lambda: name in self._subscribers)
+                self._reader = asyncio.create_task(self._run(), name="pubsub-multiplexer")
+            elif is_first and self._connection is not None:
+                await self._connection.update(name, partial(self._is_wanted, name))
             await self._wait_confirmed(name)
         except BaseException:
             await self.forget(subscription)
             raise
         return subscription
 
-    async def forget(self, subscription: HubSubscription) -> None:
+    async def forget(self, subscription: MultiplexedSubscription) -> None:
         channel = subscription.channel
         subscribers = self._subscribers.get(channel, ())
         if subscription not in subscribers:
@@ -263,11 +270,11 @@ class ChannelHub:
         self._confirmed.pop(channel, None)
         if not self._subscribers:
             await self._stop_reader()
-        elif self._session is not None:
-            await self._session.tell(channel, lambda: channel in self._subscribers)
+        elif self._connection is not None:
+            await self._connection.update(channel, partial(self._is_wanted, channel))
 
     async def close(self) -> None:
-        """Close the hub for good. Every waiting receiver returns MISSED at once."""
+        """Close all subscriptions for good. Every waiting receiver returns MISSED at once."""
         self._is_closed = True
         subscribers, self._subscribers = self._subscribers, {}
         for confirmed in self._confirmed.values():
@@ -289,29 +296,29 @@ class ChannelHub:
 
     async def _stop_reader(self) -> None:
         """End the reader task. A subscription made meanwhile starts a new one."""
-        reader, self._reader, self._session = self._reader, None, None
+        reader, self._reader, self._connection = self._reader, None, None
         await end_task(reader)
 
     async def _run(self) -> None:
         me, failures = asyncio.current_task(), 0
         while self._reader is me and self._subscribers:
-            session: _Session | None = None
+            connection: PubSubConnection | None = None
             try:
-                session = await self._connect()
+                connection = await self._connect()
                 failures = 0
-                await session.read()
+                await connection.read()
             except SERVER_TROUBLE as error:
                 self._trouble = error
                 log.debug("pub/sub connection: %s", error)
             finally:
-                if self._session is session:
-                    self._session = None
-                if session is not None:
-                    await session.close()
-            await asyncio.sleep(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+                if self._connection is connection:
+                    self._connection = None
+                if connection is not None:
+                    await connection.close()
             failures += 1
+            await asyncio.sleep(_RECONNECT.delay_s(failures))
 
-    async def _connect(self) -> _Session:
+    async def _connect(self) -> PubSubConnection:
         client, owned = self._client, None
         if self._is_cluster:
             # All channels of a queue are in one slot, whose node may have changed.
@@ -323,26 +330,28 @@ class ChannelHub:
             client = owned = redis.asyncio.Redis(
                 host=str(node.host), port=int(node.port), **_node_options(node)
             )
-        session = _Session(client, self._hand_on, sharded=self._is_cluster, owned=owned)
+        connection = PubSubConnection(client, self._deliver, sharded=self._is_cluster, owned=owned)
         try:
             channels = list(self._subscribers)
-            await session.open(channels)
-            self._session = session
-            for channel in self._subscribers.keys() - set(
-                channels
-            ):  # subscribed during the connect
-                await session.tell(channel, lambda channel=channel: channel in self._subscribers)  # type: ignore[misc]
+            await connection.open(channels)
+            self._connection = connection
+            # subscribed during the connect
+            for channel in self._subscribers.keys() - set(channels):
+                await connection.update(channel, partial(self._is_wanted, channel))
         except BaseException:
-            await session.close()
+            await connection.close()
             raise
         for subscribers in self._subscribers.values():
             for subscription in subscribers:
                 subscription.deliver(Signal.MISSED)
-        return session
+        return connection
 
-    def _hand_on(self, message: list[Any]) -> bool:
+    def _is_wanted(self, channel: bytes) -> bool:
+        return channel in self._subscribers
+
+    def _deliver(self, message: list[Any]) -> bool:
         """Deliver a message to its subscribers. Return False if the slot has moved to another node
-        and the hub must reconnect."""
+        and the connection must be opened again."""
         kind, channel = message[0], message[1]
         if kind in (b"message", b"smessage"):
             for subscription in self._subscribers.get(channel, ()):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def heeding_cancellation() -> Iterator[None]:
+def reraise_cancellation() -> Iterator[None]:
     """Raise a cancellation that the body swallowed, also in place of an error that the body
     raised.
     """

@@ -29,7 +29,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
 from tokenmill.errors import ConfigurationError, QueueUnavailable
-from tokenmill.transport.failover import leave_replicas
+from tokenmill.transport.failover import reconnect_on_readonly
 
 # Every error of redis-py about a server; a cluster's own errors do not derive from RedisError.
 SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
@@ -225,7 +225,7 @@ def connect(url: str, link: Link | None = None) -> redis.Redis:
             client = cast(
                 "redis.Redis", _with_known_options(redis.Redis.from_url(endpoint.url, **options))
             )
-        leave_replicas(client)
+        reconnect_on_readonly(client)
         return client
     options |= endpoint.options
     if endpoint.kind == "sentinel":
@@ -251,7 +251,7 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
         with _options_of_urls():
             made = redis.asyncio.Redis.from_url(endpoint.url, **options)
             aclient = cast("redis.asyncio.Redis", _with_known_options(made))
-        leave_replicas(aclient)
+        reconnect_on_readonly(aclient)
         return aclient
     options |= endpoint.options
     if endpoint.kind == "sentinel":

@@ -21,7 +21,7 @@ READ_BYTES: Final = 64 * 1024
 _NOTHING: Final = object()
 
 
-class Wire(asyncio.BufferedProtocol):
+class RawRedisProtocol(asyncio.BufferedProtocol):
     """Replaces redis-py's protocol on an open connection.
 
     `on_reply` is called with each reply, undecoded; errors from the server are exceptions. `on_end`
@@ -48,7 +48,7 @@ class Wire(asyncio.BufferedProtocol):
     @classmethod
     def over(
         cls, connection: Any, on_reply: Callable[[Any], None], on_end: Callable[[Exception], None]
-    ) -> Wire | None:
+    ) -> RawRedisProtocol | None:
         """Take over an open connection on which no command is in progress.
 
         Returns None if it has no transport, as in tests without a server; redis-py must then read

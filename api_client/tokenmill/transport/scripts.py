@@ -17,7 +17,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from tokenmill.transport.cancellation import heeding_cancellation
+from tokenmill.transport.cancellation import reraise_cancellation
 
 COMMON = ("tokenmill", "common")
 
@@ -80,7 +80,7 @@ async def call_async(
     client: redis.asyncio.Redis, script: Script, key: str, *arguments: Argument
 ) -> Any:
     """Run a script from an event loop; see `call`."""
-    with heeding_cancellation():
+    with reraise_cancellation():
         try:
             return await client.evalsha(script.sha, 1, key, *cast("tuple[str, ...]", arguments))
         except NoScriptError:

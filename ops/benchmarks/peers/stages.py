@@ -16,7 +16,7 @@ from typing import Any
 
 from ops.benchmarks.measure.figures import STAGES
 from tokenmill import AsyncClient
-from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
+from tokenmill.transport.async_pubsub import PubSubMultiplexer, MultiplexedSubscription
 from tokenmill_schemas.codec import decode_chunk
 
 Passage = dict[int, float]  # number of tokens so far → time
@@ -68,7 +68,7 @@ class Notes:
         )
 
 
-class TimedHub(ChannelHub):
+class TimedHub(PubSubMultiplexer):
     """Notes the time of each message for the jobs in `noted`.
 
     `passages` decodes the messages after the round.
@@ -79,7 +79,7 @@ class TimedHub(ChannelHub):
         self.noted: set[str] = set()
         self._channels: set[bytes] = set()
         self._messages: list[tuple[float, bytes]] = []
-        self._pass_on = super()._hand_on  # looked up once, because it is called for every token
+        self._pass_on = super()._deliver  # looked up once, because it is called for every token
 
     def note(self, jobs: Iterable[str]) -> None:
         """Note these jobs from now on, and drop all earlier times."""
@@ -87,12 +87,12 @@ class TimedHub(ChannelHub):
         self._channels.clear()
         self._messages.clear()
 
-    async def subscribe(self, channel: str) -> HubSubscription:
+    async def subscribe(self, channel: str) -> MultiplexedSubscription:
         if channel.rpartition(":")[2] in self.noted:
             self._channels.add(channel.encode())
         return await super().subscribe(channel)
 
-    def _hand_on(self, message: list[Any]) -> bool:
+    def _deliver(self, message: list[Any]) -> bool:
         if message[1] in self._channels and message[0] == b"message":
             self._messages.append((time.monotonic(), message[2]))
         return self._pass_on(message)
@@ -108,7 +108,7 @@ class TimedHub(ChannelHub):
 class TimedClient(AsyncClient):
     def __init__(self, url: str, *, queue: str, database: str) -> None:
         super().__init__(url, queue=queue, database=database)
-        self.hub = self._hub = TimedHub(self._redis)
+        self.hub = self._multiplexer = TimedHub(self._redis)
 
 
 def latencies(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigurationError
-from tokenmill.operations.stream_position import StreamCursor
+from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_chunk, encode
 from tokenmill_schemas.generation import FinishReason
@@ -72,7 +72,7 @@ def test_every_token_once_however_messages_arrive(
     messages = [chunk for chunk in chunks for _ in range(rng.randint(0, 2))]  # lost, once, twice
     if rng.random() < 0.5:
         rng.shuffle(messages)
-    cursor, told = StreamCursor(JOB), list[Chunk]()
+    cursor, told = StreamPosition(JOB), list[Chunk]()
     for message in messages:
         accepted = cursor.accept(message)
         if accepted is None:  # a gap: the log has everything up to this message
@@ -100,7 +100,7 @@ def test_every_token_once_however_messages_arrive(
 
 @given(st.integers(1, 20), st.integers(0, 25), st.booleans())
 def test_starting_after_tells_exactly_the_rest(num_tokens: int, after: int, is_over: bool) -> None:
-    cursor = StreamCursor(JOB, after)
+    cursor = StreamPosition(JOB, after)
     if is_over:
         told = list(cursor.accept_result(result_of(num_tokens)))
     else:
@@ -114,7 +114,7 @@ def test_starting_after_tells_exactly_the_rest(num_tokens: int, after: int, is_o
 
 
 def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     assert cursor.accept(Chunk(job_id=JOB, index=2, token_ids=(2,))) is None
     assert cursor.accept(last(3)) is None
     assert cursor.num_tokens == 0
@@ -122,7 +122,7 @@ def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
 
 def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
     """The server forgot the last two chunks; the worker sends the same tokens again in one piece."""
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     told = list(cursor.accept_log(cut(4, [1, 2, 3])))
     again = Chunk(
         job_id=JOB, index=2, token_ids=(2, 3, 4, 5), text=words(2, 6), text_ends=(3, 6, 9, 12)
@@ -133,7 +133,7 @@ def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
 
 
 def test_what_a_log_without_its_beginning_lacks_is_told_by_the_result() -> None:
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     assert list(cursor.accept_log(cut(5, [1, 2, 3, 4])[3:])) == []
     assert told_of(list(cursor.accept_result(result_of(5)))) == (list(range(5)), words(0, 5) + "!")
 
@@ -165,7 +165,7 @@ def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) ->
         Chunk(job_id=JOB, index=0, choice=0, token_ids=(0,), text="a0", n=2),
         Chunk(job_id=JOB, index=1, choice=0, token_ids=(1,), text="a1", n=2),
     ][:seen]
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     told = [*cursor.accept_log(live), *cursor.accept_result(two_choices())]
     for i, text in enumerate(("a0a1", "b0b1")):
         mine = [chunk for chunk in told if chunk.choice == i and chunk.status is None]
@@ -175,7 +175,7 @@ def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) ->
 
 
 def test_the_end_of_a_choice_without_a_token_is_told_once() -> None:
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     list(cursor.accept_log([Chunk(job_id=JOB, index=0, choice=1, token_ids=(1,), text="x", n=2)]))
     end = Chunk(
         job_id=JOB, index=1, choice=1, text="rest", finish_reason=FinishReason.CANCELLED, n=2
@@ -183,11 +183,11 @@ def test_the_end_of_a_choice_without_a_token_is_told_once() -> None:
     (told,) = cursor.accept(end) or [end]
     assert (told.text, told.position) == ("rest", "0.1e")
     assert cursor.accept(end) == []
-    assert StreamCursor(JOB, told.position).accept(end) == []
+    assert StreamPosition(JOB, told.position).accept(end) == []
 
 
 def test_after_the_end_there_is_nothing() -> None:
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     list(cursor.accept_result(result_of(2)))
     assert cursor.accept(last(2)) == []
     assert list(cursor.accept_result(result_of(2))) == []
@@ -209,7 +209,7 @@ def test_a_reader_that_begins_inside_a_checkpoint_gets_its_rest(
         )
         for chunk in cut(num_tokens, borders)
     ]
-    told = list(StreamCursor(JOB, start).accept_log(checkpoints))
+    told = list(StreamPosition(JOB, start).accept_log(checkpoints))
     assert told_of(told) == (list(range(start, num_tokens)), words(start, num_tokens))
     assert [chunk.index for chunk in told[:1]] == ([start] if start < num_tokens else [])
 
@@ -271,14 +271,14 @@ class Reader:
     """A subscriber that misses messages, disconnects and resumes with its position."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.cursor = StreamCursor(JOB)
+        self.cursor = StreamPosition(JOB)
         self.told: list[Chunk] = []
         self._rng = rng
 
     def hear(self, message: Chunk, log: list[Chunk]) -> None:
         """`log` is what the log has when the message comes."""
         if self._rng.random() < 0.2:
-            self.cursor = StreamCursor(JOB, self.told[-1].position if self.told else 0)
+            self.cursor = StreamPosition(JOB, self.told[-1].position if self.told else 0)
         if self._rng.random() < 0.3:
             return
         accepted = self.cursor.accept(message)
@@ -305,7 +305,7 @@ def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_a
     for chunk in logged(result, log, rng):
         log.append(chunk)
         reader.hear(chunk, log)
-    reader.cursor = StreamCursor(JOB, reader.told[-1].position if reader.told else 0)
+    reader.cursor = StreamPosition(JOB, reader.told[-1].position if reader.told else 0)
     end = Chunk(job_id=JOB, index=lengths[0], status=JobStatus.SUCCEEDED, n=len(lengths))
     if not ends_in_result:
         reader.told += reader.cursor.accept_log(log)
@@ -323,14 +323,14 @@ def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_a
 
 
 def test_a_position_says_where_each_choice_stands() -> None:
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     result = answer_of_several([2, 1])
     told = list(cursor.accept_result(result))
     assert [chunk.position for chunk in told] == ["1.0", "2.0", "2e.0", "2e.1", "2e.1e", "2e.1e"]
     for place, chunk in enumerate(told[:-1]):
-        rest = list(StreamCursor(JOB, chunk.position).accept_result(result))
+        rest = list(StreamPosition(JOB, chunk.position).accept_result(result))
         assert rest == told[place + 1 :]
-    assert [chunk.position for chunk in StreamCursor(JOB).accept_result(result_of(2))] == [
+    assert [chunk.position for chunk in StreamPosition(JOB).accept_result(result_of(2))] == [
         "1",
         "2",
         "2",
@@ -346,10 +346,10 @@ def test_a_number_does_not_say_where_several_choices_stand() -> None:
         with pytest.raises(
             ConfigurationError, match="has several choices: starting_after must be the position"
         ):
-            takes(StreamCursor(JOB, 3))
+            takes(StreamPosition(JOB, 3))
     with pytest.raises(ConfigurationError, match="several choices"):
-        list(StreamCursor(JOB, 3).accept_result(two_choices()))
-    assert StreamCursor(JOB, 0).accept(chunk) is None
+        list(StreamPosition(JOB, 3).accept_result(two_choices()))
+    assert StreamPosition(JOB, 0).accept(chunk) is None
 
 
 @pytest.mark.parametrize(
@@ -374,12 +374,12 @@ def test_a_number_does_not_say_where_several_choices_stand() -> None:
 )
 def test_what_is_no_position_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="starting_after is the position of a chunk"):
-        StreamCursor(JOB, value)
+        StreamPosition(JOB, value)
 
 
 def test_chunks_of_the_version_before_are_placed_by_choice() -> None:
     """Their index counted the tokens of all choices, and `place` those of their own."""
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     told: list[Chunk] = []
     for index, (choice, place) in enumerate([(1, 0), (0, 0), (1, 1), (2, 0)]):
         before = Chunk(
@@ -394,6 +394,6 @@ def test_chunks_of_the_version_before_are_placed_by_choice() -> None:
 
 
 def test_a_choice_that_cannot_be_is_passed_over() -> None:
-    cursor = StreamCursor(JOB)
+    cursor = StreamPosition(JOB)
     for choice in (-1, 128, 1 << 40):
         assert cursor.accept(Chunk(job_id=JOB, index=0, choice=choice, token_ids=(1,))) == []

@@ -39,7 +39,7 @@ def test_submit_warns_once_and_asks_nothing_more(
         assert warning.startswith(
             f"no worker has ever served the queue 'nobody', so job {jobs[0]} waits: "
         )
-        program = submit(client.view, [build_request({"prompt": "x"})])
+        program = submit(client.context, [build_request({"prompt": "x"})])
         effect = next(program)
         assert isinstance(effect, RunScript)
         assert effect.script is SUBMIT

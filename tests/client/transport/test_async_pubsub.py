@@ -9,12 +9,12 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError
 
-from tokenmill.transport.async_pubsub import MAX_WAITING, ChannelHub, HubSubscription
+from tokenmill.transport.async_pubsub import MAX_WAITING, MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.sync_pubsub import Signal
 
 
-def subscription() -> HubSubscription:
-    return HubSubscription(ChannelHub(None), b"channel")  # type: ignore[arg-type]  # no connection is asked for
+def subscription() -> MultiplexedSubscription:
+    return MultiplexedSubscription(PubSubMultiplexer(None), b"channel")  # type: ignore[arg-type]  # no connection is asked for
 
 
 async def test_messages_come_in_order_whether_somebody_waits_or_not() -> None:
@@ -77,7 +77,7 @@ async def test_a_channel_that_the_connection_did_not_take_is_asked_for_on_the_ne
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_url)
-    hub = ChannelHub(client)
+    hub = PubSubMultiplexer(client)
     send = AbstractConnection.send_command
     refused: list[object] = []
 

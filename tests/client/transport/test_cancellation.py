@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tokenmill.transport.cancellation import end_task, heeding_cancellation, wait_at_most
+from tokenmill.transport.cancellation import end_task, reraise_cancellation, wait_at_most
 
 
 async def forgetful() -> str:
@@ -29,7 +29,7 @@ async def test_a_swallowed_cancellation_is_raised_all_the_same(
     reached = []
 
     async def work() -> None:
-        with heeding_cancellation():
+        with reraise_cancellation():
             await body()
         reached.append("the next line")
 
@@ -42,13 +42,13 @@ async def test_a_swallowed_cancellation_is_raised_all_the_same(
 
 
 async def test_without_one_nothing_happens() -> None:
-    with heeding_cancellation():
+    with reraise_cancellation():
         await asyncio.sleep(0)
-    with pytest.raises(ConnectionError), heeding_cancellation():
+    with pytest.raises(ConnectionError), reraise_cancellation():
         raise ConnectionError
     with (
         pytest.raises(TimeoutError),
-        heeding_cancellation(),
+        reraise_cancellation(),
     ):  # a time limit cancels too, and takes it back
         async with asyncio.timeout(0.001):
             await asyncio.sleep(10)

@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, Re
 from tests.support.valkey import ValkeyServer
 from tests.support.waiting import until
 from tokenmill.transport.connect import Link, connect_async
-from tokenmill.transport.raw_protocol import READ_BYTES, Wire
+from tokenmill.transport.raw_protocol import READ_BYTES, RawRedisProtocol
 
 pytestmark = pytest.mark.redis
 
@@ -29,14 +29,14 @@ class Heard:
 
 
 @asynccontextmanager
-async def wired(url: str) -> AsyncIterator[tuple[Wire, Heard, Any]]:
+async def wired(url: str) -> AsyncIterator[tuple[RawRedisProtocol, Heard, Any]]:
     """Yield a wire over one of the library's connections, a record of its callbacks, and the
     client.
     """
     client, heard = connect_async(url, Link()), Heard()
     connection = await client.connection_pool.get_connection()
     try:
-        wire = Wire.over(connection, heard.replies.append, heard.ends.append)
+        wire = RawRedisProtocol.over(connection, heard.replies.append, heard.ends.append)
         assert wire is not None
         yield wire, heard, client
     finally:
@@ -108,7 +108,7 @@ async def test_bytes_that_are_no_replies_end_it() -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     heard = Heard()
     try:
-        Wire(writer.transport, ResponseError, heard.replies.append, heard.ends.append)
+        RawRedisProtocol(writer.transport, ResponseError, heard.replies.append, heard.ends.append)
         await heard.until(ends=1)
         assert isinstance(heard.ends[0], InvalidResponse)
         assert not heard.replies
@@ -121,6 +121,6 @@ async def test_a_connection_without_a_transport_is_left_to_the_library() -> None
     fakeredis = pytest.importorskip("fakeredis")
     client = fakeredis.FakeAsyncRedis()
     connection = await client.connection_pool.get_connection()
-    assert Wire.over(connection, lambda _: None, lambda _: None) is None
+    assert RawRedisProtocol.over(connection, lambda _: None, lambda _: None) is None
     await client.connection_pool.release(connection)
     await client.aclose()

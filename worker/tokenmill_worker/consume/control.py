@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import redis.asyncio
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.transport.async_pubsub import ChannelHub, HubSubscription
+from tokenmill.transport.async_pubsub import PubSubMultiplexer, MultiplexedSubscription
 from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.codec import DecodeError, decode_control
 from tokenmill_schemas.control import Call, Cancel, Drain
@@ -53,7 +53,7 @@ class ControlChannel:
 
     async def run(self) -> None:
         """Receive messages until cancelled; reconnects without limit."""
-        hub = ChannelHub(self._client)
+        hub = PubSubMultiplexer(self._client)
         try:
             while True:
                 try:
@@ -70,14 +70,14 @@ class ControlChannel:
         finally:
             await hub.close()
 
-    async def _read_wake_ups(self, subscription: HubSubscription) -> None:
+    async def _read_wake_ups(self, subscription: MultiplexedSubscription) -> None:
         self._on_wake_all()  # wake-ups from before the subscription
         while True:
             message = await subscription.receive(_WAIT_S)
             if message is not None:  # a message, or a Signal that one may have been missed
                 self._on_wake_all()
 
-    async def _read_commands(self, subscription: HubSubscription) -> None:
+    async def _read_commands(self, subscription: MultiplexedSubscription) -> None:
         while True:
             message = await subscription.receive(_WAIT_S)
             if message is not None and not isinstance(message, Signal):
@@ -99,7 +99,7 @@ class ControlChannel:
 
 
 @contextlib.asynccontextmanager
-async def _subscribed(hub: ChannelHub, channel: str) -> AsyncIterator[HubSubscription]:
+async def _subscribed(hub: PubSubMultiplexer, channel: str) -> AsyncIterator[MultiplexedSubscription]:
     subscription = await hub.subscribe(channel)
     try:
         yield subscription

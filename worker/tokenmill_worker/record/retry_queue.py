@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 from tokenmill.transport.backoff import Backoff
-from tokenmill.transport.cancellation import heeding_cancellation, wait_at_most
+from tokenmill.transport.cancellation import reraise_cancellation, wait_at_most
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class RetryQueue(Generic[T]):
             self._current = self._next_group(size)
             self._is_awaited = self._is_awaited and bool(self._waiting)
             try:
-                with heeding_cancellation():
+                with reraise_cancellation():
                     again = await self._work(self._current)
             except Exception as error:
                 failures += 1

@@ -15,10 +15,10 @@ import hiredis
 import redis.asyncio
 from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError
 
-from tokenmill.transport.cancellation import heeding_cancellation
+from tokenmill.transport.cancellation import reraise_cancellation
 from tokenmill.transport.connect import SERVER_TROUBLE
-from tokenmill.transport.failover import is_demotion
-from tokenmill.transport.raw_protocol import Wire
+from tokenmill.transport.failover import is_readonly_error
+from tokenmill.transport.raw_protocol import RawRedisProtocol
 from tokenmill.transport.scripts import Argument, Script, call_async
 
 # A message that the server pushes, with RESP3.
@@ -57,7 +57,7 @@ class PipelinedConnection:
                 old, self._current = self._current, None
                 await self._release(old.connection)
             if self._current is None and self._can_hold:
-                with heeding_cancellation():
+                with reraise_cancellation():
                     connection = await cast("Any", self._client.connection_pool).get_connection()
                 opened = _OpenConnection(connection)
                 if opened.is_over:
@@ -90,7 +90,7 @@ class _OpenConnection:
         self._loop = asyncio.get_running_loop()
         self._pending: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
         self._timer: asyncio.TimerHandle | None = None
-        self._wire = Wire.over(connection, self._answer, self._end)
+        self._wire = RawRedisProtocol.over(connection, self._answer, self._end)
 
     @property
     def is_over(self) -> bool:
@@ -122,7 +122,7 @@ class _OpenConnection:
             return
         if isinstance(reply, Exception):
             waiter.set_exception(reply)
-            if is_demotion(reply):  # the next call resolves the address again
+            if is_readonly_error(reply):  # the next call resolves the address again
                 self._break(ConnectionError("the server has become a replica, which is read-only"))
         else:
             waiter.set_result(reply)
