@@ -83,7 +83,7 @@ async def test_a_record_that_cannot_be_read_fails_no_neighbour(
         )
         found = await asyncio.to_thread(lambda: list(job_queries.results(client, [bad, good])))
         assert [end.job_id for end in found] == [good]
-        assert await asyncio.to_thread(job_queries.standing, client, [bad, good]) == {
+        assert await asyncio.to_thread(job_queries.is_over, client, [bad, good]) == {
             bad: True,
             good: True,
         }

@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.transport.async_pubsub import PubSubMultiplexer, MultiplexedSubscription
+from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume import control

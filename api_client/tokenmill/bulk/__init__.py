@@ -5,11 +5,12 @@ in another.
 from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals
 from tokenmill.bulk.formats.output_files import Paths
 from tokenmill.bulk.lifecycle import cancel_batch, export_batch, refresh
-from tokenmill.bulk.progress import Pacing, Progress
-from tokenmill.bulk.run import Terms, import_batch, new_batch, run_batch
+from tokenmill.bulk.progress import BatchProgress, RunLimits
+from tokenmill.bulk.run import BatchOptions, import_batch, new_batch, run_batch
 from tokenmill.bulk.stores.store import BatchStore, open_store
 
 __all__ = [
-    "Batch", "BatchNotFound", "BatchState", "BatchStore", "Pacing", "Paths", "Progress", "Terms", "Totals",
-    "cancel_batch", "export_batch", "import_batch", "new_batch", "open_store", "refresh", "run_batch",
+    "Batch", "BatchNotFound", "BatchOptions", "BatchProgress", "BatchState", "BatchStore", "Paths",
+    "RunLimits", "Totals", "cancel_batch", "export_batch", "import_batch", "new_batch",
+    "open_store", "refresh", "run_batch",
 ]  # fmt: skip

@@ -120,7 +120,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     expires_ms: int = 0
 
     @property
-    def is_handed_in(self) -> bool:
+    def is_submitted(self) -> bool:
         return bool(self.last_line) and self.submitted >= self.last_line
 
     def public(self) -> BatchObject:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tokenmill.bulk.batch import Totals, now_ms
-from tokenmill.bulk.formats.input_file import BadLine, Marks, line_of
+from tokenmill.bulk.formats.input_file import BadLine, LineSet, line_of
 from tokenmill.bulk.formats.output_files import Done
-from tokenmill.bulk.formats.output_line import Answer, of_bad_line, of_result
+from tokenmill.bulk.formats.output_line import EncodedLine, of_bad_line, of_result
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
@@ -21,7 +21,7 @@ from tokenmill_schemas.result import JobResult
 class Sink(Protocol):
     """A destination of answers. They are stored safely when `write` returns."""
 
-    def write(self, answers: Sequence[Answer]) -> None: ...
+    def write(self, answers: Sequence[EncodedLine]) -> None: ...
 
 
 class Collector:
@@ -34,7 +34,7 @@ class Collector:
         self._began_ms = now_ms()
         self.generated = 0  # tokens of jobs that ended since then, for the rate
         self._sink = sink
-        self._marks = done.marks if done else Marks()
+        self._lines = done.lines if done else LineSet()
         self.totals = self._settled = done.totals if done else Totals()
         self._shares: dict[int, Totals] = {}  # shares of lines that `_settled` does not include
         self.jobs: dict[int, JobRequest] = {}  # by line, in the order of submission
@@ -46,7 +46,7 @@ class Collector:
         return self._sink is not None
 
     def has(self, line: int) -> bool:
-        return line in self._marks
+        return line in self._lines
 
     def open(self, job: JobRequest) -> None:
         line = line_of(self._batch_id, job.job_id)
@@ -83,12 +83,12 @@ class Collector:
     def take_bad(self, lines: Sequence[BadLine]) -> None:
         self._take([of_bad_line(self._batch_id, line) for line in lines])
 
-    def _take(self, answers: Sequence[Answer]) -> None:
-        new = {answer.line: answer for answer in answers if answer.line not in self._marks}
+    def _take(self, answers: Sequence[EncodedLine]) -> None:
+        new = {answer.line: answer for answer in answers if answer.line not in self._lines}
         if new and self._sink is not None:
             self._sink.write(list(new.values()))
         for answer in new.values():
-            self._marks.add(answer.line)
+            self._lines.add(answer.line)
             self.totals = self.totals.plus(answer.share)
             if self._sink is None:
                 self._shares[answer.line] = answer.share

@@ -24,7 +24,7 @@ from tokenmill.bulk.formats import input_file
 from tokenmill.bulk.formats.input_file import job_id, line_of
 from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED, UNREADABLE, unanswered
 from tokenmill.bulk.pending_lines import PendingLines
-from tokenmill.bulk.progress import WINDOW, Pacing, Patience, Progress
+from tokenmill.bulk.progress import WINDOW, BatchProgress, CallRetries, RunLimits
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import IdempotencyConflict, InvalidRequest, QueueRefusal
@@ -40,7 +40,7 @@ SWEEP_S: Final = 2.0  # between two polls of all open jobs
 LOOK_S: Final = 1.0  # how often the batch's record is written and read
 
 
-class Pump:
+class BatchFeeder:
     """One run over one file. `is_resumed`: part of the file may have been submitted before.
 
     If answers are kept in files, these show which lines are done. Otherwise every line after
@@ -54,18 +54,18 @@ class Pump:
         batch: Batch,
         collector: Collector,
         *,
-        repeated_lines: input_file.Marks,
-        pacing: Pacing,
+        repeated_lines: input_file.LineSet,
+        limits: RunLimits,
         is_resumed: bool,
     ) -> None:
         self._client = client
         self._store = store
         self._batch = batch
         self._collector = collector
-        self._lines = PendingLines(batch, collector, repeated_lines, min(GROUP, pacing.window))
-        self._pacing = pacing
+        self._lines = PendingLines(batch, collector, repeated_lines, min(GROUP, limits.window))
+        self._limits = limits
         self._is_resumed = is_resumed
-        self._patience = Patience(pacing.patience_s, self._tell)
+        self._retries = CallRetries(limits.retry_for_s, self._tell)
         self._reached = (
             0 if collector.keeps_answers else batch.over_line
         )  # this run has handled all lines up to it
@@ -99,10 +99,10 @@ class Pump:
     def _is_long_late(self) -> bool:
         return (
             bool(self._batch.expires_ms)
-            and now_ms() >= self._batch.expires_ms + self._pacing.late_s * 1000
+            and now_ms() >= self._batch.expires_ms + self._limits.late_s * 1000
         )
 
-    def hand_in(self, path: Path) -> None:
+    def submit(self, path: Path) -> None:
         """Submit every line that is not done, until all are in the queue or the batch is cancelled
         or late."""
         self._look(force=True)
@@ -110,7 +110,7 @@ class Pump:
             if not self._has_room():
                 break
             self._answer_bad(bad)
-            self._hand_in_lost()
+            self._submit_lost()
             self._submit(self._unrecorded(jobs))
             if not self.goes_on:  # perhaps not all of them were submitted
                 break
@@ -126,8 +126,8 @@ class Pump:
         """Return when every open job has ended. Cancel them if the batch is cancelled or long past
         its deadline."""
         while self._collector.jobs or self._lost:
-            self._hand_in_lost()
-            self._turn()
+            self._submit_lost()
+            self._poll()
             if self._is_long_late and not self._has_given_up:
                 self._has_given_up = True  # no live worker has expired the jobs
                 self._cancel_open()
@@ -135,15 +135,15 @@ class Pump:
         self._look(force=True)
         self._tell()
 
-    def refuse_rest(self, path: Path, why: LineError) -> None:
+    def reject_rest(self, path: Path, why: LineError) -> None:
         """Answer every line that was never submitted with the error `why`."""
         rest: list[input_file.BadLine] = []
-        for line in self._lines.undone(path, self._reached):
+        for line in self._lines.pending(path, self._reached):
             rest.append(unanswered(line.line, line.custom_id, why))
             if len(rest) >= GROUP:
-                self._answer_bad(self._jobless(rest))
+                self._answer_bad(self._unsubmitted(rest))
                 rest = []
-        self._answer_bad(self._jobless(rest))
+        self._answer_bad(self._unsubmitted(rest))
         if self._reached >= self._batch.submitted:
             self._reached = self._batch.last_line
         self._noted = self._batch.last_line
@@ -154,7 +154,7 @@ class Pump:
 
     def _answer_bad(self, bad: Sequence[input_file.BadLine]) -> None:
         if bad:
-            self._patience.ask(lambda: self._store.refuse(self._batch.id, bad))
+            self._retries.run(lambda: self._store.reject(self._batch.id, bad))
             self._collector.take_bad(bad)
 
     def _unrecorded(self, jobs: list[JobRequest]) -> list[JobRequest]:
@@ -162,18 +162,18 @@ class Pump:
         long ago: the database still has them, the queue does not."""
         if not self._is_resumed:
             return jobs
-        known = self._patience.ask(lambda: self._store.recorded([job.job_id for job in jobs]))
+        known = self._retries.run(lambda: self._store.recorded([job.job_id for job in jobs]))
         self._collector.take(list(known.values()))
         return [job for job in jobs if job.job_id not in known]
 
-    def _jobless(self, lines: list[input_file.BadLine]) -> list[input_file.BadLine]:
+    def _unsubmitted(self, lines: list[input_file.BadLine]) -> list[input_file.BadLine]:
         """Return the lines without a job. An earlier run may have submitted some; those jobs end
         alone."""
         if not self._is_resumed or self._collector.keeps_answers:
             return lines
         names = [job_id(self._batch.id, bad.line) for bad in lines]
-        known = self._patience.ask(
-            lambda: {*job_queries.standing(self._client, names), *self._store.recorded(names)}
+        known = self._retries.run(
+            lambda: {*job_queries.is_over(self._client, names), *self._store.recorded(names)}
         )
         return [bad for name, bad in zip(names, lines, strict=True) if name not in known]
 
@@ -183,14 +183,14 @@ class Pump:
         while jobs:
             part, rest = jobs[: self._at_once], jobs[self._at_once :]
             try:
-                self._patience.ask(partial(job_queries.hand_in, self._client, part))
+                self._retries.run(partial(job_queries.submit_jobs, self._client, part))
             except QueueRefusal as refusal:  # the queue is full, or the tenant's rate is exceeded
                 self._open([job for job in part if job.job_id in refusal.accepted])
                 jobs = [job for job in jobs if job.job_id not in refusal.accepted]
                 if not refusal.accepted:
                     self._at_once = max(1, len(part) // 2)
                 self._waits = str(refusal)
-                self._turn()
+                self._poll()
                 if not self.goes_on:
                     return
             except (IdempotencyConflict, InvalidRequest) as error:
@@ -204,7 +204,7 @@ class Pump:
     def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
         """Submit jobs singly, after one of them made their call fail."""
         if len(jobs) == 1:
-            self._refuse(jobs[0], error)
+            self._reject(jobs[0], error)
             return
         for job in jobs:
             self._submit([job])
@@ -213,7 +213,7 @@ class Pump:
         for job in jobs:
             self._collector.open(job)
 
-    def _refuse(self, job: JobRequest, error: Exception) -> None:
+    def _reject(self, job: JobRequest, error: Exception) -> None:
         line, name = self._line_of(job), job.metadata["custom_id"]
         self._answer_bad([input_file.BadLine(line, name, "invalid_value", str(error), None, 400)])
 
@@ -222,19 +222,19 @@ class Pump:
     def _has_room(self) -> bool:
         """Wait until the window has room. Return False if nothing more may be submitted."""
         if time.monotonic() - self._polled_at >= POLL_S:
-            self._turn()
+            self._poll()
         while self.goes_on and self._is_full():
-            self._turn()
+            self._poll()
         return self.goes_on
 
     def _is_full(self) -> bool:
-        group = min(GROUP, self._pacing.window)
+        group = min(GROUP, self._limits.window)
         return (
-            len(self._collector.jobs) > self._pacing.window - group
+            len(self._collector.jobs) > self._limits.window - group
             or self._collector.num_bytes > WINDOW_BYTES
         )
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         time.sleep(max(0.0, self._polled_at + POLL_S - time.monotonic()))
         self._polled_at = time.monotonic()
         self._collect()
@@ -250,7 +250,7 @@ class Pump:
         lines = list(self._collector.jobs)
         for start in range(0, len(lines), GROUP):
             names = [job_id(self._batch.id, line) for line in lines[start : start + GROUP]]
-            ends = self._patience.ask(
+            ends = self._retries.run(
                 partial(job_queries.collect, self._client, names, self._in_files)
             )
             self._collector.take([self._in_time(result) for result in ends.results])
@@ -266,7 +266,7 @@ class Pump:
 
     def _forget(self) -> None:
         if self._in_files:
-            self._patience.ask(partial(job_queries.collect, self._client, (), self._in_files))
+            self._retries.run(partial(job_queries.collect, self._client, (), self._in_files))
             self._in_files = []
 
     def _in_time(self, result: JobResult) -> JobResult:
@@ -284,7 +284,7 @@ class Pump:
         """Collect the recorded results of these open jobs; return the other jobs."""
         if not names:
             return []
-        known = self._patience.ask(lambda: self._store.recorded(names))
+        known = self._retries.run(lambda: self._store.recorded(names))
         self._collector.take(list(known.values()))
         return [
             self._collector.jobs[line_of(self._batch.id, name)]
@@ -298,7 +298,7 @@ class Pump:
     def _line_of(self, job: JobRequest) -> int:
         return line_of(self._batch.id, job.job_id)
 
-    def _hand_in_lost(self) -> None:
+    def _submit_lost(self) -> None:
         lost, self._lost = self._lost, []
         if self.goes_on:
             self._submit(lost)
@@ -317,14 +317,14 @@ class Pump:
         lost = map(self._line_of, self._lost)
         over_line = min([self._reached + 1, *self._collector.jobs, *lost]) - 1
         totals = self._collector.up_to(over_line)
-        self._patience.ask(
+        self._retries.run(
             lambda: self._store.progress(
                 self._batch.id, submitted=self._noted, over_line=over_line, totals=totals
             )
         )
         before, self._state = (
             self._state,
-            self._patience.ask(lambda: self._store.get(self._batch.id)).state,
+            self._retries.run(lambda: self._store.get(self._batch.id)).state,
         )
         if self._state is BatchState.CANCELLING and before is not BatchState.CANCELLING:
             self._cancel_open()
@@ -332,7 +332,7 @@ class Pump:
 
     def _cancel_open(self) -> None:
         names = [job_id(self._batch.id, line) for line in self._collector.jobs]
-        self._patience.ask(lambda: job_queries.cancel(self._client, names))
+        self._retries.run(lambda: job_queries.cancel(self._client, names))
 
     def _notice_idleness(self) -> None:
         """Report a queue without a worker; otherwise it looks like a queue with a slow one."""
@@ -341,14 +341,14 @@ class Pump:
         self._num_ended, self._num_idle_looks = ended, self._num_idle_looks + 1 if is_idle else 0
         if self._num_idle_looks >= IDLE_LOOKS:
             self._waits = (
-                "" if self._patience.ask(self._client.workers) else "no worker serves this queue"
+                "" if self._retries.run(self._client.workers) else "no worker serves this queue"
             )
         elif not is_idle:
             self._waits = ""
 
     def _tell(self) -> None:
-        note = self._patience.note or self._waits
+        note = self._retries.note or self._waits
         jobs, totals = self._collector.jobs, self._collector.totals
-        self._pacing.watch(
-            Progress(self._batch.total, len(jobs), totals, note, self._collector.generated)
+        self._limits.on_progress(
+            BatchProgress(self._batch.total, len(jobs), totals, note, self._collector.generated)
         )

@@ -29,7 +29,7 @@ MAX_COLLECTED_BYTES: Final = 16 * 1024 * 1024
 _OVER: Final = frozenset(status.value.encode() for status in JobStatus if status.is_final)
 
 
-def ask(commands: Sequence[tuple[Argument, ...]]) -> Operation[Sequence[Any]]:
+def send_commands(commands: Sequence[tuple[Argument, ...]]) -> Operation[Sequence[Any]]:
     """Send any commands in one round trip."""
     replies: Sequence[Any] = yield Commands(tuple(commands))
     return replies
@@ -46,7 +46,7 @@ class Ends:
     unreadable: list[str] = field(default_factory=list)
 
 
-def hand_in(client: Client, jobs: Sequence[JobRequest]) -> None:
+def submit_jobs(client: Client, jobs: Sequence[JobRequest]) -> None:
     """Submit requests that were validated when they were built."""
     with producing(client.queue, jobs) as requests:
         client.perform(submit(client.context, requests))
@@ -90,7 +90,7 @@ def _collect(
     return replies
 
 
-def standing(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
+def is_over(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
     """Return, for each job that the queue has, whether it is over. A job whose key is no hash never
     runs and counts as over.
     """
@@ -132,7 +132,7 @@ def _unrecorded(client: Client, records: Sequence[Record]) -> Iterator[JobResult
     if not records:
         return
     keys = [client.keys.job(record.info.job_id) for record in records]
-    requests = client.perform(ask([("HGET", key, "request") for key in keys]))
+    requests = client.perform(send_commands([("HGET", key, "request") for key in keys]))
     for record, packed in zip(records, requests, strict=True):
         outcome = record.outcome()
         try:

@@ -55,7 +55,7 @@ def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
     totals = _counted(client, store, batch, with_tokens=True)
     if totals.ended < batch.total and _has_runner(store, batch):
         return msgspec.structs.replace(batch, totals=totals)
-    return conclude(store, batch, totals)
+    return end_batch(store, batch, totals)
 
 
 def _has_runner(store: BatchStore, batch: Batch) -> bool:
@@ -73,7 +73,7 @@ def _has_runner(store: BatchStore, batch: Batch) -> bool:
 def _running(client: Client, batch: Batch) -> Iterator[bool]:
     """Yield, for each page of jobs that may be open, whether one of them is."""
     for page in _unsettled(batch):
-        yield not all(job_queries.standing(client, page).values())
+        yield not all(job_queries.is_over(client, page).values())
 
 
 def _unsettled(batch: Batch) -> Iterator[list[str]]:
@@ -89,13 +89,13 @@ def _may_end(batch: Batch) -> bool:
     """Return whether a batch without running jobs is complete: no more lines will be submitted."""
     is_left = now_ms() - batch.seen_ms > _ALIVE_MS
     if batch.state is BatchState.CANCELLING:
-        return batch.is_handed_in or is_left
-    return batch.is_handed_in or (is_left and 0 < batch.expires_ms <= now_ms())
+        return batch.is_submitted or is_left
+    return batch.is_submitted or (is_left and 0 < batch.expires_ms <= now_ms())
 
 
-def conclude(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
+def end_batch(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
     """Move a batch to its last state and return it. Lines without an answer count as failed."""
-    is_late = totals.expired or (totals.ended < batch.total and not batch.is_handed_in)
+    is_late = totals.expired or (totals.ended < batch.total and not batch.is_submitted)
     totals = msgspec.structs.replace(totals, failed=batch.total - totals.completed)
     lines = {"submitted": batch.submitted, "over_line": batch.last_line}
     store.progress(batch.id, **lines, totals=totals)
@@ -114,7 +114,7 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
     if known is not None and (known.ended >= batch.total or not with_tokens):
         return known  # else count in the queue too: workers may record into another database
     totals = Totals()
-    for bad in store.refused(batch.id):
+    for bad in store.rejected(batch.id):
         totals = totals.plus(of_bad_line(batch.id, bad).share)
     for page in _pages(range(1, batch.submitted + 1)):
         for result in job_queries.results(client, [job_id(batch.id, line) for line in page]):
@@ -170,7 +170,7 @@ def fill(client: Client, store: BatchStore, batch: Batch, collector: Collector) 
     """Collect every answer that the store or the queue has, each once."""
     for results in _paged(store.results(batch.id)):
         collector.take(results)
-    for bad in _paged(store.refused(batch.id)):
+    for bad in _paged(store.rejected(batch.id)):
         collector.take_bad(bad)
     last = min(batch.last_line, batch.submitted + 2 * WINDOW)
     for lines in _pages(range(1, last + 1)):

@@ -19,13 +19,13 @@ class PendingLines:
     """
 
     def __init__(
-        self, batch: Batch, collector: Collector, repeated_lines: input_file.Marks, group: int
+        self, batch: Batch, collector: Collector, repeated_lines: input_file.LineSet, group: int
     ) -> None:
         self._batch = batch
         self._collector = collector
         self._repeated = repeated_lines
         self._group = group
-        self._order = input_file.Order(
+        self._order = input_file.BatchDefaults(
             batch.id, batch.tenant, batch.expires_ms or None, batch.any_model
         )
 
@@ -36,7 +36,7 @@ class PendingLines:
         jobs: list[JobRequest] = []
         bad: list[BadLine] = []
         last_line = 0
-        for line in self.undone(path, reached):
+        for line in self.pending(path, reached):
             job = self._job_of(line)
             if isinstance(job, BadLine):
                 bad.append(job)
@@ -49,7 +49,7 @@ class PendingLines:
         if jobs or bad:
             yield jobs, bad, last_line
 
-    def undone(self, path: Path, reached: int) -> Iterator[Line]:
+    def pending(self, path: Path, reached: int) -> Iterator[Line]:
         """Yield the lines after `reached` without an answer and without an open job.
 
         If answers are kept in files, these show what is done, and all lines are read.

@@ -14,12 +14,12 @@ from tokenmill.transport.backoff import Backoff
 T = TypeVar("T")
 
 WINDOW: Final = 2_000
-PATIENCE_S: Final = 600.0
+RETRY_FOR_S: Final = 600.0
 _RETRY: Final = Backoff(first_s=0.1, longest_s=5.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class BatchProgress:
     """The progress of a run. `note` names what the run waits for, "" if nothing. `generated` counts
     the tokens since the run began.
     """
@@ -32,7 +32,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Pacing:
+class RunLimits:
     """The limits of a run.
 
     `window`: jobs in the queue at once. It has to be enough for the batches of all workers, and for
@@ -41,12 +41,12 @@ class Pacing:
     """
 
     window: int = WINDOW
-    patience_s: float = PATIENCE_S
+    retry_for_s: float = RETRY_FOR_S
     late_s: float = 10.0
-    watch: Callable[[Progress], object] = lambda _: None
+    on_progress: Callable[[BatchProgress], object] = lambda _: None
 
 
-class Patience:
+class CallRetries:
     """The time limit of such retries. `note` is the present error, "" if there is none; `tell` is
     called when it changes.
     """
@@ -56,7 +56,7 @@ class Patience:
         self._tell = tell
         self.note = ""
 
-    def ask(self, call: Callable[[], T]) -> T:
+    def run(self, function: Callable[[], T]) -> T:
         """Return the value of a call, which may be repeated. Raises QueueUnavailable if the call
         has failed for too long.
         """
@@ -64,7 +64,7 @@ class Patience:
         num_failures = 0
         while True:
             try:
-                answer = call()
+                answer = function()
             except QueueUnavailable as trouble:
                 if time.monotonic() - since > self._limit_s:
                     raise

@@ -1,7 +1,7 @@
 """Runs bulk files. The commands and the tasks call these two functions:
 
     run_batch      in this process: file in, files out; continues where it stopped when it is called again
-    import_batch   file in; export_batch of outcome.py fetches the answers later, from anywhere
+    import_batch   file in; export_batch of lifecycle.py fetches the answers later, from anywhere
 
 Both may be interrupted at any time and called again.
 """
@@ -25,12 +25,12 @@ from tokenmill.bulk.batch import (
     window_ms,
 )
 from tokenmill.bulk.collector import Collector
-from tokenmill.bulk.feeder import Pump
-from tokenmill.bulk.formats.input_file import Survey, check_readable, survey
+from tokenmill.bulk.feeder import BatchFeeder
+from tokenmill.bulk.formats.input_file import FileSummary, check_readable, summarise
 from tokenmill.bulk.formats.output_files import Done, OutputFiles, Paths
 from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED
-from tokenmill.bulk.lifecycle import REASONS, conclude, fill, refresh
-from tokenmill.bulk.progress import Pacing, Progress
+from tokenmill.bulk.lifecycle import REASONS, end_batch, fill, refresh
+from tokenmill.bulk.progress import BatchProgress, RunLimits
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, InvalidRequest
@@ -39,7 +39,7 @@ from tokenmill_schemas.openai import BatchError
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class BatchOptions:
     """Options of a whole batch. `any_model`: use the model that the queue serves instead of those
     that the lines name.
     """
@@ -50,23 +50,23 @@ class Terms:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def new_batch(client: Client, path: Path, terms: Terms | None = None) -> Batch:
+def new_batch(client: Client, path: Path, options: BatchOptions | None = None) -> Batch:
     """Build a batch that is not stored yet. Raises ConfigurationError, also for a file that cannot
     be read.
     """
-    terms = terms or Terms()
+    options = options or BatchOptions()
     check_readable(path)
     now = now_ms()
     return Batch(
         id=new_batch_id(),
         queue=client.queue,
-        tenant=_checked_tenant(terms.tenant),
-        any_model=terms.any_model,
+        tenant=_checked_tenant(options.tenant),
+        any_model=options.any_model,
         input_file=str(path.resolve()),
-        completion_window=terms.completion_window,
-        metadata=check_metadata(terms.metadata),
+        completion_window=options.completion_window,
+        metadata=check_metadata(options.metadata),
         created_ms=now,
-        expires_ms=now + window_ms(terms.completion_window),
+        expires_ms=now + window_ms(options.completion_window),
     )
 
 
@@ -86,23 +86,23 @@ def run_batch(
     path: Path,
     paths: Paths,
     *,
-    terms: Terms | None = None,
-    pacing: Pacing | None = None,
+    options: BatchOptions | None = None,
+    limits: RunLimits | None = None,
 ) -> Batch:
     """Run a file to its end and return the batch.
 
-    Raises ConfigurationError if the output belongs to another input, or was begun with other terms.
+    Raises ConfigurationError if the output belongs to another input, or was begun with other options.
     """
-    pacing = pacing or Pacing()
+    limits = limits or RunLimits()
     client.depth()  # fail at once if the queue is unreachable from the start; later failures are retried
     with OutputFiles(paths) as files:
         before = files.load_record()
         if before is None:
-            _refuse_foreign(paths)
-        batch = before or new_batch(client, path, terms)
-        found = survey(path, _surveying(pacing))
+            _check_unused(paths)
+        batch = before or new_batch(client, path, options)
+        found = summarise(path, _summarising(limits))
         if before is not None:
-            _refuse_another(before, found, terms, paths)
+            _check_same_batch(before, found, options, paths)
             if before.state.is_final:
                 return before
         files.save_record(_described(batch, found))
@@ -110,33 +110,33 @@ def run_batch(
         if batch.state is BatchState.FINALIZING:  # another process was interrupted while ending it
             batch = refresh(client, store, batch.id)
         collector = Collector(batch.id, files, files.resume())
-        pump = Pump(
+        feeder = BatchFeeder(
             client,
             store,
             batch,
             collector,
             repeated_lines=found.repeated,
-            pacing=pacing,
+            limits=limits,
             is_resumed=before is not None,
         )
         if (
-            batch.state is not BatchState.IN_PROGRESS or pump.is_late
+            batch.state is not BatchState.IN_PROGRESS or feeder.is_late
         ):  # collect the jobs that ended since the last run
             fill(client, store, batch, collector)
         if batch.state.is_final:  # another process ended it
-            pump.refuse_rest(path, REASONS[batch.state])
+            feeder.reject_rest(path, REASONS[batch.state])
         else:
-            _pump_to_the_end(pump, path)
+            _feed_to_the_end(feeder, path)
         return _ended(store, files, batch.id, collector.totals)
 
 
-def _pump_to_the_end(pump: Pump, path: Path) -> None:
-    pump.hand_in(path)
-    pump.drain()
-    if pump.state is BatchState.CANCELLING:
-        pump.refuse_rest(path, CANCELLED)
-    elif pump.is_late:
-        pump.refuse_rest(path, EXPIRED)
+def _feed_to_the_end(feeder: BatchFeeder, path: Path) -> None:
+    feeder.submit(path)
+    feeder.drain()
+    if feeder.state is BatchState.CANCELLING:
+        feeder.reject_rest(path, CANCELLED)
+    elif feeder.is_late:
+        feeder.reject_rest(path, EXPIRED)
 
 
 def _ended(store: BatchStore, files: OutputFiles, batch_id: str, totals: Totals) -> Batch:
@@ -146,13 +146,15 @@ def _ended(store: BatchStore, files: OutputFiles, batch_id: str, totals: Totals)
         store.get(batch_id), output_file=str(paths.output.resolve()), error_file=errors
     )
     store.describe(named)
-    ended = conclude(store, named, totals)
+    ended = end_batch(store, named, totals)
     files.save_record(ended)
     return ended
 
 
-def _refuse_another(before: Batch, found: Survey, terms: Terms | None, paths: Paths) -> None:
-    """Raise ConfigurationError if the input or the terms differ from those with which the output
+def _check_same_batch(
+    before: Batch, found: FileSummary, options: BatchOptions | None, paths: Paths
+) -> None:
+    """Raise ConfigurationError if the input or the options differ from those with which the output
     was begun.
     """
     if before.digest != found.digest:
@@ -162,9 +164,9 @@ def _refuse_another(before: Batch, found: Survey, terms: Terms | None, paths: Pa
         )
     names = msgspec.structs.asdict(before)
     changed = [
-        term.name
-        for term in fields(Terms)
-        if terms and names[term.name] != getattr(terms, term.name)
+        option.name
+        for option in fields(BatchOptions)
+        if options and names[option.name] != getattr(options, option.name)
     ]
     if changed:
         raise ConfigurationError(
@@ -173,7 +175,7 @@ def _refuse_another(before: Batch, found: Survey, terms: Terms | None, paths: Pa
         )
 
 
-def _refuse_foreign(paths: Paths) -> None:
+def _check_unused(paths: Paths) -> None:
     for path in (paths.output, paths.errors):
         if path.exists() and path.stat().st_size:
             raise ConfigurationError(f"{path} is there already and no batch's output: name another")
@@ -185,44 +187,46 @@ def import_batch(
     path: Path,
     *,
     batch: Batch | None = None,
-    terms: Terms | None = None,
-    pacing: Pacing | None = None,
+    options: BatchOptions | None = None,
+    limits: RunLimits | None = None,
 ) -> Batch:
     """Submit every line of a file and return the batch.
 
     `batch` is one from `new_batch`, or one that was begun with this file. None builds one from
-    `terms`.
+    `options`.
     """
-    pacing = pacing or Pacing()
+    limits = limits or RunLimits()
     client.depth()
     is_resumed = batch is not None and batch.state is not BatchState.VALIDATING
-    batch = batch or new_batch(client, path, terms)
+    batch = batch or new_batch(client, path, options)
     store.create(batch)
-    found = survey(path, _surveying(pacing))
+    found = summarise(path, _summarising(limits))
     if batch.digest and batch.digest != found.digest:
         raise ConfigurationError(f"batch {batch.id} was begun with another file than {path}")
     batch = _stored(store, _described(batch, found))
-    if not batch.state.is_final and not batch.is_handed_in:
-        pump = Pump(
+    if not batch.state.is_final and not batch.is_submitted:
+        feeder = BatchFeeder(
             client,
             store,
             batch,
             Collector(batch.id, done=Done(totals=batch.totals)),
             repeated_lines=found.repeated,
-            pacing=pacing,
+            limits=limits,
             is_resumed=is_resumed,
         )
-        pump.hand_in(path)
-        if pump.state is BatchState.IN_PROGRESS and pump.is_late:
-            pump.refuse_rest(path, EXPIRED)
+        feeder.submit(path)
+        if feeder.state is BatchState.IN_PROGRESS and feeder.is_late:
+            feeder.reject_rest(path, EXPIRED)
     return refresh(client, store, batch.id)
 
 
-def _surveying(pacing: Pacing) -> Callable[[int], object]:
-    return lambda lines: pacing.watch(Progress(0, 0, Totals(), f"validating: {lines} lines"))
+def _summarising(limits: RunLimits) -> Callable[[int], object]:
+    return lambda lines: limits.on_progress(
+        BatchProgress(0, 0, Totals(), f"validating: {lines} lines")
+    )
 
 
-def _described(batch: Batch, found: Survey) -> Batch:
+def _described(batch: Batch, found: FileSummary) -> Batch:
     listed = [
         BatchError(code=bad.code, message=bad.message, line=bad.line, param=bad.param)
         for bad in found.first_bad

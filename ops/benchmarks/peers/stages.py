@@ -16,7 +16,7 @@ from typing import Any
 
 from ops.benchmarks.measure.figures import STAGES
 from tokenmill import AsyncClient
-from tokenmill.transport.async_pubsub import PubSubMultiplexer, MultiplexedSubscription
+from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill_schemas.codec import decode_chunk
 
 Passage = dict[int, float]  # number of tokens so far → time

@@ -26,7 +26,7 @@ import sqlalchemy
 from ops.demonstration.stack import DemoStack
 from tokenmill import Client
 from tokenmill.bulk import Batch, BatchState, Paths, export_batch, new_batch, open_store
-from tokenmill.bulk.formats.input_file import Order, read, survey, to_request
+from tokenmill.bulk.formats.input_file import BatchDefaults, read, summarise, to_request
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason
@@ -155,13 +155,13 @@ def _survey(source: Path, count: int) -> dict[str, object]:
     told: dict[str, object] = {}
     seen = [0]
     with _metered(told, lambda: seen[0] / count):
-        survey(source, lambda lines: seen.__setitem__(0, lines))
+        summarise(source, lambda lines: seen.__setitem__(0, lines))
     return told
 
 
 def _jobs(source: Path, count: int) -> dict[str, object]:
     told: dict[str, object] = {}
-    order, done = Order("batch_x"), 0
+    order, done = BatchDefaults("batch_x"), 0
     with _metered(told, lambda: done / count):
         for line in read(source):
             encode(to_request(line, order))  # type: ignore[arg-type]

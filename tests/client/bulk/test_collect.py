@@ -38,7 +38,7 @@ async def collect(
 async def test_ends_come_with_their_results_and_the_unknown_are_named(
     client: Client, redis_url: str
 ) -> None:
-    await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(5)])
+    await asyncio.to_thread(job_queries.submit_jobs, client, [line(number) for number in range(5)])
     queue = await finish(redis_url, 2)
     await asyncio.to_thread(job_queries.cancel, client, ["b-4"])
     ends = await collect(client, [f"b-{number}" for number in range(6)])
@@ -53,7 +53,7 @@ async def test_ends_come_with_their_results_and_the_unknown_are_named(
 
 
 async def test_what_lies_in_files_leaves_the_queue_soon(client: Client, redis_url: str) -> None:
-    await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(3)])
+    await asyncio.to_thread(job_queries.submit_jobs, client, [line(number) for number in range(3)])
     queue = await finish(redis_url, 2)
     await collect(client, ["b-1", "b-2"], in_files=["b-0"])
     assert 0 < await queue.redis.ttl(client.keys.job("b-0")) <= job_queries.COLLECTED_TTL_S
@@ -65,7 +65,7 @@ async def test_what_lies_in_files_leaves_the_queue_soon(client: Client, redis_ur
 async def test_a_reply_that_is_full_leaves_the_rest_to_the_next(
     client: Client, redis_url: str
 ) -> None:
-    await asyncio.to_thread(job_queries.hand_in, client, [line(number) for number in range(4)])
+    await asyncio.to_thread(job_queries.submit_jobs, client, [line(number) for number in range(4)])
     queue = await finish(redis_url, 3)
     small = await asyncio.to_thread(job_queries.collect, client, ["b-0", "b-1", "b-2"], max_bytes=1)
     assert [end.job_id for end in small.results] == ["b-0"]  # one goes through, however large

@@ -14,10 +14,10 @@ from tests.client.bulk.test_run import Interrupted
 from tokenmill import Client
 from tokenmill.bulk import (
     Batch,
+    BatchOptions,
     BatchState,
     BatchStore,
-    Pacing,
-    Terms,
+    RunLimits,
     Totals,
     cancel_batch,
     import_batch,
@@ -40,24 +40,30 @@ def no_worker_writes_down_what_was_cancelled(allowed_keys: list[str]) -> None:
 def stop_after(seconds: float) -> Callable[[Any], None]:
     until = time.monotonic() + seconds
 
-    def watch(_: Any) -> None:
+    def on_progress(_: Any) -> None:
         if time.monotonic() > until:
             raise Interrupted
 
-    return watch
+    return on_progress
 
 
-def begin(client: Client, store: BatchStore, path: Path, **terms: Any) -> Batch:
+def begin(client: Client, store: BatchStore, path: Path, **options: Any) -> Batch:
     with pytest.raises(Interrupted):
         import_batch(
-            client, store, path, terms=Terms(**terms), pacing=Pacing(WINDOW, watch=stop_after(1.2))
+            client,
+            store,
+            path,
+            options=BatchOptions(**options),
+            limits=RunLimits(WINDOW, on_progress=stop_after(1.2)),
         )
     return store.newest(1)[0]
 
 
 def go_on(client: Client, store: BatchStore, path: Path, batch: Batch) -> Batch:
     with pytest.raises(Interrupted):
-        import_batch(client, store, path, batch=batch, pacing=Pacing(WINDOW, watch=stop_after(1.2)))
+        import_batch(
+            client, store, path, batch=batch, limits=RunLimits(WINDOW, on_progress=stop_after(1.2))
+        )
     return store.get(batch.id)
 
 
@@ -89,9 +95,9 @@ def test_each_line_is_counted_once(any_client: Client, store: BatchStore, tmp_pa
     batch = go_on(any_client, store, path, batch)
     assert (batch.over_line, batch.submitted, batch.totals.failed) == (WINDOW, 2 * WINDOW, WINDOW)
     end(any_client, batch, range(WINDOW + 1, 2 * WINDOW + 1))
-    import_batch(any_client, store, path, batch=batch, pacing=Pacing(WINDOW))
+    import_batch(any_client, store, path, batch=batch, limits=RunLimits(WINDOW))
     batch = store.get(batch.id)
-    assert (batch.over_line, batch.is_handed_in, batch.totals.failed) == (
+    assert (batch.over_line, batch.is_submitted, batch.totals.failed) == (
         2 * WINDOW,
         True,
         2 * WINDOW,
@@ -108,17 +114,21 @@ def test_what_waits_is_not_called_over_while_the_rest_is(
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", WINDOW)
     with pytest.raises(Interrupted):  # they are in the queue, but that was not written down
-        import_batch(any_client, store, path, pacing=Pacing(WINDOW, watch=_interrupt_when_full))
-    batch = import_batch(any_client, store, path, batch=store.newest(1)[0], pacing=Pacing(WINDOW))
-    assert (batch.is_handed_in, batch.over_line) == (True, 0)
+        import_batch(
+            any_client, store, path, limits=RunLimits(WINDOW, on_progress=_interrupt_when_full)
+        )
+    batch = import_batch(
+        any_client, store, path, batch=store.newest(1)[0], limits=RunLimits(WINDOW)
+    )
+    assert (batch.is_submitted, batch.over_line) == (True, 0)
     end(any_client, batch, range(2, WINDOW + 1))
     assert refresh(any_client, store, batch.id).state is BatchState.IN_PROGRESS
     end(any_client, batch, range(1, 2))
     assert refresh(any_client, store, batch.id).state is BatchState.COMPLETED
 
 
-def _interrupt_when_full(stand: Any) -> None:
-    if stand.in_flight or stand.total:
+def _interrupt_when_full(progress: Any) -> None:
+    if progress.in_flight or progress.total:
         raise Interrupted
 
 
@@ -130,7 +140,7 @@ async def test_out_of_time_it_names_only_lines_without_a_job(
     await asyncio.sleep(2)
     ended = await asyncio.to_thread(import_batch, any_client, store, path, batch=batch)
     assert ended.state is BatchState.IN_PROGRESS  # of what waits in the queue
-    assert [bad.line for bad in store.refused(batch.id)] == list(range(WINDOW + 1, 26))
+    assert [bad.line for bad in store.rejected(batch.id)] == list(range(WINDOW + 1, 26))
     end(any_client, batch, range(1, WINDOW + 1))
     assert refresh(any_client, store, batch.id).state is BatchState.EXPIRED
 
@@ -140,13 +150,13 @@ def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 400)
 
-    def cut(stand: Any) -> None:
-        if stand.total:
+    def cut(progress: Any) -> None:
+        if progress.total:
             write_many(path, 3)
 
     with pytest.raises(ConfigurationError, match="has changed"):
-        import_batch(any_client, store, path, pacing=Pacing(watch=cut))
-    assert not store.newest(1)[0].is_handed_in
+        import_batch(any_client, store, path, limits=RunLimits(on_progress=cut))
+    assert not store.newest(1)[0].is_submitted
 
 
 @pytest.mark.parametrize(
@@ -166,16 +176,16 @@ def test_nothing_that_a_line_says_keeps_the_others_waiting(
     any_client: Client, store: BatchStore, tmp_path: Path, line: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "in.jsonl", [line, chat("b")])
-    batch = import_batch(any_client, store, path, pacing=Pacing(patience_s=0.2))
+    batch = import_batch(any_client, store, path, limits=RunLimits(retry_for_s=0.2))
     assert (batch.total, batch.totals.failed, any_client.depth().num_queued) == (2, 1, 1)
-    (bad,) = store.refused(batch.id)
+    (bad,) = store.rejected(batch.id)
     assert (bad.line, (bad.custom_id or "")[0]) == (1, "a")
 
 
 @pytest.mark.parametrize("tenant", ["t" * 300, "t\0", "\ud800"])
 def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: str) -> None:
     with pytest.raises(ConfigurationError, match="tenant"):
-        new_batch(client, write_many(tmp_path / "in.jsonl", 1), Terms(tenant=tenant))
+        new_batch(client, write_many(tmp_path / "in.jsonl", 1), BatchOptions(tenant=tenant))
 
 
 def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(
@@ -214,7 +224,7 @@ def test_what_a_full_queue_never_took_has_expired(
     path = write_many(tmp_path / "in.jsonl", 10)
     any_client.submit(prompt="x")
     any_client.set_queue_limit(1)
-    batch = import_batch(any_client, store, path, terms=Terms(completion_window="1s"))
+    batch = import_batch(any_client, store, path, options=BatchOptions(completion_window="1s"))
     assert (batch.state, batch.totals.expired, any_client.depth().num_queued) == (
         BatchState.EXPIRED,
         10,
@@ -237,6 +247,10 @@ def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
     path = write_many(tmp_path / "in.jsonl", 60)
     with pytest.raises(Interrupted):
         import_batch(
-            any_client, store, path, terms=Terms(), pacing=Pacing(1000, watch=stop_after(4))
+            any_client,
+            store,
+            path,
+            options=BatchOptions(),
+            limits=RunLimits(1000, on_progress=stop_after(4)),
         )
     assert 10 <= any_client.depth().num_queued <= 20

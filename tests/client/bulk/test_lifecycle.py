@@ -17,11 +17,11 @@ from tests.support.worker import running_worker
 from tokenmill import Client
 from tokenmill.bulk import (
     Batch,
+    BatchOptions,
+    BatchProgress,
     BatchState,
     BatchStore,
-    Pacing,
-    Progress,
-    Terms,
+    RunLimits,
     cancel_batch,
     export_batch,
     import_batch,
@@ -58,7 +58,7 @@ async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expire
 ) -> None:
     path = half_endless(desk.folder / "in.jsonl")
     async with running_worker(desk.redis_url, str(desk.database), **SLOW):
-        batch = await desk.run(path, terms=Terms(completion_window="8s"))
+        batch = await desk.run(path, options=BatchOptions(completion_window="8s"))
     told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
     assert told.status == "expired"
     assert told.expired_at
@@ -119,18 +119,20 @@ async def test_an_interrupted_import_goes_on_with_its_batch(desk: Desk) -> None:
     path = write_many(desk.folder / "in.jsonl", 70)
     begun: list[str] = []
 
-    def hand_in(client: Client, store: BatchStore) -> Batch:
+    def submit(client: Client, store: BatchStore) -> Batch:
         batch = store.get(begun[0]) if begun else None
-        pacing = Pacing(window=20, watch=interrupt_after(10) if batch is None else lambda _: None)
-        return import_batch(client, store, path, batch=batch, pacing=pacing)
+        limits = RunLimits(
+            window=20, on_progress=interrupt_after(10) if batch is None else lambda _: None
+        )
+        return import_batch(client, store, path, batch=batch, limits=limits)
 
     async with running_worker(desk.redis_url, str(desk.database)):
         with pytest.raises(Interrupted):
-            await asyncio.to_thread(desk.do, hand_in)
+            await asyncio.to_thread(desk.do, submit)
         begun += [
             batch.id for batch in await asyncio.to_thread(desk.do, lambda _, store: store.newest())
         ]
-        await asyncio.to_thread(desk.do, hand_in)
+        await asyncio.to_thread(desk.do, submit)
         await until(
             lambda: desk.do(_refreshed(begun[0], lambda batch: batch.state is BatchState.COMPLETED))
         )
@@ -144,7 +146,7 @@ async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(desk: De
     path = write_many(desk.folder / "in.jsonl", 30)
     async with running_worker(desk.redis_url, str(desk.database)):
         with pytest.raises(Interrupted):
-            await desk.run(path, window=30, watch=interrupt_after(1))
+            await desk.run(path, window=30, on_progress=interrupt_after(1))
         (left,) = await asyncio.to_thread(desk.do, lambda _, store: store.newest())
         await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))
     desk.do(lambda _, store: store.move(left.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS]))
@@ -160,13 +162,15 @@ async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(desk: De
 
 
 async def test_what_was_answered_in_time_is_kept_by_a_run_that_goes_on_too_late(desk: Desk) -> None:
-    def interrupt(stand: Progress) -> None:
-        if stand.in_flight:
+    def interrupt(progress: BatchProgress) -> None:
+        if progress.in_flight:
             raise Interrupted
 
     path = write_many(desk.folder / "in.jsonl", 30)
     with pytest.raises(Interrupted):
-        await desk.run(path, terms=Terms(completion_window="8s"), window=30, watch=interrupt)
+        await desk.run(
+            path, options=BatchOptions(completion_window="8s"), window=30, on_progress=interrupt
+        )
     async with running_worker(desk.redis_url, str(desk.database)):
         (left,) = await asyncio.to_thread(desk.do, lambda _, store: store.newest())
         await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))

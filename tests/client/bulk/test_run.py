@@ -18,11 +18,11 @@ from tests.support.worker import database_url, running_worker
 from tokenmill import Client
 from tokenmill.bulk import (
     Batch,
+    BatchOptions,
     BatchState,
     BatchStore,
-    Pacing,
     Paths,
-    Terms,
+    RunLimits,
     cancel_batch,
     export_batch,
     import_batch,
@@ -56,12 +56,12 @@ class Desk:
             finally:
                 store.close()
 
-    async def run(self, path: Path, *, terms: Terms | None = None, **pacing: Any) -> Any:
-        given = Pacing(**pacing)
+    async def run(self, path: Path, *, options: BatchOptions | None = None, **limits: Any) -> Any:
+        given = RunLimits(**limits)
         return await asyncio.to_thread(
             self.do,
             lambda client, store: run_batch(
-                client, store, path, self.paths, terms=terms, pacing=given
+                client, store, path, self.paths, options=options, limits=given
             ),
         )
 
@@ -129,7 +129,7 @@ async def test_again_changes_nothing_and_another_input_is_refused(
         with pytest.raises(
             ConfigurationError, match="begun with another tenant and any_model: say the same again"
         ):
-            await desk.run(path, terms=Terms(tenant="acme", any_model=True))
+            await desk.run(path, options=BatchOptions(tenant="acme", any_model=True))
         assert desk.paths.output.read_bytes() == before
     desk.paths.record.unlink()
     with pytest.raises(ConfigurationError, match="there already"):
@@ -144,12 +144,12 @@ async def test_the_queue_never_holds_more_than_the_window(
     held: list[int] = []
     is_full = threading.Event()
 
-    def watch(stand: Any) -> None:
-        held.append(stand.in_flight)
-        if stand.in_flight:
+    def on_progress(progress: Any) -> None:
+        held.append(progress.in_flight)
+        if progress.in_flight:
             is_full.set()
 
-    task = asyncio.create_task(desk.run(path, window=16, watch=watch))
+    task = asyncio.create_task(desk.run(path, window=16, on_progress=on_progress))
     await asyncio.to_thread(is_full.wait, 60)
     async with running_worker(redis_url, database):
         batch = await task
@@ -166,11 +166,11 @@ class Interrupted(Exception):
 
 
 def interrupt_after(count: int) -> Callable[[Any], None]:
-    def watch(stand: Any) -> None:
-        if stand.totals.ended >= count:
+    def on_progress(progress: Any) -> None:
+        if progress.totals.ended >= count:
             raise Interrupted
 
-    return watch
+    return on_progress
 
 
 async def test_an_interrupted_run_goes_on_where_it_stopped(desk: Desk, database: str) -> None:
@@ -178,7 +178,7 @@ async def test_an_interrupted_run_goes_on_where_it_stopped(desk: Desk, database:
     async with running_worker(desk.redis_url, database):
         for count in (10, 40):
             with pytest.raises(Interrupted):
-                await desk.run(path, window=20, watch=interrupt_after(count))
+                await desk.run(path, window=20, on_progress=interrupt_after(count))
             assert count <= len(names(desk.paths.output)) < 90
         batch = await desk.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 90)
@@ -195,7 +195,7 @@ async def test_results_that_only_the_database_remembers_are_not_generated_again(
     path = write_many(tmp_path / "in.jsonl", 30)
     async with running_worker(redis_url, database):
         with pytest.raises(Interrupted):
-            await desk.run(path, window=30, watch=interrupt_after(1))
+            await desk.run(path, window=30, on_progress=interrupt_after(1))
         batch_id = (await asyncio.to_thread(desk.do, lambda _, store: store.newest()))[0].id
         await until(lambda: desk.do(_all_over(batch_id, 30)))
     with redis.Redis.from_url(redis_url) as server:
@@ -217,14 +217,14 @@ async def test_jobs_that_the_queue_lost_are_handed_in_again(
     path = write_many(tmp_path / "in.jsonl", 20)
     is_lost = threading.Event()
 
-    def lose(stand: Any) -> None:
-        if stand.in_flight and not is_lost.is_set():
+    def lose(progress: Any) -> None:
+        if progress.in_flight and not is_lost.is_set():
             is_lost.set()
             with redis.Redis.from_url(redis_url) as server:
                 for key in server.scan_iter("tm:{q}:job*"):
                     server.delete(key)
 
-    task = asyncio.create_task(desk.run(path, watch=lose))
+    task = asyncio.create_task(desk.run(path, on_progress=lose))
     await asyncio.to_thread(is_lost.wait, 60)
     async with running_worker(redis_url, database):
         batch = await task
@@ -236,20 +236,20 @@ async def test_a_cancelled_run_names_every_line(desk: Desk, database: str) -> No
     path = write_many(desk.folder / "in.jsonl", 60)
     seen = threading.Event()
 
-    def cancel(stand: Any) -> None:
-        if stand.totals.ended and not seen.is_set():
+    def cancel(progress: Any) -> None:
+        if progress.totals.ended and not seen.is_set():
             seen.set()
             desk.do(lambda client, store: cancel_batch(client, store, store.newest()[0].id))
 
     async with running_worker(desk.redis_url, database):
-        batch = await desk.run(path, window=10, watch=cancel)
+        batch = await desk.run(path, window=10, on_progress=cancel)
     assert batch.state is BatchState.CANCELLED
-    answered, refused = names(desk.paths.output), read(desk.paths.errors)
-    assert refused
-    assert sorted([*answered, *(line["custom_id"] for line in refused)]) == sorted(
+    answered, rejected = names(desk.paths.output), read(desk.paths.errors)
+    assert rejected
+    assert sorted([*answered, *(line["custom_id"] for line in rejected)]) == sorted(
         f"line-{n}" for n in range(60)
     )
-    assert {line["error"]["code"] for line in refused} == {"batch_cancelled"}
+    assert {line["error"]["code"] for line in rejected} == {"batch_cancelled"}
 
 
 async def test_without_a_worker_the_completion_window_ends_it(
@@ -257,7 +257,9 @@ async def test_without_a_worker_the_completion_window_ends_it(
 ) -> None:
     desk = Desk(tmp_path, redis_url, None)
     path = write_many(desk.folder / "in.jsonl", 30)
-    batch = await desk.run(path, terms=Terms(completion_window="2s"), window=10, late_s=0.0)
+    batch = await desk.run(
+        path, options=BatchOptions(completion_window="2s"), window=10, late_s=0.0
+    )
     assert (batch.state, batch.totals.expired) == (BatchState.EXPIRED, 30)
     assert {line["error"]["code"] for line in read(desk.paths.errors)} == {"batch_expired"}
 
@@ -266,13 +268,13 @@ async def test_that_no_worker_is_there_is_said(tmp_path: Path, redis_url: str) -
     class SaidError(Exception):
         pass
 
-    def watch(stand: Any) -> None:
-        if stand.note:
-            raise SaidError(stand.note)
+    def on_progress(progress: Any) -> None:
+        if progress.note:
+            raise SaidError(progress.note)
 
     desk = Desk(tmp_path, redis_url, None)
     with pytest.raises(SaidError, match="no worker serves this queue"):
-        await desk.run(write_many(desk.folder / "in.jsonl", 30), window=10, watch=watch)
+        await desk.run(write_many(desk.folder / "in.jsonl", 30), window=10, on_progress=on_progress)
 
 
 async def test_an_empty_file_fails(tmp_path: Path, redis_url: str, database: str) -> None:

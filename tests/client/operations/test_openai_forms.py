@@ -11,7 +11,7 @@ from celery import Celery
 from typer.testing import CliRunner
 
 from tokenmill import AsyncClient, Client, InvalidRequest
-from tokenmill.bulk.formats.input_file import BadLine, Order, parse, to_request
+from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.celery import generation_task
 from tokenmill.cli import app
 from tokenmill.testing import InMemoryQueue
@@ -101,7 +101,7 @@ def by_bulk_line(url: str, body: Body) -> JobRequest:
     }
     parsed = parse(1, json.dumps(line).encode())
     assert not isinstance(parsed, BadLine)
-    request = to_request(parsed, Order("batch_1"))
+    request = to_request(parsed, BatchDefaults("batch_1"))
     if isinstance(request, BadLine):
         assert request.status == 400
         assert request.param

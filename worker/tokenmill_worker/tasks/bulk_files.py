@@ -24,11 +24,11 @@ import msgspec
 from tokenmill.bulk import (
     Batch,
     BatchNotFound,
+    BatchOptions,
+    BatchProgress,
     BatchStore,
-    Pacing,
     Paths,
-    Progress,
-    Terms,
+    RunLimits,
     export_batch,
     import_batch,
     new_batch,
@@ -105,7 +105,7 @@ class BulkFiles:
         """
         until = time.monotonic() + self._time_slice_s
 
-        def watch(_: Progress) -> None:
+        def on_progress(_: BatchProgress) -> None:
             if time.monotonic() > until:
                 raise _TimeSliceOver
 
@@ -113,7 +113,11 @@ class BulkFiles:
             batch = _known(store, request.batch_id) or _new(client, request)
             try:
                 return import_batch(
-                    client, store, Path(request.source), batch=batch, pacing=Pacing(watch=watch)
+                    client,
+                    store,
+                    Path(request.source),
+                    batch=batch,
+                    limits=RunLimits(on_progress=on_progress),
                 )
             except _TimeSliceOver:
                 raise Reschedule from None
@@ -162,7 +166,9 @@ def _known(store: BatchStore, batch_id: str) -> Batch | None:
 
 
 def _new(client: Client, request: ImportRequest) -> Batch:
-    terms = Terms(request.completion_window, request.tenant, request.any_model, request.metadata)
+    terms = BatchOptions(
+        request.completion_window, request.tenant, request.any_model, request.metadata
+    )
     return msgspec.structs.replace(
         new_batch(client, Path(request.source), terms), id=request.batch_id
     )

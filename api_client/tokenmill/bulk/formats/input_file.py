@@ -1,6 +1,6 @@
 """Reads and checks an input file line by line, in memory that does not grow with the file.
 
-There are two passes. `survey` checks the envelopes of all lines, counts them, and finds names that
+There are two passes. `summarise` checks the envelopes of all lines, counts them, and finds names that
 occur twice; SQLite keeps the names in a temporary file. `to_request` then makes jobs of the good
 lines. A line is identified by its number; the first is 1. Blank lines are skipped.
 """
@@ -59,7 +59,7 @@ class GoodLine:
 Line = GoodLine | BadLine
 
 
-class Marks:
+class LineSet:
     """A set of line numbers, with one bit each."""
 
     def __init__(self) -> None:
@@ -79,8 +79,8 @@ class Marks:
 
 
 @dataclass(slots=True)
-class Survey:
-    """A summary of a file. `endpoint` and `model` are those of the first good line. `repeated` has
+class FileSummary:
+    """Summary of a file. `endpoint` and `model` are those of the first good line. `repeated` has
     the lines whose name an earlier line used.
     """
 
@@ -89,9 +89,8 @@ class Survey:
     digest: str = ""
     endpoint: str = ""
     model: str = ""
-    num_bad: int = 0
     first_bad: list[BadLine] = field(default_factory=list)
-    repeated: Marks = field(default_factory=Marks)
+    repeated: LineSet = field(default_factory=LineSet)
 
 
 def read(path: Path, see: Callable[[bytes], object] = lambda _: None) -> Iterator[Line]:
@@ -189,7 +188,7 @@ def _missing(number: int, name: str | None, param: str) -> BadLine:
 
 
 def read_again(path: Path, digest: str) -> Iterator[Line]:
-    """Yield the lines again after `survey`. Raises ConfigurationError at the end if the digest
+    """Yield the lines again after `summarise`. Raises ConfigurationError at the end if the digest
     differs from the given one.
     """
     seen = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -200,28 +199,26 @@ def read_again(path: Path, digest: str) -> Iterator[Line]:
         )
 
 
-def survey(path: Path, each: Callable[[int], object] = lambda _: None) -> Survey:
+def summarise(path: Path, each: Callable[[int], object] = lambda _: None) -> FileSummary:
     """Read the file for the first time and return its summary. `each` is called every 1000 lines
     with their number.
     """
-    found, digest = Survey(), hashlib.blake2b(digest_size=DIGEST_BYTES)
+    found, digest = FileSummary(), hashlib.blake2b(digest_size=DIGEST_BYTES)
     with _Names() as names:
         for line in read(path, digest.update):
             found.total += 1
             found.last_line = line.line
             if isinstance(line, GoodLine):
                 line = _noted(line, found, names)
-            if isinstance(line, BadLine):
-                found.num_bad += 1
-                if len(found.first_bad) < MAX_LISTED:
-                    found.first_bad.append(line)
+            if isinstance(line, BadLine) and len(found.first_bad) < MAX_LISTED:
+                found.first_bad.append(line)
             if found.total % 1000 == 0:
                 each(found.total)
     found.digest = digest.hexdigest()
     return found
 
 
-def _noted(line: GoodLine, found: Survey, names: _Names) -> Line:
+def _noted(line: GoodLine, found: FileSummary, names: _Names) -> Line:
     if not names.add(line.custom_id):
         found.repeated.add(line.line)
         return repeated(line)
@@ -261,7 +258,7 @@ class _Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BatchDefaults:
     """The values that all jobs of a batch share. `any_model`: ignore the models that the lines
     name.
     """
@@ -284,7 +281,7 @@ def line_of(batch_id: str, job: str) -> int:
     return int(job.removeprefix(f"{batch_id}-"))
 
 
-def to_request(line: GoodLine, order: Order) -> JobRequest | BadLine:
+def to_request(line: GoodLine, order: BatchDefaults) -> JobRequest | BadLine:
     """Return the job of a line, or the error that the API would have returned."""
     try:
         fields = fields_of(line.url, line.body)

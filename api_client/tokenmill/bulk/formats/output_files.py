@@ -20,8 +20,8 @@ from typing import IO, Final, Self
 import msgspec
 
 from tokenmill.bulk.batch import Batch, Totals
-from tokenmill.bulk.formats.input_file import Marks
-from tokenmill.bulk.formats.output_line import EXPIRED, Answer, line_number
+from tokenmill.bulk.formats.input_file import LineSet
+from tokenmill.bulk.formats.output_line import EXPIRED, EncodedLine, line_number
 from tokenmill.errors import ConfigurationError
 
 _BLOCK: Final = 1024 * 1024
@@ -94,7 +94,7 @@ class Paths:
 class Done:
     """The lines that the files contain already, and their totals."""
 
-    marks: Marks = field(default_factory=Marks)
+    lines: LineSet = field(default_factory=LineSet)
     totals: Totals = field(default_factory=Totals)
 
 
@@ -174,7 +174,7 @@ class OutputFiles:
             self.paths.errors.unlink(missing_ok=True)
             self.paths.record.unlink(missing_ok=True)
 
-    def write(self, answers: Iterable[Answer]) -> None:
+    def write(self, answers: Iterable[EncodedLine]) -> None:
         """Append answers. They are on disk when this returns."""
         touched: set[bool] = set()
         path = self.paths.output
@@ -219,8 +219,8 @@ def _read_back(path: Path, is_error: bool, done: Done) -> None:
                 raise ConfigurationError(
                     f"{path} holds a line that is none of a batch's: {error}"
                 ) from error
-            if number not in done.marks:
-                done.marks.add(number)
+            if number not in done.lines:
+                done.lines.add(number)
                 done.totals = done.totals.plus(_share(written, is_error))
 
 

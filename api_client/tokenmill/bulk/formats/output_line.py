@@ -59,7 +59,7 @@ _WITHOUT_RESPONSE: Final = {JobStatus.EXPIRED: EXPIRED, JobStatus.CANCELLED: CAN
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EncodedLine:
     """A line for one of the two files, without its newline. `share` is what it adds to the batch's
     totals.
     """
@@ -82,13 +82,13 @@ def line_number(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def of_result(batch_id: str, result: JobResult) -> Answer:
+def of_result(batch_id: str, result: JobResult) -> EncodedLine:
     line = line_of(batch_id, result.job_id)
     name, custom_id = request_name(batch_id, line), result.metadata.get("custom_id")
     refusal = _WITHOUT_RESPONSE.get(result.status)
     if refusal is not None:
         out = OutputLine(id=name, custom_id=custom_id, error=refusal)
-        return Answer(line, _encode(out), _share(result))
+        return EncodedLine(line, _encode(out), _share(result))
     is_good = result.status is JobStatus.SUCCEEDED
     response = Response(
         status_code=200
@@ -97,12 +97,12 @@ def of_result(batch_id: str, result: JobResult) -> Answer:
         request_id=result.job_id,
         body=_answer(result) if is_good else _failure(result),
     )
-    return Answer(
+    return EncodedLine(
         line, _encode(OutputLine(id=name, custom_id=custom_id, response=response)), _share(result)
     )
 
 
-def of_bad_line(batch_id: str, bad: BadLine) -> Answer:
+def of_bad_line(batch_id: str, bad: BadLine) -> EncodedLine:
     name = request_name(batch_id, bad.line)
     if not bad.status:
         line = OutputLine(id=name, custom_id=bad.custom_id, error=LineError(bad.code, bad.message))
@@ -110,7 +110,9 @@ def of_bad_line(batch_id: str, bad: BadLine) -> Answer:
         body = ErrorBody(ErrorObject(message=bad.message, param=bad.param, code=bad.code))
         response = Response(status_code=bad.status, request_id=name, body=body)
         line = OutputLine(id=name, custom_id=bad.custom_id, response=response)
-    return Answer(bad.line, _encode(line), Totals(failed=1, expired=int(bad.code == EXPIRED.code)))
+    return EncodedLine(
+        bad.line, _encode(line), Totals(failed=1, expired=int(bad.code == EXPIRED.code))
+    )
 
 
 def unanswered(line: int, custom_id: str | None, why: LineError) -> BadLine:

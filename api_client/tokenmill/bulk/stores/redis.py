@@ -13,7 +13,7 @@ import msgspec
 
 from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
 from tokenmill.bulk.formats.input_file import BadLine
-from tokenmill.bulk.job_queries import ask
+from tokenmill.bulk.job_queries import send_commands
 from tokenmill.client import Client
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.result import JobResult
@@ -105,7 +105,7 @@ class RedisBatchStore:
         )
         self._do(("HSET", self._keys.batch(batch_id), *values), *self._renew(batch_id))
 
-    def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
+    def reject(self, batch_id: str, lines: Sequence[BadLine]) -> None:
         key = self._keys.refused(batch_id)
         for start in range(0, len(lines), _PAGE):
             pairs = [
@@ -113,7 +113,7 @@ class RedisBatchStore:
             ]
             self._do(("HSET", key, *pairs), ("EXPIRE", key, KEPT_S))
 
-    def refused(self, batch_id: str) -> Iterator[BadLine]:
+    def rejected(self, batch_id: str) -> Iterator[BadLine]:
         last = self.get(batch_id).last_line
         for start in range(1, last + 1, _PAGE):
             numbers = range(start, min(start + _PAGE, last + 1))
@@ -144,7 +144,7 @@ class RedisBatchStore:
         return [_stored(values) for values in replies]
 
     def _do(self, *commands: tuple[Argument, ...]) -> Sequence[Any]:
-        return self._client.perform(ask(commands))
+        return self._client.perform(send_commands(commands))
 
 
 def _stored(values: Sequence[bytes | None]) -> Batch | None:

@@ -154,7 +154,7 @@ class SqlBatchStore:
 
     # ── lines without a job ──
 
-    def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
+    def reject(self, batch_id: str, lines: Sequence[BadLine]) -> None:
         for start in range(0, len(lines), _PAGE):
             page = {bad.line: bad for bad in lines[start : start + _PAGE]}
             items = self._items
@@ -169,7 +169,7 @@ class SqlBatchStore:
                         items.insert(), [_item(batch_id, bad) for bad in page.values()]
                     )
 
-    def refused(self, batch_id: str) -> Iterator[BadLine]:
+    def rejected(self, batch_id: str) -> Iterator[BadLine]:
         last, items = 0, self._items
         while True:
             statement = self._sql.select(items).where(
@@ -240,7 +240,7 @@ class SqlBatchStore:
             counted = {
                 str(state): int(number) for state, number in connection.execute(states).all()
             }
-            refused = {str(word): int(number) for word, number in connection.execute(codes).all()}
+            rejected = {str(word): int(number) for word, number in connection.execute(codes).all()}
             used = (
                 [int(value) for value in connection.execute(tokens).one()]
                 if with_tokens
@@ -249,8 +249,8 @@ class SqlBatchStore:
         good = counted.pop(JobStatus.SUCCEEDED.value, 0)
         return Totals(
             completed=good,
-            failed=sum(counted.values()) + sum(refused.values()),
-            expired=counted.get(JobStatus.EXPIRED.value, 0) + refused.get(EXPIRED.code, 0),
+            failed=sum(counted.values()) + sum(rejected.values()),
+            expired=counted.get(JobStatus.EXPIRED.value, 0) + rejected.get(EXPIRED.code, 0),
             input_tokens=used[0],
             cached_tokens=used[1],
             output_tokens=used[2],

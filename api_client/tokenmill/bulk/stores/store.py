@@ -42,11 +42,11 @@ class BatchStore(Protocol):
         self, batch_id: str, *, submitted: int, over_line: int, totals: Totals
     ) -> None: ...
 
-    def refuse(self, batch_id: str, lines: Sequence[BadLine]) -> None:
+    def reject(self, batch_id: str, lines: Sequence[BadLine]) -> None:
         """Store the errors of lines that have no job."""
         ...
 
-    def refused(self, batch_id: str) -> Iterator[BadLine]: ...
+    def rejected(self, batch_id: str) -> Iterator[BadLine]: ...
 
     def results(self, batch_id: str) -> Iterator[JobResult]:
         """Yield the results of ended jobs, if this store keeps results."""

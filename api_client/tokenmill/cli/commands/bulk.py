@@ -14,11 +14,11 @@ from rich.text import Text
 
 from tokenmill.bulk import (
     Batch,
+    BatchOptions,
     BatchState,
     BatchStore,
-    Pacing,
     Paths,
-    Terms,
+    RunLimits,
     cancel_batch,
     export_batch,
     import_batch,
@@ -89,11 +89,16 @@ def run(
 ) -> None:
     """Answer a whole file, from here. Run it again after an interruption, and it goes on where it stopped."""
     paths = Paths.of(output, errors)
-    terms = _terms(completion_window, tenant, any_model, metadata)
+    options = _options(completion_window, tenant, any_model, metadata)
     going_on = f"run the same command again to go on ({paths.output} keeps what is done)"
-    with _open(target) as (client, store), _interruptible(going_on), bulk_progress() as watch:
+    with _open(target) as (client, store), _interruptible(going_on), bulk_progress() as on_progress:
         batch = run_batch(
-            client, store, source, paths, terms=terms, pacing=Pacing(window, watch=watch)
+            client,
+            store,
+            source,
+            paths,
+            options=options,
+            limits=RunLimits(window, on_progress=on_progress),
         )
     _show_end(batch, json)
 
@@ -117,16 +122,20 @@ def submit(
 ) -> None:
     """Hand in a whole file and print the batch's id; stays as long as the file has more lines than the window."""
     with _open(target) as (client, store):
-        terms = _terms(completion_window, tenant, any_model, metadata)
+        options = _options(completion_window, tenant, any_model, metadata)
         known = (
-            store.get(batch) if batch is not None else new_batch(client, source.resolve(), terms)
+            store.get(batch) if batch is not None else new_batch(client, source.resolve(), options)
         )
         if not json:
             say(f"{known.id}\n")
         going_on = f"to go on: tokenmill bulk submit {source} --continue {known.id}"
-        with _interruptible(going_on), bulk_progress() as watch:
+        with _interruptible(going_on), bulk_progress() as on_progress:
             ended = import_batch(
-                client, store, source, batch=known, pacing=Pacing(window, watch=watch)
+                client,
+                store,
+                source,
+                batch=known,
+                limits=RunLimits(window, on_progress=on_progress),
             )
     if json:
         emit(ended.public())
@@ -250,9 +259,9 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _terms(window: str, tenant: str, any_model: bool, metadata: list[str] | None) -> Terms:
+def _options(window: str, tenant: str, any_model: bool, metadata: list[str] | None) -> BatchOptions:
     pairs = dict(_pair(item) for item in metadata or ())
-    return Terms(window, tenant, any_model, pairs)
+    return BatchOptions(window, tenant, any_model, pairs)
 
 
 def _pair(item: str) -> tuple[str, str]:
@@ -309,7 +318,7 @@ def _facts(batch: Batch) -> list[tuple[str, Text]]:
         ("lines", f"{batch.total}: {used.completed} answered, {used.failed} failed"),
         (
             "handed in",
-            "all" if batch.is_handed_in else f"up to line {batch.submitted} of {batch.last_line}",
+            "all" if batch.is_submitted else f"up to line {batch.submitted} of {batch.last_line}",
         ),
         (
             "tokens",

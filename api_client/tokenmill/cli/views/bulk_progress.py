@@ -22,13 +22,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from tokenmill.bulk import Progress as Stand
+from tokenmill.bulk import BatchProgress
 from tokenmill.cli.output import err
 
 _LINE_EVERY_S: Final = 10.0
 _SPAN_S: Final = 15.0
 
-Watch = Callable[[Stand], None]
+OnProgress = Callable[[BatchProgress], None]
 
 
 class Rate:
@@ -56,7 +56,7 @@ class _Note(ProgressColumn):
 
 
 @contextmanager
-def bulk_progress() -> Iterator[Watch]:
+def bulk_progress() -> Iterator[OnProgress]:
     console = err()
     if not console.is_terminal:
         yield _lines()
@@ -78,32 +78,34 @@ def bulk_progress() -> Iterator[Watch]:
         )
         rate = Rate()
 
-        def watch(stand: Stand) -> None:
-            if not stand.total:
-                bar.update(task, note=stand.note)
+        def on_progress(progress: BatchProgress) -> None:
+            if not progress.total:
+                bar.update(task, note=progress.note)
                 return
             if not bar.tasks[0].started:
                 bar.start_task(task)
-            failed = f"{stand.totals.failed} failed" if stand.totals.failed else ""
-            per_second = rate.add(stand.generated)
-            bar.update(task, total=stand.total, completed=stand.totals.ended)
-            bar.update(task, state="answering", failed=failed, rate=per_second, note=stand.note)
+            failed = f"{progress.totals.failed} failed" if progress.totals.failed else ""
+            per_second = rate.add(progress.generated)
+            bar.update(task, total=progress.total, completed=progress.totals.ended)
+            bar.update(task, state="answering", failed=failed, rate=per_second, note=progress.note)
 
-        yield watch
+        yield on_progress
 
 
-def _lines() -> Watch:
+def _lines() -> OnProgress:
     rate, console = Rate(), err()
     told_at, last_note = time.monotonic(), ""
 
-    def watch(stand: Stand) -> None:
+    def on_progress(progress: BatchProgress) -> None:
         nonlocal told_at, last_note
-        per_second = rate.add(stand.generated)
+        per_second = rate.add(progress.generated)
         now = time.monotonic()
-        if now - told_at < _LINE_EVERY_S and (not stand.total or stand.note == last_note):
+        if now - told_at < _LINE_EVERY_S and (not progress.total or progress.note == last_note):
             return
-        told_at, last_note = now, stand.note
-        words = f"{stand.totals.ended} of {stand.total} done, {stand.totals.failed} failed, {per_second:.0f} tok/s"
-        console.print(f"{words}; {stand.note}" if stand.note else words, markup=False)
+        told_at, last_note = now, progress.note
+        totals = progress.totals
+        words = f"{totals.ended} of {progress.total} done, {totals.failed} failed, "
+        words += f"{per_second:.0f} tok/s"
+        console.print(f"{words}; {progress.note}" if progress.note else words, markup=False)
 
-    return watch
+    return on_progress

@@ -13,11 +13,11 @@ from tokenmill.bulk.formats.input_file import (
     MAX_LINE_BYTES,
     BadLine,
     GoodLine,
-    Marks,
+    LineSet,
     parse,
     read,
     read_again,
-    survey,
+    summarise,
 )
 from tokenmill.errors import ConfigurationError
 
@@ -76,8 +76,8 @@ def test_a_line_of_any_length_is_skipped_without_being_kept(tmp_path: Path) -> N
 
 def test_names_that_occur_twice(tmp_path: Path) -> None:
     lines: list[dict[str, Any] | str] = [chat("a"), chat("b"), chat("a"), "x", chat("b"), chat("c")]
-    found = survey(write(tmp_path / "in.jsonl", lines))
-    assert (found.total, found.last_line, found.num_bad) == (6, 6, 3)
+    found = summarise(write(tmp_path / "in.jsonl", lines))
+    assert (found.total, found.last_line, len(found.first_bad)) == (6, 6, 3)
     assert [line in found.repeated for line in range(1, 7)] == [
         False,
         False,
@@ -95,26 +95,26 @@ def test_names_that_occur_twice(tmp_path: Path) -> None:
 
 
 def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
-    first, same = (survey(write_many(tmp_path / name, 5)).digest for name in ("a", "b"))
-    assert first == same != survey(write_many(tmp_path / "c", 6)).digest
+    first, same = (summarise(write_many(tmp_path / name, 5)).digest for name in ("a", "b"))
+    assert first == same != summarise(write_many(tmp_path / "c", 6)).digest
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigurationError, match="cannot read"):
-            survey(path)
+            summarise(path)
 
 
 def test_what_can_be_read_once_only(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ConfigurationError, match="read twice"):
-            survey(path)
+            summarise(path)
 
 
 def test_a_file_that_changes_between_two_readings_is_noticed(tmp_path: Path) -> None:
     path = write_many(tmp_path / "in.jsonl", 5)
-    digest = survey(path).digest
+    digest = summarise(path).digest
     assert len(list(read_again(path, digest))) == 5
     for count in (4, 6):
         with pytest.raises(ConfigurationError, match="has changed"):
@@ -122,12 +122,12 @@ def test_a_file_that_changes_between_two_readings_is_noticed(tmp_path: Path) -> 
 
 
 def test_marks() -> None:
-    marks = Marks()
+    lines = LineSet()
     for line in (1, 8, 9, 1_000_000, 8):
-        marks.add(line)
-    assert marks.count == 4
+        lines.add(line)
+    assert lines.count == 4
     assert [
-        line for line in (0, 1, 7, 8, 9, 10, 999_999, 1_000_000, 5_000_000) if line in marks
+        line for line in (0, 1, 7, 8, 9, 10, 999_999, 1_000_000, 5_000_000) if line in lines
     ] == [
         1,
         8,
@@ -141,7 +141,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     for count in (2_000, 20_000):
         path = write_many(tmp_path / f"{count}.jsonl", count)
         tracemalloc.start()
-        survey(path)
+        summarise(path)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 200_000, peaks

@@ -95,10 +95,10 @@ def test_what_was_never_answered_has_no_response(status: JobStatus, code: str) -
 
 
 def test_lines_without_a_job() -> None:
-    refused = line_of(
+    rejected = line_of(
         of_bad_line(BATCH, BadLine(2, "x", "unknown_parameter", "no foo", "foo", 400))
     )
-    error = TheirError.model_validate(refused["response"]["body"]["error"], strict=True)
+    error = TheirError.model_validate(rejected["response"]["body"]["error"], strict=True)
     assert (error.param, error.code) == ("foo", "unknown_parameter")
     assert (
         line_of(of_bad_line(BATCH, BadLine(2, None, "invalid_json_line", "what?")))["custom_id"]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.client.bulk.support import chat, completion
-from tokenmill.bulk.formats.input_file import BadLine, Order, parse, to_request
+from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.bulk.formats.request_body import fields_of
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_schemas.job import JobRequest, Message, Priority
@@ -16,7 +16,11 @@ def job_of(line: dict[str, Any], **order: Any) -> JobRequest | BadLine:
     import json
 
     parsed = parse(3, json.dumps(line).encode())
-    return parsed if isinstance(parsed, BadLine) else to_request(parsed, Order("batch_1", **order))
+    return (
+        parsed
+        if isinstance(parsed, BadLine)
+        else to_request(parsed, BatchDefaults("batch_1", **order))
+    )
 
 
 def test_a_chat_becomes_a_bulk_job_without_chunks() -> None:
@@ -185,11 +189,11 @@ def test_log_probabilities_of_a_chat() -> None:
 def test_a_refusal_names_what_is_refused(
     body: dict[str, Any], param: str | None, code: str | None
 ) -> None:
-    refused = job_of(chat("a", **body))
-    assert isinstance(refused, BadLine)
-    assert (refused.status, refused.param, refused.custom_id) == (400, param, "a")
-    assert code in (None, refused.code)
-    assert refused.message
+    rejected = job_of(chat("a", **body))
+    assert isinstance(rejected, BadLine)
+    assert (rejected.status, rejected.param, rejected.custom_id) == (400, param, "a")
+    assert code in (None, rejected.code)
+    assert rejected.message
 
 
 @pytest.mark.parametrize(
@@ -204,9 +208,9 @@ def test_a_refusal_names_what_is_refused(
     ],
 )
 def test_what_completions_cannot_do(body: dict[str, Any]) -> None:
-    refused = job_of(completion("a", **body))
-    assert isinstance(refused, BadLine)
-    assert (refused.status, refused.param) == (400, next(iter(body)))
+    rejected = job_of(completion("a", **body))
+    assert isinstance(rejected, BadLine)
+    assert (rejected.status, rejected.param) == (400, next(iter(body)))
 
 
 def test_the_queues_own_model_may_stand_in() -> None:

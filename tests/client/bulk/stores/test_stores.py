@@ -83,7 +83,7 @@ def test_progress_leaves_the_state_alone(store: BatchStore) -> None:
         BatchState.VALIDATING,
     )
     assert found.seen_ms > 0
-    assert not found.is_handed_in
+    assert not found.is_submitted
 
 
 def test_lists_are_paged_newest_first(store: BatchStore) -> None:
@@ -106,8 +106,8 @@ def test_refused_lines_are_kept_once(store: BatchStore) -> None:
         BadLine(7, "x", "unknown_parameter", "foo", "foo", 400),
     ]
     for _ in range(2):
-        store.refuse("batch_1", lines)
-    assert list(store.refused("batch_1")) == lines
+        store.reject("batch_1", lines)
+    assert list(store.rejected("batch_1")) == lines
 
 
 async def test_results_of_a_batch_are_those_of_its_jobs(redis_url: str, database: str) -> None:
@@ -119,7 +119,7 @@ async def test_results_of_a_batch_are_those_of_its_jobs(redis_url: str, database
     with Client(redis_url, queue="q", database=database) as client:
         batches = open_store(client)
         batches.create(BATCH)
-        batches.refuse("batch_1", [BadLine(9, None, "c", "m"), unanswered(10, "line-10", EXPIRED)])
+        batches.reject("batch_1", [BadLine(9, None, "c", "m"), unanswered(10, "line-10", EXPIRED)])
         found = await asyncio.to_thread(lambda: list(batches.results("batch_1")))
         assert [job.job_id for job in found] == [f"batch_1-{line}" for line in range(1, 6)]
         assert found[0].metadata["custom_id"] == "line-1"
