@@ -3,7 +3,7 @@ large the table.
 
 A list is ordered by the time at which its jobs ended, the newest first, then by id. A page begins
 after the last row of the page before. So a deep page costs as much as the first, and new rows shift
-nothing. Tables are known here only by the columns that are read.
+nothing. Every statement names its columns, so that a database of another version can be read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from tokenmill.errors import ConfigurationError
 from tokenmill_schemas.result import JobStatus
+from tokenmill_schemas.tables import jobs, usage, usage_daily, usage_days
 
 JOB_COLUMNS: Final = (
     "id", "queue", "model", "tenant", "priority", "state", "finish_reason", "text", "error_code", "error_message",
@@ -26,23 +27,17 @@ NUMBERS: Final = (
 )  # fmt: skip
 _NOT_LISTED: Final = ("text", "result", "prompt_kind")
 _SUMS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "total_ms")
-_KEYS: Final = ("queue", "model", "tenant", "state", "day")
-
-jobs: Final = sa.table("jobs", *map(sa.column, JOB_COLUMNS))
-usage: Final = sa.table("usage", sa.column("job_id"), *map(sa.column, (*_KEYS, *NUMBERS)))
-usage_daily: Final = sa.table("usage_daily", sa.column("jobs"), *map(sa.column, (*_KEYS, *NUMBERS)))
-usage_days: Final = sa.table("usage_days", sa.column("day"))
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
+class PageToken:
     """A position in a list: after the row with this time and id."""
 
     finished_ms: int
     job_id: str
 
     @classmethod
-    def parse(cls, text: str) -> Cursor:
+    def parse(cls, text: str) -> PageToken:
         """Parse the text of JobRow.cursor. Raises ConfigurationError."""
         moment, dot, job_id = text.partition(".")
         if not (dot and job_id and moment.isascii() and moment.isdigit() and len(moment) < 19):
@@ -53,7 +48,7 @@ class Cursor:
 
 
 def one_job(job_id: str) -> sa.Select[Any]:
-    return sa.select(jobs).where(jobs.c.id == job_id)
+    return sa.select(*(jobs.c[name] for name in JOB_COLUMNS)).where(jobs.c.id == job_id)
 
 
 def usage_of(job_id: str) -> sa.Select[Any]:
@@ -65,14 +60,14 @@ def job_page(
     *,
     since_ms: int | None = None,
     until_ms: int | None = None,
-    after: Cursor | None = None,
+    after: PageToken | None = None,
     limit: int,
     offset: int = 0,
 ) -> sa.Select[Any]:
     """Select one page of jobs. `wanted`: values of columns. The page is cut before usage is joined,
     so that the join covers one page.
     """
-    page = sa.select(*(column for column in jobs.c if column.name not in _NOT_LISTED))
+    page = sa.select(*(jobs.c[name] for name in JOB_COLUMNS if name not in _NOT_LISTED))
     page = page.where(*_equal(jobs, wanted))
     if since_ms is not None:
         page = page.where(jobs.c.finished_ms >= since_ms)
@@ -122,7 +117,7 @@ def usage_sums(
     return sa.select(*keys, *totals).group_by(*keys).order_by(*keys)
 
 
-def _grouped(table: sa.TableClause, by: Sequence[str]) -> sa.Select[Any]:
+def _grouped(table: sa.Table, by: Sequence[str]) -> sa.Select[Any]:
     keys = [table.c[name] for name in by]
     jobs_of = sa.literal(1) if table is usage else table.c.jobs
     good = sa.case((table.c.state == JobStatus.SUCCEEDED.value, jobs_of), else_=0)
@@ -132,5 +127,5 @@ def _grouped(table: sa.TableClause, by: Sequence[str]) -> sa.Select[Any]:
     ).group_by(*keys)
 
 
-def _equal(table: sa.TableClause, wanted: dict[str, str | None]) -> list[Any]:
+def _equal(table: sa.Table, wanted: dict[str, str | None]) -> list[Any]:
     return [table.c[name] == value for name, value in wanted.items() if value is not None]

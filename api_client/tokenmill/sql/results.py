@@ -128,7 +128,7 @@ class SqlResults:
             },
             since_ms=since_ms,
             until_ms=until_ms,
-            after=self._queries.Cursor.parse(after) if after is not None else None,
+            after=self._queries.PageToken.parse(after) if after is not None else None,
             limit=limit,
             offset=offset,
         )
@@ -202,8 +202,6 @@ def _job_row(row: dict[str, Any]) -> JobRow:
         for name in names
         if row[name] is not None or name in ("finish_reason", "batch_id")
     }
-    if isinstance(values.get("metadata"), str):  # SQLite keeps JSON as text
-        values["metadata"] = msgspec.json.decode(values["metadata"], type=dict[str, str])
     return JobRow(job_id=row["id"], status=row["state"], error=_error(row), **values)
 
 

@@ -48,8 +48,9 @@ class SqlWebhooks:
 
     def __init__(self, url: str) -> None:
         self._database = Database(url)
-        sql = self._database.sql
-        self._webhooks = sql.table("webhooks", *map(sql.column, _COLUMNS))
+        from tokenmill_schemas.tables import webhooks  # imports SQLAlchemy
+
+        self._webhooks = webhooks
 
     def list(
         self,
@@ -64,7 +65,7 @@ class SqlWebhooks:
             raise ConfigurationError(f"a webhook is {', '.join(STATES)}, not {state}")
         table = self._webhooks
         wanted = {"state": state, "tenant": tenant, "job_id": job_id}
-        statement = self._database.sql.select(table)
+        statement = self._database.sql.select(*(table.c[name] for name in _COLUMNS))
         statement = statement.where(
             *(table.c[name] == value for name, value in wanted.items() if value is not None)
         )

@@ -1,8 +1,8 @@
 """Stores batches in SQL, beside the results of their jobs: permanently, and visible from every
 machine.
 
-Tables are known here only by the columns that are read and written, as in api_client/tokenmill/sql/queries.py;
-`tokenmill db upgrade` creates them. Needs the extra `sql`.
+Every statement names its columns, so that a database of another version can be used.
+`tokenmill db upgrade` creates the tables. Needs the extra `sql`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _COLUMNS: Final = (
     "metadata", "total", "completed", "failed", "created_ms", "started_ms", "finished_ms", "expires_ms",
     "completion_window", "submitted", "finalizing_ms", "cancelling_ms", "usage", "options",
 )  # fmt: skip
-_JSON: Final = ("errors", "metadata", "usage", "options")
 _ITEMS: Final = (
     "batch_id",
     "line",
@@ -74,17 +73,14 @@ class SqlBatchStore:
 
     def __init__(self, url: str) -> None:
         self._database = Database(url)
-        self._sql = sql = self._database.sql
+        from tokenmill_schemas import tables  # imports SQLAlchemy
 
-        def column(name: str) -> Any:
-            return (
-                sql.column(name, sql.JSON(none_as_null=True)) if name in _JSON else sql.column(name)
-            )
+        self._sql = self._database.sql
+        self._batches, self._items = tables.batches, tables.batch_items
+        self._jobs, self._usage = tables.jobs, tables.usage
 
-        self._batches = sql.table("batches", *map(column, _COLUMNS))
-        self._items = sql.table("batch_items", *map(column, _ITEMS))
-        self._jobs = sql.table("jobs", *map(column, _JOBS))
-        self._usage = sql.table("usage", *map(sql.column, ("job_id", *_TOKENS)))
+    def _select(self, table: Any, columns: Sequence[str]) -> Any:
+        return self._sql.select(*(table.c[name] for name in columns))
 
     # ── the batch ──
 
@@ -100,7 +96,7 @@ class SqlBatchStore:
     def get(self, batch_id: str) -> Batch:
         with self._database.connection() as connection:
             row = connection.execute(
-                self._sql.select(self._batches).where(self._batches.c.id == batch_id)
+                self._select(self._batches, _COLUMNS).where(self._batches.c.id == batch_id)
             ).mappings()
             found = row.first()
         if found is None:
@@ -110,7 +106,7 @@ class SqlBatchStore:
     def newest(self, limit: int = 20, after: str | None = None) -> Sequence[Batch]:
         table = self._batches
         statement = (
-            self._sql.select(table)
+            self._select(table, _COLUMNS)
             .order_by(table.c.created_ms.desc(), table.c.id.desc())
             .limit(limit)
         )
@@ -172,7 +168,7 @@ class SqlBatchStore:
     def rejected(self, batch_id: str) -> Iterator[BadLine]:
         last, items = 0, self._items
         while True:
-            statement = self._sql.select(items).where(
+            statement = self._select(items, _ITEMS).where(
                 items.c.batch_id == batch_id, items.c.line > last
             )
             with self._database.connection() as connection:
@@ -194,7 +190,7 @@ class SqlBatchStore:
         jobs, last = self._jobs, (-1, "")
         pair = self._sql.tuple_(jobs.c.finished_ms, jobs.c.id)
         while True:
-            statement = self._sql.select(jobs).where(
+            statement = self._select(jobs, _JOBS).where(
                 jobs.c.batch_id == batch_id, pair > self._sql.tuple_(*last)
             )
             with self._database.connection() as connection:
@@ -213,7 +209,7 @@ class SqlBatchStore:
     def recorded(self, job_ids: Sequence[str]) -> dict[str, JobResult]:
         found: dict[str, JobResult] = {}
         for start in range(0, len(job_ids), _PAGE):
-            statement = self._sql.select(self._jobs).where(
+            statement = self._select(self._jobs, _JOBS).where(
                 self._jobs.c.id.in_(job_ids[start : start + _PAGE])
             )
             with self._database.connection() as connection:
