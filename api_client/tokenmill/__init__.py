@@ -1,4 +1,10 @@
-"""The producer's side: submit jobs, stream their tokens, fetch results."""
+"""The producer's side: submit jobs, stream their tokens, fetch results.
+
+Import from here, and from `tokenmill.errors`, `.webhooks`, `.sql`, `.bulk`, `.celery` and
+`.testing`; everything below is internal. `Operation` and the IO requests (`Commands`,
+`QueryDatabase`, `Receive`, `Sleep`, `Subscribe`) are for operations of your own, which
+`Client.perform` runs.
+"""
 
 from tokenmill.async_client import AsyncClient
 from tokenmill.base import ClientOptions
@@ -19,12 +25,23 @@ from tokenmill.errors import (  # fmt: skip
     TokenmillError,
     UnreadableRecord,
 )
+from tokenmill.operations.io_requests import (
+    Commands,
+    Operation,
+    QueryDatabase,
+    Receive,
+    Sleep,
+    Subscribe,
+)
 from tokenmill.operations.job_request import JobHandle
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
+from tokenmill.transport.connect import Link
 
 __all__ = [
-    "AsyncClient", "Client", "ClientClosed", "ClientOptions", "ConfigurationError", "DeadJob", "IdempotencyConflict",
-    "InvalidRequest", "JobFailed", "JobHandle", "JobInfo", "JobNotFound", "QueueDepth", "QueueFull", "QueueRefusal",
-    "QueueUnavailable", "QueueUnserved", "RateLimited", "ResultTimeout", "TokenmillError", "UnreadableRecord",
+    "AsyncClient", "Client", "ClientClosed", "ClientOptions", "Commands", "ConfigurationError",
+    "DeadJob", "IdempotencyConflict", "InvalidRequest", "JobFailed", "JobHandle", "JobInfo",
+    "JobNotFound", "Link", "Operation", "QueryDatabase", "QueueDepth", "QueueFull", "QueueRefusal",
+    "QueueUnavailable", "QueueUnserved", "RateLimited", "Receive", "ResultTimeout", "Sleep",
+    "Subscribe", "TokenmillError", "UnreadableRecord",
 ]  # fmt: skip

@@ -41,7 +41,6 @@ from tokenmill import (
     TokenmillError,
 )
 from tokenmill.errors import IdempotencyConflict
-from tokenmill.operations.stream_position import read_position
 from tokenmill.sql import SqlResults
 from tokenmill_schemas import Chunk
 
@@ -106,10 +105,10 @@ async def own_job(job_id: str, parts: Parts, user: User) -> str:
 OwnJob = Annotated[str, Depends(own_job)]
 
 
-def seen_position(last_event_id: Annotated[str, Header()] = "0") -> str:
+def seen_position(parts: Parts, last_event_id: Annotated[str, Header()] = "0") -> str:
     """Return the browser's position; an invalid one is rejected before the response begins."""
     try:
-        read_position(last_event_id)
+        parts.jobs.stream("", starting_after=last_event_id)  # checks it at once; sends nothing
     except ConfigurationError as error:
         raise HTTPException(422, str(error)) from error
     return last_event_id

@@ -29,8 +29,15 @@ from tokenmill.bulk import (
 )
 from tokenmill.bulk.batch import DEFAULT_WINDOW
 from tokenmill.bulk.progress import WINDOW
+from tokenmill.cli.connection import (
+    MOST,
+    ConnectionOptions,
+    Json,
+    connected,
+    metadata_of,
+    why_no_database,
+)
 from tokenmill.cli.output import ago, clock, complain, count, emit, err, out, say, table
-from tokenmill.cli.target import MOST, Json, Target, connected, why_no_database
 from tokenmill.cli.views.bulk_progress import bulk_progress
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
@@ -75,7 +82,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    target: Target,
+    connection: ConnectionOptions,
     source: Input,
     *,
     output: Output,
@@ -91,7 +98,11 @@ def run(
     paths = Paths.of(output, errors)
     options = _options(completion_window, tenant, any_model, metadata)
     going_on = f"run the same command again to go on ({paths.output} keeps what is done)"
-    with _open(target) as (client, store), _interruptible(going_on), bulk_progress() as on_progress:
+    with (
+        _open(connection) as (client, store),
+        _interruptible(going_on),
+        bulk_progress() as on_progress,
+    ):
         batch = run_batch(
             client,
             store,
@@ -104,7 +115,7 @@ def run(
 
 
 def submit(
-    target: Target,
+    connection: ConnectionOptions,
     source: Input,
     *,
     batch: Annotated[
@@ -121,7 +132,7 @@ def submit(
     json: Json = False,
 ) -> None:
     """Hand in a whole file and print the batch's id; stays as long as the file has more lines than the window."""
-    with _open(target) as (client, store):
+    with _open(connection) as (client, store):
         options = _options(completion_window, tenant, any_model, metadata)
         known = (
             store.get(batch) if batch is not None else new_batch(client, source.resolve(), options)
@@ -142,9 +153,9 @@ def submit(
     _complain_of_failure(ended)
 
 
-def status(target: Target, batch: BatchId, *, json: Json = False) -> None:
+def status(connection: ConnectionOptions, batch: BatchId, *, json: Json = False) -> None:
     """Show a batch: its state and the counts of its lines."""
-    with _open(target) as (client, store):
+    with _open(connection) as (client, store):
         found = refresh(client, store, batch)
     if json:
         emit(found.public())
@@ -154,7 +165,7 @@ def status(target: Target, batch: BatchId, *, json: Json = False) -> None:
 
 
 def results(
-    target: Target,
+    connection: ConnectionOptions,
     batch: BatchId,
     *,
     output: Output,
@@ -172,7 +183,7 @@ def results(
 ) -> None:
     """Write a batch's answers and errors to files, over what was in them."""
     paths = Paths.of(output, errors)
-    with _open(target) as (client, store):
+    with _open(connection) as (client, store):
         found = refresh(client, store, batch)
         if not found.state.is_final and not partial:
             left = found.total - found.totals.ended
@@ -187,9 +198,9 @@ def results(
     _show_end(ended, json)
 
 
-def cancel(target: Target, batch: BatchId, *, json: Json = False) -> None:
+def cancel(connection: ConnectionOptions, batch: BatchId, *, json: Json = False) -> None:
     """Hand in no more of it, take back what waits, stop what runs."""
-    with _open(target) as (client, store):
+    with _open(connection) as (client, store):
         found = cancel_batch(client, store, batch)
     if json:
         emit(found.public())
@@ -200,7 +211,7 @@ def cancel(target: Target, batch: BatchId, *, json: Json = False) -> None:
 
 
 def list_batches(
-    target: Target,
+    connection: ConnectionOptions,
     *,
     limit: Annotated[
         int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
@@ -211,7 +222,7 @@ def list_batches(
     json: Json = False,
 ) -> None:
     """Batches, the newest first."""
-    with _open(target) as (client, store):
+    with _open(connection) as (client, store):
         found = [refresh(client, store, batch.id) for batch in store.newest(limit, after)]
     if json:
         emit([batch.public() for batch in found])
@@ -223,8 +234,8 @@ def list_batches(
 
 
 @contextmanager
-def _open(target: Target) -> Iterator[tuple[Client, BatchStore]]:
-    with target.client() as client:
+def _open(connection: ConnectionOptions) -> Iterator[tuple[Client, BatchStore]]:
+    with connection.client() as client:
         if client.database is None:
             where = "--database-url or TOKENMILL_DATABASE_URL names one"
             complain(f"{why_no_database()}: batches are kept in Redis ({where})", "note")
@@ -260,15 +271,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _options(window: str, tenant: str, any_model: bool, metadata: list[str] | None) -> BatchOptions:
-    pairs = dict(_pair(item) for item in metadata or ())
-    return BatchOptions(window, tenant, any_model, pairs)
-
-
-def _pair(item: str) -> tuple[str, str]:
-    key, separator, value = item.partition("=")
-    if not separator:
-        raise ConfigurationError(f"--metadata must be KEY=VALUE, not {item!r}")
-    return key, value
+    return BatchOptions(window, tenant, any_model, metadata_of(metadata or ()))
 
 
 def _show_end(batch: Batch, json: bool) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tokenmill.cli.connection import MOST, ConnectionOptions, Json, connected
 from tokenmill.cli.output import ago, emit, err, out, say, show_redriven, table
-from tokenmill.cli.target import MOST, Json, Target, connected
 from tokenmill.errors import InvalidRequest
 
 
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_dead(
-    target: Target,
+    connection: ConnectionOptions,
     *,
     limit: Annotated[
         int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
@@ -30,7 +30,7 @@ def list_dead(
     json: Json = False,
 ) -> None:
     """List the dead letters, newest first, each with its reason."""
-    with target.client() as client:
+    with connection.client() as client:
         found = client.dead(limit)
     if json:
         emit(found)
@@ -52,7 +52,7 @@ def list_dead(
 
 
 def redrive(
-    target: Target,
+    connection: ConnectionOptions,
     job: Annotated[list[str] | None, typer.Argument(help="Ids of the jobs.", metavar="JOB")] = None,
     *,
     everything: Annotated[
@@ -66,7 +66,7 @@ def redrive(
     """Return dead jobs to the queue: they start again, without their deadline."""
     if bool(job) == everything:
         raise InvalidRequest(["give the ids of jobs, or --all"])
-    with target.client() as client:
+    with connection.client() as client:
         revived = list(client.redrive(job or None, limit))
     if not show_redriven(revived, job or (), "job", json=json):
         raise typer.Exit(1)

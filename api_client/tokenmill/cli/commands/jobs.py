@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final
 import typer
 from rich.text import Text
 
+from tokenmill.cli.connection import MOST, ConnectionOptions, Job, Json, connected
 from tokenmill.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
-from tokenmill.cli.target import MOST, Job, Json, Target, connected
 from tokenmill.cli.views.job_output import show_answer
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, JobNotFound, TokenmillError
@@ -46,9 +46,9 @@ def register(app: typer.Typer) -> None:
         app.command()(connected(command))
 
 
-def status(target: Target, job: Job, *, json: Json = False) -> None:
+def status(connection: ConnectionOptions, job: Job, *, json: Json = False) -> None:
     """Show a job's state: from the queue, or from SQL once the queue has forgotten it."""
-    with target.client() as client:
+    with connection.client() as client:
         info = client.status(job)
     if json:
         emit(info)
@@ -58,7 +58,7 @@ def status(target: Target, job: Job, *, json: Json = False) -> None:
 
 
 def result(
-    target: Target,
+    connection: ConnectionOptions,
     job: Job,
     *,
     timeout: Annotated[
@@ -67,7 +67,7 @@ def result(
     json: Json = False,
 ) -> None:
     """Wait for a job's end and print its answer. Exits with 1 when it has none."""
-    with target.client() as client:
+    with connection.client() as client:
         end = client.result(job, timeout)
     if json:
         emit(end)
@@ -82,7 +82,7 @@ def result(
 
 
 def cancel(
-    target: Target,
+    connection: ConnectionOptions,
     job: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="JOB")],
     *,
     json: Json = False,
@@ -90,7 +90,7 @@ def cancel(
     """Stop jobs that wait or run; what a running one has generated is kept. Exits with 1 where one is unknown."""
     outcomes: dict[str, str] = {}
     try:
-        with target.client() as client:
+        with connection.client() as client:
             for job_id in job:
                 outcomes[job_id] = outcome = _cancel(client, job_id)
                 if not json and outcome != "unknown":
@@ -140,7 +140,7 @@ class _Wanted:
 
 
 def jobs(
-    target: Target,
+    connection: ConnectionOptions,
     *,
     wanted: Annotated[
         State | None,
@@ -172,8 +172,8 @@ def jobs(
     json: Json = False,
 ) -> None:
     """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
-    target = replace(
-        target, queue=target.queue_name
+    connection = replace(
+        connection, queue=connection.queue_name
     )  # an invalid name fails here, not as an error of one source
     what = _Wanted(
         wanted,
@@ -191,7 +191,7 @@ def jobs(
     kinds = [kind for kind, has in ((_open, _is_open(what)), (_ended, _is_ended(what))) if has]
     for kind in kinds:
         try:
-            found += kind(target, what)
+            found += kind(connection, what)
         except TokenmillError as error:
             troubles.append(error)
     if troubles and len(troubles) == len(kinds):
@@ -225,11 +225,11 @@ def _is_ended(what: _Wanted) -> bool:
     return what.state is None or not _is_open(what)
 
 
-def _open(target: Target, what: _Wanted) -> list[Listed]:
+def _open(connection: ConnectionOptions, what: _Wanted) -> list[Listed]:
     if what.is_of_ended:
         return []
     narrow = None if what.state in (None, State.OPEN) else JobStatus(str(what.state))
-    with target.client() as client:
+    with connection.client() as client:
         infos = client.list(narrow, what.limit)
     return [
         info
@@ -238,12 +238,12 @@ def _open(target: Target, what: _Wanted) -> list[Listed]:
     ]
 
 
-def _ended(target: Target, what: _Wanted) -> list[Listed]:
-    with target.results() as results:
+def _ended(connection: ConnectionOptions, what: _Wanted) -> list[Listed]:
+    with connection.results() as results:
         found = results.jobs(
             status=None if what.state in (None, State.ENDED) else str(what.state),
             tenant=what.tenant,
-            queue=None if what.every_queue else target.queue_name,
+            queue=None if what.every_queue else connection.queue_name,
             model=what.model,
             batch_id=what.batch,
             since_ms=what.since_ms,

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from tokenmill.cli.connection import ConnectionOptions, Job, Json, connected, metadata_of, was_typed
 from tokenmill.cli.output import complain, emit, say
-from tokenmill.cli.target import Job, Json, Target, connected, was_typed
 from tokenmill.cli.views.job_output import follow
 from tokenmill.client import Client
 from tokenmill.errors import InvalidRequest, TokenmillError
@@ -35,7 +35,7 @@ def _order(help_text: str, *names: str) -> Any:
 
 
 def submit(
-    target: Target,
+    connection: ConnectionOptions,
     context: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; from stdin without it, or with '-'.")
@@ -138,12 +138,12 @@ def submit(
     if wanted := _response_format(json_schema, regex, grammar, response_format):
         arguments["response_format"] = wanted
     if metadata:
-        arguments["metadata"] = dict(_pair(item) for item in metadata)
+        arguments["metadata"] = metadata_of(metadata)
     if delay is not None:
         arguments["not_before"] = _in_seconds(delay)
-    if target.queue and was_typed(context, "model"):
-        arguments["model"] = target.model
-    with target.client() as client:
+    if connection.queue and was_typed(context, "model"):
+        arguments["model"] = connection.model
+    with connection.client() as client:
         job = client.submit(**arguments)
         if not job.is_unserved:  # else the client has warned already
             _note_idle_queue(client)
@@ -181,7 +181,7 @@ _PLAIN = (
 
 
 def tail(
-    target: Target,
+    connection: ConnectionOptions,
     job: Job,
     *,
     starting_after: Annotated[
@@ -193,7 +193,7 @@ def tail(
     json: Json = False,
 ) -> None:
     """Follow a job's tokens from its first, whenever it began, to its end."""
-    with target.client() as client:
+    with connection.client() as client:
         follow(client, job, starting_after=starting_after, as_json=json, timeout=timeout)
 
 
@@ -273,13 +273,6 @@ def _from_json(value: str, option: str) -> Any:
         return msgspec.json.decode(_text(value, option))
     except msgspec.DecodeError as error:
         raise InvalidRequest([f"{option} is not JSON: {error}"]) from error
-
-
-def _pair(item: str) -> tuple[str, str]:
-    key, separator, value = item.partition("=")
-    if not separator:
-        raise InvalidRequest([f"--metadata must be KEY=VALUE, not {item!r}"])
-    return key, value
 
 
 def _in_seconds(delay: float) -> float:

@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from tokenmill.cli.connection import ConnectionOptions, Json, connected
 from tokenmill.cli.output import emit, out
-from tokenmill.cli.target import Json, Target, connected
 from tokenmill.cli.views.top import Look
 from tokenmill.cli.views.top_queues import draw_all, trouble
 from tokenmill.client import Client
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    target: Target,
+    connection: ConnectionOptions,
     queues: Annotated[
         list[str] | None,
         typer.Argument(help="Queues to watch (default: --queue).", metavar="QUEUE"),
@@ -55,8 +55,8 @@ def top(
     `q` or Ctrl-C ends it. Workers report three times per lease, so their numbers are a few seconds old.
     """
     with ExitStack() as undo:
-        names = list(dict.fromkeys(queues or [target.queue_name]))
-        clients = [undo.enter_context(replace(target, queue=name).client()) for name in names]
+        names = list(dict.fromkeys(queues or [connection.queue_name]))
+        clients = [undo.enter_context(replace(connection, queue=name).client()) for name in names]
         rows = rows if len(clients) == 1 else 0
         if json:
             states = [_as_object(client) for client in clients]

@@ -11,8 +11,8 @@ from typing import Annotated, cast
 import typer
 from rich.text import Text
 
+from tokenmill.cli.connection import ConnectionOptions, Json, connected
 from tokenmill.cli.output import emit, err, say, seconds, table
-from tokenmill.cli.target import Json, Target, connected
 from tokenmill.errors import ConfigurationError
 from tokenmill.sql import GROUPINGS, Grouping, UsageRow
 
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def usage(
-    target: Target,
+    connection: ConnectionOptions,
     *,
     by: Annotated[
         str, typer.Option(help=f"Columns to group by: {', '.join(GROUPINGS)}.")
@@ -46,12 +46,12 @@ def usage(
     for day in (since, until):
         if day is not None and not _is_day(day):
             raise ConfigurationError(f"a day is written YYYY-MM-DD, not {day!r}")
-    with target.results() as results:
+    with connection.results() as results:
         rows = results.usage(
             by=cast("Sequence[Grouping]", columns),
             tenant=tenant,
             model=only_model,
-            queue=target.queue_name if one_queue else None,
+            queue=connection.queue_name if one_queue else None,
             since_day=since,
             until_day=until,
         )

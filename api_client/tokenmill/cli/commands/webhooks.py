@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tokenmill.cli.connection import MOST, ConnectionOptions, Json, connected
 from tokenmill.cli.output import ago, emit, err, say, seconds, show_redriven, state, table
-from tokenmill.cli.target import MOST, Json, Target, connected
 from tokenmill.errors import InvalidRequest
 from tokenmill.webhooks import new_secret, tenant_secret
 
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_webhooks(
-    target: Target,
+    connection: ConnectionOptions,
     *,
     wanted: Annotated[
         str | None,
@@ -46,7 +46,7 @@ def list_webhooks(
     json: Json = False,
 ) -> None:
     """Webhooks and what became of them, the latest first; of every queue."""
-    with _webhooks(target) as webhooks:
+    with _webhooks(connection) as webhooks:
         found = webhooks.list(state=wanted, tenant=tenant, job_id=job, limit=limit)
     if json:
         emit(found)
@@ -62,7 +62,7 @@ def list_webhooks(
 
 
 def redrive(
-    target: Target,
+    connection: ConnectionOptions,
     webhook: Annotated[
         list[str] | None, typer.Argument(help="Ids of webhooks.", metavar="WEBHOOK")
     ] = None,
@@ -78,7 +78,7 @@ def redrive(
     """Send dead webhooks again, with the ids that they had."""
     if bool(webhook) == everything:
         raise InvalidRequest(["give the ids of webhooks, or --all"])
-    with _webhooks(target) as webhooks:
+    with _webhooks(connection) as webhooks:
         revived = list(webhooks.redrive(webhook or None, limit))
     if not show_redriven(revived, webhook or (), "webhook", json=json):
         raise typer.Exit(1)
@@ -100,10 +100,10 @@ def secret(
 
 
 @contextmanager
-def _webhooks(target: Target) -> Iterator[SqlWebhooks]:
+def _webhooks(connection: ConnectionOptions) -> Iterator[SqlWebhooks]:
     from tokenmill.sql.webhooks import SqlWebhooks
 
-    webhooks = SqlWebhooks(target.database_url)
+    webhooks = SqlWebhooks(connection.database_url)
     try:
         yield webhooks
     finally:

@@ -1,17 +1,17 @@
 """The options that every command has, as one value: which queue and which database.
 
     @connected
-    def status(target: Target, job: Job) -> None: ...
+    def status(connection: ConnectionOptions, job: Job) -> None: ...
 
-gives the command `status` the options of Target beside its own. Flags override TOKENMILL_*
-variables.
+gives the command `status` the options of ConnectionOptions beside its own. Flags override
+TOKENMILL_* variables.
 """
 
 from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ import typer
 from tokenmill.base import ClientOptions, checked_queue
 from tokenmill.cli.output import complain
 from tokenmill.client import Client
-from tokenmill.errors import QueueUnserved, TokenmillError
+from tokenmill.errors import ConfigurationError, QueueUnserved, TokenmillError
 from tokenmill_schemas.keys import queue_of
 
 if typing.TYPE_CHECKING:
@@ -37,7 +37,9 @@ Job = Annotated[str, typer.Argument(help="Id of the job.", metavar="JOB")]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ConnectionOptions:
+    """The queue and the database that a command uses."""
+
     redis_url: Annotated[
         str,
         typer.Option(envvar="TOKENMILL_REDIS_URL", help="Redis or Valkey.", rich_help_panel=_PANEL),
@@ -88,7 +90,7 @@ class Target:
             if self.database_url != DEFAULT_DATABASE or not why_no_database()
             else None
         )
-        options = ClientOptions(on_trouble=_tell_trouble)
+        options = ClientOptions(on_trouble=_complain_of)
         client = Client(
             self.redis_url,
             queue=self.queue_name,
@@ -118,7 +120,18 @@ def was_typed(context: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _tell_trouble(trouble: TokenmillError) -> None:
+def metadata_of(items: Sequence[str]) -> dict[str, str]:
+    """Parse the values of --metadata, KEY=VALUE each. Raises ConfigurationError."""
+    found: dict[str, str] = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ConfigurationError(f"--metadata must be KEY=VALUE, not {item!r}")
+        found[key] = value
+    return found
+
+
+def _complain_of(trouble: TokenmillError) -> None:
     if isinstance(trouble, QueueUnserved):
         complain(str(trouble), "note")
         return
@@ -142,22 +155,22 @@ def why_no_database() -> str:
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the fields of Target as options, in place of its first parameter."""
+    """Return the command with the fields of ConnectionOptions as options, in place of its first parameter."""
     hints = typing.get_type_hints(command, include_extras=True)
-    target_hints = typing.get_type_hints(Target, include_extras=True)
+    option_hints = typing.get_type_hints(ConnectionOptions, include_extras=True)
     own = list(inspect.signature(command).parameters.values())[1:]
     parameters = [
         p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own
     ]
-    fields = inspect.signature(Target).parameters.values()
+    fields = inspect.signature(ConnectionOptions).parameters.values()
     shared = [
-        p.replace(annotation=target_hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        p.replace(annotation=option_hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY)
         for p in fields
     ]
 
     def run(**values: Any) -> None:
-        target = Target(**{p.name: values.pop(p.name) for p in shared})
-        command(target, **values)
+        connection = ConnectionOptions(**{p.name: values.pop(p.name) for p in shared})
+        command(connection, **values)
 
     described: Any = run
     described.__name__ = command.__name__
