@@ -1,5 +1,5 @@
--- play: the operations of the in-memory worker of api_client/tokenmill/testing/queue.py. Each call is about one job, from one caller at
--- a time. Only the real worker has fencing, leases and fair sharing.
+-- in_memory_worker: one operation of the worker in api_client/tokenmill/testing/queue.py. Each call is
+-- about one job, and calls never overlap. Only the real worker has fencing, leases and fair sharing.
 -- ARGV[3] operation [4] job id, then the operation's own arguments.
 local SIZES = {promote = 4, take = 5, append = 7, finish = 7}
 local move, id = one_of(3, 'move', {'promote', 'take', 'append', 'finish'}), ARGV[4] or ''

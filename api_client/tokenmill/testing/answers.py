@@ -1,7 +1,9 @@
-"""The answers of the in-memory worker: a scripted text split into tokens, and the job's result
-after any number of them.
+"""Answers of the in-memory worker: a scripted text split into tokens, and the job's result after
+any number of them.
 
-A token is a word with the white space before it; its id is its index in the answer. Pure values.
+A token is a word with the white space before it; its id is its index in the answer. A complete
+answer that breaks the JSON schema of its request gets the error `schema_violation`, as a worker
+gives it.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tokenmill.testing.schema_check import violation, why_refused
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+
+OBJECT: dict[str, object] = {"type": "object"}  # the schema that `json_schema={}` means
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +39,18 @@ def failure(code: str, message: str, *, after: str = "", retryable: bool = False
     return Answer(after, error=JobError(code, message, retryable))
 
 
-class Performance:
-    """The progress of one job's answer. Every choice of `n` has the same text; `max_tokens` limits
+class SimulatedJob:
+    """Simulates one job: its answer so far, and its end. Every choice of `n` has the same text; `max_tokens` limits
     it as in a real worker.
     """
 
     def __init__(
         self, request: JobRequest, reply: str | Answer, worker_id: str, *, started_ms: int
     ) -> None:
-        self.answer = Answer(reply) if isinstance(reply, str) else reply
-        self.told = 0  # tokens generated so far, of all choices
+        wanted = request.params.response_format
+        self._format = wanted if wanted is not None and wanted.json_schema is not None else None
+        self.answer = self._refusal() or (Answer(reply) if isinstance(reply, str) else reply)
+        self.num_generated = 0  # tokens generated so far, of all choices
         self._request = request
         self._worker_id = worker_id
         self._started_ms = started_ms
@@ -59,7 +66,7 @@ class Performance:
 
     @property
     def is_held(self) -> bool:
-        return self.told == self.answer.hold_after
+        return self.num_generated == self.answer.hold_after
 
     def cancel(self) -> None:
         self._status, self._reason = JobStatus.CANCELLED, FinishReason.CANCELLED
@@ -83,11 +90,15 @@ class Performance:
                     finish_reason=self._reason if is_end else None,
                     n=self._request.params.n,
                 )
-                self.told += 1
+                self.num_generated += 1
                 yield chunk
 
     def result(self, now_ms: int) -> JobResult:
         request = self._request
+        error = self._error()
+        if self._status is JobStatus.SUCCEEDED and (error := self._violation()) is not None:
+            assert self._format is not None
+            self._status = JobStatus.FAILED if self._format.strict else JobStatus.SUCCEEDED
         return JobResult(
             job_id=request.job_id,
             status=self._status,
@@ -96,11 +107,11 @@ class Performance:
             choices=tuple(self._choices()),
             usage=Usage(
                 prompt_tokens=_prompt_words(request),
-                completion_tokens=self.told,
+                completion_tokens=self.num_generated,
                 queue_ms=max(0, self._started_ms - request.created_ms),
                 total_ms=max(0, now_ms - request.created_ms),
             ),
-            error=self._error(),
+            error=error,
             worker_id=self._worker_id,
             created_ms=request.created_ms,
             started_ms=self._started_ms,
@@ -121,7 +132,7 @@ class Performance:
         )
 
     def _choices(self) -> Iterator[ChoiceResult]:
-        left = self.told
+        left = self.num_generated
         for choice in range(self._request.params.n):
             words = self._words[:left]
             left -= len(words)
@@ -140,6 +151,22 @@ class Performance:
                 text_ends=ends,
                 finish_reason=reason,
             )
+
+    def _refusal(self) -> Answer | None:
+        """Return the failure of a job whose JSON schema cannot be used."""
+        if self._format is None:
+            return None
+        why = why_refused(self._format.json_schema or OBJECT)
+        return None if why is None else failure("invalid_request", f"response_format: {why}")
+
+    def _violation(self) -> JobError | None:
+        """Return the error of a complete answer that breaks its JSON schema."""
+        if self._format is None or self._reason is not FinishReason.STOP:
+            return None
+        problem = violation(self._format.json_schema or OBJECT, "".join(self._words))
+        if problem is None:
+            return None
+        return JobError("schema_violation", f"the answer breaks its JSON schema: {problem}")
 
     def _error(self) -> JobError | None:
         if self._status is JobStatus.EXPIRED:

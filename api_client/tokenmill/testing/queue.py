@@ -9,7 +9,7 @@ a server.
 
 The clients are Client and AsyncClient on an in-memory Redis (fakeredis, the extra `testing`). A
 thread acts as the worker and gives each job the scripted answer. There is no model, no SQL and no
-lease: only scripted failures occur.
+lease: only scripted failures occur, and answers that break the JSON schema of their request.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tokenmill.async_client import AsyncClient
 from tokenmill.base import ClientOptions
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
-from tokenmill.testing.answers import Answer, Performance, failure
+from tokenmill.testing.answers import Answer, SimulatedJob, failure
 from tokenmill.transport.scripts import COMMON, call, load_script
 from tokenmill_schemas.codec import decode_request, encode
 from tokenmill_schemas.job import PRIORITY_ORDER, JobRequest
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobResult, JobStatus
 
-PLAY = load_script(COMMON, ("tokenmill", "in_memory_worker"))
+IN_MEMORY_WORKER = load_script(COMMON, ("tokenmill", "in_memory_worker"))
 WORKER_ID = "in-memory"
 _POLL_S = 0.005
 _IDLE_S = 0.05
@@ -144,14 +144,14 @@ class InMemoryQueue:
 
     async def _serve(self) -> None:
         tasks: list[asyncio.Task[None]] = []
-        async with asyncio.TaskGroup() as playing:
+        async with asyncio.TaskGroup() as group:
             while not self._stop.is_set():
-                self._play("promote", "")
+                self._call("promote", "")
                 self._end_waiting()
                 for job_id in self._queued() if self._open.is_set() else ():
-                    packed = self._play("take", job_id, WORKER_ID)
+                    packed = self._call("take", job_id, WORKER_ID)
                     if packed:
-                        tasks.append(playing.create_task(self._perform(decode_request(packed))))
+                        tasks.append(group.create_task(self._perform(decode_request(packed))))
                 await asyncio.sleep(_POLL_S)
             for task in tasks:
                 task.cancel()
@@ -174,29 +174,29 @@ class InMemoryQueue:
 
     async def _perform(self, request: JobRequest) -> None:
         self.requests.append(request)
-        performance = Performance(request, self._reply_to(request), WORKER_ID, started_ms=_now_ms())
-        await asyncio.sleep(performance.answer.delay_s)
-        for chunk in performance.chunks():
+        job = SimulatedJob(request, self._reply_to(request), WORKER_ID, started_ms=_now_ms())
+        await asyncio.sleep(job.answer.delay_s)
+        for chunk in job.chunks():
             if self._is_over_time(request):
                 break
             publishes = "1" if request.stream else "0"
-            if self._play(
-                "append", request.job_id, str(performance.told), encode(chunk), publishes
+            if self._call(
+                "append", request.job_id, str(job.num_generated), encode(chunk), publishes
             ):
-                performance.cancel()
+                job.cancel()
                 break
-            if performance.is_held:
-                await self._until_open(request.job_id, performance)
-            await asyncio.sleep(performance.answer.pause_s)
+            if job.is_held:
+                await self._until_open(request.job_id, job)
+            await asyncio.sleep(job.answer.pause_s)
         if self._is_over_time(request):
-            performance.expire()
-        self._finish(performance.result(_now_ms()), request.params.n)
+            job.expire()
+        self._finish(job.result(_now_ms()), request.params.n)
 
-    async def _until_open(self, job_id: str, performance: Performance) -> None:
+    async def _until_open(self, job_id: str, job: SimulatedJob) -> None:
         """Return after `release`, or when the job is cancelled."""
         while not self._open.is_set():
             if self._redis.hexists(self._keys.job(job_id), "cancel"):
-                performance.cancel()
+                job.cancel()
                 return
             await asyncio.sleep(_POLL_S)
 
@@ -209,11 +209,13 @@ class InMemoryQueue:
         return request.deadline_ms is not None and request.deadline_ms <= _now_ms()
 
     def _finish(self, result: JobResult, num_choices: int = 1) -> None:
-        last = Performance.last_chunk(result, num_choices)
-        self._play("finish", result.job_id, result.status.value, encode(result), encode(last))
+        last = SimulatedJob.last_chunk(result, num_choices)
+        self._call("finish", result.job_id, result.status.value, encode(result), encode(last))
 
-    def _play(self, *arguments: str | bytes) -> Any:
-        return call(self._redis, PLAY, self._keys.meta, self._keys.base, "PUBLISH", *arguments)
+    def _call(self, *arguments: str | bytes) -> Any:
+        return call(
+            self._redis, IN_MEMORY_WORKER, self._keys.meta, self._keys.base, "PUBLISH", *arguments
+        )
 
 
 def _now_ms() -> int:

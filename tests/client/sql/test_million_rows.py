@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from tokenmill.sql.engine import open_engine
-from tokenmill.sql.queries import Cursor, job_page, usage_sums
+from tokenmill.sql.queries import PageToken, job_page, usage_sums
 from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_worker.record.migrate import upgrade
 
@@ -171,7 +171,7 @@ def is_sorted_before_it_is_cut(engine: sa.Engine, found: str) -> bool:
 def test_a_page_is_a_range_of_an_index(
     engine: sa.Engine, column: str | None, value: str | None, is_deep: bool
 ) -> None:
-    after = Cursor(MIDDLE_MS, "job-500000") if is_deep else None
+    after = PageToken(MIDDLE_MS, "job-500000") if is_deep else None
     wanted = {column: value} if column else {}
     found = check(engine, job_page(wanted, after=after, limit=50))
     assert not is_sorted_before_it_is_cut(engine, found), found

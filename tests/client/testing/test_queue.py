@@ -13,6 +13,8 @@ from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from tokenmill import AsyncClient, Client, JobFailed, RateLimited, ResultTimeout
 from tokenmill.testing import Answer, InMemoryQueue, failure
 from tokenmill_schemas import Chunk, FinishReason, JobRequest, JobStatus
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_schemas.result import JobError, JobResult
 
 WAIT_S = 30.0
 
@@ -156,6 +158,52 @@ def test_a_fault_in_the_tests_own_function_is_told() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         use()
     assert caught.group_contains(ZeroDivisionError)
+
+
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "people": {"type": "integer"}},
+    "required": ["name", "people"],
+}
+
+
+def test_an_answer_that_breaks_its_schema_has_the_error_of_a_worker() -> None:
+    pytest.importorskip("jsonschema_rs")
+    good, bad = '{"name": "Ulm", "people": 126000}', '{"name": "Ulm", "people": "many"}'
+    with InMemoryQueue() as queue:
+        client = queue.client()
+        queue.answer(good, bad, bad, "Ulm", bad)
+
+        def end(strict: bool = True, **sampling: Any) -> JobResult:
+            wanted = ResponseFormat(json_schema=CITY, strict=strict)
+            job = client.submit(prompt="A city", response_format=wanted, **sampling)
+            return client.result(job, timeout=WAIT_S)
+
+        assert end().error is None
+        broken = end()
+        assert broken.status is JobStatus.FAILED
+        assert broken.text == bad
+        assert broken.error == JobError(
+            "schema_violation",
+            'the answer breaks its JSON schema: "many" is not of type "integer" (at /people)',
+        )
+        lenient = end(strict=False)
+        assert lenient.status is JobStatus.SUCCEEDED
+        assert lenient.error is not None
+        assert lenient.error.code == "schema_violation"
+        assert "it is not JSON" in str(end().error)
+        assert end(max_tokens=1).error is None  # an answer that was cut off is not checked
+
+
+def test_a_schema_that_cannot_be_used_is_refused() -> None:
+    pytest.importorskip("jsonschema_rs")
+    with InMemoryQueue(default="{}") as queue:
+        client = queue.client()
+        wanted = ResponseFormat(json_schema={"type": "no such type"})
+        result = client.result(client.submit(prompt="x", response_format=wanted), timeout=WAIT_S)
+    assert (result.status, result.text) == (JobStatus.FAILED, "")
+    assert result.error is not None
+    assert result.error.code == "invalid_request"
 
 
 @pytest.mark.redis
