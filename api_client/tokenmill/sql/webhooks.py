@@ -72,8 +72,8 @@ class SqlWebhooks:
         statement = statement.order_by(table.c.due_ms.desc(), table.c.id).limit(limit)
         with self._database.connection() as connection:
             rows = [
-                msgspec.convert(dict(row), WebhookRow)
-                for row in connection.execute(statement).mappings()
+                msgspec.convert(dict(zip(_COLUMNS, row, strict=True)), WebhookRow)
+                for row in connection.execute(statement)
             ]
         return [msgspec.structs.replace(row, url=redacted_url(row.url)) for row in rows]
 
