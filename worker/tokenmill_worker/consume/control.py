@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import redis.asyncio
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.transport.async_pubsub import PubSubMultiplexer, MultiplexedSubscription
+from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.codec import DecodeError, decode_control
 from tokenmill_schemas.control import Call, Cancel, Drain
@@ -99,7 +99,9 @@ class ControlChannel:
 
 
 @contextlib.asynccontextmanager
-async def _subscribed(hub: PubSubMultiplexer, channel: str) -> AsyncIterator[MultiplexedSubscription]:
+async def _subscribed(
+    hub: PubSubMultiplexer, channel: str
+) -> AsyncIterator[MultiplexedSubscription]:
     subscription = await hub.subscribe(channel)
     try:
         yield subscription
