@@ -21,7 +21,7 @@ class Job:
     ends: frozenset[int] = frozenset()  # entries of its log that are no tokens
     due: bool = False  # scheduled, and its time has come
     attempt: int = 1
-    returned: bool = False  # it ran, and waits ahead of the lanes for its next worker
+    returned: bool = False  # it ran, and waits ahead of the streams for its next worker
 
     def append(self, token: int, worker: str, index: int, end: int) -> tuple[AppendReply, int]:
         """Return the reply that the server must give to an append of the next token.

@@ -119,7 +119,7 @@ async def test_a_named_lane_goes_when_it_is_empty(queue: Queue) -> None:
     await queue.submit(tenant="acme")
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
-    await worker.claim(1)  # finds the lane without entries to deliver
+    await worker.claim(1)  # finds the stream without entries to deliver
     await worker.finish([end_of(delivery)])
     assert not await queue.redis.exists(queue.keys.lane(Priority.STANDARD, "acme"))
     assert await queue.redis.zcard(queue.keys.lanes(Priority.STANDARD)) == 0
@@ -149,16 +149,16 @@ async def test_a_full_reply_leaves_the_rest_for_the_next_call(queue: Queue) -> N
 
 
 async def test_entries_made_by_hand_are_adopted_or_dropped(queue: Queue) -> None:
-    lane = queue.keys.lane(Priority.STANDARD)
-    await queue.redis.xadd(lane, {"job": "by-hand", "request": b"\xc1 not msgpack"})
-    await queue.redis.xadd(lane, {"job": "no-such-job"})
-    await queue.redis.xadd(lane, {"something": "else"})
-    await queue.redis.xadd(lane, {"job": b"\xff\xfe", "request": b"x"})
+    stream = queue.keys.lane(Priority.STANDARD)
+    await queue.redis.xadd(stream, {"job": "by-hand", "request": b"\xc1 not msgpack"})
+    await queue.redis.xadd(stream, {"job": "no-such-job"})
+    await queue.redis.xadd(stream, {"something": "else"})
+    await queue.redis.xadd(stream, {"job": b"\xff\xfe", "request": b"x"})
     worker = queue.worker()
     (delivery,) = await worker.claim(5)
     assert (delivery.job_id, delivery.payload) == ("by-hand", b"\xc1 not msgpack")
     assert await worker.finish([end_of(delivery)]) == [True]
-    assert await queue.redis.xlen(lane) == 0
+    assert await queue.redis.xlen(stream) == 0
     assert (await queue.client.depth()).num_queued == 0
 
 

@@ -90,10 +90,10 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
         Case(PLAY, (("move", "finish"), ("job id", "runs"), ("state", "failed"), ("result", "r"), ("last chunk", "c"))),
         Case(worker_scripts.CLAIM, (
             *lease, ("credits", 5), ("largest reply", 10_000), ("solo crashes", 3), ("crashes", 50), ("log TTL", 600),
-            ("share of bulk", 8), ("deliveries", 10), ("urgent credits", 1), ("audit", 1), ("job id", "runs"),
+            ("share of bulk", 8), ("deliveries", 10), ("urgent credits", 1), ("redelivery", 1), ("job id", "runs"),
         )),
         Case(worker_scripts.APPEND, (
-            ("log TTL", 600), ("worker", "w1"), ("voucher", 1), ("chunks", chunk("runs", running)),
+            ("log TTL", 600), ("worker", "w1"), ("ownership version", 1), ("chunks", chunk("runs", running)),
         )),
         Case(worker_scripts.FINISH, (
             ("result TTL", 600), ("dead TTL", 600), ("job id", "runs"), ("token", running), ("state", "succeeded"),

@@ -11,7 +11,7 @@ for place = 3, #ARGV do
   local state = job[1]
   if not state then
     reply[#reply + 1] = 'unknown'
-  elseif is_returned(id) then  -- the worker that claims it next looks up how it ended, or ends it
+  elseif is_requeued(id) then  -- the worker that claims it next looks up how it ended, or ends it
     redis.call('HSET', job_key(id), 'cancel', '1')
     redis.call(announce, base .. 'bell', 'cancel')
     reply[#reply + 1] = 'cancelling'

@@ -87,9 +87,9 @@ local function job_key(id) return base .. 'job:' .. id end
 local function log_key(id) return base .. 'log:' .. id end
 local function idem_key(name) return base .. 'idem:' .. name end
 local function tenant_key(tenant) return base .. 'tenant:' .. tenant end
-local function lanes_key(class) return base .. 'lanes:' .. class end
+local function fair_share_key(class) return base .. 'lanes:' .. class end
 
-local function lane_key(class, tenant)
+local function stream_key(class, tenant)
   if tenant == '' then return base .. 'jobs:' .. class end
   return base .. 'jobs:' .. class .. ':' .. tenant
 end
@@ -112,7 +112,7 @@ local function pack_whole(number)
   return string.char(0xcf) .. bytes
 end
 
-local CALL = string.char(0x81) .. pack_text('type') .. pack_text('call')  -- tokenmill_schemas.control.Call
+local WAKE_UP = string.char(0x81) .. pack_text('type') .. pack_text('call')  -- tokenmill_schemas.control.Call
 
 local function pack_end(id, index, state, code, message)
   local packed = string.char(code and 0x84 or 0x83) .. pack_text('job_id') .. pack_text(id)
@@ -155,53 +155,53 @@ end
 -- Adds a tenant's stream to the fair-share index, at the present virtual time or at the one it had when it left, if
 -- that is later. So an idle tenant saves up nothing, and leaving briefly loses nothing.
 local function activate(class, tenant)
-  local lanes = lanes_key(class)
-  if redis.call('ZSCORE', lanes, tenant) then return end
-  local present = tonumber(redis.call('HGET', meta, 'served:' .. class) or 0)
+  local index = fair_share_key(class)
+  if redis.call('ZSCORE', index, tenant) then return end
+  local virtual_time = tonumber(redis.call('HGET', meta, 'served:' .. class) or 0)
   local own = tonumber(redis.call('HGET', tenant_key(tenant), 'served:' .. class) or 0)
-  redis.call('ZADD', lanes, exact(math.max(present, own)), tenant)
+  redis.call('ZADD', index, exact(math.max(virtual_time, own)), tenant)
 end
 
 local entered = {}  -- streams to which this call has added an entry: they exist and are in the index
 
-local function enter_lane(id, class, tenant)
-  local lane = lane_key(class, tenant)
-  local is_ready = entered[lane]
-  if not is_ready and redis.call('EXISTS', lane) == 0 then redis.call('XGROUP', 'CREATE', lane, GROUP, '0', 'MKSTREAM') end
-  local entry = redis.call('XADD', lane, '*', 'job', id)
+local function enter_stream(id, class, tenant)
+  local stream = stream_key(class, tenant)
+  local is_ready = entered[stream]
+  if not is_ready and redis.call('EXISTS', stream) == 0 then redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM') end
+  local entry = redis.call('XADD', stream, '*', 'job', id)
   redis.call('HSET', job_key(id), 'entry', entry)
   if not is_ready then activate(class, tenant) end
-  entered[lane] = true
+  entered[stream] = true
 end
 
 -- Deletes a job's stream entry, delivered or not, and the stream if it belongs to a named tenant and is empty then.
-local function leave_lane(id, class, tenant, entry)
+local function leave_stream(id, class, tenant, entry)
   if not entry or entry == '' then return end
-  local lane = lane_key(class, tenant)
-  redis.pcall('XACK', lane, GROUP, entry)
-  redis.pcall('XDEL', lane, entry)
+  local stream = stream_key(class, tenant)
+  redis.pcall('XACK', stream, GROUP, entry)
+  redis.pcall('XDEL', stream, entry)
   redis.call('HDEL', job_key(id), 'entry')
-  if tenant ~= '' and redis.call('XLEN', lane) == 0 then
-    redis.call('DEL', lane)
-    entered[lane] = nil
+  if tenant ~= '' and redis.call('XLEN', stream) == 0 then
+    redis.call('DEL', stream)
+    entered[stream] = nil
   end
 end
 
 -- Requeues a job ahead of all streams: urgent classes first, then the oldest job.
-local function to_front(id, class, created)
+local function requeue_at_head(id, class, created)
   redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + math.min(created, 1e13 - 1)), id)
 end
 
 -- Returns whether a worker returned the job, or died with it. SQL may already have its end, unacknowledged, and no
 -- other end may be set.
-local function is_returned(id) return redis.call('ZSCORE', base .. 'returned', id) end
+local function is_requeued(id) return redis.call('ZSCORE', base .. 'returned', id) end
 
 -- Ends a waiting job. Its state changes at once; a worker receives the job later, only to record its end.
 local function end_waiting(id, state, code, message, now)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'cost')
   local class = class_of(job[1])
-  leave_lane(id, class, job[2] or '', job[3])
+  leave_stream(id, class, job[2] or '', job[3])
   redis.call('ZREM', base .. 'returned', id)
   redis.call('ZREM', base .. 'delayed', id)
   redis.call('ZREM', base .. 'deadlines', id)

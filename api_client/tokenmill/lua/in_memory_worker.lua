@@ -17,7 +17,7 @@ if move == 'promote' then  -- queue every job that is due
     local job = redis.call('HMGET', job_key(due), 'class', 'tenant', 'cost')
     redis.call('HSET', job_key(due), 'state', 'queued')
     count_due(due, job[1], number(job[3], 0))
-    enter_lane(due, job[1], job[2])
+    enter_stream(due, job[1], job[2])
   end
   return redis.status_reply('OK')
 end
@@ -26,7 +26,7 @@ local job = redis.call('HMGET', key, 'state', 'class', 'tenant', 'entry', 'cost'
 
 if move == 'take' then  -- [5] worker; reply: the request, or nil if the job is not queued
   if job[1] ~= 'queued' then return false end
-  leave_lane(id, job[2], job[3], job[4])
+  leave_stream(id, job[2], job[3], job[4])
   count_queued(job[2], -1, number(job[5], 0))
   redis.call('HINCRBY', meta, 'running', 1)
   redis.call('HINCRBY', key, 'deliveries', 1)

@@ -31,7 +31,7 @@ for _, entry in ipairs(entries) do
       if job[7] then redis.call('PERSIST', idem_key(job[7])) end
       redis.call('DEL', log_key(id))
       count_queued(class_of(job[3]), 1, number(job[5], 0))
-      enter_lane(id, class_of(job[3]), job[4] or '')
+      enter_stream(id, class_of(job[3]), job[4] or '')
       revived[#revived + 1] = id
     end
     redis.call('XDEL', base .. 'dead', entry[1])

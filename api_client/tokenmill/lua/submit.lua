@@ -95,12 +95,12 @@ end
 
 -- Wakes idle workers, those with most free places first, until `count` have received the message. Returns how many are
 -- missing.
-local function call_workers(list, count)
+local function wake_workers(list, count)
   while count > 0 do
     local worker = redis.call('ZRANGE', base .. list, -1, -1)[1]
     if not worker then break end
     redis.call('ZREM', base .. list, worker)
-    if redis.call(announce, base .. 'control:' .. worker, CALL) > 0 then count = count - 1 end
+    if redis.call(announce, base .. 'control:' .. worker, WAKE_UP) > 0 then count = count - 1 end
   end
   return count
 end
@@ -135,7 +135,7 @@ for _, job in ipairs(jobs) do
       local sum = queued[job.class] or {jobs = 0, cost = 0}
       sum.jobs, sum.cost = sum.jobs + 1, sum.cost + job.cost
       queued[job.class] = sum
-      enter_lane(job.id, job.class, job.tenant)
+      enter_stream(job.id, job.class, job.tenant)
       num_entered = num_entered + 1
       if job.class == CLASSES[1] then num_urgent = num_urgent + 1 end
     end
@@ -146,8 +146,8 @@ end
 for class, sum in pairs(queued) do add_queued(class, sum.jobs, sum.cost) end
 if num_new > 0 then redis.call('HINCRBY', meta, 'submitted', num_new) end
 if num_entered > 0 then  -- one worker more than jobs, since one may be frozen; busy workers claim when they have room
-  local wanting = call_workers('ready', num_entered + 1)
-  call_workers('ready:urgent', math.min(wanting, num_urgent))
+  local wanting = wake_workers('ready', num_entered + 1)
+  wake_workers('ready:urgent', math.min(wanting, num_urgent))
 end
 if not is_served() then reply[#reply + 1] = 'unserved' end
 return reply

@@ -272,7 +272,7 @@ async def test_a_worker_without_jobs_leaves_no_voucher(queue: Queue) -> None:
 def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:
     calls, chunk = AppendBatch(), Chunk(job_id="a", index=0, token_ids=(1,))
     first, _ = calls.pack([ChunkAppend(7, chunk, 0)])
-    assert calls.apply_reply([ChunkAppend(7, chunk, 0)], [-1, b"voucher", 0]) == {}
+    assert calls.apply_reply([ChunkAppend(7, chunk, 0)], [-1, b"version", 0]) == {}
     known, packed = calls.pack([ChunkAppend(7, msgspec.structs.replace(chunk, index=1), 1)])
     calls.reset()
     unknown, again = calls.pack([ChunkAppend(7, msgspec.structs.replace(chunk, index=2), 2)])

@@ -1,28 +1,38 @@
--- append: log and publish the chunks of one engine step, all jobs in one call. The script needs no common.lua and
--- keeps its values in locals, because it runs for every token, with CPU caches that the engine has emptied.
+-- append: log and publish the chunks of one engine step, all jobs in one call.
 --
--- KEYS[1] the queue's meta hash, which routes the call
--- ARGV[1] the key base  [2] PUBLISH or SPUBLISH  [3] log TTL, s  [4] worker  [5] the voucher after this call
--- [6] one MessagePack array, per chunk: id, token, start, size, how, chunk. It is a single argument because packing
--- and parsing six arguments per chunk would cost a worker more than making the chunk.
+-- The script needs no common.lua and keeps its values in locals, because it runs for every token,
+-- with CPU caches that the engine has emptied.
 --
--- start: the number of the log's last entry before this one; 0 if there is none.
--- size: how much the number grows: by the chunk's tokens, or by one for a chunk that only ends a choice. The entry's id
--- is `<start + size>-0`, so a repeated append finds its chunk there, and an append that would leave a gap is refused.
--- A chunk with start 0 restarts the log.
--- how: 1 publish the chunk as well; 2 an earlier call has shown this worker, under this token, that the log holds
--- everything before the chunk, and its voucher has held since; 3 both.
+-- KEYS[1]  the queue's meta hash, which routes the call
+-- ARGV[1]  key base
+-- ARGV[2]  PUBLISH or SPUBLISH
+-- ARGV[3]  log TTL, s
+-- ARGV[4]  worker
+-- ARGV[5]  the ownership version after this call
+-- ARGV[6]  one MessagePack array, per chunk: id, token, start, size, how, chunk. It is a single
+--          argument because packing and parsing six arguments per chunk would cost a worker more
+--          than making the chunk.
 --
--- The voucher is a number that each call of a worker raises by one. Every script that changes which jobs a worker owns
--- deletes it (see hands.lua), and a server that lost its last writes has an older one. If it equals ARGV[5], each job
--- with how >= 2 still belongs to the worker and its log ends at start, so nothing is checked. If not, every job
--- is checked, and the voucher is set to ARGV[5] if the worker owns any of them.
+--   start  the number of the log's last entry before this one; 0 if there is none. A chunk with
+--          start 0 restarts the log.
+--   size   how much the number grows: by the chunk's tokens, or by one for a chunk that only ends a
+--          choice. The entry's id is `<start + size>-0`, so a repeated append finds its chunk there,
+--          and an append that would leave a gap is refused.
+--   how    1: publish the chunk as well. 2: an earlier call has shown this worker, under this token,
+--          that the log holds everything before the chunk. 3: both.
 --
--- Reply: empty if every chunk was simply logged. Else three values for each other chunk: its index in the call, a word
--- of tokenmill_worker.jobs.AppendReply, and the number of the log's last entry after the call. If the voucher did not match,
--- -1, 'voucher', 0 come before them.
+-- Reply    empty if every chunk was simply logged. Else three values for each other chunk: its index
+--          in the call, a word of tokenmill_worker.jobs.AppendReply, and the number of the log's last
+--          entry after the call. If the versions differed, -1, 'version', 0 come before them.
+-- Error    INVALID, with the name of the first invalid argument; nothing was written then.
+--
+-- The ownership version is a number that each call of a worker raises by one. Every script that
+-- changes which jobs a worker owns deletes it (see ownership.lua), and a server that lost its last
+-- writes has an older one. If it equals ARGV[5], each job with how >= 2 still belongs to the worker
+-- and its log ends at start, so nothing is checked. If not, every job is checked, and the version is
+-- set to ARGV[5] if the worker owns any of them.
 local base, announce, log_ttl, worker, call, try = ARGV[1] or '', ARGV[2], ARGV[3], ARGV[4], redis.call, redis.pcall
-local jobs, logs, channels, vouchers = base .. 'job:', base .. 'log:', base .. 'chunks:', base .. 'vouchers'
+local jobs, logs, channels, versions = base .. 'job:', base .. 'log:', base .. 'chunks:', base .. 'vouchers'
 local is_packed, chunks = pcall(cmsgpack.unpack, ARGV[6])
 local reply = {}
 
@@ -47,16 +57,16 @@ local function find_bad()
   if announce ~= 'PUBLISH' and announce ~= 'SPUBLISH' then return 'publish command' end
   if not string.find(log_ttl or '', '^[1-9]%d*$') or not is_whole(tonumber(log_ttl)) then return 'log TTL' end
   if not worker or worker == '' then return 'worker' end
-  if not is_whole(tonumber(ARGV[5])) then return 'voucher' end
+  if not is_whole(tonumber(ARGV[5])) then return 'ownership version' end
   if not is_packed or type(chunks) ~= 'table' or #chunks % 6 ~= 0 or not pcall(check_chunks) then return 'chunks' end
 end
 
 local bad = find_bad()
 if bad then return redis.error_reply('INVALID ' .. bad .. ' in a call of append') end
 
--- Did the command fail because another program wrote the key? `ask` repeats a command that failed for another reason,
--- so that the script fails with the server's own message.
-local function is_spoilt(trouble)
+-- Did the command fail because another program wrote the key? `ask` repeats a command that failed
+-- for another reason, so that the script fails with the server's own message.
+local function is_wrong_type(trouble)
   for _, words in ipairs({'WRONGTYPE', 'equal or smaller', 'not an integer', 'overflow'}) do
     if string.find(trouble.err, words, 1, true) then return true end
   end
@@ -65,7 +75,7 @@ end
 local function ask(...)
   local answer = try(...)
   if type(answer) ~= 'table' or not answer.err then return answer end
-  if is_spoilt(answer) then return nil end
+  if is_wrong_type(answer) then return nil end
   return call(...)
 end
 
@@ -76,13 +86,13 @@ local function end_of(log)
   return last[1] and tonumber(string.match(last[1][1], '^%d+')) or 0
 end
 
--- The key holds no log, or not this job's. Delete it: the worker has the whole answer and sends it again.
-local function begin_again(log)
+-- Deletes a key that holds no log, or another job's: the worker sends the whole answer again.
+local function reset_log(log)
   call('DEL', log)
   return 'gap', 0
 end
 
-local function is_there(log, entry, chunk)
+local function has_entry(log, entry, chunk)
   local found = call('XRANGE', log, entry, entry)[1]
   return found and found[2][2] == chunk
 end
@@ -93,48 +103,48 @@ local function append(id, token, start, size, how, chunk)
   local key, log = jobs .. id, logs .. id
   local job, last = ask('HMGET', key, 'token', 'state', 'cancel'), end_of(log)
   if not job or job[1] ~= token or job[2] ~= 'running' then return 'lost', last or 0 end
-  if not last then return begin_again(log) end
+  if not last then return reset_log(log) end
   local stop = start + size
   local entry = stop .. '-0'
-  if stop <= last and is_there(log, entry, chunk) then return 'duplicate', last end
+  if stop <= last and has_entry(log, entry, chunk) then return 'duplicate', last end
   if start == 0 and last > 0 then
     call('DEL', log)
   elseif start ~= last then
-    if last == 0 or stop <= last then return begin_again(log) end  -- another program has written to the log
+    if last == 0 or stop <= last then return reset_log(log) end  -- another program has written to the log
     return 'gap', last
   end
-  if not ask('XADD', log, entry, 'chunk', chunk) then return begin_again(log) end
+  if not ask('XADD', log, entry, 'chunk', chunk) then return reset_log(log) end
   keep(log, start, size)
   if how % 2 == 1 then call(announce, channels .. id, chunk) end
   return job[3] and 'cancelled' or 'ok', stop
 end
 
-local is_vouched, is_holder = ask('HINCRBY', vouchers, worker, 1) == tonumber(ARGV[5]), false
-local begins = not is_vouched
+local is_current, owns_any = ask('HINCRBY', versions, worker, 1) == tonumber(ARGV[5]), false
+local begins = not is_current
 if begins then
-  try('HDEL', vouchers, worker)
-  reply = {-1, 'voucher', 0}
+  try('HDEL', versions, worker)
+  reply = {-1, 'version', 0}
 end
 
 for first = 1, #chunks, 6 do
   local id, token, start, size, how, chunk = unpack(chunks, first, first + 5)
-  if is_vouched and how >= 2 then
+  if is_current and how >= 2 then
     local log = logs .. id
     local added = try('XADD', log, 'NOMKSTREAM', start + size .. '-0', 'chunk', chunk)
-    is_vouched = added and not added.err
-    if is_vouched then
+    is_current = added and not added.err
+    if is_current then
       keep(log, start, size)
       if how == 3 then call(announce, channels .. id, chunk) end
     end
   end
-  if not is_vouched or how < 2 then
+  if not is_current or how < 2 then
     local word, stop = append(id, token, start, size, how, chunk)
-    is_holder = is_holder or word ~= 'lost'
+    owns_any = owns_any or word ~= 'lost'
     if word ~= 'ok' then
       local size = #reply
       reply[size + 1], reply[size + 2], reply[size + 3] = (first - 1) / 6, word, stop
     end
   end
 end
-if begins and is_holder then try('HSET', vouchers, worker, ARGV[5]) end  -- a worker that owns no job leaves no key
+if begins and owns_any then try('HSET', versions, worker, ARGV[5]) end  -- a worker that owns no job leaves no key
 return reply

@@ -1,38 +1,46 @@
--- claim: deliver jobs to one worker, up to its credits. A job that ended while it waited costs no credit: it only has
--- to be recorded. Order: jobs of a claim whose reply was lost, ended jobs, jobs that other workers gave back or lost,
--- and then the tenant streams (lanes).
--- Arguments: see take.lua.
--- Reply: a list of {id, token, request, deliveries, crashes, verdict, created ms, started ms, attempt, alone, log,
--- redriven, number of the log's last entry}
-local returns = is_listed(worker)
+-- claim: deliver jobs to one worker, up to its credits.
+--
+-- A job that ended while it waited costs no credit: it only has to be recorded. Order: jobs of a
+-- claim whose reply was lost, ended jobs, jobs that other workers gave back or lost, and then the
+-- tenant streams.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3] to ARGV[14]     see delivery.lua
+-- ARGV[15] and on         the ids of all jobs that this worker knows it owns, if ARGV[14] is '1'
+--
+-- Reply  a list of {id, token, request, deliveries, crashes, outcome, created ms, started ms,
+--        attempt, alone, log, redriven, number of the log's last entry}
+-- Error  INVALID, with the name of the first invalid argument; nothing was written then
+local returns = is_registered(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
 
--- Delivers again what this worker owns without knowing it, because the reply of a claim was lost.
-local function take_strays()
+-- Delivers again the jobs that this worker owns and does not know: the reply of a claim was lost.
+local function redeliver()
   local known = {}
   for place = 15, #ARGV do known[ARGV[place]] = true end
-  for _, id in ipairs(redis.call('SMEMBERS', held)) do
+  for _, id in ipairs(redis.call('SMEMBERS', owned)) do
     local job = not known[id] and read_job(id)
     if job then
-      if not take(id, job, true) then return end
+      if not deliver(id, job, true) then return end
     elseif not known[id] then
-      redis.call('SREM', held, id)
+      redis.call('SREM', owned, id)
     end
   end
 end
 
 -- Returns 'stays' or 'full' if the id stays in its list, nil if it leaves it.
-local function take_one(id, costs)
+local function deliver_one(id, costs)
   local job = read_job(id)
-  if job and costs and not is_paid(job) then return 'stays' end
-  if job and not take(id, job) then return 'full' end
+  if job and costs and not has_credit(job) then return 'stays' end
+  if job and not deliver(id, job) then return 'full' end
 end
 
--- If a key of one job has the wrong type, the job is dropped from the list, so that it does not block the others.
-local function take_from(name, costs, limit)
+-- Delivers from one list. If a key of a job has the wrong type, the job is dropped from the list,
+-- so that it does not block the others.
+local function deliver_from(name, costs, limit)
   for _, id in ipairs(redis.call('ZRANGE', base .. name, 0, limit)) do
-    local is_whole, outcome = pcall(take_one, id, costs)
+    local is_whole, outcome = pcall(deliver_one, id, costs)
     if not is_whole then
       if not string.find(as_reply(outcome).err, 'WRONGTYPE', 1, true) then error(outcome, 0) end
       redis.call('HINCRBY', meta, 'entries_dropped', 1)
@@ -42,9 +50,9 @@ local function take_from(name, costs, limit)
   end
 end
 
--- Registers the worker as idle while it has room left after a claim, so that submit calls it. `ready`: room for any
--- job; `ready:urgent`: room for interactive jobs only.
-local function list(name, room)
+-- Registers the worker as idle while it has room left after a claim, so that submit wakes it.
+-- `ready`: room for any job; `ready:urgent`: room for interactive jobs only.
+local function register_idle(name, room)
   if room > 0 then
     redis.call('ZADD', base .. name, room, worker)
     redis.call('EXPIRE', base .. name, TENANT_TTL_S)
@@ -53,13 +61,14 @@ local function list(name, room)
   end
 end
 
--- Resets the counters of a class in which no job waits: a damaged job or another version may have left other values.
-local function settle_backlog()
+-- Resets the counters of a class in which no job waits: a damaged job or another version may have
+-- left other values.
+local function reset_idle_counters()
   if redis.call('ZCARD', base .. 'returned') > 0 then return end
   for _, class in ipairs(CLASSES) do
     local counts = redis.call('HMGET', meta, 'queued:' .. class, 'queued_tokens:' .. class)
     local is_settled = (counts[1] or '0') == '0' and (counts[2] or '0') == '0'
-    if not is_settled and redis.call('ZCARD', lanes_key(class)) == 0 then
+    if not is_settled and redis.call('ZCARD', fair_share_key(class)) == 0 then
       redis.call('HSET', meta, 'queued:' .. class, '0', 'queued_tokens:' .. class, '0')
     end
   end
@@ -67,14 +76,14 @@ end
 
 local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms, lease_ms, returns)
-  if audit == '1' then take_strays() end
-  take_from('ended', false, 63)
-  take_from('returned', true, 63 + math.max(credits, 0))
-  if credits > 0 or urgent > 0 then take_lanes() end
-  list('ready', credits)
-  list('ready:urgent', credits > 0 and 0 or urgent)
-  if is_full then redis.call(announce, base .. 'control:' .. worker, CALL) end  -- more jobs wait than fit a reply
+  if redelivers == '1' then redeliver() end
+  deliver_from('ended', false, 63)
+  deliver_from('returned', true, 63 + math.max(credits, 0))
+  if credits > 0 or urgent > 0 then deliver_from_streams() end
+  register_idle('ready', credits)
+  register_idle('ready:urgent', credits > 0 and 0 or urgent)
+  if is_full then redis.call(announce, base .. 'control:' .. worker, WAKE_UP) end  -- more jobs wait than fit a reply
 end)
 write_counts()
-if is_whole then settle_backlog() end
+if is_whole then reset_idle_counters() end
 return is_whole and deliveries or as_reply(trouble)

@@ -1,31 +1,41 @@
 -- Part of claim: delivers one job to a worker.
--- ARGV[3] worker  [4] lease, ms  [5] sweep interval, ms  [6] credits  [7] largest reply, bytes  [8] crashes allowed
--- alone  [9] crashes allowed  [10] log TTL, s  [11] while bulk jobs wait, one job in this many is bulk
--- [12] how many deliveries of a job may end with a vanished worker  [13] further credits, for interactive jobs only
--- [14] '1': the ids that follow are all jobs that this worker knows it owns
+--
+-- ARGV[3]   worker
+-- ARGV[4]   lease, ms
+-- ARGV[5]   sweep interval, ms
+-- ARGV[6]   credits, for jobs of any class
+-- ARGV[7]   largest reply, bytes
+-- ARGV[8]   crashes allowed with no other job in the engine
+-- ARGV[9]   crashes allowed
+-- ARGV[10]  log TTL, s
+-- ARGV[11]  while bulk jobs wait, one job in this many is bulk
+-- ARGV[12]  how many deliveries of a job may end with the worker's disappearance
+-- ARGV[13]  further credits, for interactive jobs only
+-- ARGV[14]  '1': the ids that follow are all jobs that this worker knows it owns; else '0'
 check_groups(15, 1)
 local worker, lease_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST)
 local sweep_ms, credits = amount(5, 'sweep interval', 0, MOST), amount(6, 'credits', 0, MOST)
-local max_bytes, max_solo = amount(7, 'largest reply', 0, MOST), amount(8, 'solo crashes', 0, MOST)
+local max_bytes, max_isolated = amount(7, 'largest reply', 0, MOST), amount(8, 'solo crashes', 0, MOST)
 local max_crashes, log_ttl = amount(9, 'crashes', 0, MOST), amount(10, 'log TTL', 1, MOST)
 local bulk_every, max_orphaned = amount(11, 'share of bulk', 0, MOST), amount(12, 'deliveries', 0, MOST)
-local urgent, audit = amount(13, 'urgent credits', 0, MOST), one_of(14, 'audit', {'0', '1'})
+local urgent, redelivers = amount(13, 'urgent credits', 0, MOST), one_of(14, 'redelivery', {'0', '1'})
 if refusal then return refusal end
-local held = base .. 'held:' .. worker
+local owned = base .. 'held:' .. worker
 local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
--- Collected here and written once, at the end: jobs delivered per tenant; jobs and cost that left each class's backlog.
-local taken, left, num_taken = {}, {}, 0
+-- Collected here and written once, at the end: jobs delivered per tenant, and the jobs and cost
+-- that left each class's backlog.
+local delivered, left, num_delivered = {}, {}, 0
 
 local function write_counts()
-  for tenant, count in pairs(taken) do tenant_running(tenant, count) end
+  for tenant, count in pairs(delivered) do tenant_running(tenant, count) end
   for class, sum in pairs(left) do add_queued(class, -sum.jobs, -sum.cost) end
-  if num_taken > 0 then redis.call('HINCRBY', meta, 'running', num_taken) end
+  if num_delivered > 0 then redis.call('HINCRBY', meta, 'running', num_delivered) end
 end
 
-local function verdict_of(job)
+local function outcome_of(job)
   if job.state ~= 'running' and job.state ~= 'queued' then return job.state end
   if job.cancel then return 'cancelled' end
-  if job.solo >= max_solo or job.crashes >= max_crashes then return 'dead' end
+  if job.isolated >= max_isolated or job.crashes >= max_crashes then return 'dead' end
   if job.orphaned >= max_orphaned then return 'dead' end
   if job.deadline > 0 and job.deadline <= now then return 'expired' end
   return 'run'
@@ -39,14 +49,15 @@ local function read_job(id)
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
-    crashes = number(raw[6], 0), solo = number(raw[7], 0), attempt = number(raw[8], 1),
+    crashes = number(raw[6], 0), isolated = number(raw[7], 0), attempt = number(raw[8], 1),
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
     cancel = raw[12], class = class_of(raw[13]), tenant = raw[14] or '', cost = number(raw[15], 0),
     orphaned = number(raw[16], 0), entry = raw[17], uncounted = raw[18], redriven = raw[19],
   }
 end
 
--- If the key is no log, because another program wrote it, it is deleted and the job starts again.
+-- Returns a job's log: chunks, bytes, number of the last entry. If another program wrote the key, it
+-- is deleted and the job starts again.
 local function read_log(id)
   local chunks, size, index = {}, 0, 0
   local entries = redis.pcall('XRANGE', log_key(id), '-', '+')
@@ -64,13 +75,13 @@ local function read_log(id)
   return chunks, size, index
 end
 
-local function is_paid(job)
-  return credits > 0 or (urgent > 0 and job.class == CLASSES[1]) or verdict_of(job) ~= 'run'
+local function has_credit(job)
+  return credits > 0 or (urgent > 0 and job.class == CLASSES[1]) or outcome_of(job) ~= 'run'
 end
 
--- Returns false if the reply is full: the job stays where it is. `again`: the worker owns the job already, but the
--- reply that delivered it was lost.
-local function take(id, job, again)
+-- Adds a job to the reply. Returns false if the reply is full: the job stays where it is. `again`:
+-- the worker owns the job already, but the reply that delivered it was lost.
+local function deliver(id, job, again)
   local chunks, size, index = read_log(id)
   size = size + #job.request
   if #deliveries > 0 and bytes + size > max_bytes then
@@ -78,15 +89,15 @@ local function take(id, job, again)
     return false
   end
   bytes = bytes + size
-  local verdict = verdict_of(job)
-  -- Tokens only grow, even if the server restarts without its last second of writes, because the clock went on.
+  local outcome = outcome_of(job)
+  -- Tokens only grow, even if the server restarts without its last writes: the clock went on.
   local token = math.max(job.token + 1, now)
   local started = job.started > 0 and job.started or now
   local state = job.state
   if not again then
     job.deliveries = job.deliveries + 1
-    redis.call('SADD', held, id)
-    taken[job.tenant], num_taken = (taken[job.tenant] or 0) + 1, num_taken + 1
+    redis.call('SADD', owned, id)
+    delivered[job.tenant], num_delivered = (delivered[job.tenant] or 0) + 1, num_delivered + 1
     if job.uncounted then  -- a worker of an older version moved it into its stream
       redis.call('HDEL', job_key(id), 'uncounted')
     elseif state == 'queued' then
@@ -99,10 +110,10 @@ local function take(id, job, again)
   redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
     'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
   deliveries[#deliveries + 1] = {
-    id, whole(token), job.request, job.deliveries, job.crashes, verdict, whole(job.created), whole(started),
-    job.attempt, (job.solo > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
+    id, whole(token), job.request, job.deliveries, job.crashes, outcome, whole(job.created), whole(started),
+    job.attempt, (job.isolated > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
   }
-  if verdict == 'run' then
+  if outcome == 'run' then
     if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end
   end
   return true

@@ -1,21 +1,24 @@
--- Part of claim: picks the next waiting job. Urgent classes come first, with a share of the claims for the others.
--- Within a class the tenant that was served least comes first. The score of a tenant's stream (its lane) is the
--- estimated number of tokens served, divided by the tenant's weight.
-local LANES_LOOKED_AT = 1024
+-- Part of claim: picks the next waiting job by weighted fair queueing.
+--
+-- Urgent classes come first, with a share of the claims for the others. Within a class the tenant
+-- that was served least comes first. The fair-share index orders a class's tenants by their virtual
+-- time: the estimated number of tokens served, divided by the tenant's weight.
+local MAX_STREAMS = 1024
 local SHARE = {standard = 4, bulk = bulk_every}  -- while jobs of the class wait, it gets one job in this many
 
-local function read_one(lane)
-  local reply = redis.pcall('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', lane, '>')
+local function read_entry(stream)
+  local reply = redis.pcall('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', stream, '>')
   if type(reply) == 'table' and reply.err then
-    if redis.call('EXISTS', lane) == 0 then return nil end
-    redis.call('XGROUP', 'CREATE', lane, GROUP, '0')  -- the stream was made by hand and lacks its group
-    reply = redis.call('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', lane, '>')
+    if redis.call('EXISTS', stream) == 0 then return nil end
+    redis.call('XGROUP', 'CREATE', stream, GROUP, '0')  -- the stream was made by hand and lacks its group
+    reply = redis.call('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', stream, '>')
   end
   return reply and reply[1] and reply[1][2] and reply[1][2][1] or nil
 end
 
--- Turns an entry that was added by hand, with the request in it, into a job if its name is printable. Returns the id.
-local function adopt(class, tenant, entry)
+-- Turns an entry that was added by hand, with the request in it, into a job if its name is
+-- printable. Returns the id.
+local function create_job_from_entry(class, tenant, entry)
   local fields = {}
   for place = 1, #entry[2], 2 do fields[entry[2][place]] = entry[2][place + 1] end
   local id, request = fields['job'], fields['request']
@@ -28,11 +31,11 @@ local function adopt(class, tenant, entry)
 end
 
 local function read_job_of(class, tenant, entry)
-  local id = adopt(class, tenant, entry)
+  local id = create_job_from_entry(class, tenant, entry)
   local job = id and read_job(id)
   if job and job.state == 'queued' and job.entry == entry[1] then return id, job end
-  redis.call('XACK', lane_key(class, tenant), GROUP, entry[1])
-  redis.call('XDEL', lane_key(class, tenant), entry[1])
+  redis.call('XACK', stream_key(class, tenant), GROUP, entry[1])
+  redis.call('XDEL', stream_key(class, tenant), entry[1])
   redis.call('HINCRBY', meta, 'entries_dropped', 1)
 end
 
@@ -49,60 +52,60 @@ end
 local function may_run(tenant)
   local limit = settings_of(tenant).limit
   if limit == 0 then return true end
-  return tonumber(redis.call('HGET', tenant_key(tenant), 'running') or 0) + (taken[tenant] or 0) < limit
+  return tonumber(redis.call('HGET', tenant_key(tenant), 'running') or 0) + (delivered[tenant] or 0) < limit
 end
 
--- Reads a class's tenants and their scores. The stream of the nameless tenant is always included, because entries made
--- by hand arrive there.
-local function open_class(name)
-  local present = tonumber(redis.call('HGET', meta, 'served:' .. name) or 0)
-  local flat = redis.call('ZRANGE', lanes_key(name), 0, LANES_LOOKED_AT - 1, 'WITHSCORES')
-  local lanes, nameless = {}, false
+-- Reads a class's tenants and their virtual times. The stream of the nameless tenant is always
+-- included, because entries made by hand arrive there.
+local function load_class(name)
+  local virtual_time = tonumber(redis.call('HGET', meta, 'served:' .. name) or 0)
+  local flat = redis.call('ZRANGE', fair_share_key(name), 0, MAX_STREAMS - 1, 'WITHSCORES')
+  local streams, nameless = {}, false
   for place = 1, #flat, 2 do
-    lanes[#lanes + 1] = {tenant = flat[place], served = tonumber(flat[place + 1])}
+    streams[#streams + 1] = {tenant = flat[place], served = tonumber(flat[place + 1])}
     nameless = nameless or flat[place] == ''
   end
-  if not nameless then table.insert(lanes, 1, {tenant = '', served = present, guest = true}) end
+  if not nameless then table.insert(streams, 1, {tenant = '', served = virtual_time, untracked = true}) end
   return {
-    name = name, lanes = lanes, present = present, waits = #flat > 0, charged = {},
+    name = name, streams = streams, virtual_time = virtual_time, waits = #flat > 0, charged = {},
     skipped = tonumber(redis.call('HGET', meta, 'skipped:' .. name) or 0),
   }
 end
 
-local function close_lane(class, lane)
-  table.remove(class.lanes, 1)
-  if lane.guest then return end
-  class.charged[lane] = nil
-  redis.call('ZREM', lanes_key(class.name), lane.tenant)
-  redis.call('HSET', tenant_key(lane.tenant), 'served:' .. class.name, exact(lane.served))
-  redis.call('EXPIRE', tenant_key(lane.tenant), TENANT_TTL_S)
+local function drop_stream(class, stream)
+  table.remove(class.streams, 1)
+  if stream.untracked then return end
+  class.charged[stream] = nil
+  redis.call('ZREM', fair_share_key(class.name), stream.tenant)
+  redis.call('HSET', tenant_key(stream.tenant), 'served:' .. class.name, exact(stream.served))
+  redis.call('EXPIRE', tenant_key(stream.tenant), TENANT_TTL_S)
 end
 
-local function charge(class, lane, cost)
-  class.present = math.max(class.present, lane.served)
-  lane.served = lane.served + math.max(cost, 1) / settings_of(lane.tenant).weight
-  lane.guest = false
-  class.charged[lane], class.was_charged = true, true
+local function charge(class, stream, cost)
+  class.virtual_time = math.max(class.virtual_time, stream.served)
+  stream.served = stream.served + math.max(cost, 1) / settings_of(stream.tenant).weight
+  stream.untracked = false
+  class.charged[stream], class.was_charged = true, true
   local place = 1
-  while class.lanes[place + 1] and class.lanes[place + 1].served <= lane.served do
-    class.lanes[place] = class.lanes[place + 1]
+  while class.streams[place + 1] and class.streams[place + 1].served <= stream.served do
+    class.streams[place] = class.streams[place + 1]
     place = place + 1
   end
-  class.lanes[place] = lane
+  class.streams[place] = stream
 end
 
 -- Returns the class's next job, read from its tenant's stream; nil if none may run.
 local function next_of(class)
-  while class.lanes[1] do
-    local lane = class.lanes[1]
-    local entry = may_run(lane.tenant) and read_one(lane_key(class.name, lane.tenant))
+  while class.streams[1] do
+    local stream = class.streams[1]
+    local entry = may_run(stream.tenant) and read_entry(stream_key(class.name, stream.tenant))
     if entry then
-      local id, job = read_job_of(class.name, lane.tenant, entry)
-      if id then return id, job, lane end
+      local id, job = read_job_of(class.name, stream.tenant, entry)
+      if id then return id, job, stream end
     elseif entry == false then
-      table.remove(class.lanes, 1)  -- the tenant is at its limit: its stream stays for a later claim
+      table.remove(class.streams, 1)  -- the tenant is at its limit: its stream stays for a later claim
     else
-      close_lane(class, lane)
+      drop_stream(class, stream)
     end
   end
   class.waits = false
@@ -118,16 +121,16 @@ local function order_of(classes)
   return order
 end
 
-local function take_next(classes)
+local function deliver_next(classes)
   for _, class in ipairs(order_of(classes)) do
-    local id, job, lane = next_of(class)
+    local id, job, stream = next_of(class)
     if id then
-      if not take(id, job) then  -- the reply is full, but the entry is read: the job comes first next time
-        leave_lane(id, job.class, job.tenant, redis.call('HGET', job_key(id), 'entry'))
-        to_front(id, job.class, job.created)
+      if not deliver(id, job) then  -- the reply is full, but the entry is read: the job comes first next time
+        leave_stream(id, job.class, job.tenant, redis.call('HGET', job_key(id), 'entry'))
+        requeue_at_head(id, job.class, job.created)
         return false
       end
-      charge(class, lane, job.cost)
+      charge(class, stream, job.cost)
       for _, other in ipairs(classes) do
         other.skipped = (other ~= class and other.waits) and other.skipped + 1 or 0
       end
@@ -137,15 +140,15 @@ local function take_next(classes)
   return false
 end
 
-local function take_lanes()
+local function deliver_from_streams()
   local classes = {}
-  for place, name in ipairs(CLASSES) do classes[place] = open_class(name) end
-  while credits > 0 and take_next(classes) do end
+  for place, name in ipairs(CLASSES) do classes[place] = load_class(name) end
+  while credits > 0 and deliver_next(classes) do end
   local first = {classes[1]}
-  while credits <= 0 and urgent > 0 and take_next(first) do end
+  while credits <= 0 and urgent > 0 and deliver_next(first) do end
   for _, class in ipairs(classes) do
     redis.call('HSET', meta, 'skipped:' .. class.name, class.skipped)
-    for lane in pairs(class.charged) do redis.call('ZADD', lanes_key(class.name), exact(lane.served), lane.tenant) end
-    if class.was_charged then redis.call('HSET', meta, 'served:' .. class.name, exact(class.present)) end
+    for stream in pairs(class.charged) do redis.call('ZADD', fair_share_key(class.name), exact(stream.served), stream.tenant) end
+    if class.was_charged then redis.call('HSET', meta, 'served:' .. class.name, exact(class.virtual_time)) end
   end
 end

@@ -1,6 +1,13 @@
 -- finish: acknowledge jobs whose rows SQL has committed.
--- ARGV[3] result TTL, s  [4] dead TTL, s, then per job: id, token, state, result, final chunk, tokens served
--- Reply per job: 1 done (now or before); 0 refused, because another worker owns the job or it is gone.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3]                 result TTL, s
+-- ARGV[4]                 TTL of dead letters, s
+-- ARGV[5] and on          per job: id, token, state, result, final chunk, tokens served
+--
+-- Reply  per job 1: done, now or before; 0: refused, because another worker owns the job or it is
+--        gone
+-- Error  INVALID, with the name of the first invalid argument; nothing was written then
 check_groups(5, 6)
 local result_ttl, dead_ttl, now = amount(3, 'result TTL', 0, MOST), amount(4, 'dead TTL', 0, MOST), clock_ms()
 for first = 5, #ARGV, 6 do
@@ -19,7 +26,8 @@ local function put(lists, key, value)
   table.insert(lists[key], value)
 end
 
--- Runs one command for many values. If it fails, runs it for each value alone, so that a bad value blocks no other.
+-- Runs one command for many values. If it fails, runs it for each value alone, so that a bad value
+-- blocks no other.
 local function for_all(list, ...)
   for first = 1, #list, AT_ONCE do
     local call = {...}
@@ -35,11 +43,11 @@ local function for_all(list, ...)
   end
 end
 
-local function leave_lanes()
-  for lane, tenant in pairs(owners) do
-    for_all(entries[lane], 'XACK', lane, GROUP)
-    for_all(entries[lane], 'XDEL', lane)
-    if tenant ~= '' and redis.call('XLEN', lane) == 0 then redis.call('DEL', lane) end
+local function leave_streams()
+  for stream, tenant in pairs(owners) do
+    for_all(entries[stream], 'XACK', stream, GROUP)
+    for_all(entries[stream], 'XDEL', stream)
+    if tenant ~= '' and redis.call('XLEN', stream) == 0 then redis.call('DEL', stream) end
   end
 end
 
@@ -47,9 +55,9 @@ end
 local function settle_costs()
   for class, tenants in pairs(served_more) do
     for tenant, difference in pairs(tenants) do
-      if redis.call('ZSCORE', lanes_key(class), tenant) then
+      if redis.call('ZSCORE', fair_share_key(class), tenant) then
         local weight = tonumber(redis.call('HGET', meta, 'weight:' .. tenant) or 1)
-        redis.call('ZINCRBY', lanes_key(class), exact(difference / math.max(weight, 0.001)), tenant)
+        redis.call('ZINCRBY', fair_share_key(class), exact(difference / math.max(weight, 0.001)), tenant)
       end
     end
   end
@@ -63,7 +71,7 @@ local function write_counts()
   for_all(due, 'ZREM', base .. 'deadlines')
 end
 
-local function bury_job(id, key)
+local function store_dead_letter(id, key)
   redis.call('XADD', base .. 'dead', '*', 'job', id, 'error', redis.call('HGET', key, 'error') or '',
     'history', redis.call('HGET', key, 'history') or '', 'died_ms', whole(now))
   redis.call('XTRIM', base .. 'dead', 'MINID', whole(math.max(0, now - dead_ttl * 1000)))
@@ -79,9 +87,9 @@ local function finish(id, token, state, result, chunk, served)
   if (job[4] or '') == '' then return 0 end  -- given back and not claimed since
   local class, tenant = class_of(job[5]), job[6] or ''
   if job[7] and job[7] ~= '' then
-    local lane = lane_key(class, tenant)
-    owners[lane] = tenant
-    put(entries, lane, job[7])
+    local stream = stream_key(class, tenant)
+    owners[stream] = tenant
+    put(entries, stream, job[7])
   end
   if redis.call('SREM', base .. 'held:' .. job[4], id) == 1 then
     count(freed, tenant, 1)
@@ -98,7 +106,7 @@ local function finish(id, token, state, result, chunk, served)
   if job[9] then start_key_clock(id, state == 'dead' and dead_ttl or 0) end
   if state == 'dead' then
     redis.call('HDEL', key, 'entry')
-    bury_job(id, key)
+    store_dead_letter(id, key)
   else
     redis.call('HDEL', key, 'request', 'history', 'idem', 'idem_ms', 'entry')
     redis.call('EXPIRE', key, whole(result_ttl))
@@ -114,7 +122,7 @@ local is_whole, trouble = pcall(function()
     reply[#reply + 1] = finish(id, token, state, result, chunk, tonumber(served))
   end
 end)
-leave_lanes()
+leave_streams()
 settle_costs()
 write_counts()
 return is_whole and reply or as_reply(trouble)

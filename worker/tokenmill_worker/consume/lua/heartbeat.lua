@@ -1,15 +1,25 @@
--- heartbeat: renew the worker's lease, sweep the whole queue, and report which of its jobs are cancelled or lost.
--- ARGV[3] worker  [4] lease, ms  [5] sweep interval, ms  [6] status, then per job that it believes to own: id, token
--- Reply: {cancelled ids, lost ids, ids that it owns without knowing, number of orphans freed, the previous status}
+-- heartbeat: renew the worker's lease, sweep the whole queue, and report which of its jobs are
+-- cancelled or lost.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3]                 worker
+-- ARGV[4]                 lease, ms
+-- ARGV[5]                 sweep interval, ms
+-- ARGV[6]                 status
+-- ARGV[7] and on          per job that the worker believes to own: id, token
+--
+-- Reply  {cancelled ids, lost ids, ids that it owns and did not name, number of orphans freed, the
+--        previous status}. An id without a valid job hash counts as lost.
+-- Error  INVALID, with the name of the first invalid argument; nothing was written then
 check_groups(7, 2)
 local worker, lease_ms, sweep_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST), amount(5, 'sweep interval', 0, MOST)
 if refusal then return refusal end
-local returns = is_listed(worker)
+local returns = is_registered(worker)
 local before = redis.pcall('GET', base .. 'worker:' .. worker)
 redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
 redis.call('HSET', meta, 'served', '1')  -- tells submit that a worker has served this queue
-local cancelled, lost, strays, known = {}, {}, {}, {}
+local cancelled, lost, unacknowledged, known = {}, {}, {}, {}
 for first = 7, #ARGV, 2 do
   local id = ARGV[first]
   known[id] = true
@@ -21,7 +31,7 @@ for first = 7, #ARGV, 2 do
   end
 end
 for _, id in ipairs(redis.call('SMEMBERS', base .. 'held:' .. worker)) do
-  if not known[id] then strays[#strays + 1] = id end
+  if not known[id] then unacknowledged[#unacknowledged + 1] = id end
 end
 local freed = sweep(clock_ms(), sweep_ms, lease_ms, returns)
-return {cancelled, lost, strays, freed, type(before) == 'string' and before or ''}
+return {cancelled, lost, unacknowledged, freed, type(before) == 'string' and before or ''}

@@ -1,4 +1,4 @@
--- Shared by the worker's scripts, after common.lua: releases a running job from its worker, and sweeps the jobs of dead
+-- Shared by the worker's scripts, after common.lua: releases owned jobs, and sweeps the jobs of dead
 -- workers. A worker is alive while its lease key `worker:<id>` exists.
 local HISTORY_LINES = 20
 
@@ -13,13 +13,13 @@ local function as_reply(trouble)
   return redis.error_reply(type(trouble) == 'table' and trouble.err or tostring(trouble))
 end
 
--- Call it when the set of a worker's jobs changes: its next append then checks each job (see append.lua). If the key
--- has the wrong type, no worker has a voucher anyway.
-local function void_voucher(worker) redis.pcall('HDEL', base .. 'vouchers', worker) end
+-- Deletes a worker's ownership version because the set of its jobs changed: its next append then
+-- checks each job (see append.lua). If the key has the wrong type, no worker has a version anyway.
+local function invalidate_version(worker) redis.pcall('HDEL', base .. 'vouchers', worker) end
 
-local function let_go(id, worker, tenant)
+local function release_ownership(id, worker, tenant)
   if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
-  void_voucher(worker)
+  invalidate_version(worker)
   tenant_running(tenant, -1)
   redis.call('HINCRBY', meta, 'running', -1)
 end
@@ -35,21 +35,22 @@ local function remember(key, line)
   redis.call('HSET', key, 'history', history)
 end
 
--- how: 'handover' (drain, never counted as a crash), 'crash' (the engine died while it ran the job), 'orphan' (the worker
--- vanished), 'retry' (run again after a delay). The log stays. The token stays too, and permits no write until the next
--- claim raises it. An orphan whose log has grown since its claim counts no crash.
+-- Gives a job back to the queue. how: 'handover' (drain, never counted as a crash), 'crash' (the
+-- engine died while it ran the job), 'orphan' (the worker vanished), 'retry' (run again after a
+-- delay). The log stays. The token stays too, and permits no write until the next claim raises it.
+-- An orphan whose log has grown since its claim counts no crash.
 local function give_back(id, now, how, alone, delay_ms, note)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'mark', 'cost')
   local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
   if not state then return end
-  let_go(id, worker, tenant)
+  release_ownership(id, worker, tenant)
   if state ~= 'running' then  -- it ended while it waited and only has to be recorded
     redis.call('HSET', key, 'worker', '')
     redis.call('ZADD', base .. 'ended', whole(now), id)
     return
   end
-  leave_lane(id, class, tenant, job[5])
+  leave_stream(id, class, tenant, job[5])
   if how == 'crash' or (how == 'orphan' and end_of_log(id) <= number(job[7], 0)) then
     count_up(key, 'crashes')
     if alone then count_up(key, 'solo_crashes') end
@@ -65,15 +66,15 @@ local function give_back(id, now, how, alone, delay_ms, note)
   else
     redis.call('HSET', key, 'state', 'queued', 'worker', '')
     count_queued(class, 1, number(job[8], 0))
-    to_front(id, class, number(job[6], now))
+    requeue_at_head(id, class, number(job[6], now))
   end
 end
 
 -- Gives back every job of a worker and removes the worker from all sets. Returns how many jobs it owned.
-local function strike_off(worker, now, how)
+local function deregister_worker(worker, now, how)
   local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
   for _, id in ipairs(ids) do give_back(id, now, how, #ids == 1, 0, '') end
-  void_voucher(worker)
+  invalidate_version(worker)
   redis.call('DEL', base .. 'held:' .. worker)
   redis.call('SREM', base .. 'workers', worker)
   redis.call('ZREM', base .. 'ready', worker)
@@ -89,9 +90,9 @@ local function promote(now)
       redis.call('HSET', job_key(id), 'state', 'queued')
       count_due(id, class_of(job[2]), number(job[6], 0))
       if number(job[4], 1) > 1 then  -- a retry has waited in the queue before
-        to_front(id, class_of(job[2]), number(job[5], now))
+        requeue_at_head(id, class_of(job[2]), number(job[5], now))
       else
-        enter_lane(id, class_of(job[2]), job[3] or '')
+        enter_stream(id, class_of(job[2]), job[3] or '')
       end
     end
   end
@@ -101,21 +102,22 @@ local function expire_waiting(now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'deadlines', '-inf', whole(now), 'LIMIT', 0, 200)) do
     redis.call('ZREM', base .. 'deadlines', id)  -- the engine expires a running job
     local state = redis.call('HGET', job_key(id), 'state')
-    if (state == 'queued' or state == 'scheduled') and not is_returned(id) then  -- else the next claim finds it expired
+    if (state == 'queued' or state == 'scheduled') and not is_requeued(id) then  -- else the next claim finds it expired
       end_waiting(id, 'expired', 'deadline_exceeded', 'the deadline passed before the job was claimed', now)
     end
   end
 end
 
--- Every live worker sweeps at least twice per lease. If no sweep ran for this share of a lease, the server was probably
--- unreachable, and leases of live workers ran out.
-local UNSWEPT = 0.6
+-- Every live worker sweeps at least twice per lease. If no sweep ran for this share of a lease, the
+-- server was probably unreachable, and leases of live workers ran out.
+local OUTAGE_AFTER_LEASE_SHARE = 0.6
 
-local function is_listed(worker) return redis.call('SISMEMBER', base .. 'workers', worker) == 1 end
+local function is_registered(worker) return redis.call('SISMEMBER', base .. 'workers', worker) == 1 end
 
--- Runs at most once per interval for the whole queue, in the first call that is due. Returns how many orphans it freed.
--- `returns`: the calling worker was registered before. If such a worker finds that no sweep ran for a while, the other
--- workers get one lease to come back as well. A new worker sweeps at once: workers that are missing then are dead.
+-- Sweeps the queue at most once per interval, in the first call that is due. Returns how many
+-- orphans it freed. `returns`: the calling worker was registered before. If such a worker finds that
+-- no sweep ran for a while, the other workers get one lease to come back as well. A new worker
+-- sweeps at once: workers that are missing then are dead.
 local function sweep(now, interval_ms, lease_ms, returns)
   promote(now)
   expire_waiting(now)
@@ -123,7 +125,7 @@ local function sweep(now, interval_ms, lease_ms, returns)
   local last, from = number(swept[1], 0), number(swept[2], 0)
   if now >= last and now - last < interval_ms then return 0 end
   redis.call('HSET', meta, 'swept_ms', whole(now))
-  if returns and last > 0 and now - last >= math.max(UNSWEPT * lease_ms, 2 * interval_ms) then
+  if returns and last > 0 and now - last >= math.max(OUTAGE_AFTER_LEASE_SHARE * lease_ms, 2 * interval_ms) then
     redis.call('HSET', meta, 'sweep_from_ms', whole(now + lease_ms))
     return 0
   end
@@ -131,7 +133,7 @@ local function sweep(now, interval_ms, lease_ms, returns)
   local freed = 0
   for _, worker in ipairs(redis.call('SMEMBERS', base .. 'workers')) do
     if redis.call('EXISTS', base .. 'worker:' .. worker) == 0 then
-      freed = freed + strike_off(worker, now, 'orphan')
+      freed = freed + deregister_worker(worker, now, 'orphan')
     end
   end
   if freed > 0 then redis.call(announce, base .. 'bell', 'orphans') end

@@ -1,6 +1,12 @@
--- release: give jobs back to the queue. From ARGV[3] per job: id, token, how, delay in ms, note (see give_back in
--- hands.lua). Reply per job: 1 given back, now or before; 0 refused.
--- If a call has exactly one crashed job, that job was alone in its engine.
+-- release: give jobs back to the queue, and wake all workers. A call without jobs only wakes them.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3] and on          per job: id, token, how, delay in ms, note (see give_back in
+--                         ownership.lua). If a call has exactly one crashed job, that job was alone
+--                         in its engine.
+--
+-- Reply  per job 1: given back, now or before; 0: refused
+-- Error  INVALID, with the name of the first invalid argument; nothing was written then
 local FIELDS, now, reply, num_crashed = 5, clock_ms(), {}, 0
 check_groups(3, FIELDS)
 for first = 3, #ARGV, FIELDS do
