@@ -153,7 +153,7 @@ def test_rows_are_reused_and_grow_with_need(llama: Path) -> None:
     runner = load(llama)
     sequences = [make_sequence(str(i), [5 + i, 6, 7], 3) for i in range(9)]
     together = answer(runner, *sequences)
-    assert runner._inputs.num_rows_in_use == 0
+    assert not runner._inputs._rows
     assert together == [
         answer(runner, make_sequence("alone", [5 + i, 6, 7], 3))[0] for i in range(9)
     ]

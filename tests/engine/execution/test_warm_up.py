@@ -57,7 +57,7 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
     reports = reports_of(engine)
     assert steps == ["prefill", "decode"] * 2
     assert [type(report) for report in reports] == [LoadProgress, Ready]
-    assert runner._inputs.num_rows_in_use == 0
+    assert not runner._inputs._rows
     stats = engine.stats()
     assert (stats.steps, stats.blocks_cached, stats.blocks_free) == (0, 0, stats.blocks_total)
 

@@ -142,4 +142,4 @@ def test_a_runner_takes_these_steps(
 ) -> None:
     runner: Any = engine_with(folder_of("llama"), {}, **changes).runner
     build_kernels(runner)
-    assert runner._inputs.num_rows_in_use == 0
+    assert not runner._inputs._rows

@@ -113,7 +113,7 @@ def test_more_adapters_than_slots(llama: Path, four: dict[str, Path]) -> None:
         ids = [engine.add_request(PROMPT, greedy(8, name)) for name in names]
         outputs = [engine.get_result(request_id) for request_id in ids]
         runner: Any = engine.runner
-        assert runner._adapters.num_loaded == 2
+        assert len(runner._adapters._loaded) == 2
     assert [output.token_ids for output in outputs if output is not None] == [
         wanted[name] for name in names
     ]

@@ -4,11 +4,14 @@ They are msgspec structs, so that the same values travel as frames to and from t
 They hold token ids, no text.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
+
+ProgressCallback = Callable[[str, float], None]  # (what is loaded, fraction that is done)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -33,7 +33,7 @@ def zeros(num_bytes: int) -> Tensor:
     )  # the tensor keeps the area alive
 
 
-class Arena:
+class HugePageArena:
     """Allocates tensors from large areas, because many weights are smaller than a huge page.
 
     An area is freed with the last tensor in it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,17 +17,15 @@ from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.lora import Adapters
 from tokenmill_worker.engine.model import model_files
-from tokenmill_worker.engine.model.loader import LoadedModel, load_model
-from tokenmill_worker.engine.model.vocabulary import vocabulary
+from tokenmill_worker.engine.model.loader import LoadedModel, load_model, vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler
-
-Report = Callable[[str, float], None]
+from tokenmill_worker.engine.types import ProgressCallback
 
 
 def load_model_runner(
     config: EngineConfig,
     cache_dir: str | None = None,
-    on_progress: Report | None = None,
+    on_progress: ProgressCallback | None = None,
     runner_type: type[ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Find (and convert) and load the model, and build its runner.
@@ -49,7 +46,7 @@ def load_model_runner(
 def build_runner(
     loaded: LoadedModel,
     config: EngineConfig,
-    on_progress: Report | None = None,
+    on_progress: ProgressCallback | None = None,
     runner_type: type[ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Build a runner for a loaded model: choose attention, size and allocate the cache.
@@ -72,7 +69,7 @@ def build_runner(
     )
     cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
     if config.tensor_parallel:
-        cache_config = ranks.agree(cache_config)
+        cache_config = ranks.smallest_common_cache(cache_config)
     config = config.replace(attention=backend.name, max_model_len=length)
 
     def allocate(num_blocks: tuple[int, ...], where: Device) -> KVCachePool:
@@ -126,7 +123,9 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     )
 
 
-def _adapters(loaded: LoadedModel, config: EngineConfig, report: Report) -> Adapters | None:
+def _adapters(
+    loaded: LoadedModel, config: EngineConfig, report: ProgressCallback
+) -> Adapters | None:
     """Load the adapters; return None if none are configured.
 
     They are loaded before the cache is sized, so that their memory counts. Raises
@@ -152,4 +151,4 @@ def _grammar_compiler(loaded: LoadedModel, config: EngineConfig) -> GrammarCompi
 
 
 def _ignore(_message: str, _fraction: float) -> None:
-    """Report no progress."""
+    """ProgressCallback no progress."""

@@ -77,10 +77,6 @@ class InputBuilder:
         if row is not None:
             self._free.append(row)
 
-    @property
-    def num_rows_in_use(self) -> int:
-        return len(self._rows)
-
     def build(self, plan: StepPlan, previous: PreviousTokens | None = None) -> StepInputs:
         """Build the tensors of a step; on a CPU they are valid until the next call."""
         items, size = plan.scheduled, self._cache.block_size
@@ -88,22 +84,22 @@ class InputBuilder:
         if last is not None and (inputs := last.advance(items, self._tables_of)) is not None:
             self._last = last
             return inputs
-        packing = _pack(items)
+        layout = _lay_out(items)
         rows = self._update_rows(items)
-        token_ids, missing = self._token_ids(items, packing.query_start, previous)
-        blocks, offsets = np.divmod(packing.positions, size)
-        owners = rows if packing.owner is None else rows[packing.owner]
+        token_ids, missing = self._token_ids(items, layout.query_start, previous)
+        blocks, offsets = np.divmod(layout.positions, size)
+        owners = rows if layout.owner is None else rows[layout.owner]
         slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
         longs = self._upload(
-            [token_ids, packing.positions, packing.sampled, *slots, *missing], np.int64
+            [token_ids, layout.positions, layout.sampled, *slots, *missing], np.int64
         )
-        max_seq_len = int(packing.ends.max())
+        max_seq_len = int(layout.ends.max())
         tables = self._cut(rows, max_seq_len)
-        shorts = self._upload([packing.query_start, packing.ends, *tables], np.int32)
+        shorts = self._upload([layout.query_start, layout.ends, *tables], np.int32)
         input_ids = longs[0]
         if previous is not None and missing:
             input_ids.index_copy_(0, longs[-2], previous.token_ids.index_select(0, longs[-1]))
-        max_query_len, seq_lens = max(packing.query_lens), tuple(packing.ends.tolist())
+        max_query_len, seq_lens = max(layout.query_lens), tuple(layout.ends.tolist())
         metadata = tuple(
             AttentionMetadata(
                 query_start=shorts[0],
@@ -114,13 +110,13 @@ class InputBuilder:
                 max_seq_len=max_seq_len,
                 block_size=size,
                 window=self._cache.groups[group].window,
-                query_lens_host=packing.query_lens,
+                query_lens_host=layout.query_lens,
                 seq_lens_host=seq_lens,
             )
             for group in range(len(tables))
         )
         inputs = StepInputs(input_ids, longs[1], longs[2], metadata)
-        if packing.owner is None and len(packing.sampled) == len(items):
+        if layout.owner is None and len(layout.sampled) == len(items):
             self._last = self._repeated_inputs(items, inputs)
         return inputs
 
@@ -217,7 +213,7 @@ class InputBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packing:
+class _TokenLayout:
     """The layout of the items' tokens in the step, one item after the other."""
 
     query_lens: tuple[int, ...]
@@ -228,20 +224,20 @@ class _Packing:
     sampled: Ints  # packed rows whose logits are needed: 1 + len(draft_ids) per item that samples
 
 
-def _pack(items: Seq[ScheduledSequence]) -> _Packing:
+def _lay_out(items: Seq[ScheduledSequence]) -> _TokenLayout:
     """Compute the layout; a step of decodes alone, as most are, skips most of the arithmetic."""
     count = len(items)
     starts = np.array([item.start for item in items], np.int64)
     query_lens = tuple([item.num_tokens for item in items])
     if max(query_lens) == 1:
         sampled = np.array([row for row, item in enumerate(items) if item.samples], np.int64)
-        return _Packing(query_lens, np.arange(count + 1), starts, starts + 1, None, sampled)
+        return _TokenLayout(query_lens, np.arange(count + 1), starts, starts + 1, None, sampled)
     lens = np.array(query_lens, np.int64)
     query_start = np.zeros(count + 1, np.int64)
     np.cumsum(lens, out=query_start[1:])
     owner = np.repeat(np.arange(count), lens)
     positions = np.arange(len(owner)) + (starts - query_start[:-1])[owner]
-    return _Packing(
+    return _TokenLayout(
         query_lens, query_start, positions, starts + lens, owner, _sampled_rows(items, query_start)
     )
 

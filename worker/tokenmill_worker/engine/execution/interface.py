@@ -14,8 +14,8 @@ from tokenmill_worker.engine.config import CacheConfig, EngineConfig
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner, is_synthetic
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import ProgressCallback
 
-Progress = Callable[[str, float], None]
 FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which never becomes ready
 
 
@@ -86,7 +86,7 @@ class Runner(Protocol):
 
 
 def load_runner(
-    config: EngineConfig, cache_dir: str | None = None, on_progress: Progress | None = None
+    config: EngineConfig, cache_dir: str | None = None, on_progress: ProgressCallback | None = None
 ) -> Runner:
     """Load the runner for the configured model.
 

@@ -1,4 +1,4 @@
-"""The ranks of one tensor-parallel model: join, agree on sizes, broadcast bytes, fail together.
+"""The ranks of one tensor-parallel model: join, find the smallest cache, broadcast bytes, fail together.
 
 A thin layer over torch.distributed. The model's collectives run in the default group (gloo on CPU,
 NCCL on CUDA). Rank 0's messages use a gloo group of its own: its members may wait as long as the
@@ -22,7 +22,7 @@ from tokenmill_worker.engine.config import CacheConfig, EngineConfigError
 
 log = logging.getLogger(__name__)
 
-PATIENCE = timedelta(days=365)  # an idle engine sends nothing to its ranks
+IDLE_TIMEOUT = timedelta(days=365)  # an idle engine sends nothing to its ranks
 FAILED = "tokenmill/failed"
 LOOK_EVERY_S = 0.5
 GROUP_LOST = 5  # exit status of a rank that ends because another one failed
@@ -42,7 +42,7 @@ class Ranks:
 
     def __init__(self, on_loss: Callable[[str], None]) -> None:
         self.rank = dist.get_rank()
-        self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self._store: Any = (
             dist.distributed_c10d._get_default_store()
         )  # torch has no public access to the group's store
@@ -119,7 +119,7 @@ class Ranks:
                 return
 
 
-def agree(cache: CacheConfig) -> CacheConfig:
+def smallest_common_cache(cache: CacheConfig) -> CacheConfig:
     """Reduce the pools to the smallest of all ranks, since block ids must mean the same everywhere."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     sizes = torch.tensor([*cache.num_blocks, *cache.num_host_blocks], device=device)

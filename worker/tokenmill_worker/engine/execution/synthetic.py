@@ -24,6 +24,7 @@ from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError, LayerGroup
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import ProgressCallback
 
 PREFIX = "synthetic"
 # Byte-level tokenizer in Transformers' format: token id = byte, 256 = end of text. It is part of the package, since
@@ -93,7 +94,7 @@ class SyntheticRunner:
         cls,
         config: EngineConfig,
         cache_dir: str | None = None,
-        on_progress: Callable[[str, float], None] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> SyntheticRunner:
         """Build the runner; `cache_dir` and `on_progress` are unused, for nothing is kept or slow."""
         options = SyntheticOptions.parse(config.model)

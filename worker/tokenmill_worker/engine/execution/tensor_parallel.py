@@ -11,7 +11,7 @@ torchrun; every rank makes the same call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,9 +25,10 @@ from tokenmill_worker.engine.execution.ranks import Ranks
 from tokenmill_worker.engine.execution.runner import InFlightStep, ModelRunner
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import ProgressCallback
 
 
-class _Item(msgspec.Struct, array_like=True):
+class _BroadcastItem(msgspec.Struct, array_like=True):
     key: int
     epoch: int
     start: int
@@ -41,7 +42,7 @@ class _Item(msgspec.Struct, array_like=True):
 
 class BroadcastStep(msgspec.Struct, tag="step"):
     step_id: int
-    items: tuple[_Item, ...]
+    items: tuple[_BroadcastItem, ...]
     swap_out: tuple[tuple[int, int, int], ...]
     swap_in: tuple[tuple[int, int, int], ...]
 
@@ -60,7 +61,7 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 
 @dataclass(slots=True)
-class _Known:
+class _SentState:
     """The state of a sequence that the other ranks have.
 
     Within one epoch a block table only grows. Followers keep entries that left a sliding window;
@@ -76,7 +77,7 @@ class PlanEncoder:
     """Encodes plans for the other ranks; of each sequence only what they do not have yet."""
 
     def __init__(self) -> None:
-        self._known: dict[Sequence, _Known] = {}
+        self._known: dict[Sequence, _SentState] = {}
         self._next_key = 0
 
     def describe(self, plan: StepPlan) -> BroadcastStep:
@@ -86,17 +87,19 @@ class PlanEncoder:
             *(_flat(copies) for copies in (plan.swap_out, plan.swap_in)),
         )
 
-    def _item(self, item: ScheduledSequence) -> _Item:
+    def _item(self, item: ScheduledSequence) -> _BroadcastItem:
         sequence = item.sequence
         tables = sequence.block_tables
         known = self._known.get(sequence)
         if known is None:
-            known = self._known[sequence] = _Known(self._next_key, item.epoch, (0,) * len(tables))
+            known = self._known[sequence] = _SentState(
+                self._next_key, item.epoch, (0,) * len(tables)
+            )
             self._next_key += 1
         sent = known.num_blocks if known.epoch == item.epoch else (0,) * len(tables)
         known.epoch, known.num_blocks = item.epoch, tuple(map(len, tables))
         stop = item.start + item.num_tokens - len(item.draft_ids)
-        return _Item(
+        return _BroadcastItem(
             key=known.key,
             epoch=item.epoch,
             start=item.start,
@@ -128,7 +131,7 @@ class TensorParallelRunner(ModelRunner):
         cls,
         config: EngineConfig,
         cache_dir: str | None = None,
-        on_progress: Callable[[str, float], None] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> Self:
         """Join the ranks and load this rank's part of the model; every rank makes the same call.
 

@@ -7,20 +7,19 @@ blocks that no sequence holds, and leave scheduler and cache bookkeeping unchang
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.execution.interface import Runner
 from tokenmill_worker.engine.execution.synthetic import is_synthetic
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import ProgressCallback
 
 PROMPT_TOKENS = 32
 CHUNK_TOKENS = (128, 300)  # the second counts as large also for kernels that look at tokens alone
 LONG_CONTEXT = 4096  # attention splits it into several parts
 
 
-def warm_up(runner: Runner, report: Callable[[str, float], None]) -> None:
+def warm_up(runner: Runner, report: ProgressCallback) -> None:
     """Run the warm-up steps.
 
     An error of a step is raised, since then no step would succeed.

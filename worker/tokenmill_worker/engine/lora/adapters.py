@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +26,9 @@ from tokenmill_worker.engine.lora.files import (
     read_adapter,
     stamp_of,
 )
-from tokenmill_worker.engine.lora.sites import Place, Sites
+from tokenmill_worker.engine.lora.sites import AdapterRange, Sites
 from tokenmill_worker.engine.plan import StepPlan
-
-Progress = Callable[[str, float], None]
+from tokenmill_worker.engine.types import ProgressCallback
 
 
 class Adapters:
@@ -52,7 +51,7 @@ class Adapters:
         self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
         self._batch: AdapterBatch | None = None
 
-    def check(self, report: Progress) -> list[str]:
+    def check(self, report: ProgressCallback) -> list[str]:
         """Load as many adapters as there are slots and read the others; return one sentence per bad adapter."""
         problems = []
         for index, name in enumerate(self._folders):
@@ -62,10 +61,6 @@ class Adapters:
             except AdapterError as error:
                 problems.append(f"adapters {error}")
         return problems
-
-    @property
-    def num_loaded(self) -> int:
-        return len(self._loaded)
 
     # ── loading ──
 
@@ -114,7 +109,7 @@ class Adapters:
         return adapter
 
     def _placed(self, name: str, file: AdapterFile) -> LoadedAdapter:
-        layers: dict[str, list[tuple[Place, LowRank]]] = {}
+        layers: dict[str, list[tuple[AdapterRange, LowRank]]] = {}
         for path, factors in file.layers.items():
             place = self._sites.place(path)
             wanted, found = (
@@ -129,7 +124,7 @@ class Adapters:
         sites = {site: self._joined(members) for site, members in layers.items()}
         return LoadedAdapter(f"{name}@{file.digest}", sites)
 
-    def _joined(self, members: list[tuple[Place, LowRank]]) -> LowRank:
+    def _joined(self, members: list[tuple[AdapterRange, LowRank]]) -> LowRank:
         """Join the factors of a site's layers into one pair.
 
         The `a` factors are stacked; each `b` factor has its own corner.
@@ -161,14 +156,14 @@ class Adapters:
         """Prepare the model for this plan; return whether any row has an adapter. Raises AdapterError."""
         keys = {item.sequence.adapter for item in plan.scheduled} - {""}
         if not keys:
-            if self._sites.is_detoured:
-                self._sites.straight()
+            if self._sites.are_enabled:
+                self._sites.disable_adapters()
             return False
         self._batch = AdapterBatch.of(
             plan, {key: self._get(key) for key in keys}, self._device, self._sites.head
         )
-        if not self._sites.is_detoured:
-            self._sites.detour(self._add)
+        if not self._sites.are_enabled:
+            self._sites.enable_adapters(self._add)
         return True
 
     def _add(self, site: str, x: Tensor, y: Tensor) -> None:

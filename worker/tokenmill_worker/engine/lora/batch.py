@@ -28,7 +28,7 @@ class LoadedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _AdapterRows:
     adapter: LoadedAdapter
     rows: slice | Tensor  # a run of rows, or int64 [num_rows]
 
@@ -37,7 +37,7 @@ class _Group:
 class _Rows:
     """Rows of the step, `count` in all, and the groups of those that have an adapter."""
 
-    groups: tuple[_Group, ...]
+    groups: tuple[_AdapterRows, ...]
     count: int
 
 
@@ -104,7 +104,8 @@ def _grouped(
             runs.setdefault(key, []).append(range(start, start + count))
         start += count
     return _Rows(
-        tuple(_Group(adapters[key], _places(found, device)) for key, found in runs.items()), start
+        tuple(_AdapterRows(adapters[key], _places(found, device)) for key, found in runs.items()),
+        start,
     )
 
 

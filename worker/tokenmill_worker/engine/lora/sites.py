@@ -28,7 +28,7 @@ Add = Callable[[str, Tensor, Tensor], None]  # (site, rows [m, k], products [m, 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AdapterRange:
     """One layer's range of a site's outputs."""
 
     site: str
@@ -42,7 +42,7 @@ class Sites:
     """All places of a model where adapters act; built once, after modules were replaced."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, AdapterRange] = {}
         self._weights: list[
             tuple[str, nn.Module, str, int]
         ] = []  # a PackedWeight in an attribute, and half a panel
@@ -65,7 +65,7 @@ class Sites:
             if module is head and path in self._places:
                 self.head = self._places[path].site
 
-    def place(self, path: str) -> Place:
+    def place(self, path: str) -> AdapterRange:
         """Return a layer's range; raises AdapterError, which says why the layer cannot be adapted."""
         found = self._places.get(path)
         if found is not None:
@@ -78,10 +78,10 @@ class Sites:
         raise AdapterError(f"it adapts {path}, and this model has no such layer {last!r} there")
 
     @property
-    def is_detoured(self) -> bool:
+    def are_enabled(self) -> bool:
         return bool(self._undo)
 
-    def detour(self, add: Add) -> None:
+    def enable_adapters(self, add: Add) -> None:
         """Send every product through `add` from now on."""
         for site, module, name, half_panel in self._weights:
             weight = getattr(module, name)
@@ -92,8 +92,8 @@ class Sites:
             self._undo.append((layer, "is_whole", layer.is_whole))
             layer.is_whole = False
 
-    def straight(self) -> None:
-        """Restore the model to its state before `detour`."""
+    def disable_adapters(self) -> None:
+        """Restore the model to its state before `enable_adapters`."""
         for module, name, original in reversed(self._undo):
             if name == "forward":
                 del module.__dict__[name]
@@ -128,7 +128,7 @@ class Sites:
             self._note_weight(path, module, "packed", {"": (0, module.out_features)})
         elif isinstance(module, nn.Linear | Conv1D):
             shape = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
-            self._places[path] = Place(path, 0, shape[0], shape[0], shape[1])
+            self._places[path] = AdapterRange(path, 0, shape[0], shape[0], shape[1])
             self._products.append((path, module))
 
     def _note_weight(
@@ -139,7 +139,7 @@ class Sites:
         site = f"{path}:{name}"
         self._weights.append((site, module, name, half_panel))
         for layer, (start, size) in ranges.items():
-            self._places[f"{path}.{layer}".rstrip(".")] = Place(
+            self._places[f"{path}.{layer}".rstrip(".")] = AdapterRange(
                 site, start, size, weight.n, weight.k
             )
 
@@ -152,7 +152,7 @@ def _original_path(name: str, wrapped: list[str]) -> str:
     return name
 
 
-# ── the detours ──
+# ── with adapters ──
 
 
 class _AdaptedWeight:

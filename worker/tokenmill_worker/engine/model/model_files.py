@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from tokenmill_worker.engine.model import gguf
-
-Progress = Callable[[str, float], None]
+from tokenmill_worker.engine.types import ProgressCallback
 
 DEFAULT_CACHE = "~/.cache/tokenmill"
 _FORMAT = 1  # raise it when a conversion's result changes
@@ -86,7 +85,7 @@ BUILT_IN = {
 def resolve(
     model: str,
     cache_dir: str | Path | None = None,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     with_code: bool = False,
 ) -> Path:
     """Return the folder to load the model and its tokenizer from.
@@ -134,7 +133,7 @@ def _only_gguf(folder: Path) -> Path:
     raise ModelNotFoundError(f"{folder} holds neither a config.json nor a .gguf file")
 
 
-def _converted(name: str, files: list[Path], cache: Path, report: Progress) -> Path:
+def _converted(name: str, files: list[Path], cache: Path, report: ProgressCallback) -> Path:
     target = cache / "models" / f"{name}-{_fingerprint(files)}"
     if (target / "config.json").is_file():
         return target
@@ -199,7 +198,7 @@ def _fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _from_hub(model: str, report: Progress, with_code: bool) -> Path:
+def _from_hub(model: str, report: ProgressCallback, with_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

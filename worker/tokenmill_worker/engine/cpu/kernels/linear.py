@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cpu.huge_pages import Arena
+from tokenmill_worker.engine.cpu.huge_pages import HugePageArena
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.program import Caller
 
@@ -201,7 +201,7 @@ class LinearKernels:
         self._packed_floats.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
         self.has_amx = uses_amx and bool(library.tokenmill_has_amx())
-        self._arena = Arena()
+        self._arena = HugePageArena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         rows = weight.detach().float().contiguous()

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cpu.huge_pages import Arena
+from tokenmill_worker.engine.cpu.huge_pages import HugePageArena
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight, padded_bias
 from tokenmill_worker.engine.cpu.kernels.program import Caller
@@ -47,7 +47,7 @@ class NarrowPacker:
         self._kernels = kernels
         self._where = (cache_dir, march)
         self._call = Caller(cache_dir, march)
-        self._arena = Arena()
+        self._arena = HugePageArena()
 
     @cached_property
     def _int4(self) -> Int4Packer:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cpu.huge_pages import Arena
+from tokenmill_worker.engine.cpu.huge_pages import HugePageArena
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import PackedWeight, padded, padded_bias
 from tokenmill_worker.engine.cpu.kernels.program import Caller
@@ -36,7 +36,7 @@ class Int8Packer:
         self._panel_bytes = library.tokenmill_panel_bytes
         self._panel_bytes.restype = c_int64
         self.panel_width: int = library.tokenmill_panel_width()
-        self._arena = Arena()
+        self._arena = HugePageArena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """Pack `weight` `[n, k]`; k is at most MAX_INT8_DEPTH."""
@@ -78,7 +78,7 @@ class Int4Packer:
         self._pack = library.tokenmill_pack
         self._pack.restype = None
         self.panel_width: int = library.tokenmill_panel_width()
-        self._arena = Arena()
+        self._arena = HugePageArena()
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """Pack `weight` `[n, k]`; k is a multiple of INT4_GROUP."""
