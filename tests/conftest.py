@@ -19,7 +19,7 @@ from tests.support.lifecycle import missing, need_valkey
 from tests.support.postgres import PostgresServer, PostgresUnavailable
 from tests.support.proxy import FaultProxy
 from tests.support.topologies import SentinelGroup, ValkeyCluster
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 
 # Nothing above imports torch, which reads these once. Test runs share small machines, where spinning threads
 # cost more than they give; and no test may reach for the network.
@@ -127,10 +127,10 @@ def soak_jobs(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def valkey() -> Iterator[ValkeyServer]:
+def valkey() -> Iterator[ControlledValkey]:
     """One server for the whole run, for tests that neither stop nor reconfigure it; see `redis_url`."""
     need_valkey()
-    with ValkeyServer(persistent=False) as server:
+    with ControlledValkey(persistent=False) as server:
         yield server
 
 
@@ -142,7 +142,7 @@ def allowed_keys() -> list[str]:
 
 @pytest.fixture
 def redis_url(
-    valkey: ValkeyServer, allowed_keys: list[str], request: pytest.FixtureRequest
+    valkey: ControlledValkey, allowed_keys: list[str], request: pytest.FixtureRequest
 ) -> Iterator[str]:
     """Yield an empty database on the shared server. Keys left must have a TTL or be allowed."""
     with valkey.client() as client:
@@ -154,13 +154,13 @@ def redis_url(
 
 
 @pytest.fixture
-def make_valkey() -> Iterator[Callable[..., ValkeyServer]]:
+def make_valkey() -> Iterator[Callable[..., ControlledValkey]]:
     """Start servers of a test's own, to be stopped, killed and restarted: `make_valkey(settings={...})`."""
     need_valkey()
-    servers: list[ValkeyServer] = []
+    servers: list[ControlledValkey] = []
 
-    def make(**options: object) -> ValkeyServer:
-        servers.append(ValkeyServer(**options))  # type: ignore[arg-type]
+    def make(**options: object) -> ControlledValkey:
+        servers.append(ControlledValkey(**options))  # type: ignore[arg-type]
         return servers[-1].start()
 
     yield make

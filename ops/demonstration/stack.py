@@ -1,12 +1,10 @@
 """Starts the servers and the worker of the demonstration in order; stops them in reverse order.
 
-Each is a real process with its own log. It is tied to this process, so it cannot outlive it.
+Server and worker are real processes that end with this one. The worker has a log of its own.
 """
 
-import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tokenmill import Client
-from tokenmill_worker.local.child_process import Tether
-from tokenmill_worker.local.valkey_server import EmbeddedValkey
+from tokenmill_worker.local.dev import PrivateService
+from tokenmill_worker.local.valkey_server import ValkeyServer
+from tokenmill_worker.settings import load_settings
 
 START_TIMEOUT_S = 240.0
 DRAIN_TIMEOUT_S = 15.0
@@ -65,78 +63,43 @@ class DemoStack:
         self._undo.close()
 
     def start(self, notice: Notice) -> None:
-        notice("starting Valkey")
-        valkey = EmbeddedValkey(at_death=signal.SIGKILL)
-        self._undo.callback(valkey.stop)
-        self.redis_url = valkey.start().url
-        self._run(
-            "db",
-            ["db", "upgrade"],
-            lambda seconds, _: notice(f"creating the database ({seconds:.0f} s)"),
+        own = {
+            "database_url": self.database_url,
+            "queue": self.queue,
+            "model": self._model,
+            "heartbeat_seconds": "1",  # readiness is reported with a heartbeat
+        }
+        service = PrivateService(
+            load_settings(own),
+            ValkeyServer(at_death=signal.SIGKILL),
+            drain_s=DRAIN_TIMEOUT_S,
+            log=self.directory / "worker.log",
+            at_death=signal.SIGKILL,
         )
-        worker = self._spawn("worker", ["worker"])
-        self._undo.callback(worker.end, signal.SIGTERM, DRAIN_TIMEOUT_S)
+        self._undo.enter_context(service)
+        notice("starting Valkey")
+        self.redis_url = service.start_server()
+        notice("creating the database")
+        service.create_tables()
+        service.start_worker()
+        self._wait_until_ready(service, notice)
 
-        with Client(self.redis_url, queue=self.queue) as client:
-
-            def is_ready(seconds: float, log: str) -> bool:
-                notice(f"the worker loads its model ({seconds:.0f} s) {_last_words(log)}")
-                return any(
-                    status.model for status in client.workers()
-                )  # a worker reports its model once it is loaded
-
-            self._wait("worker", worker, is_ready)
-
-    def _run(self, name: str, arguments: list[str], each: Callable[[float, str], object]) -> None:
-        child = self._spawn(name, arguments)
-        with ExitStack() as cleanup:
-            cleanup.callback(child.end, signal.SIGKILL)
-
-            def is_done(seconds: float, log: str) -> bool:
-                each(seconds, log)
-                return child.process.poll() == 0
-
-            self._wait(name, child, is_done)
-
-    def _wait(self, name: str, child: Tether, is_done: Callable[[float, str], bool]) -> None:
-        """Wait until `is_done` returns True.
-
-        Raises DemoError if the process ends before that, or after START_TIMEOUT_S.
+    def _wait_until_ready(self, service: PrivateService, notice: Notice) -> None:
+        """Wait until the worker has loaded its model. Raises DemoError if it ends before that, or
+        after START_TIMEOUT_S.
         """
         started = time.monotonic()
-        while True:
-            ended = (
-                not child.is_alive
-            )  # checked before the log is read, so that the log is complete
+        while not service.is_ready():
+            # checked before the log is read, so that the log is complete
+            has_ended = service.exit_status is not None
             seconds = time.monotonic() - started
-            log = (self.directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-            if is_done(seconds, log):
-                return
-            if ended or seconds > START_TIMEOUT_S:
-                what = "ended" if ended else "did not get ready"
-                raise DemoError(
-                    f"the {name} process {what}; its last lines:\n"
-                    + "\n".join(log.splitlines()[-15:])
-                )
+            log = (self.directory / "worker.log").read_text(encoding="utf-8", errors="replace")
+            if has_ended or seconds > START_TIMEOUT_S:
+                what = "ended" if has_ended else "did not get ready"
+                last = "\n".join(log.splitlines()[-15:])
+                raise DemoError(f"the worker process {what}; its last lines:\n{last}")
+            notice(f"the worker loads its model ({seconds:.0f} s) {_last_words(log)}")
             time.sleep(0.1)
-
-    def _spawn(self, name: str, arguments: list[str]) -> Tether:
-        settings = {
-            "TOKENMILL_REDIS_URL": self.redis_url,
-            "TOKENMILL_DATABASE_URL": self.database_url,
-            "TOKENMILL_QUEUE": self.queue,
-            "TOKENMILL_MODEL": self._model,
-            "TOKENMILL_HEARTBEAT_SECONDS": "1",  # readiness is reported with a heartbeat
-        }
-        command = [sys.executable, "-m", "tokenmill.cli", *arguments]
-        with (self.directory / f"{name}.log").open("ab") as log:
-            return Tether(
-                command,
-                at_death=signal.SIGKILL,
-                cwd=self.directory,
-                env=os.environ | settings,
-                output=log,
-            )
 
 
 def _last_words(log: str) -> str:

@@ -30,7 +30,7 @@ from ops.demonstration.questions import QUESTIONS
 from ops.demonstration.stack import DemoStack
 from ops.demonstration.view import Panels
 from tokenmill import AsyncClient
-from tokenmill_worker.local.child_process import Tether
+from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +123,7 @@ def backend(stack: DemoStack) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "ops.examples.fastapi_app"]
     with (stack.directory / "backend.log").open("ab") as log:
-        child = Tether(
+        child = GuardedProcess(
             command, at_death=signal.SIGKILL, cwd=ROOT, env=os.environ | settings, output=log
         )
     url = f"http://127.0.0.1:{port}"

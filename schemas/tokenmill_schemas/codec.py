@@ -14,21 +14,21 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import ControlMessage, WorkerStatus
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
-from tokenmill_schemas.size_limits import HARMLESS_BYTES, with_whole_keys, without_bombs
+from tokenmill_schemas.size_limits import HARMLESS_BYTES, reject_oversized, with_whole_keys
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 
 T = TypeVar("T")
 
 
-def plain(value: object) -> str:
-    """Encode a subclass of str, such as a job handle, as the plain text that it holds."""
+def as_str(value: object) -> str:
+    """Encode a subclass of str, such as a job handle, as the as_str text that it holds."""
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"objects of type {type(value).__name__} do not travel")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=as_str)
 encode = _encoder.encode
 
 _request_decoder = msgspec.msgpack.Decoder(JobRequest)
@@ -59,7 +59,7 @@ def decode_request(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> JobRequest:
     """Decode a job request of at most `limit` bytes. Raises DecodeError."""
     if len(_bounded(data, "job request", limit)) > HARMLESS_BYTES:
         try:
-            data = without_bombs(data)
+            data = reject_oversized(data)
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise DecodeError(f"job request cannot be decoded: {error}") from error
     try:

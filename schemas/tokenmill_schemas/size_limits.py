@@ -24,28 +24,28 @@ MAX_FORMAT_CHARS: Final = 256 * 1024
 
 HARMLESS_BYTES: Final = 256 * 1024  # smaller requests decode to at most 64 times their size
 
-Parts = dict[str, msgspec.Raw]
+RawFields = dict[str, msgspec.Raw]
 WHOLE_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
 _read_biases: Final = msgspec.msgpack.Decoder(dict[int | str, float]).decode
-_take_apart: Final = msgspec.msgpack.Decoder(Parts).decode
-_put_together: Final = msgspec.msgpack.Encoder().encode
+_split: Final = msgspec.msgpack.Decoder(RawFields).decode
+_join: Final = msgspec.msgpack.Encoder().encode
 # the first byte of a long array or map → how many bytes its count has
 _COUNT_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
-def without_bombs(request: bytes) -> bytes:
+def reject_oversized(request: bytes) -> bytes:
     """Return the same request with each field once, after checking the sizes of its lists and maps.
 
     Raises ValueError with one sentence for a size above its limit, and msgspec's errors for bytes
     that are no request.
     """
-    fields = _take_apart(request)
+    fields = _split(request)
     _limit(fields, "prompt_ids", MAX_PROMPT_IDS, "ids")
     _limit(fields, "messages", MAX_MESSAGES, "entries")
     _limit(fields, "metadata", MAX_METADATA, "entries")
     if _is_map(fields.get("params")):
         fields["params"] = msgspec.Raw(_params(bytes(fields["params"])))
-    return _put_together(fields)
+    return _join(fields)
 
 
 def with_whole_keys(request: bytes) -> bytes | None:
@@ -55,40 +55,40 @@ def with_whole_keys(request: bytes) -> bytes | None:
     `logit_bias` or a key is no integer.
     """
     try:
-        fields = _take_apart(request)
-        params = _take_apart(bytes(fields["params"]))
+        fields = _split(request)
+        params = _split(bytes(fields["params"]))
         biases = _read_biases(bytes(params["logit_bias"]))
     except (ValueError, RecursionError, KeyError):  # msgspec's errors are ValueErrors
         return None
     if not all(isinstance(key, int) or WHOLE_NUMBER.fullmatch(key) for key in biases):
         return None
     whole = {int(key): bias for key, bias in biases.items()}
-    params["logit_bias"] = msgspec.Raw(_put_together(whole))
-    fields["params"] = msgspec.Raw(_put_together(params))
-    return _put_together(fields)
+    params["logit_bias"] = msgspec.Raw(_join(whole))
+    fields["params"] = msgspec.Raw(_join(params))
+    return _join(fields)
 
 
 def _params(packed: bytes) -> bytes:
-    fields = _take_apart(packed)
+    fields = _split(packed)
     _limit(fields, "stop", MAX_STOP_STRINGS, "strings")
     _limit(fields, "stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")
     _limit(fields, "logit_bias", MAX_LOGIT_BIASES, "entries")
     if _is_map(fields.get("response_format")):
         fields["response_format"] = msgspec.Raw(_response_format(bytes(fields["response_format"])))
-    return _put_together(fields)
+    return _join(fields)
 
 
 def _response_format(packed: bytes) -> bytes:
-    fields = _take_apart(packed)
+    fields = _split(packed)
     size = len(bytes(fields.get("json_schema", b"")))
     if size > MAX_FORMAT_CHARS:
         raise ValueError(
             f"response_format.json_schema may have {MAX_FORMAT_CHARS} bytes, not {size}"
         )
-    return _put_together(fields)
+    return _join(fields)
 
 
-def _limit(fields: Parts, name: str, limit: int, noun: str) -> None:
+def _limit(fields: RawFields, name: str, limit: int, noun: str) -> None:
     found = _count(bytes(fields.get(name, b"")))
     if found > limit:
         raise ValueError(f"{name} may have {limit} {noun}, not {found}")

@@ -24,7 +24,7 @@ import redis
 
 from tests.chaos.processes import WorkerProcess, environment, marked_processes
 from tests.support.postgres import PostgresServer
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 
 LEASE_S = 2.0
 
@@ -57,7 +57,7 @@ class Arena:
 
     def __init__(
         self,
-        valkey: ValkeyServer,
+        valkey: ControlledValkey,
         postgres: PostgresServer,
         database: str,
         folder: Path,

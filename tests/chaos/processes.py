@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from tests.chaos.plain_worker import LISTENING, READY
-from tokenmill_worker.local.child_process import Tether
+from tokenmill_worker.local.child_process import GuardedProcess
 
 ROOT = Path(__file__).parents[2]
 MARK = "CHAOS_RUN"
@@ -68,17 +68,17 @@ class WorkerProcess:
         self.may_end_with: set[int] = set()
         self.is_leaving = False
         with log.open("ab") as output:
-            self._tether = Tether(
+            self._guarded = GuardedProcess(
                 command, at_death=signal.SIGKILL, cwd=ROOT, output=output, env=env
             )
 
     @property
     def process(self) -> Any:
-        return self._tether.process
+        return self._guarded.process
 
     @property
     def is_alive(self) -> bool:
-        return self._tether.is_alive
+        return self._guarded.is_alive
 
     @property
     def words(self) -> str:
@@ -139,7 +139,7 @@ class WorkerProcess:
                 return
 
     def end(self) -> None:
-        self._tether.end(signal.SIGKILL)
+        self._guarded.end(signal.SIGKILL)
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

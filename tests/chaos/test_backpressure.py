@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import InvalidRequest, QueueFull, RateLimited
 from tokenmill.errors import QueueUnavailable
@@ -90,7 +90,7 @@ def redis_problem(worker: Worker) -> str | None:
 
 
 async def test_a_full_server_shows_in_the_health_and_heals(
-    make_valkey: Callable[..., ValkeyServer], tmp_path: Path
+    make_valkey: Callable[..., ControlledValkey], tmp_path: Path
 ) -> None:
     server = make_valkey(settings={"maxmemory-policy": "noeviction"})
     lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}

@@ -26,7 +26,7 @@ import sqlalchemy
 from tests.chaos.arena import FAST, Arena, Troop
 from tests.chaos.checker import Told, left_in_redis
 from tests.chaos.processes import WorkerProcess
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.worker import database_url, running_worker
 from tokenmill import AsyncClient
 from tokenmill.errors import QueueFull, QueueUnavailable
@@ -81,7 +81,7 @@ class Memory:
     """Bytes over time, of each process that lives through the whole run."""
 
     worker: WorkerProcess
-    valkey: ValkeyServer
+    valkey: ControlledValkey
     samples: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
     async def watch(self) -> None:

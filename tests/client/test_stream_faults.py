@@ -14,7 +14,7 @@ from tests.client.test_client import Threaded, collect
 from tests.client.testing.players import assert_told, playing
 from tests.consume.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
 from tests.support.proxy import FaultProxy
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tokenmill import AsyncClient, Client, ClientOptions, JobNotFound
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
@@ -27,7 +27,7 @@ OPTIONS = ClientOptions(idle_s=0.3, patience_s=60)
 
 @pytest.fixture(params=["sync", "async"])
 async def faulty(
-    request: pytest.FixtureRequest, valkey: ValkeyServer, redis_url: str, make_proxy: MakeProxy
+    request: pytest.FixtureRequest, valkey: ControlledValkey, redis_url: str, make_proxy: MakeProxy
 ) -> AsyncIterator[tuple[Any, FaultProxy]]:
     """Yield a client behind a proxy, and the proxy."""
     proxy = make_proxy(valkey.port)
@@ -194,7 +194,7 @@ async def test_foreign_and_repeated_messages_change_nothing(queue: Queue, redis_
 
 
 async def test_a_subscriber_slower_than_the_servers_patience_recovers(
-    make_valkey: Callable[..., ValkeyServer],
+    make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """The server drops it at its output-buffer limit; the log has what it missed."""
     server = make_valkey(
@@ -219,7 +219,9 @@ async def test_a_subscriber_slower_than_the_servers_patience_recovers(
     await close_queue(queue)
 
 
-async def test_a_restarted_server_leaves_no_seam(make_valkey: Callable[..., ValkeyServer]) -> None:
+async def test_a_restarted_server_leaves_no_seam(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
     server = make_valkey(settings={"appendfsync": "always"})
     queue = await open_queue(server.url)
     async with AsyncClient(server.url, queue=QUEUE, options=OPTIONS) as client:
@@ -274,7 +276,7 @@ async def test_what_redis_has_forgotten_is_told_from_the_database(
 
 
 async def test_a_server_that_lost_everything_in_mid_stream_ends_in_the_database(
-    make_valkey: Callable[..., ValkeyServer],
+    make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """The running job still reaches SQL; its subscriber gets the rest from there."""
     server, database = make_valkey(persistent=False), Database()

@@ -13,7 +13,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tokenmill.transport import scripts as producer_scripts
 from tokenmill.transport.scripts import COMMON, Script, call, load_script
 from tokenmill_schemas.codec import encode
@@ -170,7 +170,7 @@ def check_counts(server: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(valkey: ValkeyServer) -> Iterator[Any]:
+def server(valkey: ControlledValkey) -> Iterator[Any]:
     with valkey.client() as client:
         yield client
         client.flushall()

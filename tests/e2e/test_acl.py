@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.topologies import ValkeyCluster
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
 from tokenmill import AsyncClient, Client
 from tokenmill.transport import scripts
@@ -35,7 +35,7 @@ def named(user: str, address: str) -> str:
 
 
 @pytest.fixture
-def guarded(make_valkey: Callable[..., ValkeyServer], tmp_path: Path) -> ValkeyServer:
+def guarded(make_valkey: Callable[..., ControlledValkey], tmp_path: Path) -> ControlledValkey:
     rules = tmp_path / "users.acl"
     rules.write_text(RULES)
     return make_valkey(settings={"aclfile": str(rules)})
@@ -92,13 +92,13 @@ def threaded(address: str) -> None:
         assert sum(len(chunk.token_ids) for chunk in producer.stream(job)) == 5
 
 
-def refusals(server: ValkeyServer) -> list[tuple[str, str]]:
+def refusals(server: ControlledValkey) -> list[tuple[str, str]]:
     with server.client(**OPERATOR) as operator:
         log: list[dict[str, str]] = operator.acl_log()
     return [(entry["username"], entry["object"]) for entry in log]
 
 
-async def test_all_work_is_allowed(guarded: ValkeyServer, tmp_path: Path) -> None:
+async def test_all_work_is_allowed(guarded: ControlledValkey, tmp_path: Path) -> None:
     await work(guarded.url, tmp_path)
     assert refusals(guarded) == []
 

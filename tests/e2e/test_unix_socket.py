@@ -12,23 +12,23 @@ import pytest
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import Client
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.local.valkey_server import EmbeddedValkey
+from tokenmill_worker.local.valkey_server import ValkeyServer
 
 pytestmark = pytest.mark.redis
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[EmbeddedValkey, str]]:
+def server() -> Iterator[tuple[ValkeyServer, str]]:
     with TemporaryDirectory(
         prefix="tokenmill-"
     ) as folder:  # a socket's path has at most a hundred characters
         path = Path(folder) / "server.sock"
-        with EmbeddedValkey(settings={"unixsocket": str(path)}) as valkey:
+        with ValkeyServer(settings={"unixsocket": str(path)}) as valkey:
             yield valkey, f"unix://{path}"
 
 
 async def test_a_job_runs_streams_and_is_cancelled(
-    server: tuple[EmbeddedValkey, str], tmp_path: Path
+    server: tuple[ValkeyServer, str], tmp_path: Path
 ) -> None:
     url, database = server[1], database_url(tmp_path)
     async with (
@@ -50,9 +50,7 @@ async def test_a_job_runs_streams_and_is_cancelled(
         assert threaded.status(job).status is JobStatus.SUCCEEDED
 
 
-async def test_its_restart_loses_no_token(
-    server: tuple[EmbeddedValkey, str], tmp_path: Path
-) -> None:
+async def test_its_restart_loses_no_token(server: tuple[ValkeyServer, str], tmp_path: Path) -> None:
     (valkey, url), database = server, database_url(tmp_path)
     async with (
         running_worker(url, database, model="synthetic?step_ms=10"),

@@ -15,7 +15,7 @@ from playwright.async_api import Browser
 from tests.support.browser import ROOT, NodeUnavailable, chromium_folder, open_browser
 from tests.support.lifecycle import missing
 from tests.support.worker import QUEUE, database_url
-from tokenmill_worker.local.child_process import Tether
+from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import free_port
 
 START_S = 60.0
@@ -35,13 +35,13 @@ class Backend:
             "TOKENMILL_DATABASE_URL": database,
             "PORT": str(self.port),
         }
-        self._child: Tether | None = None
+        self._child: GuardedProcess | None = None
 
     async def start(self) -> None:
         command = [sys.executable, "-m", "ops.examples.fastapi_app"]
         with self._log.open("ab") as log:
             environment = os.environ | self._environment  # noqa: TID251
-            self._child = Tether(
+            self._child = GuardedProcess(
                 command, at_death=signal.SIGKILL, cwd=ROOT, env=environment, output=log
             )
         async with asyncio.timeout(START_S):

@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import Browser, Page, Route, expect
 
 from tests.examples.conftest import Backend
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.worker import client_of, running_worker
 
 pytestmark = pytest.mark.redis
@@ -130,7 +130,7 @@ async def test_a_restarted_backend_goes_on_where_the_browser_was(
 
 @pytest.mark.slow
 async def test_while_the_queue_is_away_the_page_says_so_until_the_next_token(
-    make_valkey: Callable[..., ValkeyServer], database: str, browser: Browser, tmp_path: Path
+    make_valkey: Callable[..., ControlledValkey], database: str, browser: Browser, tmp_path: Path
 ) -> None:
     server = make_valkey(directory=tmp_path / "valkey")
     backend = Backend(server.url, database, tmp_path / "backend.log")

@@ -16,12 +16,12 @@ import redis
 from tests.support.leaks import leaked_keys
 from tests.support.postgres import PostgresServer
 from tests.support.proxy import FaultProxy
-from tests.support.valkey import ValkeyServer
-from tokenmill_worker.local.valkey_server import EmbeddedServerError, EmbeddedValkey
+from tests.support.valkey import ControlledValkey
+from tokenmill_worker.local.valkey_server import ValkeyServer, ValkeyServerError
 
 pytestmark = pytest.mark.redis
 
-MakeValkey = Callable[..., ValkeyServer]
+MakeValkey = Callable[..., ControlledValkey]
 
 
 def is_gone(pid: int, within_s: float = 30.0) -> bool:
@@ -61,9 +61,9 @@ def test_settings_reach_the_server(make_valkey: MakeValkey) -> None:
         assert client.config_get("maxmemory") == {"maxmemory": str(64 << 20)}
 
 
-def test_a_fixed_port_that_is_taken_is_a_clear_error(valkey: ValkeyServer) -> None:
-    server = EmbeddedValkey(port=valkey.port)
-    with pytest.raises(EmbeddedServerError, match="did not start"):
+def test_a_fixed_port_that_is_taken_is_a_clear_error(valkey: ControlledValkey) -> None:
+    server = ValkeyServer(port=valkey.port)
+    with pytest.raises(ValkeyServerError, match="did not start"):
         server.start()
     server.stop()
 
@@ -84,8 +84,8 @@ def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path)
     body = (
         "import threading, time\n"
         "from pathlib import Path\n"
-        "from tokenmill_worker.local.valkey_server import EmbeddedValkey\n"
-        f"server = EmbeddedValkey(Path({str(tmp_path / 'data')!r}))\n"
+        "from tokenmill_worker.local.valkey_server import ValkeyServer\n"
+        f"server = ValkeyServer(Path({str(tmp_path / 'data')!r}))\n"
         + (
             "t = threading.Thread(target=server.start); t.start(); t.join()\n"
             if from_thread
@@ -119,7 +119,7 @@ def test_a_private_directory_of_a_dead_process_is_swept(
     living = tmp_path / f"tokenmill-valkey-{os.getuid()}-{os.getpid()}-x"
     for directory in (stale, living):
         directory.mkdir()
-    with EmbeddedValkey() as server:
+    with ValkeyServer() as server:
         assert server.directory.parent == tmp_path
         assert not stale.exists()
         assert living.exists()
@@ -158,7 +158,7 @@ class TestLeaks:
 
 class TestProxy:
     def test_passes_cuts_and_heals(
-        self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]
+        self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
         hasty = redis.Redis.from_url(proxy.url, socket_timeout=0.3, retry=None)
@@ -176,7 +176,7 @@ class TestProxy:
             assert client.ping()
 
     def test_a_lost_reply_has_acted(
-        self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]
+        self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
         with redis.Redis.from_url(proxy.url, retry=None) as client:
@@ -188,7 +188,7 @@ class TestProxy:
             assert direct.get("key") == b"1"
 
     def test_delay(
-        self, redis_url: str, valkey: ValkeyServer, make_proxy: Callable[[int], FaultProxy]
+        self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
         with redis.Redis.from_url(proxy.url, retry=None) as client:

@@ -18,7 +18,7 @@ def model_finding(model: str, database: Path) -> tuple[str, str]:
         }
     )
     (found,) = [finding for finding in examine(settings) if finding.subject == "model"]
-    return found.verdict, found.words
+    return found.severity, found.words
 
 
 def test_a_models_file_is_looked_into(tmp_path: Path) -> None:
@@ -51,13 +51,13 @@ def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: s
     url = f"sqlite:///{tmp_path}/t.db{options}"
     settings = load_settings({"redis_url": "redis://127.0.0.1:1/0", "database_url": url})
     before = [
-        finding.verdict
+        finding.severity
         for finding in examine(settings, servers_only=True)
         if finding.subject == "sql"
     ]
     upgrade(url)
     after = [
-        finding.verdict
+        finding.severity
         for finding in examine(settings, servers_only=True)
         if finding.subject == "sql"
     ]

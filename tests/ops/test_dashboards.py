@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.support.promql import Catalogue, Unresolved
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
@@ -35,7 +35,9 @@ TARGETS = [(panel, target) for panel in DASHBOARD["panels"] for target in panel.
 
 
 @pytest.fixture(scope="module")
-def exported(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalogue]:
+def exported(
+    valkey: ControlledValkey, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Catalogue]:
     """/metrics of a worker that answered, refused, cancelled and survived, and of tasks that ran beside it."""
     folder = tmp_path_factory.mktemp("dashboards")
     with valkey.client() as client:

@@ -13,7 +13,7 @@ from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.message import Message
 
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tokenmill import Client
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.redis
 FOLDER = Path(__file__).parents[2] / "ops" / "deploy" / "redis"
 QUEUE = "q"
 
-MakeValkey = Callable[..., ValkeyServer]
+MakeValkey = Callable[..., ControlledValkey]
 
 
 def test_the_server_accepts_every_line(make_valkey: MakeValkey) -> None:
@@ -43,7 +43,7 @@ def test_the_server_accepts_every_line(make_valkey: MakeValkey) -> None:
 
 
 @pytest.fixture
-def server(make_valkey: MakeValkey, tmp_path: Path) -> ValkeyServer:
+def server(make_valkey: MakeValkey, tmp_path: Path) -> ControlledValkey:
     rules = tmp_path / "users.acl"
     text = (FOLDER / "users.acl").read_text()
     other = next(line for line in text.splitlines() if line.startswith("user producer "))
@@ -53,24 +53,24 @@ def server(make_valkey: MakeValkey, tmp_path: Path) -> ValkeyServer:
     return make_valkey(settings={"aclfile": str(rules)})
 
 
-def url(server: ValkeyServer, user: str) -> str:
+def url(server: ControlledValkey, user: str) -> str:
     password = "change-me-producer" if user == "elsewhere" else f"change-me-{user}"
     return f"redis://{user}:{password}@127.0.0.1:{server.port}/0"
 
 
-def client(server: ValkeyServer, user: str, **options: Any) -> Client:
+def client(server: ControlledValkey, user: str, **options: Any) -> Client:
     return Client(url(server, user), queue=QUEUE, **options)
 
 
 @pytest.fixture
-async def stream(server: ValkeyServer) -> AsyncIterator[JobStream]:
+async def stream(server: ControlledValkey) -> AsyncIterator[JobStream]:
     connection = redis.asyncio.Redis.from_url(url(server, "worker"), protocol=2)
     async with connection:
         yield JobStream(connection, Keys(QUEUE), "w1")
 
 
 async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(
-    server: ValkeyServer, stream: JobStream
+    server: ControlledValkey, stream: JobStream
 ) -> None:
     await stream.open()
     with client(server, "producer") as producer, client(server, "reader") as reader:
@@ -102,7 +102,7 @@ async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(
     assert refused == [], "a user was refused something that its work needs"
 
 
-def test_celery_can_work_as_the_tasks_user(server: ValkeyServer) -> None:
+def test_celery_can_work_as_the_tasks_user(server: ControlledValkey) -> None:
     options = {"global_keyprefix": "tm:tasks:"}
     got: list[object] = []
     with Connection(url(server, "tasks"), transport_options=options) as connection:
@@ -121,7 +121,7 @@ def test_celery_can_work_as_the_tasks_user(server: ValkeyServer) -> None:
     assert got == [{"n": 1}]
 
 
-def test_a_reader_cannot_write(server: ValkeyServer) -> None:
+def test_a_reader_cannot_write(server: ControlledValkey) -> None:
     with client(server, "producer") as producer, client(server, "reader") as reader:
         job = producer.submit(prompt="a")
         with pytest.raises(Exception, match="permission"):
@@ -137,7 +137,7 @@ def test_a_reader_cannot_write(server: ValkeyServer) -> None:
     ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"],
 )
 def test_nobody_at_work_may_look_around_or_destroy(
-    server: ValkeyServer, user: str, command: str
+    server: ControlledValkey, user: str, command: str
 ) -> None:
     with (
         redis.Redis.from_url(url(server, user)) as connection,
@@ -146,7 +146,7 @@ def test_nobody_at_work_may_look_around_or_destroy(
         connection.execute_command(*command.split())
 
 
-def test_a_producer_cannot_claim_nor_see_other_prefixes(server: ValkeyServer) -> None:
+def test_a_producer_cannot_claim_nor_see_other_prefixes(server: ControlledValkey) -> None:
     with client(server, "producer") as ours, client(server, "elsewhere", prefix="other:") as theirs:
         job = theirs.submit(prompt="secret")
         keys = Keys(QUEUE, "other:")
@@ -171,6 +171,6 @@ def test_a_producer_cannot_claim_nor_see_other_prefixes(server: ValkeyServer) ->
         assert ours.submit(prompt="mine")
 
 
-def test_nobody_comes_in_without_a_name(server: ValkeyServer) -> None:
+def test_nobody_comes_in_without_a_name(server: ControlledValkey) -> None:
     with server.client() as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
         anonymous.ping()

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import pytest
 
-from tokenmill_worker.local.valkey_server import EmbeddedServerError, server_binary
+from tokenmill_worker.local.valkey_server import ValkeyServerError, server_binary
 
 
 def missing(reason: str) -> NoReturn:
@@ -18,5 +18,5 @@ def missing(reason: str) -> NoReturn:
 def need_valkey() -> None:
     try:
         server_binary()
-    except EmbeddedServerError as error:
+    except ValkeyServerError as error:
         missing(str(error))

@@ -17,7 +17,7 @@ from typing import Self
 
 import psycopg
 
-from tokenmill_worker.local.child_process import Tether, tethered
+from tokenmill_worker.local.child_process import GuardedProcess, guarded_command
 from tokenmill_worker.local.valkey_server import free_port, private_directory
 
 _SETTINGS = {
@@ -90,7 +90,7 @@ class PostgresServer:
         self._binaries = postgres_binaries()
         self.uid = _ordinary_user()
         self.directory = private_directory("postgres")
-        self._child: Tether | None = None
+        self._child: GuardedProcess | None = None
         self._numbers = itertools.count(1)
 
     @property
@@ -125,7 +125,7 @@ class PostgresServer:
             command += ["-c", f"{name}={value}"]
         with self.log_path.open("ab") as log:
             # SIGQUIT is the server's own "stop at once": its children and shared memory go with it.
-            self._child = Tether(
+            self._child = GuardedProcess(
                 command, at_death=signal.SIGQUIT, uid=self.uid, cwd=self.directory, output=log
             )
         self._wait_until_ready()
@@ -191,7 +191,7 @@ class PostgresServer:
             "--encoding=UTF8",
         ]
         options += ["--locale=C", "--no-sync"]
-        command = tethered(
+        command = guarded_command(
             [str(self._binaries / "initdb"), *options], at_death=signal.SIGKILL, uid=self.uid
         )
         done = subprocess.run(

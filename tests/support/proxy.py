@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from tokenmill_worker.local.valkey_server import Stoppable
+from tokenmill_worker.local.valkey_server import ManagedProcess
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class _Link:
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
 
-class FaultProxy(Stoppable):
+class FaultProxy(ManagedProcess):
     """Listens on a loopback port of its own from `start` to `stop`; the address stays the same in between."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:

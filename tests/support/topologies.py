@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import redis
 
-from tests.support.valkey import ValkeyServer
-from tokenmill_worker.local.valkey_server import Stoppable, free_port
+from tests.support.valkey import ControlledValkey
+from tokenmill_worker.local.valkey_server import ManagedProcess, free_port
 
 _NUM_SLOTS = 16_384
 _TIMEOUT_S = 30.0
@@ -30,7 +30,7 @@ def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = _TIMEOUT
     raise TimeoutError(f"{what} did not come true within {timeout_s:.0f} s")
 
 
-class ValkeyCluster(Stoppable):
+class ValkeyCluster(ManagedProcess):
     """`num_primaries` share the slots evenly; node i + num_primaries × k is a replica of node i."""
 
     def __init__(
@@ -42,7 +42,7 @@ class ValkeyCluster(Stoppable):
     ) -> None:
         self._num_primaries = num_primaries
         self._bus_ports: list[int] = []
-        self.nodes: list[ValkeyServer] = []
+        self.nodes: list[ControlledValkey] = []
         for _ in range(num_primaries * (1 + num_replicas)):
             self._bus_ports.append(free_port())
             own = {
@@ -51,7 +51,7 @@ class ValkeyCluster(Stoppable):
                 "cluster-node-timeout": "1000",
                 "cluster-replica-validity-factor": "0",
             }
-            self.nodes.append(ValkeyServer(settings={**own, **(settings or {})}))
+            self.nodes.append(ControlledValkey(settings={**own, **(settings or {})}))
 
     @property
     def url(self) -> str:
@@ -70,7 +70,7 @@ class ValkeyCluster(Stoppable):
         for node in self.nodes:
             node.stop()
 
-    def node_of(self, key: str) -> ValkeyServer:
+    def node_of(self, key: str) -> ControlledValkey:
         """Return the primary that serves a key now."""
         slot = self._ask(self._living(), "CLUSTER KEYSLOT", key)
         for first, last, primary, *_ in self._ask(self._living(), "CLUSTER SLOTS"):
@@ -100,10 +100,10 @@ class ValkeyCluster(Stoppable):
             lambda: all(self._is_ready(node) for node in self.nodes), "the cluster's readiness"
         )
 
-    def _knows_all(self, node: ValkeyServer) -> bool:
+    def _knows_all(self, node: ControlledValkey) -> bool:
         return int(self._info(node)["cluster_known_nodes"]) == len(self.nodes)
 
-    def _is_ready(self, node: ValkeyServer) -> bool:
+    def _is_ready(self, node: ControlledValkey) -> bool:
         known = self._info(node)
         if known["cluster_state"] != "ok" or int(known["cluster_slots_ok"]) != _NUM_SLOTS:
             return False
@@ -111,7 +111,7 @@ class ValkeyCluster(Stoppable):
             role: Any = client.execute_command("ROLE")
         return bool(role[0] == b"master" or role[3] == b"connected")
 
-    def _info(self, node: ValkeyServer) -> dict[str, str]:
+    def _info(self, node: ControlledValkey) -> dict[str, str]:
         text = self._ask(node, "CLUSTER INFO")
         lines = (
             text
@@ -120,16 +120,16 @@ class ValkeyCluster(Stoppable):
         )
         return {str(name): str(value) for name, value in lines.items()}
 
-    def _living(self) -> ValkeyServer:
+    def _living(self) -> ControlledValkey:
         return next(node for node in self.nodes if node.is_running)
 
     @staticmethod
-    def _ask(node: ValkeyServer, command: str, *arguments: object) -> Any:
+    def _ask(node: ControlledValkey, command: str, *arguments: object) -> Any:
         with node.client() as client:
             return client.execute_command(command, *arguments)
 
 
-class _SentinelProcess(ValkeyServer):
+class _SentinelProcess(ControlledValkey):
     """The same binary, watching a primary. It writes what it learns into its configuration file."""
 
     _ready_line = b"Sentinel ID is"
@@ -156,12 +156,12 @@ class _SentinelProcess(ValkeyServer):
         return ["--sentinel"]
 
 
-class SentinelGroup(Stoppable):
+class SentinelGroup(ManagedProcess):
     """One primary, replicas of it, and three sentinels that agree by two."""
 
     def __init__(self, num_replicas: int = 1, service: str = "main") -> None:
         self.service = service
-        self.servers = [ValkeyServer() for _ in range(1 + num_replicas)]
+        self.servers = [ControlledValkey() for _ in range(1 + num_replicas)]
         self.sentinels: list[_SentinelProcess] = []
 
     @property
@@ -194,13 +194,13 @@ class SentinelGroup(Stoppable):
             server.stop()
 
     @property
-    def primary(self) -> ValkeyServer:
+    def primary(self) -> ControlledValkey:
         """Return the primary that the sentinels name now."""
         with self.sentinels[0].client() as client:
             address: Any = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", self.service)
         return next(server for server in self.servers if server.port == int(address[1]))
 
-    def fail_over(self) -> ValkeyServer:
+    def fail_over(self) -> ControlledValkey:
         """Kill the primary; returns the new one once it takes writes."""
         old = self.primary
         old.halt(signal.SIGKILL)
@@ -210,18 +210,18 @@ class SentinelGroup(Stoppable):
         return self.primary
 
     @staticmethod
-    def _takes_writes(server: ValkeyServer) -> bool:
+    def _takes_writes(server: ControlledValkey) -> bool:
         with server.client() as client:
             role: Any = client.execute_command("ROLE")
         return bool(role[0] == b"master")
 
     @staticmethod
-    def _is_in_step(server: ValkeyServer) -> bool:
+    def _is_in_step(server: ControlledValkey) -> bool:
         with server.client() as client:
             role: Any = client.execute_command("ROLE")
         return bool(role[0] == b"slave" and role[3] == b"connected")
 
-    def _sees_all(self, sentinel: ValkeyServer) -> bool:
+    def _sees_all(self, sentinel: ControlledValkey) -> bool:
         with sentinel.client() as client:
             state: Any = client.execute_command("SENTINEL MASTER", self.service)
         fields = (

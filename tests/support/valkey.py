@@ -12,10 +12,10 @@ from typing import Self
 
 import redis
 
-from tokenmill_worker.local.valkey_server import EmbeddedValkey
+from tokenmill_worker.local.valkey_server import ValkeyServer
 
 
-class ValkeyServer(EmbeddedValkey):
+class ControlledValkey(ValkeyServer):
     """`persistent=False` keeps nothing on disk, which is quicker where no test restarts the server."""
 
     def __init__(

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.tasks.receiver import eventually
 from tests.tasks.support import Clock, record, with_webhook
 from tokenmill_worker.settings import Settings, load_settings
@@ -145,7 +145,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_a_broker_that_goes_away_makes_it_unready_and_no_more(
-    make_valkey: Callable[..., ValkeyServer], sqlite_url: str, tmp_path: Path
+    make_valkey: Callable[..., ControlledValkey], sqlite_url: str, tmp_path: Path
 ) -> None:
     server, port = make_valkey(), free_port()
     log = tmp_path / "tasks.log"

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.consume.queue import Queue, close_queue, open_queue, token
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
@@ -184,7 +184,7 @@ async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(
 
 
 async def test_the_exporter_tells_of_queues_without_workers_and_of_a_server_that_is_gone(
-    make_valkey: Callable[..., ValkeyServer],
+    make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey()
     exporter = Exporter(server.url, ["q", "other"], "tm:", "127.0.0.1", 0, every_s=0.1)

@@ -187,7 +187,7 @@ def doctor(
             emit(findings)
         else:
             show(findings, only_problems=quiet)
-        if any(finding.verdict == "error" for finding in findings):
+        if any(finding.severity == "error" for finding in findings):
             raise typer.Exit(1)
 
 
@@ -237,7 +237,7 @@ def _sentences() -> Iterator[None]:
     """
     from tokenmill_worker.engine.config import EngineConfigError
     from tokenmill_worker.engine.process.host import EngineDied
-    from tokenmill_worker.local.valkey_server import EmbeddedServerError
+    from tokenmill_worker.local.valkey_server import ValkeyServerError
 
     try:
         yield
@@ -247,7 +247,7 @@ def _sentences() -> Iterator[None]:
     except EngineConfigError as error:
         _complain_of_settings(error.problems)
         raise typer.Exit(2) from error
-    except (TokenmillError, EmbeddedServerError, EngineDied) as error:
+    except (TokenmillError, ValkeyServerError, EngineDied) as error:
         complain(str(error))
         raise typer.Exit(1) from error
     except KeyboardInterrupt:

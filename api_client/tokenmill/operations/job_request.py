@@ -20,7 +20,7 @@ import msgspec
 
 from tokenmill.errors import InvalidRequest
 from tokenmill.operations.openai_forms import read_forms
-from tokenmill_schemas.codec import encode, plain
+from tokenmill_schemas.codec import as_str, encode
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.validation import MAX_MS, problems
@@ -158,7 +158,7 @@ def _moment_ms(name: str, value: Any, now_ms: int, origin_ms: int) -> int | None
 
 def _plain(value: Any) -> Any:
     """Convert the structs inside a value to builtins, so that one conversion checks everything."""
-    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=plain)
+    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=as_str)
 
 
 def fingerprint(request: JobRequest) -> str:

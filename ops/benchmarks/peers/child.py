@@ -15,7 +15,7 @@ from typing import Any
 
 from ops.benchmarks.measure.protocol import EngineOptions, Round, encode
 from ops.benchmarks.measure.workload_files import Workload
-from tokenmill_worker.local.child_process import tethered
+from tokenmill_worker.local.child_process import guarded_command
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,7 +50,7 @@ class Child:
             environment["OMP_NUM_THREADS"] = str(options.threads)
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                tethered([str(kind.python), "-m", kind.module]),
+                guarded_command([str(kind.python), "-m", kind.module]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -24,8 +24,8 @@ from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from ops.benchmarks.peers.stages import NOTED_SEED, Notes, TimedClient, latencies
 from tokenmill import AsyncClient
-from tokenmill_worker.local.child_process import Tether
-from tokenmill_worker.local.valkey_server import EmbeddedValkey
+from tokenmill_worker.local.child_process import GuardedProcess
+from tokenmill_worker.local.valkey_server import ValkeyServer
 from tokenmill_worker.record import migrate
 
 QUEUE = "bench"
@@ -75,7 +75,7 @@ class WholeWay:
         self._notes = folder / "notes"
         self._notes.touch()
         socket = folder / "valkey.sock"
-        self._valkey = EmbeddedValkey(
+        self._valkey = ValkeyServer(
             settings={"unixsocket": str(socket)}, at_death=signal.SIGKILL
         ).start()
         self._undo.callback(self._valkey.stop)
@@ -84,7 +84,7 @@ class WholeWay:
         migrate.upgrade(self.database)
         settings = os.environ | self._settings(options)
         command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
-        self._worker = Tether(
+        self._worker = GuardedProcess(
             command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer
         )
         self._undo.callback(self._worker.end, signal.SIGTERM)

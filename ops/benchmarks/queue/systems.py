@@ -22,8 +22,8 @@ from ops.benchmarks.peers.environments import ROOT, PeerEnvironment
 from ops.benchmarks.peers.whole_way import QUEUE, WholeWay
 from ops.benchmarks.queue.peers import celery_app
 from tokenmill import AsyncClient, Client
-from tokenmill_worker.local.child_process import Tether
-from tokenmill_worker.local.valkey_server import EmbeddedValkey
+from tokenmill_worker.local.child_process import GuardedProcess
+from tokenmill_worker.local.valkey_server import ValkeyServer
 
 ARQ_VERSION = "0.28.0"
 SYNTHETIC = "synthetic"
@@ -45,7 +45,7 @@ class QueueSystem(ABC):
 
     def measure(self, jobs: int, tokens: int) -> dict[str, float]:
         with (
-            EmbeddedValkey(at_death=signal.SIGKILL) as server,
+            ValkeyServer(at_death=signal.SIGKILL) as server,
             redis.Redis.from_url(server.url) as probe,
         ):
             self._say(f"{self.name}: handing in")
@@ -160,10 +160,10 @@ class CeleryTasks(QueueSystem):
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
         from celery.result import ResultSet
 
-        with EmbeddedValkey(at_death=signal.SIGKILL) as server, ExitStack() as undo:
+        with ValkeyServer(at_death=signal.SIGKILL) as server, ExitStack() as undo:
             command = [sys.executable, "-m", "celery", "-A", "ops.benchmarks.queue.peers.celery_app", "worker",
                        "--pool", "solo", "--loglevel", "error", "--without-gossip", "--without-mingle"]  # fmt: skip
-            worker = Tether(command, at_death=signal.SIGKILL, env=os.environ | {"BENCH_BROKER": server.url},
+            worker = GuardedProcess(command, at_death=signal.SIGKILL, env=os.environ | {"BENCH_BROKER": server.url},
                             output=self._log)  # fmt: skip
             undo.callback(worker.end, signal.SIGTERM)
             task = celery_app.make_task(server.url)
@@ -200,8 +200,8 @@ class Arq(QueueSystem):
         return self._drive(url, "many", jobs, tokens)
 
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
-        with EmbeddedValkey(at_death=signal.SIGKILL) as server, ExitStack() as undo:
-            worker = Tether(
+        with ValkeyServer(at_death=signal.SIGKILL) as server, ExitStack() as undo:
+            worker = GuardedProcess(
                 [*self._driver(), "worker", server.url], at_death=signal.SIGKILL, output=self._log
             )
             undo.callback(worker.end, signal.SIGTERM)

@@ -25,7 +25,7 @@ from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.jobs import ChunkAppend, Delivery, FinishedJob
-from tokenmill_worker.local.valkey_server import EmbeddedValkey
+from tokenmill_worker.local.valkey_server import ValkeyServer
 
 NUM_JOBS, NUM_SINGLE, GROUP = (
     256,
@@ -57,7 +57,7 @@ def calibrate(rounds: int = 3) -> ScriptCosts:
     """Return each cost's least value of all rounds; other load on the machine only adds time."""
     found = []
     for _ in range(rounds):
-        with EmbeddedValkey() as server:
+        with ValkeyServer() as server:
             found.append(asyncio.run(_measure(server.url)))
     chunk = {tokens: min(costs.chunk[tokens] for costs in found) for tokens in found[0].chunk}
     calls = {name: min(getattr(costs, name) for costs in found) for name in _CALLS}

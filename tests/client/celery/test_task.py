@@ -16,7 +16,7 @@ import celery.exceptions
 import pytest
 from celery import Celery, chain, chord, group
 
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
 from tokenmill import Client
 from tokenmill.celery import GenerationResult, GenerationTask, generation_task
@@ -31,9 +31,9 @@ GUIDE = (Path(__file__).parents[3] / "ops" / "guides" / "celery.md").read_text(e
 
 
 @pytest.fixture(scope="module")
-def url(valkey: ValkeyServer) -> Iterator[str]:
+def url(valkey: ControlledValkey) -> Iterator[str]:
     """A server of its own: other tests empty the shared one. `valkey` skips or fails where there is no binary."""
-    server = ValkeyServer(persistent=False).start()
+    server = ControlledValkey(persistent=False).start()
     yield server.url
     server.stop()
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.record.support import failed, finished
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tokenmill import Client
 from tokenmill.cli import app
 from tokenmill.errors import ConfigurationError
@@ -214,7 +214,7 @@ def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: P
 
 
 def test_a_model_is_who_answers_where_the_queue_is_named(
-    shell: Shell, valkey: ValkeyServer
+    shell: Shell, valkey: ControlledValkey
 ) -> None:
     def model_of(done: Result) -> str:
         with valkey.client() as redis:

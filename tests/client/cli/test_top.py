@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tokenmill.cli.views.top import Look, draw
 from tokenmill.cli.views.top_queues import draw_all, trouble
 from tokenmill.operations.overview import ClassState, QueueState, TenantState
@@ -172,7 +172,9 @@ def test_the_last_look_is_kept_and_marked_as_old() -> None:
 
 
 @pytest.mark.redis
-def test_q_leaves_and_the_terminal_is_as_it_was(make_valkey: Callable[..., ValkeyServer]) -> None:
+def test_q_leaves_and_the_terminal_is_as_it_was(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     command = [
@@ -205,7 +207,7 @@ def test_q_leaves_and_the_terminal_is_as_it_was(make_valkey: Callable[..., Valke
 
 
 @pytest.mark.redis
-def test_the_live_view_outlives_its_server(make_valkey: Callable[..., ValkeyServer]) -> None:
+def test_the_live_view_outlives_its_server(make_valkey: Callable[..., ControlledValkey]) -> None:
     server = make_valkey()
     ours, theirs = pty.openpty()
     command = [

@@ -8,7 +8,7 @@ import pytest
 
 from tests.consume.queue import QUEUE, token
 from tests.support.proxy import FaultProxy
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tokenmill import AsyncClient, Client, ClientOptions
 from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.control import WorkerStatus
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.redis
 class Failover:
     """`proxy` is the address; `happen` makes the second server the primary behind it."""
 
-    def __init__(self, servers: list[ValkeyServer], proxy: FaultProxy) -> None:
+    def __init__(self, servers: list[ControlledValkey], proxy: FaultProxy) -> None:
         self._old, self._new = servers
         self.proxy = proxy
 
@@ -40,7 +40,7 @@ class Failover:
 
 @pytest.fixture
 def failover(
-    make_valkey: Callable[..., ValkeyServer], make_proxy: Callable[[int], FaultProxy]
+    make_valkey: Callable[..., ControlledValkey], make_proxy: Callable[[int], FaultProxy]
 ) -> Failover:
     servers = [make_valkey(persistent=False), make_valkey(persistent=False)]
     return Failover(servers, make_proxy(servers[0].port))

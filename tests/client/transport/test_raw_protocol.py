@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, ResponseError
 
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tests.support.waiting import until
 from tokenmill.transport.connect import Link, connect_async
 from tokenmill.transport.raw_protocol import READ_BYTES, RawRedisProtocol
@@ -68,7 +68,7 @@ async def test_an_error_that_the_server_reports_is_a_reply(redis_url: str) -> No
 
 
 async def test_it_ends_once_and_nothing_can_be_sent_then(
-    make_valkey: Callable[..., ValkeyServer],
+    make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey(persistent=False)
     async with wired(server.url) as (wire, heard, _):

@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 
 from tests.consume.queue import Queue, token
 from tests.support.topologies import SentinelGroup
-from tests.support.valkey import ValkeyServer
+from tests.support.valkey import ControlledValkey
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect_async
 from tokenmill.transport.scripts import Script
 from tokenmill_worker.consume.append.connection import PipelinedConnection
@@ -40,7 +40,7 @@ async def held(url: str, timeout_s: float = 5.0) -> AsyncIterator[tuple[Pipeline
 
 @asynccontextmanager
 async def held_on(
-    server: ValkeyServer, timeout_s: float = 5.0
+    server: ControlledValkey, timeout_s: float = 5.0
 ) -> AsyncIterator[PipelinedConnection]:
     """Yield an open connection to a server that belongs to the test."""
     async with held(server.url, timeout_s) as (line, _):
@@ -86,7 +86,7 @@ async def test_a_connection_that_was_cut_while_idle_is_replaced(redis_url: str) 
 
 
 async def test_a_connection_that_is_cut_fails_the_calls_under_way(
-    make_valkey: Callable[..., ValkeyServer],
+    make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey(persistent=False)
     async with held_on(server) as line:
@@ -100,7 +100,7 @@ async def test_a_connection_that_is_cut_fails_the_calls_under_way(
 
 
 async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(
-    make_valkey: Callable[..., ValkeyServer],
+    make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """A late reply is dropped, after a cancelled call as after one that took too long."""
     server = make_valkey(persistent=False)
@@ -135,7 +135,7 @@ async def test_what_the_server_tells_unasked_is_no_call_s_reply(redis_url: str) 
 
 
 async def test_a_call_s_time_counts_from_its_own_beginning(
-    make_valkey: Callable[..., ValkeyServer],
+    make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """The timer was set by an earlier one."""
     server = make_valkey(persistent=False)
@@ -150,7 +150,9 @@ async def test_a_call_s_time_counts_from_its_own_beginning(
         assert await line.call(ECHO, KEY, "c") == b"c"
 
 
-async def test_a_restarted_server_is_found_again(make_valkey: Callable[..., ValkeyServer]) -> None:
+async def test_a_restarted_server_is_found_again(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
     server = make_valkey(persistent=False)
     async with held_on(server) as line:
         server.restart()

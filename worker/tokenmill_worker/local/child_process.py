@@ -1,10 +1,10 @@
 """Starts child processes that end when this process ends, even if this process is killed.
 
-`tethered(argv)` returns the command line to run. It runs this file in a bare interpreter, which
-gives up root if asked, asks Linux for a signal at its parent's death, and becomes the command by
-exec: the process id stays the same, with no process in between. On other systems it stays as a
-parent that watches for our end. A preexec function is not used, because it can deadlock in
-processes with threads.
+`guarded_command(argv)` returns the command line to run. It runs this file in a bare interpreter,
+which gives up root if asked, asks Linux for a signal at its parent's death, and becomes the command
+by exec: the process id stays the same, with no process in between. On other systems it stays as a
+parent that polls for our end. A preexec function is not used, because it can deadlock in processes
+with threads.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 _WATCH_INTERVAL_S = 0.2
 
 
-def tethered(
+def guarded_command(
     argv: Sequence[str], *, at_death: int = signal.SIGTERM, uid: int | None = None
 ) -> list[str]:
     """Return the command line that runs `argv` as a child that ends with us, as user `uid` if given
@@ -32,8 +32,9 @@ def tethered(
     return [*launcher, str(os.getpid()), str(int(at_death)), str(-1 if uid is None else uid), *argv]
 
 
-class Tether:
-    """One running child. Its parent is a thread that waits for it to end.
+class GuardedProcess:
+    """One running child. Its parent is a thread that waits for it to end. `output` takes what it
+    prints; None: it prints to our terminal.
 
     Linux ties a child's death signal to the *thread* that started it, so the child must not be
     started on a pool's thread that ends before the child does.
@@ -47,16 +48,16 @@ class Tether:
         uid: int | None = None,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        output: int | IO[bytes] = subprocess.DEVNULL,
+        output: int | IO[bytes] | None = subprocess.DEVNULL,
     ) -> None:
-        self._command = tethered(argv, at_death=at_death, uid=uid)
+        self._command = guarded_command(argv, at_death=at_death, uid=uid)
         self._cwd = cwd
         self._env = env
         self._output = output
         self._started = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._hold, name="tether", daemon=True)
+        self._thread = threading.Thread(target=self._hold, name="child", daemon=True)
         self._thread.start()
         self._started.wait()
         if self._error is not None:
@@ -78,9 +79,8 @@ class Tether:
         if self.is_alive:
             self.process.send_signal(with_signal)
             if with_signal != signal.SIGKILL:
-                self.process.send_signal(
-                    signal.SIGCONT
-                )  # a stopped child cannot handle the first signal
+                # a stopped child cannot handle the first signal
+                self.process.send_signal(signal.SIGCONT)
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -95,10 +95,11 @@ class Tether:
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
-                stderr=subprocess.STDOUT,
+                stderr=None if self._output is None else subprocess.STDOUT,
                 cwd=self._cwd,
                 env=self._env,
-                start_new_session=True,  # a terminal's Ctrl-C reaches only us: we stop children in order
+                # a terminal's Ctrl-C reaches only us: we stop children in order
+                start_new_session=True,
             )
         except OSError as error:
             self._error = error
@@ -113,9 +114,8 @@ def _main(arguments: list[str]) -> None:
     argv = arguments[3:]
     if sys.platform != "linux":
         _watch(parent, at_death, argv)
-    libc = ctypes.CDLL(
-        None, use_errno=True
-    )  # before root is given up: the library may be readable by root only
+    # before root is given up: the library may be readable by root only
+    libc = ctypes.CDLL(None, use_errno=True)
     if uid >= 0:
         os.setgroups([])
         os.setgid(uid)

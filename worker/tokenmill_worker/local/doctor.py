@@ -21,7 +21,7 @@ from rich.text import Text
 from tokenmill.cli.output import count, out
 from tokenmill_worker.settings import Settings
 
-Verdict = Literal["ok", "warning", "error"]
+Severity = Literal["ok", "warning", "error"]
 MIN_VERSION = (6, 2)
 MAX_SKEW_S = 1.0
 
@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True):
     """The result of a check. `hint` is the remedy."""
 
     subject: str
-    verdict: Verdict
+    severity: Severity = msgspec.field(name="verdict")  # the key in JSON
     words: str
     hint: str = ""
 
@@ -54,17 +54,17 @@ def examine(settings: Settings, *, servers_only: bool = False) -> list[Finding]:
 def show(findings: list[Finding], *, only_problems: bool = False) -> None:
     marks = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
     for finding in findings:
-        if only_problems and finding.verdict != "error":
+        if only_problems and finding.severity != "error":
             continue
-        mark, style = marks[finding.verdict]
+        mark, style = marks[finding.severity]
         line = Text.assemble((mark, style), " ", (f"{finding.subject:<9}", "bold"), finding.words)
         if finding.hint:
             line.append(f"\n            → {finding.hint}", style="cyan")
         out().print(line)
     if not only_problems:
         problems = [
-            sum(finding.verdict == verdict for finding in findings)
-            for verdict in ("error", "warning")
+            sum(finding.severity == severity for finding in findings)
+            for severity in ("error", "warning")
         ]
         counted = [
             count(n, word) for n, word in zip(problems, ("error", "warning"), strict=True) if n
@@ -113,7 +113,7 @@ def _redis_server(client: Any, where: str) -> Iterator[Finding]:
     )
     name = "Valkey" if "valkey_version" in info else "Redis"
     number = str(info.get("valkey_version") or info.get("redis_version") or "0")
-    level: Verdict = (
+    level: Severity = (
         "ok" if _numbers(str(info.get("redis_version", number))) >= MIN_VERSION else "error"
     )
     yield Finding(

