@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from tokenmill.sql import SqlResults
 
 log = logging.getLogger(__name__)
+# redis-py's words: "Error 111 connecting to localhost:6379. Connection refused."
+_NOT_CONNECTED = re.compile(r"Error (-?\d+) connecting to (\S+)\. ?(.*)", re.DOTALL)
 _NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
 
 
@@ -186,6 +190,18 @@ def translate(error: Exception) -> TokenmillError:
         return InvalidRequest([str(error).removeprefix("INVALID ")])
     # If no sentinel knows a master, redis-py's message lists every sentinel in full: keep only its beginning.
     words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
-    trouble = QueueUnavailable(f"the queue's server: {type(error).__name__}: {words}")
+    trouble = QueueUnavailable(_unavailable(error, words or type(error).__name__))
     trouble.__cause__ = error
     return trouble
+
+
+def _unavailable(error: Exception, words: str) -> str:
+    """Return one sentence: which server cannot be reached and why, or what the server answered."""
+    if isinstance(error, redis.ResponseError):
+        return f"Redis answers with an error: {words}"
+    refused = _NOT_CONNECTED.match(words)
+    if refused is None:
+        return f"cannot reach Redis: {words}"
+    number, address, rest = refused.groups()
+    reason = os.strerror(int(number)) if int(number) > 0 else rest.rstrip(".")
+    return f"cannot reach Redis at {address}: {reason}"

@@ -159,8 +159,8 @@ def _check_same_batch(
     """
     if before.digest != found.digest:
         raise ConfigurationError(
-            f"{paths.output} belongs to batch {before.id}, whose input was another: name another output, "
-            f"or remove it and {paths.record}"
+            f"{paths.output} was made from a different input file: choose another output, "
+            f"or delete it and {paths.record}"
         )
     names = msgspec.structs.asdict(before)
     changed = [

@@ -124,7 +124,7 @@ async def test_again_changes_nothing_and_another_input_is_refused(
         before = desk.paths.output.read_bytes()
         assert await desk.run(path) == first
         assert desk.paths.output.read_bytes() == before
-        with pytest.raises(ConfigurationError, match="whose input was another"):
+        with pytest.raises(ConfigurationError, match="a different input file"):
             await desk.run(write_many(desk.folder / "other.jsonl", 6))
         with pytest.raises(
             ConfigurationError, match="begun with another tenant and any_model: say the same again"

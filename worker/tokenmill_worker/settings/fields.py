@@ -87,7 +87,7 @@ class Settings(_EngineFields):
         "", description="a name that no other worker has (default: host, process id)"
     )
     cache_dir: str | None = Field(
-        None, description="where converted models are kept (default: ~/.cache/tokenmill)"
+        None, description="folder of converted models and kernels (default: ~/.cache/tokenmill)"
     )
     aliases: str = Field(
         "", description="further names of the model and its adapters: name=target,name=target"
@@ -97,22 +97,25 @@ class Settings(_EngineFields):
     )
     # the promise
     lease_seconds: float = Field(
-        10.0, ge=0.5, le=3600, description="a silent worker's jobs are free after this long"
+        10.0,
+        ge=0.5,
+        le=3600,
+        description="after this long without heartbeat a worker's jobs go to others",
     )
     heartbeat_seconds: float | None = Field(
-        None, gt=0, description="(default: a third of the lease)"
+        None, gt=0, description="pause between two heartbeats (default: a third of the lease)"
     )
     drain_seconds: Seconds = Field(
         30.0, ge=0, description="after SIGTERM, running jobs may finish within this time"
     )
     record_drain_seconds: Seconds = Field(
-        20.0, ge=0, description="after that, results may still be recorded this long"
+        20.0, ge=0, description="after the drain, finished jobs may be recorded for this long"
     )
     max_deliveries: int = Field(
-        10, ge=1, description="a job whose workers vanished so often is set aside as dead"
+        10, ge=1, description="a job that lost its worker this many times is set aside as dead"
     )
     max_crashes: int = Field(
-        3, ge=1, description="a job that was in more engine crashes is set aside as dead"
+        3, ge=1, description="a job that crashed the engine this many times is set aside as dead"
     )
     result_ttl_seconds: Seconds = Field(
         3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good"
@@ -121,17 +124,17 @@ class Settings(_EngineFields):
         3600, gt=0, description="Redis keeps the tokens of an unfinished job this long"
     )
     idempotency_ttl_seconds: Seconds = Field(
-        86_400, gt=0, description="its key is remembered so long after a job's end"
+        86_400, gt=0, description="an idempotency key is valid for this long after its job's end"
     )
     # limits
     queue_limit: int = Field(
-        0, ge=0, description="submit refuses above this many jobs that wait and are due; 0: none"
+        0, ge=0, description="submit is refused when this many jobs wait and are due; 0: no limit"
     )
     max_payload_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request"
     )
     default_max_tokens: int | None = Field(
-        None, ge=1, description="for jobs that set none (default: model's length)"
+        None, ge=1, description="max_tokens of jobs that set none (default: model's length)"
     )
     tenant_max_running: int = Field(
         0, ge=0, description="jobs of one tenant that run at once; 0: no limit"
@@ -143,21 +146,21 @@ class Settings(_EngineFields):
         0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait"
     )
     chunk_tokens: int = Field(
-        1, ge=1, description="tokens a chunk of a lone choice waits for; the first does not"
+        1, ge=1, description="tokens per chunk when n is 1; the first token is sent at once"
     )
     chunk_wait_seconds: Seconds = Field(
-        0.1, ge=0, description="no token waits longer than this for its chunk to fill"
+        0.1, ge=0, description="longest time that a token waits for its chunk to fill"
     )
     checkpoint_tokens: int = Field(
-        32, ge=1, description="tokens a log entry of jobs that do not stream"
+        32, ge=1, description="tokens per log entry of jobs that do not stream"
     )
-    poll_seconds: Seconds = Field(1.0, gt=0, description="a claim is tried at least this often")
+    poll_seconds: Seconds = Field(1.0, gt=0, description="longest pause between two claims")
     # recording
     record_group: int = Field(256, ge=1, description="most finished jobs in one SQL transaction")
     record_buffer: int = Field(
         1024,
         ge=1,
-        description="finished jobs that may wait for SQL before intake stops; 512 MiB of them stop it too",
+        description="finished jobs that may wait for SQL before claiming stops; 512 MiB of them stop it too",
     )
     record_prompts: bool = Field(False, description="keep prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
@@ -166,64 +169,64 @@ class Settings(_EngineFields):
         8, ge=1, le=256, description="tasks at once; bulk files take half of them at most"
     )
     webhook_secret: str = Field(
-        "", description="what webhooks are signed with, whsec_…; several: the newest first"
+        "", description="secret that signs webhooks, whsec_…; several: the newest first"
     )
     webhook_networks: str = Field(
         "", description="private networks that webhooks may reach, as 10.0.0.0/8,192.168.1.7"
     )
     webhook_timeout_seconds: float = Field(
-        10.0, gt=0, le=120, description="one try, from connecting to the answer"
+        10.0, gt=0, le=120, description="time limit of one attempt, from connecting to the answer"
     )
     webhook_attempts: int = Field(
-        10, ge=1, description="tries before a webhook is set aside as dead"
+        10, ge=1, description="attempts before a webhook is set aside as dead"
     )
     webhook_retry_seconds: Seconds = Field(
-        5.0, gt=0, description="pause after the first try; each next: four times it"
+        5.0, gt=0, description="pause after the first attempt; each later one is 4 times as long"
     )
     webhook_max_retry_seconds: Seconds = Field(
-        21_600.0, gt=0, description="longest pause between two tries"
+        21_600.0, gt=0, description="longest pause between two attempts"
     )
     webhook_per_host: int = Field(
-        8, ge=1, le=64, description="webhooks on their way to one host at once"
+        8, ge=1, le=64, description="webhooks that are sent to one host at once"
     )
     webhook_sweep_seconds: Seconds = Field(
-        2.0, ge=0.1, description="how often webhooks that are due are looked for"
+        2.0, ge=0.1, description="pause between two searches for webhooks that are due"
     )
-    rollup_seconds: Seconds = Field(300.0, ge=1, description="how often usage is summed up by day")
+    rollup_seconds: Seconds = Field(300.0, ge=1, description="pause between two sums of usage")
     retention_sweep_seconds: Seconds = Field(
-        600.0, ge=1, description="how often what is old is looked for"
+        600.0, ge=1, description="pause between two searches for data to remove"
     )
     retain_payload_days: Days = Field(
-        0.0, ge=0, description="prompts and answers in SQL stay so long; 0: for ever"
+        0.0, ge=0, description="how long prompts and answers stay in SQL; 0: for ever"
     )
-    retain_job_days: Days = Field(0.0, ge=0, description="finished jobs' rows; 0: for ever")
+    retain_job_days: Days = Field(0.0, ge=0, description="how long jobs' rows stay; 0: for ever")
     retain_usage_days: Days = Field(
-        0.0, ge=0, description="usage of single jobs; its sums by day stay; 0: for ever"
+        0.0, ge=0, description="how long usage of single jobs stays (not sums by day); 0: for ever"
     )
     retain_webhook_days: Days = Field(
-        30.0, ge=0, description="webhooks that were delivered or are dead; 0: for ever"
+        30.0, ge=0, description="how long delivered and dead webhooks stay; 0: for ever"
     )
     # watching
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug, info, warning, error"
     )
     log_format: Literal["text", "json"] = Field("text", description="text or json")
-    log_prompts: bool = Field(False, description="let prompts and answers into the log")
+    log_prompts: bool = Field(False, description="write prompts and answers to the log")
     metrics_host: str = Field("127.0.0.1", description="address of /healthz, /readyz and /metrics")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="their port; 0: any (default: not served)"
+        None, ge=0, le=65535, description="port of these pages; 0: any (default: not served)"
     )
     otel_endpoint: str = Field(
-        "", description="OTLP over HTTP, as http://host:4318 (default: no traces)"
+        "", description="collector, OTLP over HTTP, as http://host:4318 (default: no traces)"
     )
     otel_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="share traced of the jobs that bring no trace"
+        1.0, ge=0, le=1, description="fraction of jobs traced when the caller sent no traceparent"
     )
     stall_seconds: Seconds = Field(
-        120.0, ge=1, description="an engine silent for so long is killed and replaced"
+        120.0, ge=1, description="an engine without a report for this long is replaced"
     )
     engine_host: Literal["process", "thread"] = Field(
-        "process", description="where the engine runs"
+        "process", description="run the engine in a process of its own, or in a thread"
     )
 
     @field_validator("*", mode="before")

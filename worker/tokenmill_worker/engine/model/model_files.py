@@ -142,7 +142,7 @@ def _converted(name: str, files: list[Path], cache: Path, report: ProgressCallba
         target.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
     except OSError as error:
-        words = f"the converted model cannot be kept in {cache}: {error.strerror}; cache_dir names another folder"
+        words = f"cannot write to {cache}: {error.strerror}; choose another folder with --cache-dir"
         raise CacheUnusableError(words) from error
     what = f"converting {name} (once)"
     report(what, 0.0)
