@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from ops.tools import reference_bytes
 from tokenmill_schemas import keys, validation
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.control import Call, Cancel, Drain, TenantLoad, WorkerStatus
+from tokenmill_schemas.control import Cancel, Drain, TenantLoad, WakeUp, WorkerStatus
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest, Message, RetryPolicy
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, Usage
@@ -169,7 +169,7 @@ def limits_table() -> str:
 
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     JobRequest, Message, SamplingParams, ResponseFormat, RetryPolicy, Chunk, TokenLogprob, JobResult, ChoiceResult,
-    Usage, JobError, Cancel, Drain, Call, WorkerStatus, TenantLoad,
+    Usage, JobError, Cancel, Drain, WakeUp, WorkerStatus, TenantLoad,
 )  # fmt: skip
 SECTIONS: dict[str, Callable[[], str]] = {
     "keys": keys_table,

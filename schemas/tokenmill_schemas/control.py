@@ -13,14 +13,14 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Stop claiming jobs and finish the running ones, as after SIGTERM."""
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
-    """A job has arrived while this worker was listed with free places: the worker claims.
+class WakeUp(msgspec.Struct, frozen=True, tag="call"):
+    """Claim: a job has arrived while this worker was registered as idle.
 
-    The worker is not listed again before that claim.
+    The worker is not registered again before that claim.
     """
 
 
-ControlMessage = Cancel | Drain | Call
+ControlMessage = Cancel | Drain | WakeUp
 
 
 class TenantLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.consume.queue import Queue
 from tokenmill_schemas.codec import decode_control, encode
-from tokenmill_schemas.control import Call
+from tokenmill_schemas.control import WakeUp
 
 pytestmark = pytest.mark.redis
 
@@ -40,7 +40,7 @@ class Ears:
         await self._queue.redis.ping()
         while (message := await self._pubsub.get_message(timeout=0.05)) is not None:
             name = message["channel"].decode().rpartition(":")[2]
-            assert name == "bell" or decode_control(message["data"]) == Call()
+            assert name == "bell" or decode_control(message["data"]) == WakeUp()
             found.append(name)
         return sorted(found)
 
@@ -162,4 +162,4 @@ async def test_a_thousand_jobs_at_once_call_everybody_once(queue: Queue) -> None
 
 
 def test_a_call_is_what_the_script_writes() -> None:
-    assert encode(Call()) == b"\x81\xa4type\xa4call"
+    assert encode(WakeUp()) == b"\x81\xa4type\xa4call"

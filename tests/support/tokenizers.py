@@ -92,3 +92,16 @@ def _wrap(backend: Backend) -> Tokenizer:
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     return Tokenizer(fast, CHAT)
+
+
+def vocabulary(tokenizer: Tokenizer) -> list[bytes]:
+    """Return the bytes of each token id, empty for special tokens."""
+    pieces = tokenizer._pieces
+    assert pieces is not None
+    return [_as_bytes(pieces.piece(token_id)) for token_id in range(tokenizer.vocab_size)]
+
+
+def _as_bytes(piece: bytes | str | int | None) -> bytes:
+    if isinstance(piece, int):
+        return bytes((piece,))
+    return piece.encode() if isinstance(piece, str) else piece or b""

@@ -10,9 +10,14 @@ from tokenmill_worker.text.choice_text import TextStream
 LETTERS = b"ab\xc3\xa9\n "
 
 
+def push_all(stream, ids):
+    for token_id in ids:
+        stream.push(token_id)
+
+
 def stream_of(tokenizer, ids, stop=(), min_tokens=0):
     stream = TextStream(tokenizer.detokenizer(), stop, min_tokens)
-    stream.replay(ids)
+    push_all(stream, ids)
     return stream
 
 
@@ -78,9 +83,9 @@ def test_replay_at_every_point_equals_an_undisturbed_run(output, close):
     for cut in range(len(undisturbed.token_ids) + 1):
         first = stream_of(tokenizer, ids[:cut], stops)
         resumed = TextStream(tokenizer.detokenizer(), stops)
-        resumed.replay(first.token_ids)
+        push_all(resumed, first.token_ids)
         assert state(resumed) == state(first)
-        resumed.replay(ids[cut:])
+        push_all(resumed, ids[cut:])
         if close:
             resumed.close()
         assert state(resumed) == state(undisturbed)
@@ -104,7 +109,7 @@ def test_stop_strings_count_from_min_tokens_on():
 def test_what_is_held_back_ends_with_the_answer_or_stands_after_it():
     for with_last, ends, rest in ((True, (1, 4), ""), (False, (1, 1), "##\ufffd")):
         stream = TextStream(byte_level().detokenizer(), ["##!"])
-        stream.replay(b"x")
+        stream.push(ord("x"))
         assert [stream.push(token) for token in b"##"] == ["", ""]
         stream.token_ids.pop(), stream.pieces.pop()
         stream._detokenizer.push(0xE2)

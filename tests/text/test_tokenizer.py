@@ -6,12 +6,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.tokenizers import byte_level, gemma3, llama_like, metaspace, smollm2
+from tests.support.tokenizers import vocabulary as vocabulary_of
 from tokenmill_schemas.job import Message
 from tokenmill_worker.engine.model.model_files import resolve
 from tokenmill_worker.text.tokenizer import TemplateError, Tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 CHAT = (Message("system", "Be brief."), Message("user", "Why is the sky blue?"))
+
+
+async def encode_chat(tokenizer: Tokenizer, chat: tuple[Message, ...]) -> tuple[int, ...]:
+    return await tokenizer.encode_rendered(tokenizer.render_chat(chat))
 
 
 async def test_a_chat_is_what_transformers_makes_of_it():
@@ -21,7 +26,7 @@ async def test_a_chat_is_what_transformers_makes_of_it():
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert list(await smollm2().encode_chat(CHAT)) == expected
+    assert list(await encode_chat(smollm2(), CHAT)) == expected
     assert smollm2().render_chat(CHAT).endswith("<|im_start|>assistant\n")
 
 
@@ -49,17 +54,17 @@ def test_ids_are_those_that_transformers_gives(make, special):
 
 async def test_no_template_and_a_refusing_template_are_said_in_a_sentence():
     with pytest.raises(TemplateError, match="no chat template"):
-        await gemma3().encode_chat(CHAT)
+        await encode_chat(gemma3(), CHAT)
     strict = Tokenizer(byte_level()._tokenizer, "{{ raise_exception('roles must\nalternate') }}")
     with pytest.raises(TemplateError, match=r"refuses the messages: roles must$"):
-        await strict.encode_chat(CHAT)
+        await encode_chat(strict, CHAT)
 
 
 async def test_a_given_template_replaces_the_models_own():
     other = Tokenizer(
         byte_level()._tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}!"
     )
-    assert other.decode(await other.encode_chat(CHAT)) == "Be brief.Why is the sky blue?!"
+    assert other.decode(await encode_chat(other, CHAT)) == "Be brief.Why is the sky blue?!"
 
 
 async def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenised():
@@ -88,7 +93,7 @@ def test_end_of_sequence_ids():
 @pytest.mark.parametrize("make", [byte_level, llama_like, smollm2, gemma3])
 def test_the_vocabulary_spells_every_text(make):
     tokenizer = make()
-    vocabulary = tokenizer.vocabulary()
+    vocabulary = vocabulary_of(tokenizer)
     assert len(vocabulary) == tokenizer.vocab_size
     text = 'naïve 日本 {"a": 1}\n'
     spelled = b"".join(vocabulary[i] for i in tokenizer.encode(text)).decode()

@@ -112,7 +112,7 @@ local function pack_whole(number)
   return string.char(0xcf) .. bytes
 end
 
-local WAKE_UP = string.char(0x81) .. pack_text('type') .. pack_text('call')  -- tokenmill_schemas.control.Call
+local WAKE_UP = string.char(0x81) .. pack_text('type') .. pack_text('call')  -- control.WakeUp
 
 local function pack_end(id, index, state, code, message)
   local packed = string.char(code and 0x84 or 0x83) .. pack_text('job_id') .. pack_text(id)

@@ -18,7 +18,7 @@ from tokenmill.errors import QueueUnavailable
 from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.codec import DecodeError, decode_control
-from tokenmill_schemas.control import Call, Cancel, Drain
+from tokenmill_schemas.control import Cancel, Drain, WakeUp
 from tokenmill_schemas.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ControlChannel:
                 self._on_cancel(command.job_id)
             case Drain():
                 self._on_drain()
-            case Call():
+            case WakeUp():
                 await self._on_wake_up()
 
 

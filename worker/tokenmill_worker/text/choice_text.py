@@ -86,8 +86,3 @@ class TextStream:
         certain = self._stops.push(text)
         self.stopped = self._stops.stopped
         return certain
-
-    def replay(self, token_ids: Iterable[int]) -> None:
-        """Add tokens that an earlier attempt delivered."""
-        for token_id in token_ids:
-            self.push(token_id)

@@ -9,7 +9,7 @@ strings are handled elsewhere.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -134,27 +134,24 @@ class WindowDetokenizer:
         self._decode = decode
         self._skipped = skipped  # special tokens, which would only fill the window
         self._window: list[int] = []
-        self._told = ""  # text of the window that was returned
-        self._num_told = 0  # tokens of the window whose text was returned
+        self._delivered = ""  # text of the window that was returned
+        self._num_delivered = 0  # tokens of the window whose text was returned
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        waited = len(self._window) - self._num_told
-        if len(text) <= len(self._told) or (text.endswith(REPLACEMENT) and waited < MAX_WINDOW):
+        waited = len(self._window) - self._num_delivered
+        if len(text) <= len(self._delivered) or (
+            text.endswith(REPLACEMENT) and waited < MAX_WINDOW
+        ):
             return ""
-        new = text[len(self._told) :]
-        del self._window[: self._num_told]
-        self._num_told = len(self._window)
-        self._told = self._decode(self._window)
+        new = text[len(self._delivered) :]
+        del self._window[: self._num_delivered]
+        self._num_delivered = len(self._window)
+        self._delivered = self._decode(self._window)
         return new
 
     def flush(self) -> str:
-        return self._decode(self._window)[len(self._told) :] if self._window else ""
-
-
-def decode_all(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
-    """Return the text of a whole output, by a new detokenizer."""
-    return "".join([*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()])
+        return self._decode(self._window)[len(self._delivered) :] if self._window else ""

@@ -73,9 +73,6 @@ class ByteLevelPieces:
     def detokenizer(self) -> Detokenizer:
         return ByteLevelDetokenizer(self.piece, self._plain)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.piece(token_id)
-
 
 @dataclass(slots=True)
 class FallbackPieces:
@@ -106,12 +103,6 @@ class FallbackPieces:
 
     def detokenizer(self) -> Detokenizer:
         return ByteFallbackDetokenizer(self.piece, self.strip, self.max_stripped)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        piece = self.piece(token_id)
-        if isinstance(piece, int):
-            return bytes((piece,))
-        return b"" if piece is None else piece.encode()
 
 
 Pieces = ByteLevelPieces | FallbackPieces

@@ -2,7 +2,7 @@
 offline from its folder.
 
 Long texts are tokenised in a thread, so that the event loop goes on. The tokenizer checks no
-length: admission compares the number of tokens with the model's length.
+length: the input processor compares the number of tokens with the model's length.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from tokenmill_worker.text.token_pieces import Pieces, read_pieces
 
 THREAD_CHARS = 4_000  # longer texts are encoded in a thread
-_GENERIC: Final = frozenset(
-    {"PreTrainedTokenizer", "TokenizersBackend"}
-)  # a tokenizer.json that needs no other class
-# By the model's type ("": a tokenizer alone), the classes that AutoTokenizer takes as they are named. For other types
-# and names it has rules of its own: Qwen2's folders, say, get Qwen2's class whatever they name.
+# Classes of a tokenizer.json that needs no other class.
+_GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})
+# Model type ("": a tokenizer alone) → the classes that AutoTokenizer takes as they are named. For
+# other types and names it has rules of its own: Qwen2's folders get Qwen2's class whatever they name.
 AS_NAMED: Final[Mapping[str, frozenset[str]]] = {
     "": _GENERIC,
     "llama": _GENERIC,
@@ -77,12 +76,6 @@ class Tokenizer:
     async def encode_rendered(self, chat: str) -> tuple[int, ...]:
         """Encode the text of `render_chat`; the template has written the special tokens already."""
         return await self._encode_apart(chat, special=False)
-
-    async def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Encode messages through the chat template, up to where the assistant's answer begins.
-        Raises TemplateError.
-        """
-        return await self.encode_rendered(self.render_chat(messages))
 
     async def _encode_apart(self, text: str, special: bool) -> tuple[int, ...]:
         if len(text) > THREAD_CHARS:
@@ -146,14 +139,6 @@ class Tokenizer:
             if eos is None
             else frozenset(eos if isinstance(eos, list | tuple) else (eos,))
         )
-
-    def vocabulary(self) -> list[bytes]:
-        """Return the bytes of each token id, empty for special tokens. Grammars are compiled
-        against them.
-        """
-        if self._pieces is not None:
-            return [self._pieces.token_bytes(token_id) for token_id in range(self.vocab_size)]
-        return [self.decode([token_id]).encode() for token_id in range(self.vocab_size)]
 
 
 def _load(folder: Path, trust_remote_code: bool) -> Any:
