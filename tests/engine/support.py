@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import CacheConfig
+from tokenmill_worker.engine.execution.interface import Runner
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
+
+
+def execute(runner: Runner, plan: StepPlan) -> StepOutput:
+    return runner.finish(runner.launch(plan))
 
 
 def make_sequence(name: str, prompt: Iterable[int], max_tokens: int, **params: object) -> Sequence:

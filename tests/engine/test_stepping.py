@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -156,7 +157,7 @@ def test_a_step_that_succeeds_between_clears_the_engine() -> None:
 class Ahead:
     """An asynchronous runner: the launches and finishes with these numbers fail, each once."""
 
-    is_asynchronous = True
+    info = SimpleNamespace(is_asynchronous=True)
 
     def __init__(self, launches: set[int], finishes: set[int]) -> None:
         self._launches, self._finishes = launches, finishes
@@ -174,9 +175,6 @@ class Ahead:
             raise RuntimeError(f"finish {number}")
         sampling = sum(item.samples for item in plan.scheduled)
         return StepOutput(plan.step_id, ((7,),) * sampling, (None,) * sampling, {})
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        return self.finish(self.launch(plan))
 
     def release(self, sequences: object) -> None:
         """Do nothing: this runner keeps no state of a step."""

@@ -295,11 +295,12 @@ def _with_engine(
         engine = engine_of(loaded, configure(SHAPES[name], session.options, **changes))
         try:
             work(engine)
-            counts = getattr(engine.runner, "graph_counts", (0, 0))
-            refusal = getattr(getattr(engine.runner, "graphs", None), "refusal", None)
+            graphs = getattr(engine.runner, "graphs", None)
+            counts = (graphs.num_captured, graphs.num_replays) if graphs is not None else (0, 0)
+            refusal = getattr(graphs, "refusal", None)
             fused = fused_modules(loaded.model)
             return {
-                "engine": engine.runner.description,
+                "engine": engine.runner.info.description,
                 "graphs": counts,
                 "refusal": refusal,
                 "fused": fused,

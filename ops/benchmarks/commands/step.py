@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
     found = {size: _measure(engine, times, size, options) for size in sizes}
     engine.stop(drain=False)
-    _show(found, engine.runner.description, console)
-    return {"results": found, "engine": engine.runner.description}
+    _show(found, engine.runner.info.description, console)
+    return {"results": found, "engine": engine.runner.info.description}
 
 
 def _engine(options: argparse.Namespace, most: int) -> tuple[Engine, KernelTimes | None]:

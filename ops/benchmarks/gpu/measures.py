@@ -92,7 +92,8 @@ def decode(
     _end(engine, requests)
     step_s = statistics.median(times)
     weights, kept = (
-        getattr(torch, name).itemsize for name in (options.dtype, engine.runner.config.kv_dtype)
+        getattr(torch, name).itemsize
+        for name in (options.dtype, engine.runner.info.config.kv_dtype)
     )
     read = sum(contexts) + batch * options.steps // 2
     moved = shape.num_weights * weights + shape.kv_bytes(read, kept)
@@ -151,7 +152,7 @@ class Ours(Tokenmill):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.description = engine.runner.description
+        self.description = engine.runner.info.description
 
 
 def _start(
@@ -165,7 +166,7 @@ def _start(
 
     When this returns, all of them decode, graphs are captured and caches are warm.
     """
-    spare = headroom(sum(contexts), len(contexts), engine.runner.config.max_num_batched_tokens)
+    spare = headroom(sum(contexts), len(contexts), engine.runner.info.config.max_num_batched_tokens)
     limits = SamplingParams(
         temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed, ignore_eos=True,
         max_tokens=options.steps + spare,

@@ -16,6 +16,7 @@ from ops.benchmarks.measure.protocol import EngineOptions, serve
 from ops.benchmarks.peers.ours import Tokenmill
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.model.model_files import resolve
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
@@ -27,36 +28,33 @@ _TOKEN = 100
 class FloorRunner:
     """Runner with those calls of `runner.ModelRunner` that a benchmark makes."""
 
-    eos_token_ids: frozenset[int] = frozenset()
-    can_structure = is_asynchronous = False
-    proposer = None
-
     def __init__(
         self, config: EngineConfig, stack: LinearStack, vocab_size: int, max_model_len: int
     ) -> None:
-        self.config = config
-        self.vocab_size, self.max_model_len = vocab_size, max_model_len
-        self.model_path = Path()
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 2
-        self.cache_config = CacheConfig(
-            config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache
+        self.info = RunnerInfo(
+            config=config,
+            cache_config=CacheConfig(
+                config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache
+            ),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            eos_token_ids=frozenset(),
+            model_path=Path(),
+            description=f"linear layers alone: {KINDS[stack.kind]}",
         )
-        self.description = f"linear layers alone: {KINDS[stack.kind]}"
         self._stack = stack
-
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutput:
-        samples = sum(item.samples for item in plan.scheduled)
-        if plan.num_tokens:
-            self._stack.run(plan.num_tokens, samples)
-        return StepOutput(plan.step_id, ((_TOKEN,),) * samples, (None,) * samples, {})
 
     def launch(self, plan: StepPlan) -> StepPlan:
         return plan
 
-    def finish(self, step: StepPlan) -> StepOutput:
-        return self.execute(step)
+    @torch.inference_mode()
+    def finish(self, plan: StepPlan) -> StepOutput:
+        samples = sum(item.samples for item in plan.scheduled)
+        if plan.num_tokens:
+            self._stack.run(plan.num_tokens, samples)
+        return StepOutput(plan.step_id, ((_TOKEN,),) * samples, (None,) * samples, {})
 
     def prepare(self, params: Any) -> None:
         """Do nothing: no grammar needs compiling."""
@@ -88,9 +86,9 @@ class Floor(Tokenmill):
         runner = FloorRunner(config, stack, vocab_size=shapes[-1][0], max_model_len=1 << 20)
         scheduler = Scheduler(
             config,
-            runner.cache_config,
-            max_model_len=runner.max_model_len,
-            eos_token_ids=runner.eos_token_ids,
+            runner.info.cache_config,
+            max_model_len=runner.info.max_model_len,
+            eos_token_ids=runner.info.eos_token_ids,
         )
         return Engine(runner, scheduler)
 

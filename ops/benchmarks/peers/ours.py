@@ -27,7 +27,7 @@ class Tokenmill:
         self._engine = self._load(config)
         gc.collect()
         gc.freeze()  # as the worker's engine process does
-        self.description = self._engine.runner.description
+        self.description = self._engine.runner.info.description
 
     def _load(self, config: EngineConfig) -> Engine:
         return Engine.load(config)

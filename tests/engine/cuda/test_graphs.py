@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.support import ChunkingPlanner, make_sequence
+from tests.engine.support import ChunkingPlanner, execute, make_sequence
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import StaticInputs, padded_batch, padded_shape
@@ -272,7 +272,9 @@ def test_padded_steps_give_the_same_tokens(
     graphed = load_model_runner(EngineConfig(**settings))  # type: ignore[arg-type]
     for pool in graphed._pool.tensors:
         pool.fill_(torch.nan)  # whatever a padded step reads beyond its own blocks would show
-    graphs = GraphRunner(graphed.forward, graphed.config, graphed.max_model_len, fake_capture)
+    graphs = GraphRunner(
+        graphed.forward, graphed.info.config, graphed.info.max_model_len, fake_capture
+    )
     graphed.graphs = graphs
     assert answers(graphed) == answers(plain)
     assert graphs.num_captured >= 4
@@ -284,14 +286,14 @@ def answers(runner: ModelRunner) -> list[list[int]]:
     draw = random.Random(5)
     lengths = [(draw.randint(1, 40), draw.randint(3, 40)) for _ in range(7)]
     sequences: list[Sequence] = []
-    planner = ChunkingPlanner(runner.cache_config, 7)
+    planner = ChunkingPlanner(runner.info.cache_config, 7)
     for i, (prompt_len, max_tokens) in enumerate(lengths):
         sequences.append(
             make_sequence(f"s{i}", [draw.randint(3, 300) for _ in range(prompt_len)], max_tokens)
         )
         planner.add(sequences[-1])
     while not (plan := planner.plan()).is_empty:
-        planner.commit(plan, runner.execute(plan))
+        planner.commit(plan, execute(runner, plan))
     return [sequence.output_ids for sequence in sequences]
 
 

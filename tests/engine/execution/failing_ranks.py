@@ -6,6 +6,7 @@ imported everything once. Rank 0 stays alive after its engine has failed, as a p
 What rank R of pair P said is in FOLDER/P-R.txt, and its exit status, when it has ended, in FOLDER/P-R.status.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -25,21 +26,17 @@ from tokenmill_worker.engine.execution.tensor_parallel import TensorParallelRunn
 from tokenmill_worker.engine.model.paged_attention import PagedStep
 
 
-class _Fails(ModelRunner):
-    """Fails after the first layer of step 3, while the other rank waits in the next collective."""
+def break_third_step(runner: ModelRunner) -> None:
+    """Make step 3 fail after its first layer, while the other rank waits in the next collective."""
+    forward, steps = runner.forward, itertools.count(1)
 
-    steps = 0
+    def failing(inputs: StepInputs) -> torch.Tensor:
+        if next(steps) < 3:
+            return forward(inputs)
+        step: Any = _Breaking(PagedStep(runner._backend, runner._layers, inputs.metadata))
+        return runner._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, step)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        self.steps += 1
-        if self.steps < 3:
-            return super().forward(inputs)
-        step: Any = _Breaking(PagedStep(self._backend, self._layers, inputs.metadata))
-        return self._loaded.logits(inputs.input_ids, inputs.positions, inputs.rows, step)
-
-
-class FailingLeader(_Fails, TensorParallelRunner):
-    pass
+    runner.forward = failing  # type: ignore[method-assign]
 
 
 class _Breaking:
@@ -89,9 +86,15 @@ def serve(path: str, guilty: int) -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
         ranks = Ranks.join("cpu")
-        follow(load_model_runner(config, runner_type=_Fails if guilty == 1 else ModelRunner), ranks)
+        runner = load_model_runner(config)
+        if guilty == 1:
+            break_third_step(runner)
+        follow(runner, ranks)
         return
-    engine = Engine.around((FailingLeader if guilty == 0 else TensorParallelRunner).load(config))
+    leader = TensorParallelRunner.load(config)
+    if guilty == 0:
+        break_third_step(leader._runner)
+    engine = Engine.around(leader)
     try:
         engine.generate_batch(
             [[3, 4, 5]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

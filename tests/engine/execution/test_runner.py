@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.support import ChunkingPlanner, make_sequence
+from tests.engine.support import ChunkingPlanner, execute, make_sequence
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.execution.build import load_model_runner, resolved
@@ -27,11 +27,11 @@ def load(folder: Path, **changes: object) -> ModelRunner:
 
 def answer(runner: ModelRunner, *sequences: Sequence, chunk: int = 64) -> list[list[int]]:
     """Run the sequences together to their ends."""
-    planner = ChunkingPlanner(runner.cache_config, chunk)
+    planner = ChunkingPlanner(runner.info.cache_config, chunk)
     for sequence in sequences:
         planner.add(sequence)
     while not (plan := planner.plan()).is_empty:
-        planner.commit(plan, runner.execute(plan))
+        planner.commit(plan, execute(runner, plan))
     runner.release(sequences)
     return [sequence.output_ids for sequence in sequences]
 
@@ -72,7 +72,7 @@ def test_a_token_that_is_nowhere_is_an_error_not_a_guess(llama: Path) -> None:
     runner = load(llama)
     sequence = whole_table(make_sequence("lost", [5, 6, 7], 3), 4)
     with pytest.raises(RuntimeError, match="a token of lost is neither on the host nor in flight"):
-        runner.execute(StepPlan(0, (ScheduledSequence(sequence, 3, 1, True),)))
+        execute(runner, StepPlan(0, (ScheduledSequence(sequence, 3, 1, True),)))
 
 
 @pytest.mark.parametrize("wrong_at", [0, 1, 2])
@@ -85,7 +85,7 @@ def test_drafts_count_up_to_the_first_wrong_one(llama: Path, wrong_at: int) -> N
         drafts = tuple(3 if i == wrong_at else token for i, token in enumerate(drafts))
     sequence.token_ids.append(wanted[0])
     sequence.num_computed_tokens = 0
-    output = runner.execute(StepPlan(0, (ScheduledSequence(sequence, 0, 6, True, drafts),)))
+    output = execute(runner, StepPlan(0, (ScheduledSequence(sequence, 0, 6, True, drafts),)))
     assert output.token_ids == (tuple(wanted[1 : wrong_at + 2]),)
 
 
@@ -95,12 +95,12 @@ def test_a_chunk_that_is_not_the_last_gives_no_token(llama: Path) -> None:
         whole_table(make_sequence("a", [5, 6, 7, 8], 2), 4),
         whole_table(make_sequence("b", [9], 2), 4, first=10),
     )
-    output = runner.execute(
-        StepPlan(7, (ScheduledSequence(a, 0, 2, False), ScheduledSequence(b, 0, 1, True)))
+    output = execute(
+        runner, StepPlan(7, (ScheduledSequence(a, 0, 2, False), ScheduledSequence(b, 0, 1, True)))
     )
     assert output.step_id == 7
     assert len(output.token_ids) == 1
-    assert runner.execute(StepPlan(8, (ScheduledSequence(a, 2, 1, False),))).token_ids == ()
+    assert execute(runner, StepPlan(8, (ScheduledSequence(a, 2, 1, False),))).token_ids == ()
 
 
 @pytest.mark.parametrize(("backend", "fuse"), [("reference", False), ("cpu", True)])
@@ -118,13 +118,13 @@ def test_only_the_sequence_whose_logits_are_not_finite_fails(
     plan = StepPlan(
         0, (ScheduledSequence(poisoned, 0, 3, True), ScheduledSequence(other, 0, 22, True))
     )
-    output = runner.execute(plan)
+    output = execute(runner, plan)
     assert list(output.errors) == [0]
     assert "not finite" in output.errors[0]
     assert output.token_ids == ((), (good[0],))
     heir = make_sequence("heir", range(3, 25), 5)
     heir.block_tables = [[2, 1]]  # the first is half filled, the second was never written by it
-    assert runner.execute(StepPlan(1, (ScheduledSequence(heir, 0, 22, True),))).token_ids == (
+    assert execute(runner, StepPlan(1, (ScheduledSequence(heir, 0, 22, True),))).token_ids == (
         (good[0],),
     )
 
@@ -135,18 +135,18 @@ def test_moved_blocks_keep_their_content(llama: Path) -> None:
     prompt = list(range(3, 13))
     [wanted] = answer(runner, make_sequence("still", prompt, 2))
     moved = whole_table(make_sequence("moved", prompt, 2), 3)
-    first = runner.execute(StepPlan(0, (ScheduledSequence(moved, 0, 10, True),)))
+    first = execute(runner, StepPlan(0, (ScheduledSequence(moved, 0, 10, True),)))
     moved.token_ids.extend(first.token_ids[0])
     out = tuple(BlockCopy(0, block, host) for block, host in ((1, 5), (2, 6), (3, 0)))
-    runner.execute(StepPlan(1, (), swap_out=out))
+    execute(runner, StepPlan(1, (), swap_out=out))
     runner.release([moved])
     other = whole_table(make_sequence("other", [20] * 12, 2), 3)  # takes the blocks
-    runner.execute(StepPlan(2, (ScheduledSequence(other, 0, 12, True),)))
+    execute(runner, StepPlan(2, (ScheduledSequence(other, 0, 12, True),)))
     back = tuple(BlockCopy(0, host, block) for host, block in ((5, 31), (6, 30), (0, 41)))
     moved.block_tables = [[31, 30, 41]]
     moved.epoch += 1
     plan = StepPlan(3, (ScheduledSequence(moved, 10, 1, True),), swap_in=back)
-    assert runner.execute(plan).token_ids == ((wanted[1],),)
+    assert execute(runner, plan).token_ids == ((wanted[1],),)
 
 
 def test_rows_are_reused_and_grow_with_need(llama: Path) -> None:
@@ -164,28 +164,28 @@ def test_a_sequence_that_comes_back_elsewhere_is_read_from_its_new_blocks(llama:
     runner = load(llama)
     [wanted] = answer(runner, make_sequence("still", range(3, 20), 2))
     sequence = whole_table(make_sequence("moved", range(3, 20), 2), 5)
-    first = runner.execute(StepPlan(0, (ScheduledSequence(sequence, 0, 17, True),)))
+    first = execute(runner, StepPlan(0, (ScheduledSequence(sequence, 0, 17, True),)))
     sequence.block_tables = [[50, 51, 52, 53, 54]]
     sequence.epoch += 1
     assert (
-        runner.execute(StepPlan(1, (ScheduledSequence(sequence, 0, 17, True),))).token_ids
+        execute(runner, StepPlan(1, (ScheduledSequence(sequence, 0, 17, True),))).token_ids
         == first.token_ids
     )
     sequence.token_ids.extend(first.token_ids[0])
-    assert runner.execute(StepPlan(2, (ScheduledSequence(sequence, 17, 1, True),))).token_ids == (
+    assert execute(runner, StepPlan(2, (ScheduledSequence(sequence, 17, 1, True),))).token_ids == (
         (wanted[1],),
     )
 
 
 def test_what_was_decided_is_told(llama: Path) -> None:
     runner = load(llama, attention="auto", num_blocks=None, max_memory_gib=0.01)
-    assert runner.config.attention in ("cpu", "reference")
-    assert runner.config.kv_dtype == "float32"
-    assert runner.config.max_model_len == 256
-    assert not runner.is_asynchronous
-    assert not runner.can_structure, "there is no tokenizer beside the model"
-    assert "float32" in runner.description
-    assert f"{runner.cache_config.num_blocks[0]} blocks of 4 tokens" in runner.description
+    assert runner.info.config.attention in ("cpu", "reference")
+    assert runner.info.config.kv_dtype == "float32"
+    assert runner.info.config.max_model_len == 256
+    assert not runner.info.is_asynchronous
+    assert not runner.info.can_structure, "there is no tokenizer beside the model"
+    assert "float32" in runner.info.description
+    assert f"{runner.info.cache_config.num_blocks[0]} blocks of 4 tokens" in runner.info.description
 
 
 def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Path) -> None:

@@ -18,7 +18,7 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 
 runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
-assert (runner.model_path / "tokenizer.json").exists()
+assert (runner.info.model_path / "tokenizer.json").exists()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -55,7 +55,7 @@ async def test_a_token_is_a_byte(tokenizer):
 def test_runners_share_the_packages_files():
     runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
     runner.close()
-    assert runner.model_path == TOKENIZER
+    assert runner.info.model_path == TOKENIZER
     assert sorted(path.name for path in TOKENIZER.iterdir()) == [
         "tokenizer.json",
         "tokenizer_config.json",

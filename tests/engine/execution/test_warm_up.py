@@ -10,7 +10,8 @@ import pytest
 
 from tests.engine.lora.support import engine_with, greedy
 from tokenmill_worker.engine import Engine
-from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.execution.runner import InFlightStep
+from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.process.loop import EngineLoop
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
@@ -44,16 +45,16 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
     engine = engine_with(folder, {}, num_blocks=num_blocks)
     runner: Any = engine.runner
     steps: list[str] = []
-    execute = runner.execute
+    launch = runner.launch
 
-    def noted(plan: StepPlan) -> StepOutput:
+    def noted(plan: StepPlan) -> InFlightStep:
         steps.append(
             "decode" if all(item.num_tokens == 1 for item in plan.scheduled) else "prefill"
         )
-        output: StepOutput = execute(plan)
-        return output
+        step: InFlightStep = launch(plan)
+        return step
 
-    runner.execute = noted
+    runner.launch = noted
     reports = reports_of(engine)
     assert steps == ["prefill", "decode"] * 2
     assert [type(report) for report in reports] == [LoadProgress, Ready]
@@ -79,10 +80,10 @@ def test_a_lost_device_that_cannot_be_closed_is_told_once(
     def told(report: Report) -> None:
         reports.append(report)
         if isinstance(report, Ready):
-            runner.execute = fails
+            runner.launch = fails
 
     if breaks == "warm_up":
-        runner.execute = fails
+        runner.launch = fails
     mailbox = Mailbox()
     mailbox.put(Submit((GenerationRequest(request_id="a", prompt_ids=tuple(PROMPT)),)))
     EngineLoop(engine, mailbox, told).run()
@@ -108,7 +109,7 @@ def test_a_first_step_that_fails_ends_the_start(folder: Path) -> None:
     def fails(_plan: object) -> None:
         raise RuntimeError("no kernel image is available")
 
-    runner.execute = fails
+    runner.launch = fails
     *_, last = reports_of(engine)
     assert last == EngineFailed(
         "the first step failed: RuntimeError: no kernel image is available", at_start=True

@@ -19,6 +19,7 @@ from tests.engine.lora.support import engine_with
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import padded_shape
+from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.execution.warm_up import build_kernels, warm_up
 from tokenmill_worker.engine.plan import StepPlan
@@ -44,15 +45,21 @@ class Recorder:
             "model": "none", "device": "cuda", "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 2048,
             "cuda_graphs": False,
         }  # fmt: skip
-        self.config = EngineConfig(**{**settings, **changes})
-        self.max_model_len = MAX_MODEL_LEN
-        self.cache_config = SimpleNamespace(block_size=16, num_blocks=(1000,), groups=(None,))
+        config = EngineConfig(**{**settings, **changes})
+        self.info = SimpleNamespace(
+            config=config,
+            max_model_len=MAX_MODEL_LEN,
+            cache_config=SimpleNamespace(block_size=16, num_blocks=(1000,), groups=(None,)),
+            graphed_decodes=graph_sizes(config).decodes,
+        )
         self.steps: list[Lens] = []
 
-    def execute(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> None:
         self.steps.append(
             tuple((item.num_tokens, item.start + item.num_tokens) for item in plan.scheduled)
         )
+
+    def finish(self, _step: None) -> None: ...
 
     def release(self, _sequences: object) -> None: ...
 

@@ -166,7 +166,7 @@ def test_steps_with_adapters_pass_the_graphs_by(llama: Path, four: dict[str, Pat
         wanted = [ask(engine, name) for name in ("", "a", "", "b")]
     with engine_with(llama, four) as engine:
         runner: Any = engine.runner
-        graphs = GraphRunner(runner.forward, runner.config, runner.max_model_len, capture)
+        graphs = GraphRunner(runner.forward, runner.info.config, runner.info.max_model_len, capture)
         runner.graphs = graphs
         answers, replays = [], []
         for name in ("", "a", "", "b"):

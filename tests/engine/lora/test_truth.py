@@ -107,5 +107,5 @@ def test_any_schedule_gives_the_same_tokens(
 def test_steps_launched_ahead_give_the_same_tokens(cases: Callable[[str], Case]) -> None:
     folder, adapters, wanted = cases("llama")
     with engine_with(folder, adapters, async_batching=True, max_num_batched_tokens=32) as engine:
-        assert engine.runner.is_asynchronous
+        assert engine.runner.info.is_asynchronous
         assert run(engine, wanted) == [one.answer for _, one in wanted]

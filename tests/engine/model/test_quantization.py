@@ -106,7 +106,7 @@ def test_keys_and_values_take_half_precision_beside_rounded_weights(
     folder_of: Callable[[str], Path], quantization: str | None, asked: str, expected: torch.dtype
 ) -> None:
     with Engine.load(config(folder_of("llama"), quantization, kv_dtype=asked)) as engine:
-        assert engine.runner.config.kv_dtype == str(expected).removeprefix("torch.")
+        assert engine.runner.info.config.kv_dtype == str(expected).removeprefix("torch.")
 
 
 def test_what_does_not_fit_4_bits_takes_8() -> None:

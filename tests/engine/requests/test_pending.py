@@ -1,5 +1,6 @@
 """Requests that wait for a grammar expire, are cancelled like others, and delay no others."""
 
+import dataclasses
 import time
 from concurrent.futures import Future
 
@@ -26,7 +27,8 @@ def preparing():
     runner = SlowlyPreparing.load(
         EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8)
     )
-    runner.can_structure, runner.grammar = True, Future()
+    runner.info = dataclasses.replace(runner.info, can_structure=True)
+    runner.grammar = Future()
     with Engine.around(runner) as engine:
         yield engine
         runner.grammar.set_exception(ValueError("over"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,7 +73,7 @@ class FakeRunner:
         # a failed step has been launched and its result not been asked for
         self._has_failed = False
         self._num_failures = 0
-        self.is_asynchronous = loop.is_async
+        self.info = SimpleNamespace(is_asynchronous=loop.is_async)
         self.known: set[Sequence] = set()  # launched and not released: a runner keeps rows for them
         self._released: list[Sequence] = []
 
@@ -97,7 +98,7 @@ class FakeRunner:
 
     def _raise_now_and_then(self) -> None:
         self._num_failures += 1
-        if self._num_failures % 2 or not self.is_asynchronous:
+        if self._num_failures % 2 or not self._loop.is_async:
             raise RuntimeError("the launch failed")
 
     def finish(self, step: tuple[StepPlan, StepOutput | None]) -> StepOutput:
@@ -105,9 +106,6 @@ class FakeRunner:
             self._has_failed = False
             raise RuntimeError("the step failed")
         return step[1]
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        return self.finish(self.launch(plan))
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         self._released += sequences

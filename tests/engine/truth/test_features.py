@@ -192,12 +192,12 @@ def test_structured_output_obeys_its_schema():
     number = SamplingParams(
         max_tokens=8, temperature=0, response_format=ResponseFormat(regex="[0-9]{3}-[0-9]{2}")
     )
-    assert engine.runner.can_structure
+    assert engine.runner.info.can_structure
     outputs = engine.generate_batch([[1, 2, 3, 4], [5, 6, 7], [8, 9]], [shape, number, GREEDY])
     assert outputs[2].token_ids == engine.generate_batch([[8, 9]], GREEDY)[0].token_ids
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(engine.runner.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(engine.runner.info.model_path)
     person = json.loads(tokenizer.decode(outputs[0].token_ids, skip_special_tokens=True))
     assert set(person) == {"name", "age"}
     assert isinstance(person["age"], int)

@@ -169,7 +169,7 @@ def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
     folder, wanted = gemma3
     assert min(one.gap for one in wanted) > expected.CLEAR_GAP / 4
     with make_gemma(folder, attention=attention, fuse=fuse) as engine:
-        assert [group.window for group in engine.runner.cache_config.groups] == [512, None]
+        assert [group.window for group in engine.runner.info.cache_config.groups] == [512, None]
         assert answers_of(engine, wanted, [2] * len(wanted)) == [one.answer for one in wanted]
 
 
@@ -179,7 +179,7 @@ def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
     """An answer is greedy iff each of its tokens is the best one after those before it: one dense pass checks it."""
     prompt = tuple(gemma3_ids[:30])
     with make_gemma(narrow_gemma3, attention="cpu", fuse=True, num_blocks=20) as engine:
-        assert [group.window for group in engine.runner.cache_config.groups] == [64, None]
+        assert [group.window for group in engine.runner.info.cache_config.groups] == [64, None]
         output = engine.get_result(ask(engine, prompt, 160))
         assert engine.capacity().free_blocks == 19, "a window's blocks that are passed come back"
     assert output is not None

@@ -13,7 +13,6 @@ from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.execution.build import load_model_runner
-from tokenmill_worker.engine.execution.runner import ModelRunner
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -75,7 +74,7 @@ def test_running_ahead_changes_no_token(folder, seed, num_blocks):
     made = requests(seed)
     plain = run(engine_of(folder), made)
     ahead = engine_of(folder, async_batching=True, num_blocks=num_blocks)
-    assert ahead.runner.is_asynchronous
+    assert ahead.runner.info.is_asynchronous
     told = run(ahead, made)
     assert told == plain
     assert all(len(reasons) == 1 for _, reasons in told.values())
@@ -127,14 +126,21 @@ def test_cancelling_in_flight_frees_everything(folder):
     assert engine.stats().blocks_free == engine.stats().blocks_total
 
 
-class Clocked(ModelRunner):
+class Clocked:
     """Simulates a device: each step takes one unit of time, the host none unless it waits."""
 
     now = free_at = furthest = 0
 
+    def __init__(self, runner):
+        self._runner = runner
+        runner._device.end_of_queue = lambda: Mark(self, self.free_at)
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
     def launch(self, plan):
         self.free_at = max(self.now, self.free_at) + 1
-        step = super().launch(plan)
+        step = self._runner.launch(plan)
         self.furthest = max(self.furthest, self.free_at - self.now)
         self.ends = {**getattr(self, "ends", {}), plan.step_id: self.free_at}
         return step
@@ -142,13 +148,10 @@ class Clocked(ModelRunner):
     def finish(self, step):
         if step.sampled is not None:  # its tokens are there when it is over
             self.wait(self.ends[step.plan.step_id])
-        return super().finish(step)
+        return self._runner.finish(step)
 
     def wait(self, moment):
         self.now = max(self.now, moment)
-
-    def mark(self):
-        return Mark(self, self.free_at)
 
 
 class Mark:
@@ -162,9 +165,8 @@ class Mark:
 def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
     """Otherwise all chunks of a prompt are launched at once, and a new request waits for them."""
     changes = {"num_blocks": 200, "max_num_batched_tokens": 8, "policy": "priority"}
-    settings = engine_of(folder, async_batching=True, **changes).runner.config
-    runner = load_model_runner(settings, runner_type=Clocked)
-    runner._device.end_of_queue = runner.mark
+    settings = engine_of(folder, async_batching=True, **changes).runner.info.config
+    runner = Clocked(load_model_runner(settings))
     engine = Engine.around(runner)
     engine.add_request(
         [5] * 160, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), priority=1

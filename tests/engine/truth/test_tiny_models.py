@@ -95,7 +95,7 @@ def test_chunks_of_any_size_give_the_same_tokens(
 ) -> None:
     folder, wanted = answers(name)
     with make_engine(folder, max_num_batched_tokens=chunk, safety_margin=0.0) as engine:
-        assert len(engine.runner.cache_config.groups) == FAMILIES[name].num_groups
+        assert len(engine.runner.info.cache_config.groups) == FAMILIES[name].num_groups
         assert run(engine, wanted) == [one.answer for one in wanted]
 
 
@@ -149,7 +149,7 @@ def test_steps_launched_ahead_give_the_same_tokens(
     with make_engine(
         folder, async_batching=True, max_num_batched_tokens=32, num_blocks=40
     ) as engine:
-        assert engine.runner.is_asynchronous
+        assert engine.runner.info.is_asynchronous
         assert run(engine, wanted) == [one.answer for one in wanted]
 
 
@@ -176,10 +176,10 @@ def test_drafts_right_and_wrong_change_no_token(
     folder, wanted = answers(name)
     runner = make_engine(folder).runner
     scheduler = Scheduler(
-        runner.config.replace(speculative_tokens=3),
-        runner.cache_config,
-        max_model_len=runner.max_model_len,
-        eos_token_ids=runner.eos_token_ids,
+        runner.info.config.replace(speculative_tokens=3),
+        runner.info.cache_config,
+        max_model_len=runner.info.max_model_len,
+        eos_token_ids=runner.info.eos_token_ids,
         proposer=Oracle(wanted),
     )
     with Engine(runner, scheduler) as engine:

@@ -44,7 +44,7 @@ class Engine(DirectCalls):
         self.runner = runner
         self.scheduler = scheduler
         self._validator = RequestValidator(
-            runner.vocab_size, scheduler.max_model_len, runner.can_structure
+            runner.info.vocab_size, scheduler.max_model_len, runner.info.can_structure
         )
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
         self._steps = StepExecutor(runner, scheduler)
@@ -73,18 +73,21 @@ class Engine(DirectCalls):
             EngineConfigError: the settings do not fit the model.
         """
         scheduler = Scheduler(
-            runner.config,
-            runner.cache_config,
-            max_model_len=runner.max_model_len,
-            eos_token_ids=runner.eos_token_ids,
-            proposer=runner.proposer,
-            async_depth=1 if runner.is_asynchronous else 0,
+            runner.info.config,
+            runner.info.cache_config,
+            max_model_len=runner.info.max_model_len,
+            eos_token_ids=runner.info.eos_token_ids,
+            proposer=runner.info.proposer,
+            async_depth=1 if runner.info.is_asynchronous else 0,
         )
-        longest, threshold = scheduler.max_model_len, runner.config.long_prefill_token_threshold
-        if longest < runner.max_model_len:
+        longest, threshold = (
+            scheduler.max_model_len,
+            runner.info.config.long_prefill_token_threshold,
+        )
+        if longest < runner.info.max_model_len:
             log.info(
                 "the longest sequence has %d tokens, not %d: the %d blocks of num_blocks hold no longer one",
-                longest, runner.max_model_len, min(runner.cache_config.num_blocks),
+                longest, runner.info.max_model_len, min(runner.info.cache_config.num_blocks),
             )  # fmt: skip
         if threshold > longest:
             raise EngineConfigError([threshold_problem(threshold, longest)])

@@ -41,7 +41,7 @@ class StepExecutor:
 
     def next(self) -> list[TokenEvent]:
         """Run the next step and return its events. Raises EngineError when the engine is broken."""
-        return self._launch_and_finish() if self._runner.is_asynchronous else self._execute()
+        return self._launch_and_finish() if self._runner.info.is_asynchronous else self._execute()
 
     def _execute(self) -> list[TokenEvent]:
         plan = self._scheduler.plan()
@@ -49,7 +49,7 @@ class StepExecutor:
             return []
         self.num_begun += 1
         try:
-            output = self._runner.execute(plan)
+            output = self._runner.finish(self._runner.launch(plan))
         except Exception as error:
             return self._bisect(plan, error)
         return self._commit(plan, output)
@@ -106,7 +106,7 @@ class StepExecutor:
         """Run a step of this size with dummy tokens. Raises EngineError if it fails too."""
         test = self._scheduler.probe(plan.num_tokens)
         try:
-            problems = list(self._runner.execute(test).errors.values())
+            problems = list(self._runner.finish(self._runner.launch(test)).errors.values())
         except Exception as error:
             problems = [sentence_of(error)]
         self._runner.release([item.sequence for item in test.scheduled])
@@ -130,7 +130,7 @@ class StepExecutor:
             if part.is_empty:
                 continue
             try:
-                output = self._runner.execute(part)
+                output = self._runner.finish(self._runner.launch(part))
             except Exception as problem:
                 sequences, why = self._take_back(part, problem)
                 if len(sequences) == 1:

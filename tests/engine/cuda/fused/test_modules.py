@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.support import ChunkingPlanner, make_sequence
+from tests.engine.support import ChunkingPlanner, execute, make_sequence
 from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.attention.base import stored_as
 from tokenmill_worker.engine.config import AttentionName, EngineConfig
@@ -214,12 +214,12 @@ def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
         max_model_len=64, cuda_graphs=False, fuse=False,
     )  # fmt: skip
     runner = build_runner(loaded, config)
-    planner = ChunkingPlanner(runner.cache_config, 6)
+    planner = ChunkingPlanner(runner.info.cache_config, 6)
     sequences = [
         make_sequence(f"s{i}", range(5 + i, 5 + i + length), 2) for i, length in enumerate((9, 3))
     ]
     for sequence in sequences:
         planner.add(sequence)
     while not (plan := planner.plan()).is_empty:
-        planner.commit(plan, runner.execute(plan))
+        planner.commit(plan, execute(runner, plan))
     return [sequence.output_ids for sequence in sequences]

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from tokenmill_worker.engine.attention import choose
-from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.device import CudaDevice
 from tokenmill_worker.engine.device import Device
 from tokenmill_worker.engine.execution import ranks
+from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.execution.memory import size_cache
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
@@ -19,6 +20,7 @@ from tokenmill_worker.engine.lora import Adapters
 from tokenmill_worker.engine.model import model_files
 from tokenmill_worker.engine.model.loader import LoadedModel, load_model, vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler
+from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.types import ProgressCallback
 
 
@@ -26,7 +28,6 @@ def load_model_runner(
     config: EngineConfig,
     cache_dir: str | None = None,
     on_progress: ProgressCallback | None = None,
-    runner_type: type[ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Find (and convert) and load the model, and build its runner.
 
@@ -40,14 +41,13 @@ def load_model_runner(
     path = model_files.resolve(config.model, cache_dir, report, config.trust_remote_code)
     report(f"loading {config.model}", 0.0)
     loaded = load_model(path, config, pick_device(config.device))
-    return build_runner(loaded, config, report, runner_type)
+    return build_runner(loaded, config, report)
 
 
 def build_runner(
     loaded: LoadedModel,
     config: EngineConfig,
     on_progress: ProgressCallback | None = None,
-    runner_type: type[ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Build a runner for a loaded model: choose attention, size and allocate the cache.
 
@@ -83,7 +83,20 @@ def build_runner(
     host_pool = allocate(cache_config.num_host_blocks, CpuDevice()) if has_host_pool else None
     grammars = _grammar_compiler(loaded, config)
     report(f"loading {config.model}", 1.0)
-    return runner_type(loaded, config, cache_config, backend, pool, host_pool, grammars, adapters)
+    info = RunnerInfo(
+        config=config,
+        cache_config=cache_config,
+        max_model_len=length,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        model_path=loaded.path,
+        description=_description(config, cache_config, pool),
+        can_structure=grammars is not None,
+        is_asynchronous=bool(config.async_batching),
+        proposer=PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
+        graphed_decodes=device.graph_sizes(config).decodes,
+    )
+    return ModelRunner(loaded, info, backend, pool, host_pool, grammars, adapters)
 
 
 def pick_device(name: str) -> Device:
@@ -148,6 +161,14 @@ def _grammar_compiler(loaded: LoadedModel, config: EngineConfig) -> GrammarCompi
     if words is None:
         return None
     return GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
+
+
+def _description(config: EngineConfig, cache_config: CacheConfig, pool: KVCachePool) -> str:
+    blocks = " + ".join(str(count) for count in cache_config.num_blocks)
+    return (
+        f"{config.model} on {config.device}, {config.dtype}, attention {config.attention}, "
+        f"{blocks} blocks of {config.block_size} tokens ({pool.num_bytes / 2**30:.2f} GiB)"
+    )
 
 
 def _ignore(_message: str, _fraction: float) -> None:

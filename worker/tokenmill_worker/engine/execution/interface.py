@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import CacheConfig, EngineConfig
-from tokenmill_worker.engine.execution.synthetic import SyntheticRunner, is_synthetic
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback
@@ -19,38 +19,27 @@ from tokenmill_worker.engine.types import ProgressCallback
 FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which never becomes ready
 
 
-class Runner(Protocol):
-    """Executes plans on a device.
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """Values of a loaded runner that do not change."""
 
-    `config` is resolved: no value is "auto".
-    """
-
-    config: EngineConfig
+    config: EngineConfig  # resolved: no value is "auto"
     cache_config: CacheConfig
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     model_path: Path  # the folder whose tokenizer belongs to the model
+    description: str  # one line for the log
+    can_structure: bool = False  # is response_format available?
+    is_asynchronous: bool = False  # may a step be launched before the last one's tokens are known?
+    proposer: Callable[[Sequence], tuple[int, ...]] | None = None  # drafts tokens; None: off
+    graphed_decodes: tuple[int, ...] = ()  # sequences of the decodes to capture at the start
 
-    @property
-    def description(self) -> str: ...
 
-    @property
-    def can_structure(self) -> bool:
-        """Return whether response_format is available."""
-        ...
+class Runner(Protocol):
+    """Executes plans on a device."""
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Return whether a step may be launched before the previous one's tokens are on the host."""
-        ...
-
-    @property
-    def proposer(self) -> Callable[[Sequence], tuple[int, ...]] | None:
-        """A function that returns draft tokens for speculative decoding; None where it is off."""
-        ...
-
-    def execute(self, plan: StepPlan) -> StepOutput: ...
+    info: RunnerInfo
 
     def launch(self, plan: StepPlan) -> Any:
         """Start a step; pass the return value to `finish`.
@@ -92,6 +81,8 @@ def load_runner(
 
     Raises EngineConfigError, or OSError if the model is not found.
     """
+    from tokenmill_worker.engine.execution.synthetic import SyntheticRunner, is_synthetic
+
     if is_synthetic(config.model):
         return SyntheticRunner.load(config, cache_dir, on_progress)
     if config.tensor_parallel:

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig
 from tokenmill_worker.engine.device import Graphs, StepInputs
 from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
+from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.kv.offloader import Offloader
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.lora import AdapterError, Adapters
@@ -50,67 +49,37 @@ class ModelRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        config: EngineConfig,
-        cache_config: CacheConfig,
+        info: RunnerInfo,
         backend: AttentionBackend,
         pool: KVCachePool,
         host_pool: KVCachePool | None = None,
         grammars: GrammarCompiler | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self.config = config
-        self.cache_config = cache_config
-        self.max_model_len = config.max_model_len or loaded.max_model_len
-        self.vocab_size = loaded.vocab_size
-        self.eos_token_ids = loaded.eos_token_ids
-        self.model_path: Path = loaded.path
-        self.can_structure = grammars is not None
-        self.is_asynchronous = bool(config.async_batching)
-        self.proposer = (
-            PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
-        )
+        config, device, length = info.config, loaded.device, info.max_model_len
+        self.info = info
         self._grammars = grammars
         self._adapters = adapters
+        self._lookup = info.proposer if isinstance(info.proposer, PromptLookup) else None
         self._loaded = loaded
+        self._device = device
         self._backend = backend
         self._pool = pool
         self._layers = _bind(loaded, pool)
-        device = loaded.device
-        self._device = device
         self._offloader = Offloader(pool, host_pool, device.copy_stream())
         self._pinned = None if host_pool is None else device.pin(host_pool.tensors)
-        self._inputs = InputBuilder(cache_config, self.max_model_len, device, config.max_num_seqs)
+        self._inputs = InputBuilder(info.cache_config, length, device, config.max_num_seqs)
         self._sampler = Sampler(
-            loaded.vocab_size,
+            info.vocab_size,
             device.torch_device,
-            loaded.eos_token_ids,
+            info.eos_token_ids,
             grammars,
             device.token_kernel(config),
         )
         self._previous: PreviousTokens | None = None
-        self.graphs: Graphs | None = device.graphs(self.forward, config, self.max_model_len)
-
-    @property
-    def description(self) -> str:
-        blocks = " + ".join(str(count) for count in self.cache_config.num_blocks)
-        dtype = str(self._loaded.dtype).removeprefix("torch.")
-        return (
-            f"{self.config.model} on {self._device.torch_device}, {dtype}, "
-            f"attention {self._backend.name}, {blocks} blocks of {self.config.block_size} tokens "
-            f"({self._pool.num_bytes / 2**30:.2f} GiB)"
-        )
-
-    @property
-    def graph_counts(self) -> tuple[int, int]:
-        """CUDA graphs captured, and steps that replayed one."""
-        return (
-            (0, 0) if self.graphs is None else (self.graphs.num_captured, self.graphs.num_replays)
-        )
+        self.graphs: Graphs | None = device.graphs(self.forward, config, length)
 
     # ── a step ──
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        return self.finish(self.launch(plan))
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device; its tokens may feed the next step before `finish`."""
@@ -203,8 +172,8 @@ class ModelRunner:
         for sequence in sequences:
             self._inputs.release(sequence)
             self._sampler.release(sequence)
-            if self.proposer is not None:
-                self.proposer.release(sequence)
+            if self._lookup is not None:
+                self._lookup.release(sequence)
 
     def is_alive(self) -> bool:
         """Return whether the device works; after a permanent failure every call on it fails."""

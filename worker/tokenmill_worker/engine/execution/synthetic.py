@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError, LayerGroup
+from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback
@@ -75,16 +76,8 @@ class SyntheticOptions:
 class SyntheticRunner:
     """Implements `interface.Runner`."""
 
-    config: EngineConfig
+    info: RunnerInfo
     options: SyntheticOptions
-    cache_config: CacheConfig
-    max_model_len: int
-    vocab_size: int = VOCAB_SIZE
-    eos_token_ids: frozenset[int] = frozenset({END_OF_TEXT})
-    can_structure: bool = False
-    is_asynchronous: bool = False
-    proposer: Callable[[Sequence], tuple[int, ...]] | None = None
-    model_path: Path = TOKENIZER
     _states: dict[Sequence, tuple[int, int]] = field(
         default_factory=dict
     )  # sequence → (tokens mixed in, state)
@@ -100,21 +93,17 @@ class SyntheticRunner:
         options = SyntheticOptions.parse(config.model)
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)
-        return cls(
+        cache = CacheConfig(config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache)
+        info = RunnerInfo(
             config=config,
-            options=options,
-            cache_config=CacheConfig(
-                config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache
-            ),
+            cache_config=cache,
             max_model_len=min(config.max_model_len or options.length, options.length),
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=frozenset({END_OF_TEXT}),
+            model_path=TOKENIZER,
+            description=(f"synthetic model, {num_blocks} blocks of {config.block_size} tokens"),
         )
-
-    @property
-    def description(self) -> str:
-        return f"synthetic model, {self.cache_config.num_blocks[0]} blocks of {self.config.block_size} tokens"
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        return self.finish(self.launch(plan))
+        return cls(info, options)
 
     def launch(self, plan: StepPlan) -> StepPlan:
         return plan
@@ -142,7 +131,7 @@ class SyntheticRunner:
     def prepare_adapter(self, name: str) -> Future[str]:
         """Return the adapter's name as its key; the name only changes the seed of the output."""
         found: Future[str] = Future()
-        if name in self.config.adapter_folders:
+        if name in self.info.config.adapter_folders:
             found.set_result(name)
         else:
             found.set_exception(ValueError(f"adapter {name!r} is not served here"))

@@ -12,8 +12,9 @@ torchrun; every rank makes the same call.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Self
+from typing import Any
 
 import msgspec
 
@@ -120,11 +121,14 @@ class PlanEncoder:
         )
 
 
-class TensorParallelRunner(ModelRunner):
+class TensorParallelRunner:
     """The runner of rank 0: broadcasts each plan, then executes it."""
 
-    ranks: Ranks
-    _plans: PlanEncoder
+    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+        self.info = runner.info
+        self._runner = runner
+        self._ranks = ranks
+        self._plans = PlanEncoder()
 
     @classmethod
     def load(
@@ -132,24 +136,20 @@ class TensorParallelRunner(ModelRunner):
         config: EngineConfig,
         cache_dir: str | None = None,
         on_progress: ProgressCallback | None = None,
-    ) -> Self:
+    ) -> TensorParallelRunner:
         """Join the ranks and load this rank's part of the model; every rank makes the same call.
 
         On rank 0, return the runner. Ranks above 0 follow until rank 0 closes, then raise
         SystemExit.
         """
         ranks = Ranks.join(config.device)
-        if ranks.rank != 0:
-            runner = load_model_runner(config, cache_dir, on_progress)
-            if on_progress is not None:
-                on_progress(FOLLOWS, 0.0)
-            follow(runner, ranks)
-            raise SystemExit(0)
-        loaded = load_model_runner(config, cache_dir, on_progress, cls)
-        assert isinstance(loaded, cls)
-        loaded.ranks = ranks
-        loaded._plans = PlanEncoder()
-        return loaded
+        runner = load_model_runner(config, cache_dir, on_progress)
+        if ranks.rank == 0:
+            return cls(runner, ranks)
+        if on_progress is not None:
+            on_progress(FOLLOWS, 0.0)
+        follow(runner, ranks)
+        raise SystemExit(0)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Broadcast the plan and launch it.
@@ -158,29 +158,38 @@ class TensorParallelRunner(ModelRunner):
         """
         try:
             if not plan.is_empty:
-                self.ranks.broadcast(_encoder.encode(self._plans.describe(plan)))
-            return super().launch(plan)
+                self._ranks.broadcast(_encoder.encode(self._plans.describe(plan)))
+            return self._runner.launch(plan)
         except Exception as error:
-            raise self.ranks.fail(error) from error
+            raise self._ranks.fail(error) from error
 
     def finish(self, step: InFlightStep) -> StepOutput:
         try:
-            return super().finish(step)
+            return self._runner.finish(step)
         except Exception as error:
-            raise self.ranks.fail(error) from error
+            raise self._ranks.fail(error) from error
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        return self._runner.prepare(params)
+
+    def prepare_adapter(self, name: str) -> Future[str]:
+        return self._runner.prepare_adapter(name)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         gone = list(sequences)
-        super().release(gone)
+        self._runner.release(gone)
         keys = self._plans.forget(gone)
         if keys:
-            self.ranks.broadcast(_encoder.encode(_Release(keys)))
+            self._ranks.broadcast(_encoder.encode(_Release(keys)))
+
+    def is_alive(self) -> bool:
+        return self._runner.is_alive()
 
     def close(self) -> None:
-        if not self.ranks.is_lost:
-            self.ranks.broadcast(_encoder.encode(_End()))
-        super().close()
-        self.ranks.leave()
+        if not self._ranks.is_lost:
+            self._ranks.broadcast(_encoder.encode(_End()))
+        self._runner.close()
+        self._ranks.leave()
 
 
 def follow(runner: ModelRunner, ranks: Ranks) -> None:

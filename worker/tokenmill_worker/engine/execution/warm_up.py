@@ -24,20 +24,23 @@ def warm_up(runner: Runner, report: ProgressCallback) -> None:
 
     An error of a step is raised, since then no step would succeed.
     """
-    if is_synthetic(runner.config.model):
+    if is_synthetic(runner.info.config.model):
         return
     report("warming up", 0.0)
     length = max(
-        1, min(PROMPT_TOKENS, runner.max_model_len - 2, runner.config.max_num_batched_tokens)
+        1,
+        min(
+            PROMPT_TOKENS, runner.info.max_model_len - 2, runner.info.config.max_num_batched_tokens
+        ),
     )
     for params in (SamplingParams(temperature=0.0), SamplingParams(seed=1)):
         sequence = _sequence(runner, length, params)
-        runner.execute(StepPlan(0, (ScheduledSequence(sequence, 0, length, True),)))
+        _run(runner, (ScheduledSequence(sequence, 0, length, True),))
         _execute(runner, [(sequence, 1)])
-    if runner.config.device != "cpu":
+    if runner.info.config.device != "cpu":
         report("compiling kernels", 0.0)
         build_kernels(runner)
-    sizes = _graph_batches(runner)
+    sizes = runner.info.graphed_decodes
     for index, size in enumerate(sizes):
         report(f"capturing decodes of {size}", index / len(sizes))
         _execute(
@@ -52,7 +55,7 @@ def build_kernels(runner: Runner) -> None:
     The presence penalty edits logits, which changes their type and needs a build of its own.
     """
     params = SamplingParams(seed=1, presence_penalty=1.0)
-    config, longest = runner.config, max(1, min(LONG_CONTEXT, runner.max_model_len - 1))
+    config, longest = runner.info.config, max(1, min(LONG_CONTEXT, runner.info.max_model_len - 1))
     small, large = CHUNK_TOKENS
     for chunk, context in (
         (small, small),
@@ -71,7 +74,7 @@ def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
 
     All sequences share the same blocks, long ones use them several times: the output is discarded.
     """
-    cache = runner.cache_config
+    cache = runner.info.cache_config
     usable = min(cache.num_blocks) - 1
     table = [1 + index % usable for index in range(-(-(length + 1) // cache.block_size))]
     tables = [list(table) for _ in cache.groups]
@@ -81,26 +84,9 @@ def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
 def _execute(runner: Runner, sequences: list[tuple[Sequence, int]]) -> None:
     """Run a step with the last `count` tokens of each sequence."""
     items = tuple(ScheduledSequence(s, s.num_tokens - count, count, True) for s, count in sequences)
-    runner.execute(StepPlan(0, items))
+    _run(runner, items)
     runner.release([sequence for sequence, _ in sequences])
 
 
-def _graph_batches(runner: Runner) -> list[int]:
-    """Return the largest decode of each shape, in descending order.
-
-    Small ones are the commonest; captured last, they are kept longest. Mixed steps have places of
-    their own. If places are short, small shapes and the largest batch, which a busy service runs,
-    are kept.
-    """
-    config = runner.config
-    if not config.cuda_graphs:
-        return []
-    from tokenmill_worker.engine.cuda.graph_inputs import (
-        padded_batch,
-    )  # imports torch, which runs the graphs anyway
-
-    places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
-    sizes = sorted(
-        {min(padded_batch(n), config.max_num_seqs) for n in range(1, config.max_num_seqs + 1)}
-    )
-    return [*sizes[: places - 1], sizes[-1]][::-1] if len(sizes) > places else sizes[::-1]
+def _run(runner: Runner, items: tuple[ScheduledSequence, ...]) -> None:
+    runner.finish(runner.launch(StepPlan(0, items)))

@@ -125,11 +125,11 @@ class EngineLoop:
     def _ready(self) -> Ready:
         runner = self._engine.runner
         return Ready(
-            model=runner.config.model,
+            model=runner.info.config.model,
             max_model_len=self._engine.scheduler.max_model_len,
-            vocab_size=runner.vocab_size,
-            eos_token_ids=tuple(sorted(runner.eos_token_ids)),
-            model_path=str(runner.model_path),
-            description=runner.description,
+            vocab_size=runner.info.vocab_size,
+            eos_token_ids=tuple(sorted(runner.info.eos_token_ids)),
+            model_path=str(runner.info.model_path),
+            description=runner.info.description,
             capacity=self._engine.capacity(),
         )
