@@ -12,6 +12,7 @@ import pytest
 from tests.support.worker import client_of, database_url, running_worker, settings, thread_host
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
+from tokenmill_worker.builders import engine_host
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.engine.process.host import EngineHost
 from tokenmill_worker.errors import RedisUnavailable
@@ -41,10 +42,9 @@ async def test_told_to_end_while_it_starts(
 
     def factory() -> EngineHost:
         made.set()
-        return usual()
+        return engine_host(chosen, chosen.engine_config())
 
     worker = Worker(chosen, factory)
-    usual = worker._engine_host
     if moment == "before it serves":
         worker.drain()
     serving = asyncio.create_task(worker.serve())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.app import stream_options
+from tokenmill_worker.builders import stream_options
 from tokenmill_worker.consume.job_stream import StreamOptions
 from tokenmill_worker.settings import ENGINE_FIELDS, Settings, load_settings
 
@@ -20,7 +20,7 @@ def read_names() -> set[str]:
     """Return attributes read from names like settings or config, or from `self` in both classes."""
     found: set[str] = set()
     for path in sorted((ROOT / "worker").rglob("*.py")):
-        own = path.name in ("settings.py", "config.py")
+        own = path.name in ("fields.py", "config.py")
         found |= set(_attributes(ast.parse(path.read_text("utf-8")), with_self=own))
     return found
 

@@ -229,7 +229,7 @@ from tokenmill.operations.tracing import producing
 from tokenmill_schemas import JobRequest
 with producing("q", [JobRequest(job_id="a", prompt="x")]) as (request,):
     assert request.traceparent is None
-from tokenmill_worker.app import open_tracing
+from tokenmill_worker.builders import open_tracing
 from tokenmill_worker.errors import MissingPackage
 from tokenmill_worker.settings import load_settings
 assert open_tracing(load_settings({}, strict=False)) is None

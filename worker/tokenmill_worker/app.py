@@ -1,7 +1,7 @@
-"""The worker's composition root: builds the stages, starts them in order, ends them in order.
+"""Builds the stages of a worker, starts them in order, and ends them in order.
 
     start:  SQL checked · queue opened · engine loaded · record · lease · control · claim
-    end:    claiming stops · running jobs finish or are handed over · results recorded · lease given up
+    end:    claiming stops · running jobs finish or are handed over · results recorded · lease ended
 
 SIGTERM drains; a second signal, or SIGINT, hands over at once.
 """
@@ -15,20 +15,19 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from tokenmill import AsyncClient
 from tokenmill.transport.cancellation import end_task, wait_at_most
 from tokenmill.transport.connect import Link, connect_async, parse_url
 from tokenmill_schemas.keys import Keys
+from tokenmill_worker.builders import engine_host, input_processor, open_tracing, stream_options
 from tokenmill_worker.consume.consumer import Consumer
 from tokenmill_worker.consume.control import ControlChannel
-from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
+from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.consume.leases import LeaseKeeper
-from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
-from tokenmill_worker.engine.process.messages import Ready
+from tokenmill_worker.engine.process.host import EngineHost
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
@@ -36,12 +35,10 @@ from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
 from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.settings.model_names import read_aliases, read_template
-from tokenmill_worker.telemetry import HealthServer, Metrics, Tracing, configure_logging
+from tokenmill_worker.telemetry import HealthServer, Metrics, configure_logging
 from tokenmill_worker.telemetry.job_observer import Observer
 from tokenmill_worker.telemetry.queue_metrics import QueueMetrics, queue_samples
-from tokenmill_worker.telemetry.worker_status import StatusReporter, WorkerParts, package_version
-from tokenmill_worker.text.tokenizer import Tokenizer
+from tokenmill_worker.telemetry.worker_status import StatusReporter, WorkerParts
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +48,9 @@ RESIGN_S = 5.0
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal; returns the exit status. Raises SettingsError, SchemaOutdated, EngineDied."""
+    """Serve until a signal; returns the exit status. Raises SettingsError, SchemaOutdated,
+    EngineDied.
+    """
     context = (
         {"worker": settings.worker_name, "queue": settings.queue_name}
         if settings.log_format == "json"
@@ -64,8 +63,10 @@ def run(settings: Settings) -> int:
 
 
 class Worker:
-    """One worker. `host_factory` replaces the engine process (tests run the engine in a thread). `stream_type` and
-    `store_type` may be types that fail on purpose. `has_process`: nothing else runs in this process."""
+    """Runs one worker. `host_factory` replaces the engine process (tests run the engine in a
+    thread). `stream_type` and `store_type` may be types that fail on purpose. `has_process`:
+    nothing else runs in this process.
+    """
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class Worker:
         self.watch_port: int | None = None  # the port of /metrics, once it is served
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._host_factory = host_factory or self._engine_host
-        self._config = settings.engine_config()
+        config = self._config = settings.engine_config()
+        self._host_factory = host_factory or partial(engine_host, settings, config)
         self.metrics = Metrics(settings.queue_name, self._config.model)
         self._tracing = open_tracing(settings)
         observer = self._observer = Observer(
@@ -119,7 +120,7 @@ class Worker:
         self.service = Service(
             stream=self.stream,
             host_factory=self._host_factory,
-            processor_factory=self._processor,
+            processor_factory=partial(input_processor, settings, config),
             publisher=self._publisher,
             finalizer=self._finalizer,
             max_num_seqs=self._config.max_num_seqs,
@@ -181,11 +182,12 @@ class Worker:
         self._hurry.set()
 
     async def serve(self) -> int:
-        """Serve until drained. Raises errors that make a start pointless: wrong settings, old schema, broken model."""
+        """Serve until drained. Raises errors that make a start pointless: wrong settings, an old
+        schema, a broken model.
+        """
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(
-            NotImplementedError, RuntimeError
-        ):  # not on the main thread (tests)
+        # Signals cannot be handled outside the main thread, as in tests.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
             loop.add_signal_handler(signal.SIGTERM, self.drain)
             loop.add_signal_handler(signal.SIGINT, self.end_now)
         async with contextlib.AsyncExitStack() as undo:
@@ -194,7 +196,7 @@ class Worker:
             undo.push_async_callback(self._store.close)
             if self._tracing is not None:
                 undo.push_async_callback(asyncio.to_thread, self._tracing.close)
-            await self._be_watched(undo)
+            await self._serve_metrics(undo)
             if await self._patiently(self._store.check) and await self._patiently(self.stream.open):
                 await self._run_stages()
         log.info("stopped")
@@ -231,8 +233,10 @@ class Worker:
         await self._consumer.run()
 
     async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Retry while a dependency is not up yet, for a limited time. Returns False if a signal came first."""
-        deadline, said = time.monotonic() + STARTUP_PATIENCE_S, ""
+        """Retry while a dependency is not up yet, for a limited time. Returns False if a signal
+        came first.
+        """
+        deadline, logged = time.monotonic() + STARTUP_PATIENCE_S, ""
         while not self._stop.is_set():
             trying, stopped = asyncio.create_task(what()), asyncio.create_task(self._stop.wait())
             await asyncio.wait([trying, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -245,81 +249,22 @@ class Worker:
             except Unavailable as error:
                 if error.is_misconfigured or time.monotonic() >= deadline:
                     raise
-                if str(error) != said:
+                if str(error) != logged:
                     log.warning(
                         "not ready, trying for %.0f s more: %s", deadline - time.monotonic(), error
                     )
-                said = str(error)
+                logged = str(error)
                 await wait_at_most(self._stop, 1.0)
             else:
                 return True
         return False
 
-    # ── what the stages are built from ──
-
-    def _engine_host(self) -> EngineHost:
-        if self.settings.engine_host == "process":
-            return EngineProcess(self._config, self.settings.cache_dir, self.settings.stall_seconds)
-        from tokenmill_worker.engine.engine import Engine
-
-        return EngineThread(
-            lambda: Engine.load(self._config, self.settings.cache_dir), self.settings.stall_seconds
-        )
-
-    async def _processor(self, ready: Ready) -> InputProcessor:
-        settings = self.settings
-        template = read_template(settings.chat_template)
-        tokenizer = await asyncio.to_thread(
-            Tokenizer.load, ready.model_path, template, self._config.trust_remote_code
-        )
-        served = ServedModel(
-            names=(self._config.model, settings.queue_name),
-            max_model_len=ready.max_model_len,
-            vocab_size=ready.vocab_size,
-            eos_token_ids=frozenset(ready.eos_token_ids),
-            default_max_tokens=settings.default_max_tokens,
-            adapters=frozenset(self._config.adapter_folders),
-            aliases=read_aliases(settings.aliases),
-        )
-        return InputProcessor(
-            tokenizer,
-            served,
-            worker_id=settings.worker_name,
-            max_payload_bytes=settings.max_payload_bytes,
-        )
+    # ── reports of the stages ──
 
     async def _expired(self) -> None:
         self.service.drop_all()
         with contextlib.suppress(Unavailable):
             await self.stream.resign()
-
-    # ── being watched ──
-
-    async def _be_watched(self, undo: contextlib.AsyncExitStack) -> None:
-        settings = self.settings
-        self.metrics.add_source(self.reporter.samples)
-        if settings.metrics_port is None:
-            return
-        server = HealthServer(
-            settings.metrics_host,
-            settings.metrics_port,
-            self.metrics.registry,
-            self.reporter.checks(),
-        )
-        await server.start()
-        self.watch_port = server.port
-        undo.push_async_callback(server.stop)
-        await self._watch_queue(undo)
-        log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
-
-    async def _watch_queue(self, undo: contextlib.AsyncExitStack) -> None:
-        client = AsyncClient(
-            self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix
-        )
-        undo.push_async_callback(client.close)
-        queue = QueueMetrics(client)
-        self.metrics.add_queue_source(lambda: queue_samples([queue]))
-        await undo.enter_async_context(background(queue.run(), self._stop))
 
     def _recorded(self, finished: list[FinishedJob]) -> None:
         self._observer.recorded(finished)
@@ -334,38 +279,33 @@ class Worker:
         self.reporter.steps.reset()
         self._consumer.notice_room()
 
+    # ── metrics and health ──
 
-def stream_options(settings: Settings) -> StreamOptions:
-    return StreamOptions(
-        lease_s=settings.lease_seconds,
-        result_ttl_s=round(settings.result_ttl_seconds),
-        log_ttl_s=round(settings.log_ttl_seconds),
-        max_solo_crashes=settings.max_crashes,
-        max_deliveries=settings.max_deliveries,
-        bulk_every=max(1, round(1 / settings.bulk_share)) if settings.bulk_share else 1 << 30,
-        queue_limit=settings.queue_limit,
-        max_payload_bytes=settings.max_payload_bytes,
-        idempotency_ttl_s=settings.idempotency_ttl_seconds,
-        tenant_concurrency=settings.tenant_max_running,
-        tenant_rate=settings.tenant_jobs_per_minute / 60,
-        tenant_burst=max(1, round(settings.tenant_jobs_per_minute))
-        if settings.tenant_jobs_per_minute
-        else 0,
-    )
+    async def _serve_metrics(self, undo: contextlib.AsyncExitStack) -> None:
+        settings = self.settings
+        self.metrics.add_source(self.reporter.samples)
+        if settings.metrics_port is None:
+            return
+        server = HealthServer(
+            settings.metrics_host,
+            settings.metrics_port,
+            self.metrics.registry,
+            self.reporter.checks(),
+        )
+        await server.start()
+        self.watch_port = server.port
+        undo.push_async_callback(server.stop)
+        await self._read_queue_metrics(undo)
+        log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
 
-
-def open_tracing(settings: Settings) -> Tracing | None:
-    """Open tracing if an endpoint is set. Raises MissingPackage if OpenTelemetry is not installed."""
-    if not settings.otel_endpoint:
-        return None
-    resource = {
-        "service.name": "tokenmill-worker",
-        "service.instance.id": settings.worker_name,
-        "service.version": package_version(),
-    }
-    return Tracing.open(
-        settings.otel_endpoint, sample_ratio=settings.otel_sample_ratio, resource=resource
-    )
+    async def _read_queue_metrics(self, undo: contextlib.AsyncExitStack) -> None:
+        client = AsyncClient(
+            self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix
+        )
+        undo.push_async_callback(client.close)
+        queue = QueueMetrics(client)
+        self.metrics.add_queue_source(lambda: queue_samples([queue]))
+        await undo.enter_async_context(background(queue.run(), self._stop))
 
 
 async def _first(*events: asyncio.Event) -> None:
@@ -378,8 +318,9 @@ async def _first(*events: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def background(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> AsyncIterator[None]:
-    """Run work beside the body, which ends at `stop`, then cancel it. Work that ends by itself sets `stop`; its error
-    is raised after the body: a worker without one of its stages would hold jobs and do nothing.
+    """Run work beside the body, which ends at `stop`, then cancel it. Work that ends by itself sets
+    `stop`; its error is raised after the body: a worker without one of its stages would own jobs
+    and do nothing.
     """
     task = asyncio.create_task(work)
     task.add_done_callback(lambda _task: stop.set())

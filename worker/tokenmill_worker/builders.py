@@ -1,0 +1,81 @@
+"""Builds parts of a worker whose construction takes more than one call, from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.consume.job_stream import StreamOptions
+from tokenmill_worker.consume.served_model import ServedModel
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
+from tokenmill_worker.engine.process.messages import Ready
+from tokenmill_worker.settings import Settings
+from tokenmill_worker.settings.model_names import read_aliases, read_template
+from tokenmill_worker.telemetry import Tracing
+from tokenmill_worker.telemetry.worker_status import package_version
+from tokenmill_worker.text.tokenizer import Tokenizer
+
+
+def engine_host(settings: Settings, config: EngineConfig) -> EngineHost:
+    """Create the host of one engine: a process of its own, or a thread of this one."""
+    if settings.engine_host == "process":
+        return EngineProcess(config, settings.cache_dir, settings.stall_seconds)
+    from tokenmill_worker.engine.engine import Engine
+
+    return EngineThread(lambda: Engine.load(config, settings.cache_dir), settings.stall_seconds)
+
+
+async def input_processor(settings: Settings, config: EngineConfig, ready: Ready) -> InputProcessor:
+    """Load the tokenizer of the model that the engine has loaded. Raises OSError."""
+    template = read_template(settings.chat_template)
+    tokenizer = await asyncio.to_thread(
+        Tokenizer.load, ready.model_path, template, config.trust_remote_code
+    )
+    served = ServedModel(
+        names=(config.model, settings.queue_name),
+        max_model_len=ready.max_model_len,
+        vocab_size=ready.vocab_size,
+        eos_token_ids=frozenset(ready.eos_token_ids),
+        default_max_tokens=settings.default_max_tokens,
+        adapters=frozenset(config.adapter_folders),
+        aliases=read_aliases(settings.aliases),
+    )
+    return InputProcessor(
+        tokenizer,
+        served,
+        worker_id=settings.worker_name,
+        max_payload_bytes=settings.max_payload_bytes,
+    )
+
+
+def stream_options(settings: Settings) -> StreamOptions:
+    jobs_per_minute = settings.tenant_jobs_per_minute
+    return StreamOptions(
+        lease_s=settings.lease_seconds,
+        result_ttl_s=round(settings.result_ttl_seconds),
+        log_ttl_s=round(settings.log_ttl_seconds),
+        max_solo_crashes=settings.max_crashes,
+        max_deliveries=settings.max_deliveries,
+        bulk_every=max(1, round(1 / settings.bulk_share)) if settings.bulk_share else 1 << 30,
+        queue_limit=settings.queue_limit,
+        max_payload_bytes=settings.max_payload_bytes,
+        idempotency_ttl_s=settings.idempotency_ttl_seconds,
+        tenant_concurrency=settings.tenant_max_running,
+        tenant_rate=jobs_per_minute / 60,
+        tenant_burst=max(1, round(jobs_per_minute)) if jobs_per_minute else 0,
+    )
+
+
+def open_tracing(settings: Settings) -> Tracing | None:
+    """Open tracing if an endpoint is set. Raises MissingPackage if OpenTelemetry is not installed."""
+    if not settings.otel_endpoint:
+        return None
+    resource = {
+        "service.name": "tokenmill-worker",
+        "service.instance.id": settings.worker_name,
+        "service.version": package_version(),
+    }
+    return Tracing.open(
+        settings.otel_endpoint, sample_ratio=settings.otel_sample_ratio, resource=resource
+    )
