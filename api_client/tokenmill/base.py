@@ -188,7 +188,7 @@ def translate(error: Exception) -> TokenmillError:
         return error
     if isinstance(error, redis.ResponseError) and str(error).startswith("INVALID "):
         return InvalidRequest([str(error).removeprefix("INVALID ")])
-    # If no sentinel knows a master, redis-py's message lists every sentinel in full: keep only its beginning.
+    # If no sentinel knows a master, redis-py's message lists all sentinels in full: keep its start.
     words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
     trouble = QueueUnavailable(_unavailable(error, words or type(error).__name__))
     trouble.__cause__ = error

@@ -1,6 +1,6 @@
 """Signs and verifies webhooks in the form of Standard Webhooks, for senders and receivers.
 
-    event = webhooks.verify(body, headers, secret)   # in the receiver: raises BadSignature, else a WebhookEvent
+    event = webhooks.verify(body, headers, secret)   # in the receiver; raises BadSignature
 
 A message has an id that stays the same at every attempt; a receiver remembers it to act only once.
 Its time of sending is signed too, and a message that is too old or too far in the future is
@@ -116,7 +116,8 @@ def _keys(secret: str) -> list[bytes]:
             key = b""
         if not word.startswith(_PREFIX) or len(key) < _LEAST_KEY_BYTES:
             raise ConfigurationError(
-                f"a webhook secret is {_PREFIX} and the base64 of at least {_LEAST_KEY_BYTES} random bytes: "
+                f"a webhook secret is {_PREFIX} and the base64 of at least {_LEAST_KEY_BYTES} "
+                "random bytes: "
                 "`tokenmill webhooks secret --new` makes one"
             )
         keys.append(key)

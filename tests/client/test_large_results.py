@@ -1,4 +1,6 @@
-"""Results above the limit of requests, read in every way; and one that cannot be read, beside others."""
+"""Results above the limit of requests, read in every way; and one that cannot be read, beside
+others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streams while things break: connections cut, replies lost, messages missed, servers restarted, records gone."""
+"""Streams while things break: connections cut, replies lost, messages missed, servers restarted,
+records gone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`ops/fuzz [--inputs N] [--target NAME] [--seed S]`: every decoder and the worker's intake, under bytes that nobody
-meant. Each target runs in a process of its own. The exit status is 1 when anything undocumented came out.
+"""`ops/fuzz [--inputs N] [--target NAME] [--seed S]`: every decoder and the worker's intake, under
+bytes that nobody meant. Each target runs in a process of its own. The exit status is 1 when
+anything undocumented came out.
 """
 
 # ruff: noqa: T201, TID251 - a command: it prints, and hands its environment on

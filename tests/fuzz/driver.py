@@ -1,7 +1,9 @@
-"""Runs one target over many inputs and says what came of it: with atheris (coverage-guided) or by itself (seeded).
+"""Runs one target over many inputs and says what came of it: with atheris (coverage-guided) or by
+itself (seeded).
 
-A hang or a memory bomb is a finding too: an input that takes longer than LONGEST_S ends the process with a
-traceback, one that needs more than MOST_MEMORY is a MemoryError where it asks for it.
+A hang or a memory bomb is a finding too: an input that takes longer than LONGEST_S ends the
+process with a traceback, one that needs more than MOST_MEMORY is a MemoryError where it asks for
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Makes fuzzing inputs: valid messages with a part changed, by structure or bytes; repeatable by seed.
+"""Makes fuzzing inputs: valid messages with a part changed, by structure or bytes; repeatable by
+seed.
 
-A change by structure unpacks MessagePack (also where it stands inside a byte string, as chunks do in a log),
-replaces, repeats, nests or drops one node and packs it again: what a producer of another make would send.
+A change by structure unpacks MessagePack (also where it stands inside a byte string, as chunks do
+in a log), replaces, repeats, nests or drops one node and packs it again: what a producer of
+another make would send.
 """
 
 from __future__ import annotations

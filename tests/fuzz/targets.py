@@ -175,7 +175,9 @@ def _status(data: bytes) -> None:
 
 
 def _delivery(data: bytes) -> None:
-    """The claim script's reply: numbers are numbers (the script sees to it), every text may be anything."""
+    """The claim script's reply: numbers are numbers (the script sees to it), every text may be
+    anything.
+    """
     texts = _bytes(_parts(data))
     job_id, payload, verdict, *log = [*texts, b"", b"", b""][: max(3, len(texts))]
     delivery = read_delivery(

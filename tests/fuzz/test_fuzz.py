@@ -1,4 +1,6 @@
-"""A short form of `ops/fuzz`: each target in this process, without coverage; and the bombs, refused one by one."""
+"""A short form of `ops/fuzz`: each target in this process, without coverage; and the bombs,
+refused one by one.
+"""
 
 import subprocess
 import sys

@@ -1,11 +1,14 @@
 """Keeps a bounded number of a batch's jobs in the queue: submits lines, collects ended jobs,
 submits more.
 
-    file ─ lines ─▶ group ─ submit_many ─▶ open jobs (at most `window`, and WINDOW_BYTES of requests) ─▶ collector
+    file ─ lines ─▶ group ─ submit_many ─▶ open jobs ─▶ collector
+
+At most `window` jobs and WINDOW_BYTES of requests are open.
 
 A job's id is derived from its line, so a group that is submitted twice is in the queue once. A job
 that the queue has lost is looked up in the database, and submitted again if it is not there either.
-Callers start and end the batch."""
+Callers start and end the batch.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ from tokenmill_schemas.result import JobResult, JobStatus
 
 WINDOW_BYTES: Final = 64 * 1024 * 1024
 GROUP: Final = 250
-IDLE_LOOKS: Final = 3
+IDLE_SYNCS: Final = 3
 POLL_S: Final = 0.2  # between two polls of the oldest open jobs
 SWEEP_S: Final = 2.0  # between two polls of all open jobs
-LOOK_S: Final = 1.0  # how often the batch's record is written and read
+SYNC_S: Final = 1.0  # how often the batch's record is written and read
 
 
 class BatchFeeder:
@@ -65,31 +68,26 @@ class BatchFeeder:
         self._lines = PendingLines(batch, collector, repeated_lines, min(GROUP, limits.window))
         self._limits = limits
         self._is_resumed = is_resumed
-        self._retries = CallRetries(limits.retry_for_s, self._tell)
-        self._reached = (
-            0 if collector.keeps_answers else batch.over_line
-        )  # this run has handled all lines up to it
+        self._retries = CallRetries(limits.retry_for_s, self._report)
+        # this run has handled all lines up to `_reached`
+        self._reached = 0 if collector.keeps_answers else batch.over_line
         self._noted = batch.submitted
-        self._state = BatchState.IN_PROGRESS
-        self._looked_at = 0.0
+        self.state = BatchState.IN_PROGRESS
+        self._synced_at = 0.0
         self._polled_at = 0.0
         self._swept_at = 0.0
-        self._in_files: list[str] = []  # jobs in the files that the queue may drop
-        self._waits = ""
-        self._at_once = GROUP  # jobs per call; fewer if the queue never has room for so many
+        self._written: list[str] = []  # jobs in the files that the queue may drop
+        self._waiting_for = ""
+        self._group_size = GROUP  # jobs per call; fewer if the queue never has room for so many
         self._has_given_up = False
         self._lost: list[JobRequest] = []
         self._num_ended = -1
-        self._num_idle_looks = 0
+        self._num_idle_syncs = 0
 
     @property
-    def state(self) -> BatchState:
-        return self._state
-
-    @property
-    def goes_on(self) -> bool:
+    def may_submit(self) -> bool:
         """True while more lines may be submitted."""
-        return self._state is BatchState.IN_PROGRESS and not self.is_late
+        return self.state is BatchState.IN_PROGRESS and not self.is_late
 
     @property
     def is_late(self) -> bool:
@@ -105,22 +103,21 @@ class BatchFeeder:
     def submit(self, path: Path) -> None:
         """Submit every line that is not done, until all are in the queue or the batch is cancelled
         or late."""
-        self._look(force=True)
+        self._sync_record(force=True)
         for jobs, bad, last_line in self._lines.groups(path, self._reached):
             if not self._has_room():
                 break
             self._answer_bad(bad)
             self._submit_lost()
             self._submit(self._unrecorded(jobs))
-            if not self.goes_on:  # perhaps not all of them were submitted
+            if not self.may_submit:  # perhaps not all of them were submitted
                 break
             self._reached = last_line
-            self._look(
-                force=last_line - self._noted > WINDOW
-            )  # readers expect no open job further behind
-        if self.goes_on:
+            # readers expect no open job further behind than WINDOW
+            self._sync_record(force=last_line - self._noted > WINDOW)
+        if self.may_submit:
             self._reached = self._batch.last_line
-        self._look(force=True)
+        self._sync_record(force=True)
 
     def drain(self) -> None:
         """Return when every open job has ended. Cancel them if the batch is cancelled or long past
@@ -131,9 +128,9 @@ class BatchFeeder:
             if self._is_long_late and not self._has_given_up:
                 self._has_given_up = True  # no live worker has expired the jobs
                 self._cancel_open()
-        self._forget()
-        self._look(force=True)
-        self._tell()
+        self._drop_written()
+        self._sync_record(force=True)
+        self._report()
 
     def reject_rest(self, path: Path, why: LineError) -> None:
         """Answer every line that was never submitted with the error `why`."""
@@ -147,8 +144,8 @@ class BatchFeeder:
         if self._reached >= self._batch.submitted:
             self._reached = self._batch.last_line
         self._noted = self._batch.last_line
-        self._look(force=True)
-        self._tell()
+        self._sync_record(force=True)
+        self._report()
 
     # ── lines in ──
 
@@ -181,24 +178,24 @@ class BatchFeeder:
         """Submit jobs and open them. The queue takes all jobs of a call or none; if it never has
         room for so many, half as many are tried."""
         while jobs:
-            part, rest = jobs[: self._at_once], jobs[self._at_once :]
+            part, rest = jobs[: self._group_size], jobs[self._group_size :]
             try:
                 self._retries.run(partial(job_queries.submit_jobs, self._client, part))
             except QueueRefusal as refusal:  # the queue is full, or the tenant's rate is exceeded
                 self._open([job for job in part if job.job_id in refusal.accepted])
                 jobs = [job for job in jobs if job.job_id not in refusal.accepted]
                 if not refusal.accepted:
-                    self._at_once = max(1, len(part) // 2)
-                self._waits = str(refusal)
+                    self._group_size = max(1, len(part) // 2)
+                self._waiting_for = str(refusal)
                 self._poll()
-                if not self.goes_on:
+                if not self.may_submit:
                     return
             except (IdempotencyConflict, InvalidRequest) as error:
                 self._submit_one_by_one(part, error)
                 jobs = rest
             else:
                 self._open(part)
-                self._at_once = min(GROUP, 2 * self._at_once)
+                self._group_size = min(GROUP, 2 * self._group_size)
                 jobs = rest
 
     def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
@@ -223,9 +220,9 @@ class BatchFeeder:
         """Wait until the window has room. Return False if nothing more may be submitted."""
         if time.monotonic() - self._polled_at >= POLL_S:
             self._poll()
-        while self.goes_on and self._is_full():
+        while self.may_submit and self._is_full():
             self._poll()
-        return self.goes_on
+        return self.may_submit
 
     def _is_full(self) -> bool:
         group = min(GROUP, self._limits.window)
@@ -238,8 +235,8 @@ class BatchFeeder:
         time.sleep(max(0.0, self._polled_at + POLL_S - time.monotonic()))
         self._polled_at = time.monotonic()
         self._collect()
-        self._look()
-        self._tell()
+        self._sync_record()
+        self._report()
 
     def _collect(self) -> None:
         """Collect ended jobs, oldest group first, up to a mostly open group; every SWEEP_S look at
@@ -251,10 +248,10 @@ class BatchFeeder:
         for start in range(0, len(lines), GROUP):
             names = [job_id(self._batch.id, line) for line in lines[start : start + GROUP]]
             ends = self._retries.run(
-                partial(job_queries.collect, self._client, names, self._in_files)
+                partial(job_queries.collect, self._client, names, self._written)
             )
             self._collector.take([self._in_time(result) for result in ends.results])
-            self._in_files = (
+            self._written = (
                 [result.job_id for result in ends.results] if self._collector.keeps_answers else []
             )
             for job in self._not_recorded(ends.unknown):
@@ -264,10 +261,10 @@ class BatchFeeder:
             if 2 * len(ends.results) < len(names) and not is_sweep:
                 return
 
-    def _forget(self) -> None:
-        if self._in_files:
-            self._retries.run(partial(job_queries.collect, self._client, (), self._in_files))
-            self._in_files = []
+    def _drop_written(self) -> None:
+        if self._written:
+            self._retries.run(partial(job_queries.collect, self._client, (), self._written))
+            self._written = []
 
     def _in_time(self, result: JobResult) -> JobResult:
         """Return the result, as expired if this run cancelled the job because its deadline had
@@ -275,7 +272,7 @@ class BatchFeeder:
         if (
             self._has_given_up
             and result.status is JobStatus.CANCELLED
-            and self._state is not BatchState.CANCELLING
+            and self.state is not BatchState.CANCELLING
         ):
             return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
         return result
@@ -300,19 +297,19 @@ class BatchFeeder:
 
     def _submit_lost(self) -> None:
         lost, self._lost = self._lost, []
-        if self.goes_on:
+        if self.may_submit:
             self._submit(lost)
         else:
-            why = CANCELLED if self._state is BatchState.CANCELLING else EXPIRED
+            why = CANCELLED if self.state is BatchState.CANCELLING else EXPIRED
             self._answer_bad(self._as_bad(lost, why))
 
     # ── the batch's record ──
 
-    def _look(self, *, force: bool = False) -> None:
+    def _sync_record(self, *, force: bool = False) -> None:
         """Write the progress, and read whether the batch was cancelled."""
-        if not force and time.monotonic() - self._looked_at < LOOK_S:
+        if not force and time.monotonic() - self._synced_at < SYNC_S:
             return
-        self._looked_at = time.monotonic()
+        self._synced_at = time.monotonic()
         self._noted = max(self._noted, self._reached)
         lost = map(self._line_of, self._lost)
         over_line = min([self._reached + 1, *self._collector.jobs, *lost]) - 1
@@ -322,32 +319,30 @@ class BatchFeeder:
                 self._batch.id, submitted=self._noted, over_line=over_line, totals=totals
             )
         )
-        before, self._state = (
-            self._state,
-            self._retries.run(lambda: self._store.get(self._batch.id)).state,
-        )
-        if self._state is BatchState.CANCELLING and before is not BatchState.CANCELLING:
+        before = self.state
+        self.state = self._retries.run(lambda: self._store.get(self._batch.id)).state
+        if self.state is BatchState.CANCELLING and before is not BatchState.CANCELLING:
             self._cancel_open()
-        self._notice_idleness()
+        self._check_idle()
 
     def _cancel_open(self) -> None:
         names = [job_id(self._batch.id, line) for line in self._collector.jobs]
         self._retries.run(lambda: job_queries.cancel(self._client, names))
 
-    def _notice_idleness(self) -> None:
+    def _check_idle(self) -> None:
         """Report a queue without a worker; otherwise it looks like a queue with a slow one."""
         ended = self._collector.totals.ended
         is_idle = ended == self._num_ended and bool(self._collector.jobs)
-        self._num_ended, self._num_idle_looks = ended, self._num_idle_looks + 1 if is_idle else 0
-        if self._num_idle_looks >= IDLE_LOOKS:
-            self._waits = (
+        self._num_ended, self._num_idle_syncs = ended, self._num_idle_syncs + 1 if is_idle else 0
+        if self._num_idle_syncs >= IDLE_SYNCS:
+            self._waiting_for = (
                 "" if self._retries.run(self._client.workers) else "no worker serves this queue"
             )
         elif not is_idle:
-            self._waits = ""
+            self._waiting_for = ""
 
-    def _tell(self) -> None:
-        note = self._retries.note or self._waits
+    def _report(self) -> None:
+        note = self._retries.note or self._waiting_for
         jobs, totals = self._collector.jobs, self._collector.totals
         self._limits.on_progress(
             BatchProgress(self._batch.total, len(jobs), totals, note, self._collector.generated)

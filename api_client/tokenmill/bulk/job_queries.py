@@ -79,7 +79,8 @@ def collect(
     return ends
 
 
-_UNRECORDED: Final = b"?"  # collect.lua: over, but not recorded (no result is one byte long); "!": the key is no hash
+# replies of collect.lua; no result is one byte long. "!": the job's key is no hash
+_UNRECORDED: Final = b"?"  # over, but not recorded
 
 
 def _collect(

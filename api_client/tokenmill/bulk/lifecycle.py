@@ -153,7 +153,7 @@ def export_batch(
         begun = files.load_record()
         if begun is not None and not begun.state.is_final:
             raise ConfigurationError(
-                f"{paths.output} is what `bulk run` goes on with, of {begun.id}: name another output"
+                f"`bulk run` of {begun.id} continues with {paths.output}: name another output"
             )
         files.discard()
         collector = Collector(batch.id, files)

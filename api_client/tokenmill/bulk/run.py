@@ -1,6 +1,6 @@
 """Runs bulk files. The commands and the tasks call these two functions:
 
-    run_batch      in this process: file in, files out; continues where it stopped when it is called again
+    run_batch      file in, files out, in this process; called again, it continues where it stopped
     import_batch   file in; export_batch of lifecycle.py fetches the answers later, from anywhere
 
 Both may be interrupted at any time and called again.
@@ -91,10 +91,11 @@ def run_batch(
 ) -> Batch:
     """Run a file to its end and return the batch.
 
-    Raises ConfigurationError if the output belongs to another input, or was begun with other options.
+    Raises ConfigurationError if the output belongs to another input, or was begun with other
+    options.
     """
     limits = limits or RunLimits()
-    client.depth()  # fail at once if the queue is unreachable from the start; later failures are retried
+    client.depth()  # fail at once if the queue is unreachable now; later failures are retried
     with OutputFiles(paths) as files:
         before = files.load_record()
         if before is None:
@@ -170,7 +171,8 @@ def _check_same_batch(
     ]
     if changed:
         raise ConfigurationError(
-            f"{paths.output} belongs to batch {before.id}, which was begun with another {' and '.join(changed)}: "
+            f"{paths.output} belongs to batch {before.id}, "
+            f"which was begun with another {' and '.join(changed)}: "
             "say the same again to go on, or name another output"
         )
 

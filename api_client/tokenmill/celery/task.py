@@ -1,7 +1,7 @@
 """Generation as a Celery task, for backends that use Celery already.
 
     from tokenmill.celery import generation_task
-    generate = generation_task(app, queue="smollm2-135m-instruct", url="redis://localhost:6379/0", chat=True)
+    generate = generation_task(app, queue="smollm2-135m-instruct", chat=True)
 
     generate.delay("Why is the sky blue?", max_tokens=64).get(timeout=60)["text"]
     chain(generate.s("Name a fruit."), generate.s(template="Praise this fruit: {text}")).delay()

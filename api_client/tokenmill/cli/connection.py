@@ -136,7 +136,8 @@ def _complain_of(trouble: TokenmillError) -> None:
         complain(str(trouble), "note")
         return
     complain(
-        f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s (Ctrl-C ends this, the job goes on)",
+        f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s "
+        "(Ctrl-C ends this, the job goes on)",
         "note",
     )
 
@@ -155,7 +156,9 @@ def why_no_database() -> str:
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the fields of ConnectionOptions as options, in place of its first parameter."""
+    """Return the command with the fields of ConnectionOptions as options, in place of its first
+    parameter.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     option_hints = typing.get_type_hints(ConnectionOptions, include_extras=True)
     own = list(inspect.signature(command).parameters.values())[1:]

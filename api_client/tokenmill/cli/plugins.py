@@ -36,7 +36,8 @@ class CommandGroup(TyperGroup):
             command = _plugins().get(cmd_name)
         if command is None and cmd_name in _NEEDS_WORKER:
             complain(
-                f"`tokenmill {cmd_name}` needs the worker: pip install '.[worker]' in tokenmill's folder"
+                f"`tokenmill {cmd_name}` needs the worker: "
+                "pip install '.[worker]' in tokenmill's folder"
             )
             raise typer.Exit(1)
         return command
@@ -50,12 +51,14 @@ class CommandGroup(TyperGroup):
                 error.__cause__, redis.exceptions.AuthenticationError
             ):  # a ConnectionError
                 complain(
-                    "the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)",
+                    "the URL has them: redis://user:password@host:6379/0 "
+                    "(--redis-url, TOKENMILL_REDIS_URL)",
                     "hint",
                 )
             elif isinstance(error.__cause__, redis.exceptions.ConnectionError):
                 complain(
-                    "--redis-url or TOKENMILL_REDIS_URL says where it is; `tokenmill dev` starts one",
+                    "--redis-url or TOKENMILL_REDIS_URL says where it is; "
+                    "`tokenmill dev` starts one",
                     "hint",
                 )
             raise typer.Exit(1) from error

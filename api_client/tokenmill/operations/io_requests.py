@@ -94,7 +94,7 @@ class StreamMessages:
 
 @dataclass(frozen=True, slots=True)
 class QueryDatabase:
-    """Look up a job's result in the database. Reply: JobResult; None without a row or a database."""
+    """Look up a job's result in SQL. Reply: JobResult; None without a row or a database."""
 
     job_id: str
 

@@ -1,8 +1,8 @@
 """Builds a JobRequest from the arguments of `submit`: validates it, gives it an id, computes its
 fingerprint and estimates its cost.
 
-openai_forms.py reads OpenAI's shapes. schemas/tokenmill_schemas/validation.py decides which requests are valid, for
-the producer and the worker alike.
+openai_forms.py reads OpenAI's shapes. schemas/tokenmill_schemas/validation.py decides which
+requests are valid, for the producer and the worker alike.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus
 
 FIELDS: Final = (
-    "state", "class", "tenant", "created_ms", "started_ms", "finished_ms", "deadline_ms", "due_ms", "deliveries",
-    "crashes", "attempt", "worker", "cancel", "error", "error_code", "settled", "result",
+    "state", "class", "tenant", "created_ms", "started_ms", "finished_ms", "deadline_ms",
+    "due_ms", "deliveries", "crashes", "attempt", "worker", "cancel", "error", "error_code",
+    "settled", "result",
 )  # fmt: skip
 
 
@@ -242,7 +243,8 @@ def read_log(
         so_far = ends.get(chunk.choice, 0)
         if has_other and chunk.index > so_far:
             raise UnreadableRecord(
-                f"the job's log cannot be read by this version: what follows token {so_far} is no chunk"
+                "the job's log cannot be read by this version: "
+                f"what follows token {so_far} is no chunk"
             )
         chunks.append(chunk)
         ends[chunk.choice] = max(so_far, chunk.end)

@@ -171,7 +171,8 @@ class StreamPosition:
             return
         if self._is_number:
             raise ConfigurationError(
-                f"job {self.job_id} has several choices: starting_after must be the position of a chunk, "
+                f"job {self.job_id} has several choices: "
+                "starting_after must be the position of a chunk, "
                 f"not the number {self._has[0]}"
             )
         self._has += [0] * missing

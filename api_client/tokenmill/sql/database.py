@@ -1,4 +1,5 @@
-"""Reads and writes a database for producers: one transaction at a time, one sentence for each error.
+"""Reads and writes a database for producers: one transaction at a time, one sentence for each
+error.
 
 Needs the extra `sql` (SQLAlchemy), which is imported when the first database is opened.
 """

@@ -19,11 +19,13 @@ from tokenmill_schemas.result import JobStatus
 from tokenmill_schemas.tables import jobs, usage, usage_daily, usage_days
 
 JOB_COLUMNS: Final = (
-    "id", "queue", "model", "tenant", "priority", "state", "finish_reason", "text", "error_code", "error_message",
-    "attempts", "worker_id", "created_ms", "started_ms", "finished_ms", "prompt_kind", "batch_id", "metadata", "result",
+    "id", "queue", "model", "tenant", "priority", "state", "finish_reason", "text", "error_code",
+    "error_message", "attempts", "worker_id", "created_ms", "started_ms", "finished_ms",
+    "prompt_kind", "batch_id", "metadata", "result",
 )  # fmt: skip
 NUMBERS: Final = (
-    "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "total_ms", "preemptions",
+    "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "total_ms",
+    "preemptions",
 )  # fmt: skip
 _NOT_LISTED: Final = ("text", "result", "prompt_kind")
 _SUMS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "total_ms")

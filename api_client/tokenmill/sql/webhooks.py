@@ -18,8 +18,8 @@ from tokenmill_schemas.webhook import redacted_url
 
 STATES: Final = ("pending", "sending", "delivered", "dead", "superseded")
 _COLUMNS: Final = (
-    "id", "job_id", "queue", "tenant", "event", "url", "state", "attempts", "ended_ms", "due_ms", "delivered_ms",
-    "last_status", "last_error",
+    "id", "job_id", "queue", "tenant", "event", "url", "state", "attempts", "ended_ms", "due_ms",
+    "delivered_ms", "last_status", "last_error",
 )  # fmt: skip
 
 

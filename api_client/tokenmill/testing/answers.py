@@ -40,8 +40,8 @@ def failure(code: str, message: str, *, after: str = "", retryable: bool = False
 
 
 class SimulatedJob:
-    """Simulates one job: its answer so far, and its end. Every choice of `n` has the same text; `max_tokens` limits
-    it as in a real worker.
+    """Simulates one job: its answer so far, and its end. Every choice of `n` has the same text;
+    `max_tokens` limits it as in a real worker.
     """
 
     def __init__(

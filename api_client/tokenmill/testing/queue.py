@@ -56,7 +56,8 @@ class InMemoryQueue:
             import fakeredis
         except ImportError as error:
             raise ConfigurationError(
-                "the in-memory queue needs fakeredis: pip install '.[testing]' in tokenmill's folder"
+                "the in-memory queue needs fakeredis: "
+                "pip install '.[testing]' in tokenmill's folder"
             ) from error
         self._fakeredis: Any = fakeredis
         self._server = fakeredis.FakeServer()

@@ -90,8 +90,8 @@ def parse_url(url: str) -> Endpoint:
     scheme, _, kind = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss", "unix") or (kind and kind not in _DEFAULT_PORTS):
         raise ConfigurationError(
-            "a Redis URL starts with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, "
-            f"not {parts.scheme!r}"
+            "a Redis URL starts with redis://, rediss://, unix://, redis+sentinel:// or "
+            f"redis+cluster://, not {parts.scheme!r}"
         )
     if not kind:
         _check_port(parts)

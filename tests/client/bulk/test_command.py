@@ -1,4 +1,6 @@
-"""`tokenmill bulk` as a user types it: killed in the middle, asked from another place, wrongly used."""
+"""`tokenmill bulk` as a user types it: killed in the middle, asked from another place, wrongly
+used.
+"""
 
 import asyncio
 import contextlib
@@ -104,7 +106,7 @@ async def test_interrupted_it_says_how_to_go_on(
     await until(lambda: _num_queued(redis_url) == 5)
     process.send_signal(stop)
     _, error = await asyncio.wait_for(process.communicate(), 60)
-    assert (process.returncode, "run the same command again to go on" in error.decode()) == (
+    assert (process.returncode, "run the same command again to continue" in error.decode()) == (
         130,
         True,
     )

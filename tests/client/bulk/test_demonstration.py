@@ -1,4 +1,6 @@
-"""`ops/demo bulk` with a model-free engine: killed on the way, called again, each line answered once."""
+"""`ops/demo bulk` with a model-free engine: killed on the way, called again, each line answered
+once.
+"""
 
 from pathlib import Path
 

@@ -151,7 +151,7 @@ async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(desk: De
         await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))
     desk.do(lambda _, store: store.move(left.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS]))
     kept = desk.paths.output.read_bytes()
-    with pytest.raises(ConfigurationError, match="goes on with"):
+    with pytest.raises(ConfigurationError, match="continues with"):
         await asyncio.to_thread(
             desk.do, lambda client, store: export_batch(client, store, left.id, desk.paths)
         )

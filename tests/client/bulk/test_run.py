@@ -1,4 +1,6 @@
-"""A file through a whole worker with the model-free engine: run, import and export, cancel, expire, continue."""
+"""A file through a whole worker with the model-free engine: run, import and export, cancel,
+expire, continue.
+"""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,6 @@
-"""Generation as a Celery task: by itself without a Celery worker; in chains, groups and chords with a real one."""
+"""Generation as a Celery task: by itself without a Celery worker; in chains, groups and chords
+with a real one.
+"""
 
 import asyncio
 import importlib
@@ -32,7 +34,9 @@ GUIDE = (Path(__file__).parents[3] / "ops" / "guides" / "celery.md").read_text(e
 
 @pytest.fixture(scope="module")
 def url(valkey: ControlledValkey) -> Iterator[str]:
-    """A server of its own: other tests empty the shared one. `valkey` skips or fails where there is no binary."""
+    """A server of its own: other tests empty the shared one. `valkey` skips or fails where there
+    is no binary.
+    """
     server = ControlledValkey(persistent=False).start()
     yield server.url
     server.stop()
@@ -61,7 +65,9 @@ def service(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="module")
 def app(url: str) -> Celery:
-    """Made anew for each server: tests of other modules may run between those of this one, which ends its fixtures."""
+    """Made anew for each server: tests of other modules may run between those of this one, which
+    ends its fixtures.
+    """
     os.environ["BACKEND_REDIS_URL"] = url  # noqa: TID251
     sys.modules.pop(BACKEND, None)
     made: Celery = importlib.import_module(BACKEND).app

@@ -1,4 +1,6 @@
-"""The commands in this process, on a real queue without a worker, and on a database with known rows."""
+"""The commands in this process, on a real queue without a worker, and on a database with known
+rows.
+"""
 
 import asyncio
 import json

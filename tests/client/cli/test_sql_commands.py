@@ -79,7 +79,7 @@ def test_jobs_of_a_time_and_a_model(database: str) -> None:
     ]
     assert ids("--only-model", "big") == ["new"]
     assert ids("--since", "1h") == []
-    assert "a moment is written" in run(database, "jobs", "--since", "yesterday").stderr
+    assert "a time is written" in run(database, "jobs", "--since", "yesterday").stderr
 
 
 def test_usage_as_csv_with_and_without_sums(database: str) -> None:

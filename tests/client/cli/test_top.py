@@ -1,4 +1,6 @@
-"""`tokenmill top` fits its screen, says first what is wrong, and outlives the server that it looks at."""
+"""`tokenmill top` fits its screen, says first what is wrong, and outlives the server that it looks
+at.
+"""
 
 import os
 import pty

@@ -1,4 +1,6 @@
-"""A zero on the command line is a value, and a server that goes away under a stream is spoken of at once."""
+"""A zero on the command line is a value, and a server that goes away under a stream is spoken of
+at once.
+"""
 
 import asyncio
 import sys

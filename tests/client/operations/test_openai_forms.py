@@ -271,7 +271,9 @@ REFUSED: dict[str, tuple[Body, str]] = {
 
 
 def fits(entrance: str, body: Body) -> bool:
-    """A shell cannot write every shape: it has one prompt of text, texts to stop at, and one name for the length."""
+    """A shell cannot write every shape: it has one prompt of text, texts to stop at, and one name
+    for the length.
+    """
     if entrance != "command line":
         return True
     is_text = isinstance(body.get("prompt", ""), str)

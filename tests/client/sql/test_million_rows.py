@@ -1,7 +1,9 @@
-"""The statements behind lists and sums on a million jobs: each is answered from an index, on both databases.
+"""The statements behind lists and sums on a million jobs: each is answered from an index, on both
+databases.
 
-Rows are made inside the database, in one statement for each table (of usage, a third as many). What is asserted is
-the plan: no table is read from end to end, nothing is sorted to find a page. Times are not.
+Rows are made inside the database, in one statement for each table (of usage, a third as many).
+What is asserted is the plan: no table is read from end to end, nothing is sorted to find a page.
+Times are not.
 """
 
 import re

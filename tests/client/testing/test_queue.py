@@ -208,7 +208,9 @@ def test_a_schema_that_cannot_be_used_is_refused() -> None:
 
 @pytest.mark.redis
 async def test_the_real_worker_says_the_same_of_a_job(redis_url: str, tmp_path: Path) -> None:
-    """Chunks and results have the same shape, field by field, as those of a real worker on a real server."""
+    """Chunks and results have the same shape, field by field, as those of a real worker on a real
+    server.
+    """
     database, num_tokens = database_url(tmp_path), 5
     asked: dict[str, Any] = {"prompt": "Hello there", "max_tokens": num_tokens, "ignore_eos": True}
     asked |= {"tenant": "t", "metadata": {"a": "b"}}

@@ -1,4 +1,6 @@
-"""One subscription's mailbox: order, silence, a receiver that goes away, one too slow; a connection that fails."""
+"""One subscription's mailbox: order, silence, a receiver that goes away, one too slow; a
+connection that fails.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reads and checks an input file line by line, in memory that does not grow with the file.
 
-There are two passes. `summarise` checks the envelopes of all lines, counts them, and finds names that
-occur twice; SQLite keeps the names in a temporary file. `to_request` then makes jobs of the good
-lines. A line is identified by its number; the first is 1. Blank lines are skipped.
+There are two passes. `summarise` checks the envelopes of all lines, counts them, and finds names
+that occur twice; SQLite keeps the names in a temporary file. `to_request` then makes jobs of the
+good lines. A line is identified by its number; the first is 1. Blank lines are skipped.
 """
 
 from __future__ import annotations

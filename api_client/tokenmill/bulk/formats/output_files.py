@@ -77,7 +77,8 @@ class Paths:
         for path in (paths.output, paths.errors):
             if not path.parent.is_dir():
                 raise ConfigurationError(
-                    f"there is no folder {path.parent}: make it first, or name another for {path.name}"
+                    f"there is no folder {path.parent}: "
+                    f"make it first, or name another for {path.name}"
                 )
         if paths.errors.resolve() in (paths.output.resolve(), paths.record.resolve()):
             raise ConfigurationError(

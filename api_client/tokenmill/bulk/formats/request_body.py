@@ -20,7 +20,8 @@ _SAME: Final = (
     "stop", "logit_bias", "response_format",
 )  # fmt: skip
 _LABELS: Final = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
 })  # fmt: skip
 # parameter → the values that have no effect
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {

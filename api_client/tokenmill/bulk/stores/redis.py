@@ -31,10 +31,13 @@ end
 return 0
 """
 _CREATE: Final = """
-if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('HSET', KEYS[1], 'state', ARGV[1], 'batch', ARGV[2]) end
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  redis.call('HSET', KEYS[1], 'state', ARGV[1], 'batch', ARGV[2])
+end
 """
 _FIELDS: Final = (
-    "state", "batch", "submitted", "over_line", "totals", "seen", "in_progress", "finalizing", "cancelling", "finished",
+    "state", "batch", "submitted", "over_line", "totals", "seen", "in_progress", "finalizing",
+    "cancelling", "finished",
 )  # fmt: skip
 _json: Final = msgspec.json.Encoder().encode
 _batch: Final = msgspec.json.Decoder(Batch).decode

@@ -25,9 +25,10 @@ from tokenmill_schemas.validation import MAX_NAME_CHARS
 log = logging.getLogger(__name__)
 
 _COLUMNS: Final = (
-    "id", "queue", "tenant", "model", "state", "endpoint", "input_file", "output_file", "error_file", "errors",
-    "metadata", "total", "completed", "failed", "created_ms", "started_ms", "finished_ms", "expires_ms",
-    "completion_window", "submitted", "finalizing_ms", "cancelling_ms", "usage", "options",
+    "id", "queue", "tenant", "model", "state", "endpoint", "input_file", "output_file",
+    "error_file", "errors", "metadata", "total", "completed", "failed", "created_ms",
+    "started_ms", "finished_ms", "expires_ms", "completion_window", "submitted",
+    "finalizing_ms", "cancelling_ms", "usage", "options",
 )  # fmt: skip
 _ITEMS: Final = (
     "batch_id",
@@ -50,8 +51,8 @@ _JOBS: Final = (
 )
 _TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _PLAIN: Final = (
-    "id", "queue", "tenant", "model", "endpoint", "input_file", "output_file", "error_file", "total", "created_ms",
-    "expires_ms", "completion_window",
+    "id", "queue", "tenant", "model", "endpoint", "input_file", "output_file", "error_file",
+    "total", "created_ms", "expires_ms", "completion_window",
 )  # fmt: skip
 _MOMENTS: Final = {
     BatchState.IN_PROGRESS: "started_ms",
@@ -59,10 +60,8 @@ _MOMENTS: Final = {
     BatchState.CANCELLING: "cancelling_ms",
 }
 _PAGE: Final = 500
-_REFUSED, _INVALID = (
-    "refused",
-    "invalid",
-)  # rejected like a bad request by the API; not a request at all
+_REFUSED = "refused"  # a bad request, as the API would reject it
+_INVALID = "invalid"  # no request at all
 PURGED: Final = JobError(
     "result_purged", "The answer was removed from the database by its retention rules."
 )
@@ -82,6 +81,10 @@ class SqlBatchStore:
     def _select(self, table: Any, columns: Sequence[str]) -> Any:
         return self._sql.select(*(table.c[name] for name in columns))
 
+    def _rows(self, statement: Any) -> Sequence[Any]:
+        with self._database.connection() as connection:
+            return connection.execute(statement).mappings().all()
+
     # ── the batch ──
 
     def create(self, batch: Batch) -> None:
@@ -94,11 +97,10 @@ class SqlBatchStore:
                 connection.execute(self._batches.insert().values(**_described(batch), **first))
 
     def get(self, batch_id: str) -> Batch:
-        with self._database.connection() as connection:
-            row = connection.execute(
-                self._select(self._batches, _COLUMNS).where(self._batches.c.id == batch_id)
-            ).mappings()
-            found = row.first()
+        table = self._batches
+        (found,) = self._rows(self._select(table, _COLUMNS).where(table.c.id == batch_id)) or (
+            None,
+        )
         if found is None:
             raise BatchNotFound(batch_id)
         return _batch(dict(found))
@@ -114,8 +116,7 @@ class SqlBatchStore:
             last = self.get(after)
             pair = self._sql.tuple_(table.c.created_ms, table.c.id)
             statement = statement.where(pair < self._sql.tuple_(last.created_ms, last.id))
-        with self._database.connection() as connection:
-            return [_batch(dict(row)) for row in connection.execute(statement).mappings()]
+        return [_batch(dict(row)) for row in self._rows(statement)]
 
     def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
         moment = "finished_ms" if state.is_final else _MOMENTS[state]
@@ -171,12 +172,7 @@ class SqlBatchStore:
             statement = self._select(items, _ITEMS).where(
                 items.c.batch_id == batch_id, items.c.line > last
             )
-            with self._database.connection() as connection:
-                rows = (
-                    connection.execute(statement.order_by(items.c.line).limit(_PAGE))
-                    .mappings()
-                    .all()
-                )
+            rows = self._rows(statement.order_by(items.c.line).limit(_PAGE))
             for row in rows:
                 yield _bad_line(row)
             if len(rows) < _PAGE:
@@ -193,14 +189,7 @@ class SqlBatchStore:
             statement = self._select(jobs, _JOBS).where(
                 jobs.c.batch_id == batch_id, pair > self._sql.tuple_(*last)
             )
-            with self._database.connection() as connection:
-                rows = (
-                    connection.execute(
-                        statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(_PAGE)
-                    )
-                    .mappings()
-                    .all()
-                )
+            rows = self._rows(statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(_PAGE))
             yield from map(_result, rows)
             if len(rows) < _PAGE:
                 return
@@ -212,10 +201,7 @@ class SqlBatchStore:
             statement = self._select(self._jobs, _JOBS).where(
                 self._jobs.c.id.in_(job_ids[start : start + _PAGE])
             )
-            with self._database.connection() as connection:
-                found |= {
-                    row["id"]: _result(row) for row in connection.execute(statement).mappings()
-                }
+            found |= {row["id"]: _result(row) for row in self._rows(statement)}
         return found
 
     def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:

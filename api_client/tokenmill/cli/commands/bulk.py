@@ -51,18 +51,20 @@ _STYLES = {
 }
 
 Input = Annotated[Path, typer.Argument(help="JSONL file of requests.", metavar="INPUT")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="File of the answers.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="File to write the answers to.")]
 Errors = Annotated[
     Path | None,
-    typer.Option("--errors", help="File of the lines without one. (default: OUTPUT.errors.jsonl)"),
+    typer.Option("--errors", help="File to write failed lines to. (default: OUTPUT.errors.jsonl)"),
 ]
 Window = Annotated[
     str,
-    typer.Option("--completion-window", help="What has not ended by then expires: 30m, 24h, 7d."),
+    typer.Option(
+        "--completion-window", help="Time after which unfinished lines expire: 30m, 24h, 7d."
+    ),
 ]
-Tenant = Annotated[str, typer.Option(help="Whose batch it is.")]
+Tenant = Annotated[str, typer.Option(help="Tenant of the batch.")]
 AnyModel = Annotated[
-    bool, typer.Option("--any-model", help="The queue's model, whichever the lines name.")
+    bool, typer.Option("--any-model", help="Use the queue's model, whatever model the lines name.")
 ]
 Metadata = Annotated[
     list[str] | None, typer.Option(help="KEY=VALUE, kept with the batch; may be repeated.")
@@ -94,10 +96,10 @@ def run(
     window: InFlight = WINDOW,
     json: Json = False,
 ) -> None:
-    """Answer a whole file, from here. Run it again after an interruption, and it goes on where it stopped."""
+    """Answer a whole file from this process. After an interruption, run it again to continue."""
     paths = Paths.of(output, errors)
     options = _options(completion_window, tenant, any_model, metadata)
-    going_on = f"run the same command again to go on ({paths.output} keeps what is done)"
+    going_on = f"run the same command again to continue ({paths.output} keeps the answers so far)"
     with (
         _open(connection) as (client, store),
         _interruptible(going_on),
@@ -120,9 +122,7 @@ def submit(
     *,
     batch: Annotated[
         str | None,
-        typer.Option(
-            "--continue", help="Go on with this batch, of the same file.", metavar="BATCH"
-        ),
+        typer.Option("--continue", help="Continue this batch with the same file.", metavar="BATCH"),
     ] = None,
     completion_window: Window = DEFAULT_WINDOW,
     tenant: Tenant = "",
@@ -131,7 +131,7 @@ def submit(
     window: InFlight = WINDOW,
     json: Json = False,
 ) -> None:
-    """Hand in a whole file and print the batch's id; stays as long as the file has more lines than the window."""
+    """Submit a whole file and print the batch's id. Returns when all lines are in the queue."""
     with _open(connection) as (client, store):
         options = _options(completion_window, tenant, any_model, metadata)
         known = (
@@ -139,7 +139,7 @@ def submit(
         )
         if not json:
             say(f"{known.id}\n")
-        going_on = f"to go on: tokenmill bulk submit {source} --continue {known.id}"
+        going_on = f"to continue: tokenmill bulk submit {source} --continue {known.id}"
         with _interruptible(going_on), bulk_progress() as on_progress:
             ended = import_batch(
                 client,
@@ -171,35 +171,37 @@ def results(
     output: Output,
     errors: Errors = None,
     partial: Annotated[
-        bool, typer.Option("--partial", help="What there is, though it is not over.")
+        bool,
+        typer.Option("--partial", help="Write the answers so far, before the batch has ended."),
     ] = False,
     source: Annotated[
         Path | None,
         typer.Option(
-            help="The input file, to name lines that were never handed in.", show_default=False
+            help="Input file, to name lines that were never submitted.", show_default=False
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a batch's answers and errors to files, over what was in them."""
+    """Write a batch's answers and errors to files, replacing their contents."""
     paths = Paths.of(output, errors)
     with _open(connection) as (client, store):
         found = refresh(client, store, batch)
         if not found.state.is_final and not partial:
             left = found.total - found.totals.ended
             raise ConfigurationError(
-                f"batch {batch} is {found.state.value}, {count(left, 'line')} to go: wait, or ask for what there is "
-                "with --partial"
+                f"batch {batch} is {found.state.value}, {count(left, 'line')} to go: "
+                "wait, or write the answers so far with --partial"
             )
         ended, missing = export_batch(client, store, batch, paths, source=source)
     if missing and ended.state.is_final:
-        words = f"{count(missing, 'line')} were never handed in; give the input file with --source to have them named"
+        words = f"{count(missing, 'line')} were never submitted; "
+        words += "give the input file with --source to have them named"
         complain(words, "warning")
     _show_end(ended, json)
 
 
 def cancel(connection: ConnectionOptions, batch: BatchId, *, json: Json = False) -> None:
-    """Hand in no more of it, take back what waits, stop what runs."""
+    """Cancel a batch: submit no more lines, cancel waiting jobs, stop running ones."""
     with _open(connection) as (client, store):
         found = cancel_batch(client, store, batch)
     if json:
@@ -214,14 +216,14 @@ def list_batches(
     connection: ConnectionOptions,
     *,
     limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of batches.")
     ] = 20,
     after: Annotated[
-        str | None, typer.Option(help="Those older than this one.", metavar="BATCH")
+        str | None, typer.Option(help="List batches older than this one.", metavar="BATCH")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Batches, the newest first."""
+    """List batches, the newest first."""
     with _open(connection) as (client, store):
         found = [refresh(client, store, batch.id) for batch in store.newest(limit, after)]
     if json:
@@ -280,7 +282,8 @@ def _show_end(batch: Batch, json: bool) -> None:
     else:
         used = batch.totals
         say(
-            f"{batch.id} {batch.state.value}: {used.completed} of {batch.total} answered, {used.failed} failed\n"
+            f"{batch.id} {batch.state.value}: "
+            f"{used.completed} of {batch.total} answered, {used.failed} failed\n"
         )
         for what, path in (("answers", batch.output_file), ("errors", batch.error_file)):
             if path:
@@ -320,7 +323,7 @@ def _facts(batch: Batch) -> list[tuple[str, Text]]:
         ("status", batch.state.value),
         ("lines", f"{batch.total}: {used.completed} answered, {used.failed} failed"),
         (
-            "handed in",
+            "submitted",
             "all" if batch.is_submitted else f"up to line {batch.submitted} of {batch.last_line}",
         ),
         (

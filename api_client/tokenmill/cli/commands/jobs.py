@@ -87,7 +87,7 @@ def cancel(
     *,
     json: Json = False,
 ) -> None:
-    """Stop jobs that wait or run; what a running one has generated is kept. Exits with 1 where one is unknown."""
+    """Cancel jobs; running ones keep their text so far. Exits with 1 if one is unknown."""
     outcomes: dict[str, str] = {}
     try:
         with connection.client() as client:
@@ -311,5 +311,5 @@ def time_argument_ms(text: str | None) -> int | None:
         return round(datetime.fromisoformat(text.strip()).timestamp() * 1000)
     except (ValueError, OverflowError, OSError):
         raise ConfigurationError(
-            f"a moment is written 2026-01-31, 2026-01-31T12:30, or 2h for two hours ago, not {text!r}"
+            f"a time is written 2026-01-31, 2026-01-31T12:30, or 2h for two hours ago, not {text!r}"
         ) from None

@@ -128,7 +128,7 @@ def submit(
     tokenmill submit "Once upon a time" -n 40 --stream
     echo "Why is the sky blue?" | tokenmill submit --chat --wait
 
-    Without --queue, --model names the queue. With it, --model is who answers there: the model, an alias or an adapter.
+    Without --queue, --model names the queue. With --queue, it names a model, alias or adapter.
     """
     given = locals()
     arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if _is_given(given[name])}
@@ -174,9 +174,9 @@ def _is_given(value: object) -> bool:
 
 
 _PLAIN = (
-    "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "n", "priority", "tenant",
-    "idempotency_key", "deadline", "webhook",
+    "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+    "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logprobs", "n", "priority", "tenant", "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
 
 

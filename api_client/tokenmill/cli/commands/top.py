@@ -50,9 +50,9 @@ def top(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Watch a queue, or several: what waits and for how long, which workers live, how busy, how fast, and for whom.
+    """Watch one or several queues: waiting jobs and their age, live workers, load and tenants.
 
-    `q` or Ctrl-C ends it. Workers report three times per lease, so their numbers are a few seconds old.
+    `q` or Ctrl-C ends it. Workers report three times per lease: numbers are some seconds old.
     """
     with ExitStack() as undo:
         names = list(dict.fromkeys(queues or [connection.queue_name]))

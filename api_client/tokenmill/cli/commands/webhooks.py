@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Notices of ended jobs to the URLs that their jobs named; `tokenmill tasks` sends them.",
+        help="Messages about ended jobs to their jobs' URLs; `tokenmill tasks` sends them.",
         no_args_is_help=True,
     )
     group.command("list")(connected(list_webhooks))
@@ -95,7 +95,7 @@ def secret(
     tenant: Annotated[str, typer.Option(help="For whose receivers.")] = "",
     new: Annotated[bool, typer.Option("--new", help="Make a new one for the service.")] = False,
 ) -> None:
-    """Print the secret that a tenant's receivers check webhooks with; it is derived from the service's."""
+    """Print the secret, derived from the service's, with which a tenant's receivers verify."""
     say((new_secret() if new else tenant_secret(webhook_secret, tenant)) + "\n")
 
 
