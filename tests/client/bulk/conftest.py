@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.client.bulk.support import Desk
 from tokenmill import Client
 from tokenmill.bulk import BatchStore, open_store
 from tokenmill_worker.record.migrate import upgrade
@@ -42,3 +43,8 @@ def store(any_client: Client) -> Iterator[BatchStore]:
     store = open_store(any_client)
     yield store
     store.close()
+
+
+@pytest.fixture(params=["with a database", "without"])
+def desk(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str, database: str) -> Desk:
+    return Desk(tmp_path, redis_url, database if request.param == "with a database" else None)

@@ -1,13 +1,26 @@
 """Makes lines and files of requests, and reads answers back."""
 
+import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from tokenmill import Client
+from tokenmill.bulk import (
+    BatchOptions,
+    BatchStore,
+    Paths,
+    RunLimits,
+    open_store,
+    run_batch,
+)
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+
+T = TypeVar("T")
 
 Lines = Callable[[int], dict[str, Any]]
 
@@ -74,3 +87,54 @@ def result(
         "metadata": {"custom_id": f"line-{line}", "endpoint": CHAT_URL},
     }
     return JobResult(**(values | changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Desk:
+    """A user's setting: a folder, and the addresses of the service."""
+
+    folder: Path
+    redis_url: str
+    database: str | None
+
+    @property
+    def paths(self) -> Paths:
+        return Paths.of(self.folder / "out.jsonl")
+
+    def do(self, act: Callable[[Client, BatchStore], T]) -> T:
+        with Client(self.redis_url, queue="q", database=self.database) as client:
+            store = open_store(client)
+            try:
+                return act(client, store)
+            finally:
+                store.close()
+
+    async def run(self, path: Path, *, options: BatchOptions | None = None, **limits: Any) -> Any:
+        given = RunLimits(**limits)
+        return await asyncio.to_thread(
+            self.do,
+            lambda client, store: run_batch(
+                client, store, path, self.paths, options=options, limits=given
+            ),
+        )
+
+
+async def until(find: Callable[[], T | None]) -> T:
+    """Wait for the first true answer and return it."""
+    for _ in range(600):
+        if found := await asyncio.to_thread(find):
+            return found
+        await asyncio.sleep(0.1)
+    raise TimeoutError
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_after(count: int) -> Callable[[Any], None]:
+    def on_progress(progress: Any) -> None:
+        if progress.totals.ended >= count:
+            raise Interrupted
+
+    return on_progress

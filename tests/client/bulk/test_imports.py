@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from tests.client.bulk.support import chat, write, write_many
-from tests.client.bulk.test_run import Interrupted
+from tests.client.bulk.support import Interrupted, chat, write, write_many
 from tokenmill import Client
 from tokenmill.bulk import (
     Batch,

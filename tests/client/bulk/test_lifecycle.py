@@ -11,8 +11,17 @@ import msgspec
 import pytest
 from openai.types import Batch as TheirBatch
 
-from tests.client.bulk.support import completion, names, read, write, write_many
-from tests.client.bulk.test_run import Desk, Interrupted, interrupt_after, until
+from tests.client.bulk.support import (
+    Desk,
+    Interrupted,
+    completion,
+    interrupt_after,
+    names,
+    read,
+    until,
+    write,
+    write_many,
+)
 from tests.support.worker import running_worker
 from tokenmill import Client
 from tokenmill.bulk import (

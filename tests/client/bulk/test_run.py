@@ -3,11 +3,10 @@ expire, continue.
 """
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +14,19 @@ from openai.types import Batch as TheirBatch
 from openai.types import Completion as TheirCompletion
 from openai.types.chat import ChatCompletion as TheirChat
 
-from tests.client.bulk.support import chat, completion, names, numbered, read, write, write_many
+from tests.client.bulk.support import (
+    Desk,
+    Interrupted,
+    chat,
+    completion,
+    interrupt_after,
+    names,
+    numbered,
+    read,
+    until,
+    write,
+    write_many,
+)
 from tests.support.worker import database_url, running_worker
 from tokenmill import Client
 from tokenmill.bulk import (
@@ -24,62 +35,14 @@ from tokenmill.bulk import (
     BatchState,
     BatchStore,
     Paths,
-    RunLimits,
     cancel_batch,
     export_batch,
     import_batch,
-    open_store,
     refresh,
-    run_batch,
 )
 from tokenmill.errors import ConfigurationError
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
-T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Desk:
-    """A user's setting: a folder, and the addresses of the service."""
-
-    folder: Path
-    redis_url: str
-    database: str | None
-
-    @property
-    def paths(self) -> Paths:
-        return Paths.of(self.folder / "out.jsonl")
-
-    def do(self, act: Callable[[Client, BatchStore], T]) -> T:
-        with Client(self.redis_url, queue="q", database=self.database) as client:
-            store = open_store(client)
-            try:
-                return act(client, store)
-            finally:
-                store.close()
-
-    async def run(self, path: Path, *, options: BatchOptions | None = None, **limits: Any) -> Any:
-        given = RunLimits(**limits)
-        return await asyncio.to_thread(
-            self.do,
-            lambda client, store: run_batch(
-                client, store, path, self.paths, options=options, limits=given
-            ),
-        )
-
-
-async def until(find: Callable[[], T | None]) -> T:
-    """Wait for the first true answer and return it."""
-    for _ in range(600):
-        if found := await asyncio.to_thread(find):
-            return found
-        await asyncio.sleep(0.1)
-    raise TimeoutError
-
-
-@pytest.fixture(params=["with a database", "without"])
-def desk(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str, database: str) -> Desk:
-    return Desk(tmp_path, redis_url, database if request.param == "with a database" else None)
 
 
 async def test_every_line_is_answered_once_and_as_openai_does(desk: Desk, database: str) -> None:
@@ -161,18 +124,6 @@ async def test_the_queue_never_holds_more_than_the_window(
 
 def _tokens(line: dict[str, Any]) -> int:
     return int(line["response"]["body"]["usage"]["completion_tokens"])
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupt_after(count: int) -> Callable[[Any], None]:
-    def on_progress(progress: Any) -> None:
-        if progress.totals.ended >= count:
-            raise Interrupted
-
-    return on_progress
 
 
 async def test_an_interrupted_run_goes_on_where_it_stopped(desk: Desk, database: str) -> None:

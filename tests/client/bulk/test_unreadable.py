@@ -11,8 +11,7 @@ import pytest
 import sqlalchemy
 
 from tests.client.bulk.stores.test_stores import BATCH, _finished
-from tests.client.bulk.support import completion, names, read, result, write
-from tests.client.bulk.test_run import Desk
+from tests.client.bulk.support import Desk, completion, names, read, result, write
 from tests.consume.queue import Queue, close_queue, end_of, open_queue
 from tests.support.large import DAMAGED
 from tokenmill import Client

@@ -1,72 +1,19 @@
-"""The commands in this process, on a real queue without a worker, and on a database with known
-rows.
-"""
+"""Runs the commands on a real queue without a worker, and on a database with known rows."""
 
-import asyncio
 import json
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import cast
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from tests.record.support import failed, finished
+from tests.client.cli.support import Shell
 from tests.support.valkey import ControlledValkey
 from tokenmill import Client
-from tokenmill.cli import app
 from tokenmill.errors import ConfigurationError
 from tokenmill_schemas.codec import decode_request
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.migrate import upgrade
-
-
-class Shell:
-    def __init__(self, redis_url: str, database: str) -> None:
-        self.redis_url = redis_url
-        self._where = {
-            "TOKENMILL_REDIS_URL": redis_url,
-            "TOKENMILL_DATABASE_URL": database,
-            "TOKENMILL_QUEUE": "q",
-            "COLUMNS": "200",
-        }
-        self._runner = CliRunner()
-
-    def __call__(
-        self, *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None
-    ) -> Result:
-        return self._runner.invoke(
-            app, list(arguments), env=self._where | (environment or {}), input=stdin
-        )
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/t.db"
-    upgrade(url)
-
-    async def fill() -> None:
-        store = ResultStore(url, queue="q")
-        await store.record([finished("good"), failed("bad", "the prompt is too long")])
-        await store.close()
-
-    asyncio.run(fill())
-    return url
-
-
-@pytest.fixture
-def shell(redis_url: str, database: str, allowed_keys: list[str]) -> Shell:
-    allowed_keys.append("tm:{q}:*")  # no worker runs: submitted jobs stay
-    return Shell(redis_url, database)
-
-
-@pytest.fixture
-def client(redis_url: str) -> Iterator[Client]:
-    with Client(redis_url, queue="q") as client:
-        yield client
-
 
 pytestmark = pytest.mark.redis
 

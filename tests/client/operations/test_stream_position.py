@@ -9,18 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.client.operations.support import JOB, answer_of_several, told_of, words
 from tokenmill.errors import ConfigurationError
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_chunk, encode
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
-
-JOB = "j"
-
-
-def words(start: int, end: int) -> str:
-    return "".join(f"<{i}>" for i in range(start, end))
 
 
 def cut(num_tokens: int, borders: list[int]) -> list[Chunk]:
@@ -50,12 +45,6 @@ def result_of(num_tokens: int) -> JobResult:
         status=JobStatus.SUCCEEDED,
         choices=(choice,),
         usage=Usage(completion_tokens=num_tokens),
-    )
-
-
-def told_of(chunks: list[Chunk]) -> tuple[list[int], str]:
-    return [token for chunk in chunks for token in chunk.token_ids], "".join(
-        chunk.text for chunk in chunks
     )
 
 
@@ -212,114 +201,6 @@ def test_a_reader_that_begins_inside_a_checkpoint_gets_its_rest(
     told = list(StreamPosition(JOB, start).accept_log(checkpoints))
     assert told_of(told) == (list(range(start, num_tokens)), words(start, num_tokens))
     assert [chunk.index for chunk in told[:1]] == ([start] if start < num_tokens else [])
-
-
-LENGTHS = st.lists(st.integers(0, 12), min_size=2, max_size=4)
-
-
-def answer_of_several(lengths: list[int]) -> JobResult:
-    """Make a result with token ids 100 × choice + position.
-
-    Each choice held back a "!" to its end.
-    """
-    choices = tuple(
-        ChoiceResult(
-            index=i,
-            text=words(100 * i, 100 * i + length) + "!",
-            token_ids=tuple(range(100 * i, 100 * i + length)),
-            text_ends=tuple(len(words(100 * i, 100 * i + place + 1)) for place in range(length)),
-            finish_reason=FinishReason.STOP,
-        )
-        for i, length in enumerate(lengths)
-    )
-    return JobResult(job_id=JOB, status=JobStatus.SUCCEEDED, choices=choices)
-
-
-def logged(result: JobResult, log: list[Chunk], rng: random.Random) -> list[Chunk]:
-    """Return the chunks that a worker appends to this log up to its end.
-
-    Runs of tokens of any choice come in any order.
-    """
-    has = {choice.index: 0 for choice in result.choices}
-    ended = {chunk.choice for chunk in log if chunk.finish_reason is not None}
-    for chunk in log:
-        has[chunk.choice] = chunk.end
-    chunks = []
-    while still := [choice for choice in result.choices if choice.index not in ended]:
-        choice = rng.choice(still)
-        start = has[choice.index]
-        stop = has[choice.index] = min(len(choice.token_ids), start + rng.choice((1, 1, 2, 3)))
-        is_end = start == len(choice.token_ids)
-        ids = choice.token_ids[start:stop]
-        chunk = Chunk(
-            job_id=JOB,
-            index=start,
-            choice=choice.index,
-            token_ids=ids,
-            text="!" if is_end else words(ids[0], ids[-1] + 1),
-            text_ends=tuple(len(words(ids[0], token + 1)) for token in ids) if len(ids) > 1 else (),
-            finish_reason=FinishReason.STOP if is_end else None,
-            n=len(result.choices),
-        )
-        if is_end:
-            ended.add(choice.index)
-        chunks.append(chunk)
-    return chunks
-
-
-class Reader:
-    """A subscriber that misses messages, disconnects and resumes with its position."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.cursor = StreamPosition(JOB)
-        self.told: list[Chunk] = []
-        self._rng = rng
-
-    def hear(self, message: Chunk, log: list[Chunk]) -> None:
-        """`log` is what the log has when the message comes."""
-        if self._rng.random() < 0.2:
-            self.cursor = StreamPosition(JOB, self.told[-1].position if self.told else 0)
-        if self._rng.random() < 0.3:
-            return
-        accepted = self.cursor.accept(message)
-        if accepted is None:
-            assert self.cursor.log_start == "-"
-            accepted = list(self.cursor.accept_log(log))
-        self.told += accepted
-
-
-@given(LENGTHS, st.randoms(use_true_random=False), st.booleans())
-def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_again(
-    lengths: list[int], rng: random.Random, ends_in_result: bool
-) -> None:
-    result = answer_of_several(lengths)
-    reader, log = Reader(rng), list[Chunk]()
-    for _ in range(
-        rng.randint(0, 3)
-    ):  # workers, after each of which the server lost the log's tail
-        made = logged(result, log, rng)
-        for chunk in made[: rng.randint(0, len(made))]:
-            log.append(chunk)
-            reader.hear(chunk, log)
-        del log[rng.randint(0, len(log)) :]
-    for chunk in logged(result, log, rng):
-        log.append(chunk)
-        reader.hear(chunk, log)
-    reader.cursor = StreamPosition(JOB, reader.told[-1].position if reader.told else 0)
-    end = Chunk(job_id=JOB, index=lengths[0], status=JobStatus.SUCCEEDED, n=len(lengths))
-    if not ends_in_result:
-        reader.told += reader.cursor.accept_log(log)
-    last_told = reader.cursor.accept(end)
-    assert ends_in_result or last_told is not None, "every choice has told its end"
-    reader.told += reader.cursor.accept_result(result) if last_told is None else last_told
-    for choice in result.choices:
-        mine = [
-            chunk for chunk in reader.told if chunk.choice == choice.index and chunk.status is None
-        ]
-        assert told_of(mine) == (list(choice.token_ids), choice.text)
-        assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.STOP]
-    assert [chunk.is_last for chunk in reader.told].count(True) == 1
-    assert reader.told[-1].is_last
 
 
 def test_a_position_says_where_each_choice_stands() -> None:
