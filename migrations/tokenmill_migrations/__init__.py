@@ -1,1 +1,3 @@
-"""Schema revisions of the database. `tokenmill_worker.record.migrate` runs them; README.md has the rules."""
+"""Schema revisions of the database. `tokenmill_worker.record.migrate` runs them; README.md has the
+rules.
+"""

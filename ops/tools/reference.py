@@ -54,7 +54,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        f"Written by `{COMMAND}` from `worker/tokenmill_worker/settings/fields.py`; a test fails when it is stale.",
+        f"Written by `{COMMAND}` from `worker/tokenmill_worker/settings/`; a test fails when it is stale.",
         "",
         f"Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
         "Flags win over variables, variables over defaults. There is no settings file. A misspelt or impossible",

@@ -1,5 +1,5 @@
-"""Every Redis key: its name, type, writer and end. All keys of one queue share the hash tag `{queue}`,
-so that each script touches one slot of a cluster.
+"""Every Redis key: its name, type, writer and end. All keys of one queue share the hash tag
+`{queue}`, so that each script touches one slot of a cluster.
 
 | key | type | written by | lives |
 |---|---|---|---|

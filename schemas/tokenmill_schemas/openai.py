@@ -2,8 +2,9 @@
 object.
 
 Names and nulls are the same as OpenAI's, so that a program that reads their files reads these too.
-Here only the envelope of a request is decoded; api_client/tokenmill/bulk/formats/request_body.py and
-api_client/tokenmill/operations/openai_forms.py turn its body into a job. Times are Unix seconds.
+Here only the envelope of a request is decoded; api_client/tokenmill/bulk/formats/request_body.py
+and api_client/tokenmill/operations/openai_forms.py turn its body into a job. Times are Unix
+seconds.
 """
 
 from typing import Any, Final, Literal

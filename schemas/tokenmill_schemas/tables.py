@@ -92,7 +92,8 @@ jobs: Final = Table(
     Column(
         "result", LargeBinary
     ),  # the encoded JobResult, all choices; NULL after a purge of payloads
-    # a page of a list is one range of one of these: they end in the two columns that the lists are ordered by
+    # a page of a list is one range of one of these: they end in the two columns that the lists are
+    # ordered by
     Index(None, "queue", "finished_ms", "id"),
     Index(None, "tenant", "finished_ms", "id"),
     Index(None, "model", "finished_ms", "id"),

@@ -50,7 +50,8 @@ def problems(
 
     Args:
         now_ms: Unix milliseconds. If given, a deadline before it is a problem too.
-        is_decoded: the request was decoded from bytes or plain values, which has checked its types already.
+        is_decoded: the request was decoded from bytes or plain values, which has checked its types
+        already.
     """
     try:
         request = request if is_decoded else _as_received(request)

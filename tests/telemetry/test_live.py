@@ -173,12 +173,13 @@ async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(
             return await super().overview()
 
     client = Odd("redis://127.0.0.1:1/0", queue="q")
-    watch = QueueMetrics(client)
-    await watch.read()
-    await watch.read()
-    assert watch.problem() == "the queue q cannot be read from Redis"
+    queue = QueueMetrics(client)
+    await queue.read()
+    await queue.read()
+    assert queue.problem() == "the queue q cannot be read from Redis"
     assert (
-        len([record for record in caplog.records if "cannot be looked at" in record.message]) == 1
+        len([record for record in caplog.records if "cannot be read from Redis" in record.message])
+        == 1
     )
     await client.close()
 

@@ -43,7 +43,8 @@ def worker(flags: dict[str, object]) -> None:
 
 
 def tasks(flags: dict[str, object]) -> None:
-    """Work beside the stream: webhooks, bulk files, usage by day, retention. Run one or several, with the workers.
+    """Work beside the stream: webhooks, bulk files, usage by day, retention. Run one or several,
+    with the workers.
 
     Celery on threads, with its beat; the queue's Redis is its broker.
     """
@@ -55,7 +56,9 @@ def tasks(flags: dict[str, object]) -> None:
 
 
 def dev(flags: dict[str, object]) -> None:
-    """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C stops it all."""
+    """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C
+    stops it all.
+    """
     with _sentences():
         if "redis_url" in flags:
             raise SettingsError(
@@ -93,7 +96,9 @@ _register(dev, port="Port of the private Valkey (default: 6379, or any other whe
 
 @db.command()
 def upgrade(database_url: DatabaseUrl = None) -> None:
-    """Create the tables, or bring them to this version. Safe while workers run, and from several places at once."""
+    """Create the tables, or bring them to this version. Safe while workers run, and from several
+    places at once.
+    """
     with _sentences():
         settings = load_settings({"database_url": database_url})
         from tokenmill_worker.record.migrate import upgrade as migrate
@@ -118,7 +123,9 @@ def downgrade(
         typer.Option("--yes", help="Do it: what later revisions brought is lost, data included."),
     ] = False,
 ) -> None:
-    """Take back what came after a revision, with the data in it. Stop the workers of this version first."""
+    """Take back what came after a revision, with the data in it. Stop the workers of this version
+    first.
+    """
     with _sentences():
         settings = load_settings({"database_url": database_url})
         from tokenmill_worker.record.migrate import downgrade as migrate
@@ -139,7 +146,9 @@ def downgrade(
 
 @db.command()
 def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
-    """Show the revision that the database has and the one that this version needs. Exits with 1 when it is behind."""
+    """Show the revision that the database has and the one that this version needs. Exits with 1
+    when it is behind.
+    """
     with _sentences():
         settings = load_settings({"database_url": database_url})
         from tokenmill.sql.engine import missing_file, open_engine
@@ -175,7 +184,9 @@ def doctor(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check settings, servers, model and machine; say what is missing and how to get it. Exits with 1 on any error."""
+    """Check settings, servers, model and machine; say what is missing and how to get it. Exits with
+    1 on any error.
+    """
     with _sentences():
         settings = load_settings(
             {"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model}
@@ -207,7 +218,9 @@ def exporter(
         float, typer.Option(min=0.1, help="Seconds between two looks at Redis.")
     ] = 5.0,
 ) -> None:
-    """Serve /metrics and /healthz of queues, from Redis alone: for alerts and autoscaling when no worker runs."""
+    """Serve /metrics and /healthz of queues, from Redis alone: for alerts and autoscaling when no
+    worker runs.
+    """
     with _sentences():
         settings = load_settings(
             {"redis_url": redis_url, "metrics_host": host, "metrics_port": port}

@@ -30,8 +30,8 @@ def recorded_by_us(group: list[FinishedJob], report: RecordReport) -> list[Finis
 
 
 def unless_recorded(job: AdmittedJob, known: dict[str, JobResult]) -> AdmittedJob | FinishedJob:
-    """Return the recorded end of an admitted job. Returns the job itself if SQL has no row of it, or
-    one of another job.
+    """Return the recorded end of an admitted job. Returns the job itself if SQL has no row of it,
+    or one of another job.
     """
     result = known.get(job.job_id)
     if result is None or (result.tenant, result.created_ms) != (

@@ -10,7 +10,7 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "device": "cpu, cuda, cuda:1, … or auto",
     "quantization": "int8 or int4 weights",
     "attention": "auto, reference, cpu, triton, flash or torch_varlen",
-    "max_model_len": "longest prompt and answer together (default: the model's)",
+    "max_model_len": "longest prompt and answer together, in tokens (default: the model's limit)",
     "block_size": "tokens in a block of the KV cache",
     "num_blocks": "blocks in the KV cache (default: what fits)",
     "max_memory_percent": "share of the free memory that the engine may use",
@@ -45,5 +45,5 @@ ENGINE_HELP: Final[dict[str, str]] = {
     "num_threads": "threads of the engine on a CPU (default: all cores)",
     "tensor_parallel": "split the model over the ranks of torchrun",
     "trust_remote_code": "run code that comes with the model",
-    "verify_model": "compare the engine's logits with the model's own at the start; a difference ends it",
+    "verify_model": "compare the engine's logits with the model's own at the start; end on a difference",
 }

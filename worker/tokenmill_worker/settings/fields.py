@@ -1,42 +1,33 @@
-"""Every setting of a worker: the only reader of the environment.
+"""The settings of a worker, as one class.
 
-A setting is a field below or a field of EngineConfig; each is the variable TOKENMILL_<NAME> and the flag --<name>.
-Flags win over the environment, the environment over the defaults; there is no settings file. `load_settings` reports
-every problem at once, misspelt variables included, so that one correction repairs a start.
+A setting is a field below or a field of EngineConfig; each is the variable TOKENMILL_<NAME> and the
+flag --<name>. `loading` reads and checks them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 import socket
 import typing
-from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tokenmill.errors import ConfigurationError
-from tokenmill.webhooks import sign
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.keys import queue_of
-from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.types import SchedulingPolicy
-from tokenmill_worker.errors import SettingsError
-from tokenmill_worker.settings.addresses import database_problem, endpoint_problem, redis_problem
 from tokenmill_worker.settings.engine_help import ENGINE_HELP
-from tokenmill_worker.settings.model_names import naming_problems
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
-# Defaults that differ from those of an engine used alone, because a service's jobs have classes and tenants.
+# Defaults that differ from those of an engine used alone, because a service's jobs have classes and
+# tenants.
 _DEFAULTS: dict[str, Any] = {"model": DEFAULT_MODEL, "policy": SchedulingPolicy.PRIORITY}
-# Variables for ops/ scripts and the command line; a worker ignores them.
-_OTHERS_VARIABLES = frozenset({"TOKENMILL_BENCH_SETUP"})
 ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 _CONFIG = SettingsConfigDict(
     env_prefix=PREFIX,
@@ -70,7 +61,9 @@ else:  # one field for each field of EngineConfig, so that the two cannot differ
 
 
 class Settings(_EngineFields):
-    """The settings of a worker. Durations are seconds. A field's description is its help text on the command line."""
+    """The settings of a worker. Durations are seconds. A field's description is its help text on
+    the command line.
+    """
 
     model_config = _CONFIG
 
@@ -84,7 +77,7 @@ class Settings(_EngineFields):
     queue: str = Field("", description="queue to serve (default: the model's name)")
     key_prefix: str = Field("tm:", description="first part of every Redis key")
     worker_id: str = Field(
-        "", description="a name that no other worker has (default: host, process id)"
+        "", description="a name that no other worker has (default: host name and process id)"
     )
     cache_dir: str | None = Field(
         None, description="folder of converted models and kernels (default: ~/.cache/tokenmill)"
@@ -118,10 +111,10 @@ class Settings(_EngineFields):
         3, ge=1, description="a job that crashed the engine this many times is set aside as dead"
     )
     result_ttl_seconds: Seconds = Field(
-        3600, gt=0, description="Redis keeps a result this long; SQL keeps it for good"
+        3600, gt=0, description="time that Redis keeps a result; SQL keeps it for good"
     )
     log_ttl_seconds: Seconds = Field(
-        3600, gt=0, description="Redis keeps the tokens of an unfinished job this long"
+        3600, gt=0, description="time that Redis keeps the tokens of an unfinished job"
     )
     idempotency_ttl_seconds: Seconds = Field(
         86_400, gt=0, description="an idempotency key is valid for this long after its job's end"
@@ -131,7 +124,10 @@ class Settings(_EngineFields):
         0, ge=0, description="submit is refused when this many jobs wait and are due; 0: no limit"
     )
     max_payload_bytes: int = Field(
-        MAX_PAYLOAD_BYTES, ge=1024, le=MAX_PAYLOAD_BYTES, description="largest job request"
+        MAX_PAYLOAD_BYTES,
+        ge=1024,
+        le=MAX_PAYLOAD_BYTES,
+        description="size of the largest job request",
     )
     default_max_tokens: int | None = Field(
         None, ge=1, description="max_tokens of jobs that set none (default: model's length)"
@@ -140,10 +136,13 @@ class Settings(_EngineFields):
         0, ge=0, description="jobs of one tenant that run at once; 0: no limit"
     )
     tenant_jobs_per_minute: float = Field(
-        0.0, ge=0, description="jobs of one tenant admitted a minute; 0: no limit"
+        0.0, ge=0, description="jobs of one tenant that are admitted per minute; 0: no limit"
     )
     bulk_share: float = Field(
-        0.1, ge=0, le=1, description="share of new places kept for bulk jobs while any wait"
+        0.1,
+        ge=0,
+        le=1,
+        description="share of free places that go to bulk jobs first, while bulk jobs wait",
     )
     chunk_tokens: int = Field(
         1, ge=1, description="tokens per chunk when n is 1; the first token is sent at once"
@@ -162,11 +161,14 @@ class Settings(_EngineFields):
         ge=1,
         description="finished jobs that may wait for SQL before claiming stops; 512 MiB of them stop it too",
     )
-    record_prompts: bool = Field(False, description="keep prompts in the jobs table")
+    record_prompts: bool = Field(False, description="store prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
     tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
     tasks_threads: int = Field(
-        8, ge=1, le=256, description="tasks at once; bulk files take half of them at most"
+        8,
+        ge=1,
+        le=256,
+        description="tasks that run at once; bulk files take half of the threads at most",
     )
     webhook_secret: str = Field(
         "", description="secret that signs webhooks, whsec_…; several: the newest first"
@@ -261,13 +263,15 @@ class Settings(_EngineFields):
 
     def public(self) -> dict[str, object]:
         """Return every value with passwords masked, for people and logs."""
-        values = {name: _masked(getattr(self, name)) for name in type(self).model_fields}
+        values = {name: masked(getattr(self, name)) for name in type(self).model_fields}
         return values | {"webhook_secret": "***" if self.webhook_secret else ""}
 
     def variables(self) -> dict[str, str]:
-        """Return the environment from which `load_settings` reads these settings again, for child processes."""
+        """Return the environment from which `load_settings` reads these settings again, for child
+        processes.
+        """
         return {
-            _variable(name): _text(value)
+            variable_of(name): _text(value)
             for name, value in self.model_dump(exclude_defaults=True).items()
         }
 
@@ -278,195 +282,15 @@ def _text(value: object) -> str:
     return "none" if value in (None, "") else str(value)  # an empty variable counts as unset
 
 
-def child_environment(settings: Settings) -> dict[str, str]:
-    """Return our environment with these settings in place of ours, for a child that loads them again."""
-    rest = {
-        name: value for name, value in os.environ.items() if not name.upper().startswith(PREFIX)
-    }
-    return rest | settings.variables()
-
-
-def load_settings(
-    overrides: Mapping[str, object] | None = None, *, strict: bool = True
-) -> Settings:
-    """Load the settings: flags over environment over defaults. Raises SettingsError; `strict`: unknown variables are
-    problems.
-    """
-    given = {
-        name: _flag_value(value) for name, value in (overrides or {}).items() if value is not None
-    }
-    problems = _unknown_variables(os.environ) if strict else []
-    try:
-        settings = Settings(**given)  # type: ignore[arg-type]
-    except ValidationError as error:
-        wrong = [
-            _Wrong(str(entry["loc"][0]), entry["msg"], entry["input"], entry["type"])
-            for entry in error.errors()
-        ]
-        problems += [item.sentence(given) for item in wrong]
-        fields = Settings.model_fields
-        repaired = {item.name: fields[item.name].default for item in wrong if item.name in fields}
-        known = {name: value for name, value in given.items() if name in fields}
-        settings = Settings(**{**known, **repaired})  # so the other settings can still be checked
-    problems += _semantic_problems(settings, given)
-    if problems:
-        raise SettingsError(problems)
-    return settings
-
-
-_PLAINER = {
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-}
-
-
-def _flag_value(value: object) -> object:
-    return None if isinstance(value, str) and value.lower() == "none" else value
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Wrong:
-    name: str
-    message: str
-    value: object
-    kind: str
-
-    def sentence(self, given: Mapping[str, object]) -> str:
-        if self.kind == "extra_forbidden":
-            return f"{self.name} is not a setting{_suggestion(self.name, Settings.model_fields)}"
-        words = self.message.removeprefix("Input should be ").split(", unable")[0]
-        for theirs, ours in _PLAINER.items():
-            words = words.replace(theirs, ours)
-        return f"{_spelling(self.name, given)} must be {words}, not {_masked(self.value)!r}"
-
-
-def _spelling(name: str, given: Mapping[str, object]) -> str:
-    """Return a setting's name as the user wrote it: as a flag or as a variable."""
-    return "--" + name.replace("_", "-") if name in given else _variable(name)
-
-
-def _variable(name: str) -> str:
-    return PREFIX + name.upper()
-
-
-def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    known = {_variable(name): None for name in Settings.model_fields}
-    unknown = sorted(
-        name
-        for name in environ
-        if name.upper().startswith(PREFIX) and name.upper() not in {*known, *_OTHERS_VARIABLES}
-    )
-    return [f"{name} is not a setting{_suggestion(name.upper(), known)}" for name in unknown]
-
-
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[str]:
-    def spelt(name: str) -> str:
-        return _spelling(name, given)
-
-    found = []
-    try:
-        settings.engine_config()
-    except EngineConfigError as error:  # each sentence begins with the field's name
-        for sentence in error.problems:
-            name, _, rest = sentence.partition(" ")
-            found.append(f"{spelt(name)} {rest}")
-    for name, problem in (
-        ("redis_url", redis_problem(settings.redis_url)),
-        ("database_url", database_problem(settings.database_url)),
-        ("otel_endpoint", endpoint_problem(settings.otel_endpoint)),
-    ):
-        if problem is not None:
-            given_as = (
-                "" if problem.endswith("?") else f", not {_masked(getattr(settings, name))!r}"
-            )
-            found.append(f"{spelt(name)}: {problem}{given_as}")
-    model, adapters = (getattr(settings, name) for name in ("model", "adapters"))
-    names = {model, settings.queue or queue_of(model)}
-    naming = naming_problems(names, adapters, settings.aliases, settings.chat_template)
-    found += [f"{spelt(name)} {problem}" for name, problem in naming]
-    if settings.heartbeat_interval > settings.lease_seconds / 2:
-        found.append(
-            f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
-            f"{spelt('lease_seconds')} ({settings.lease_seconds:g}), or one late beat loses every job"
-        )
-    found += [
-        f"{spelt(name)} {problem}"
-        for name, problem in (*_model_problems(settings), *_task_problems(settings))
-    ]
-    if re.search(r"[{}\s]", settings.queue):
-        found.append(
-            f"{spelt('queue')} must not contain braces or white space, not {settings.queue!r}"
-        )
-    if settings.record_group > settings.record_buffer:
-        found.append(
-            f"{spelt('record_group')} ({settings.record_group}) must not exceed "
-            f"{spelt('record_buffer')} ({settings.record_buffer})"
-        )
-    return found
-
-
-def _model_problems(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield (setting, problem) for engine settings that contradict each other or have no effect."""
-    tokens, seqs, longest, graphs, device = (
-        getattr(settings, name)  # fields made from EngineConfig, which type checkers do not see
-        for name in (
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_model_len",
-            "cuda_graphs",
-            "device",
-        )
-    )
-    if 1 <= tokens < seqs:
-        yield (
-            "max_num_batched_tokens",
-            f"({tokens}) must be at least max_num_seqs ({seqs}), or some never run at once",
-        )
-    default = settings.default_max_tokens
-    if longest is not None and default is not None and default >= longest:
-        yield "default_max_tokens", f"({default}) must be below max_model_len ({longest})"
-    if graphs and device == "cpu":
-        yield "cuda_graphs", "does nothing on device cpu"
-
-
-def _task_problems(settings: Settings) -> Iterator[tuple[str, str]]:
-    try:
-        _ = settings.networks
-    except ValueError as error:
-        yield "webhook_networks", f"must be networks, separated by commas: {error}"
-    try:
-        if settings.webhook_secret:
-            sign("", 0, b"", settings.webhook_secret)
-    except ConfigurationError as error:
-        yield "webhook_secret", f"is none: {error}"
-    pause, longest = settings.webhook_retry_seconds, settings.webhook_max_retry_seconds
-    if pause > longest:
-        yield (
-            "webhook_retry_seconds",
-            f"({pause:g}) must not exceed webhook_max_retry_seconds ({longest:g})",
-        )
-    if settings.retain_usage_days and settings.retain_usage_days < 7:
-        yield (
-            "retain_usage_days",
-            f"must be at least 7, or 0 for ever, not {settings.retain_usage_days:g}",
-        )
-
-
 _HOSTS = re.compile(
     r"(\[[0-9a-fA-F:.]+\]|[^:/?#\[\]@,]*)(:\d*)?(,([^:/?#,]*|\[[0-9a-fA-F:.]+\])(:\d*)?)*([/#][^?]*)?(\?.*)?"
 )
 
 
-def _masked(value: object) -> object:
-    """Return a URL without its password. If its parts cannot be told apart, only the scheme is shown."""
+def masked(value: object) -> object:
+    """Return a URL without its password. If its parts cannot be told apart, only the scheme is
+    shown.
+    """
     if not isinstance(value, str) or "://" not in value:
         return value
     scheme, _, rest = value.partition("://")
@@ -475,3 +299,7 @@ def _masked(value: object) -> object:
     if _HOSTS.fullmatch(hosts) is None:
         return f"{scheme}://***"
     return f"{scheme}://{user.partition(':')[0] + (':***' if ':' in user else '') + '@' if user else ''}{hosts}"
+
+
+def variable_of(name: str) -> str:
+    return PREFIX + name.upper()

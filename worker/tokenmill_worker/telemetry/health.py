@@ -1,9 +1,10 @@
 """Serves /metrics, /healthz, /readyz and /livez of one worker, on a small HTTP server in its event
 loop.
 
-/livez    503 when a restart is the remedy: the loop or the engine stands still. For liveness probes.
-/healthz  503 when any check fails, a dependency that is away included. For people and alerts.
-/readyz   503 also while it drains, which is no fault: does it take jobs now? For readiness probes.
+/livez    503 when a restart is the remedy: the loop or the engine stands still. For liveness
+probes. /healthz  503 when any check fails, a dependency that is away included. For people and
+alerts. /readyz   503 also while it drains, which is no fault: does it take jobs now? For readiness
+probes.
 
 The health pages answer with JSON that names each check. Any answer shows that the event loop runs;
 the checks must show that claims and steps are being made.

@@ -90,7 +90,8 @@ class JobTimestamps:
                 error = result.error.code  # the message may quote the request
         else:
             attributes["tokenmill.left"] = left
-        # A result's times are whole milliseconds: never before the last token, which was noted more finely.
+        # A result's times are whole milliseconds: never before the last token, which was noted more
+        # finely.
         finished_ns = (
             max(result.finished_ms * NS_PER_MS, self.latest_ns) if result is not None else 0
         )

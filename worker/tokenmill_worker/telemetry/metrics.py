@@ -2,9 +2,9 @@
 
 A metric with vLLM's meaning has vLLM's name, with the prefix `tokenmill:` for `vllm:`, so that
 vLLM's dashboards need only the prefix replaced. Each metric carries `queue` and `model_name`.
-Single events are counted here; numbers that parts count already are read at each scrape (`add_source`).
-Only labels with few values are used: no job ids, and no tenants, whose number a service does not
-control.
+Single events are counted here; numbers that parts count already are read at each scrape
+(`add_source`). Only labels with few values are used: no job ids, and no tenants, whose number a
+service does not control.
 """
 
 from __future__ import annotations
@@ -73,23 +73,25 @@ class Metrics:
         self._inner = CollectorRegistry(auto_describe=False)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(ConstLabels(self._inner, {"queue": queue, "model_name": model_name}))
-        # requests, as vLLM calls them
+        # requests, in vLLM's names
         self.success = self._counter(
-            "request_success_total", "Requests that came to an end, by why", ("finished_reason",)
+            "request_success_total", "Requests that ended, by reason", ("finished_reason",)
         )
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Created to first token", _SECONDS
+            "time_to_first_token_seconds", "Time from creation to the first token", _SECONDS
         )
         self.queue_time = self._histogram(
-            "request_queue_time_seconds", "Created to first claimed", _SECONDS
+            "request_queue_time_seconds", "Time from creation to the first claim", _SECONDS
         )
         self.prefill = self._histogram(
-            "request_prefill_time_seconds", "Given to the engine to first token", _SECONDS
+            "request_prefill_time_seconds", "Time from the engine to the first token", _SECONDS
         )
         self.decode = self._histogram(
-            "request_decode_time_seconds", "First token to last", _SECONDS
+            "request_decode_time_seconds", "Time from the first token to the last", _SECONDS
         )
-        self.e2e = self._histogram("e2e_request_latency_seconds", "Created to finished", _SECONDS)
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Time from creation to the end", _SECONDS
+        )
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "A request's mean time per token after its first",
@@ -110,46 +112,44 @@ class Metrics:
         # the engine's steps
         self.step_seconds = self._histogram_family(
             "engine_step_seconds",
-            "Time of an engine step; of short ones within a tenth of a second, their mean",
+            "Time of an engine step; short steps within 0.1 s count with their mean",
             _PER_TOKEN,
         )
         self.step_tokens = self._histogram_family(
-            "iteration_tokens_total", "Tokens computed in an engine step; likewise", _BATCH
+            "iteration_tokens_total",
+            "Tokens computed in an engine step; short steps within 0.1 s count with their mean",
+            _BATCH,
         )
         # the queue, Redis and SQL
         self.jobs = self._counter(
-            "jobs_finished_total", "Jobs recorded, by how they ended", ("status", "priority")
+            "jobs_finished_total", "Jobs recorded, by status", ("status", "priority")
         )
         self.claims = self._counter(
-            "claims_total", "Claims, by whether they brought jobs", ("outcome",)
+            "claims_total", "Claims; the outcome is `jobs` or `empty`", ("outcome",)
         )
         self.deliveries = self._counter(
             "deliveries_total",
-            "Jobs that came into this worker's hands",
+            "Jobs delivered to this worker",
             ("verdict", "redelivered"),
         )
         self.left = self._counter(
-            "jobs_left_total", "Jobs that left this worker unfinished, by why", ("reason",)
+            "jobs_left_total", "Jobs that left this worker unfinished, by reason", ("reason",)
         )
-        for reason in (
-            "handed_over",
-            "crash",
-            "retry",
-            "lost",
-        ):  # exist from the start: the first one is an increase
+        # exist from the start, so that the first one shows as an increase
+        for reason in ("handed_over", "crash", "retry", "lost"):
             self.left.labels(reason)
         self.refusals = self._counter(
             "fencing_refusals_total",
-            "Writes refused because another worker held the job",
+            "Writes refused because another worker owns the job",
             ("call",),
         )
         for call in ("append", "finish", "release"):
             self.refusals.labels(call)
         self.commit_seconds = self._bare_histogram(
-            "sql_commit_seconds", "One SQL transaction of finished jobs", _CALL
+            "sql_commit_seconds", "Time of one SQL transaction of finished jobs", _CALL
         )
         self.call_seconds = self._histogram_family(
-            "redis_call_seconds", "One script call, retries included", _CALL, "script"
+            "redis_call_seconds", "Time of one script call, retries included", _CALL, "script"
         )
 
     def request_finished(self, result: JobResult, priority: str) -> None:

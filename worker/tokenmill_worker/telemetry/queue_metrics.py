@@ -83,7 +83,7 @@ def queue_samples(queues: Sequence[QueueMetrics]) -> Iterator[MetricSample]:
     }
     yield MetricSample(
         "queue_finished",
-        "Jobs of the queue that ended, by how",
+        "Jobs of the queue that ended, by status",
         ended,
         ("queue", "status"),
         is_counter=True,
@@ -103,17 +103,15 @@ def _by_class(known: Mapping[str, QueueState]) -> Iterator[MetricSample]:
     yield MetricSample(
         "queue_jobs", "Jobs that wait to be claimed, due ones included", jobs, labels
     )
+    yield MetricSample("queue_tokens", "Estimated tokens of the waiting jobs", tokens, labels)
     yield MetricSample(
-        "queue_tokens", "Tokens that those jobs are estimated to cost", tokens, labels
-    )
-    yield MetricSample(
-        "queue_oldest_seconds", "How long the oldest of them has waited", ages, labels
+        "queue_oldest_seconds", "Time that the oldest waiting job has waited", ages, labels
     )
 
 
 _Number = tuple[str, str, Callable[[QueueState], float]]
 _NUMBERS: tuple[_Number, ...] = (
-    ("queue_running_jobs", "Jobs in workers' hands", lambda state: state.running),
+    ("queue_running_jobs", "Jobs that workers own", lambda state: state.running),
     (
         "queue_scheduled_jobs",
         "Jobs that wait for their time or their next attempt",
@@ -121,17 +119,17 @@ _NUMBERS: tuple[_Number, ...] = (
     ),
     (
         "queue_unrecorded_jobs",
-        "Jobs that ended while they waited, to be written down",
+        "Jobs that ended while they waited and are not recorded yet",
         lambda state: state.unrecorded,
     ),
-    ("queue_dead_jobs", "Jobs set aside: dead letters", lambda state: state.dead),
-    ("queue_workers", "Workers with a living lease", lambda state: len(state.workers)),
+    ("queue_dead_jobs", "Dead letters", lambda state: state.dead),
+    ("queue_workers", "Workers with a valid lease", lambda state: len(state.workers)),
 )
 _COUNTERS: tuple[_Number, ...] = (
     ("queue_submitted", "Jobs accepted", lambda state: state.submitted),
     (
         "queue_entries_dropped",
-        "Stream entries that were no job",
+        "Stream entries that were not jobs",
         lambda state: state.entries_dropped,
     ),
 )

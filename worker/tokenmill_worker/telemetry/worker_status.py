@@ -1,8 +1,7 @@
-"""The state of a worker for its operators: health checks, metrics at a scrape, the heartbeat.
-Nothing here changes a part.
+"""Reports the state of a worker to its operators: health checks, metrics, the heartbeat.
 
-This module defines what healthy, ready and alive mean, and which number of which part is which
-metric.
+This module defines when a worker is healthy, ready and alive, and which number of which part is
+which metric.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class WorkerParts:
 
 
 class StatusReporter:
-    """Reports on one worker. `is_stopping`: whether the worker was asked to stop."""
+    """Reports on one worker. `is_stopping()`: was the worker asked to stop?"""
 
     def __init__(
         self, parts: WorkerParts, model: str, *, max_running: int, is_stopping: Callable[[], bool]
@@ -69,14 +68,14 @@ class StatusReporter:
             Check(
                 "buffer",
                 lambda: (
-                    "finished jobs wait for SQL: intake has stopped"
+                    "finished jobs wait for SQL: no job is claimed"
                     if parts.finalizer.is_full
                     else None
                 ),
             ),
             Check(
                 "drain",
-                lambda: "it drains, and claims nothing more" if self._is_stopping() else None,
+                lambda: "it drains and claims no job" if self._is_stopping() else None,
                 ready=True,
             ),
         ]
@@ -132,7 +131,7 @@ class StatusReporter:
 
     def samples(self) -> Iterator[MetricSample]:
         yield from self._engine()
-        yield from self._hands()
+        yield from self._owned()
         yield from self._sql()
         yield from self._health()
 
@@ -142,19 +141,19 @@ class StatusReporter:
         yield gauge("num_requests_running", "Sequences in the running batch", stats.num_running)
         yield gauge(
             "num_requests_waiting",
-            "Sequences in the engine that wait for a place",
+            "Sequences that wait in the engine",
             stats.num_waiting,
         )
         yield gauge(
             "num_requests_offloaded", "Preempted sequences kept in host memory", stats.num_offloaded
         )
-        yield gauge("num_requests_max", "Sequences that fit the batch", self._max_running)
+        yield gauge("num_requests_max", "Most sequences in the running batch", self._max_running)
         usage = used / stats.blocks_total if stats.blocks_total else None
         yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full", usage)
-        yield gauge("kv_cache_blocks", "KV blocks in all", stats.blocks_total or None)
+        yield gauge("kv_cache_blocks", "All KV blocks", stats.blocks_total or None)
         yield gauge(
             "kv_cache_findable_blocks",
-            "KV blocks that are free, but can be found again",
+            "Free KV blocks that still hold a cached prefix",
             stats.blocks_cached,
         )
         yield counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
@@ -165,61 +164,67 @@ class StatusReporter:
             stats.computed_tokens,
         )
         yield counter(
-            "recomputed_tokens", "Of those: computed before, and lost", stats.recomputed_tokens
+            "recomputed_tokens",
+            "Tokens that were computed again after a preemption",
+            stats.recomputed_tokens,
         )
         yield counter(
             "prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache",
             stats.prefix_queries,
         )
-        yield counter("prefix_cache_hits", "Prompt tokens found there", stats.cached_tokens)
-        yield counter("num_preemptions", "Sequences that lost their place", stats.preemptions)
         yield counter(
-            "kv_blocks_evicted", "Blocks forgotten by the prefix cache", stats.evicted_blocks
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cached_tokens
+        )
+        yield counter("num_preemptions", "Sequences that were preempted", stats.preemptions)
+        yield counter(
+            "kv_blocks_evicted", "KV blocks evicted from the prefix cache", stats.evicted_blocks
         )
         yield counter(
-            "kv_blocks_offloaded", "Blocks copied to host memory", stats.blocks_swapped_out
+            "kv_blocks_offloaded", "KV blocks copied to host memory", stats.blocks_swapped_out
         )
-        yield counter("kv_blocks_restored", "Blocks copied back", stats.blocks_swapped_in)
-        yield counter("spec_decode_num_draft_tokens", "Tokens proposed", stats.draft_tokens)
+        yield counter(
+            "kv_blocks_restored", "KV blocks copied back from host memory", stats.blocks_swapped_in
+        )
+        yield counter("spec_decode_num_draft_tokens", "Draft tokens", stats.draft_tokens)
         yield counter(
             "spec_decode_num_accepted_tokens",
-            "Proposed tokens that were right",
+            "Draft tokens that were accepted",
             stats.accepted_tokens,
         )
-        yield counter("engine_steps", "Steps", stats.steps)
+        yield counter("engine_steps", "Engine steps", stats.steps)
         yield counter(
-            "engine_failed_steps", "Steps that raised, and were bisected", stats.failed_steps
+            "engine_failed_steps", "Engine steps that failed and were bisected", stats.failed_steps
         )
-        yield counter("engine_busy_seconds", "Time inside steps", stats.busy_s)
+        yield counter("engine_busy_seconds", "Time inside engine steps", stats.busy_s)
         yield counter(
             "engine_restarts",
-            "Engines replaced after their death",
+            "Engine processes that were replaced",
             self._parts.service.health.engine_restarts,
         )
 
-    def _hands(self) -> Iterator[MetricSample]:
+    def _owned(self) -> Iterator[MetricSample]:
         parts, observer = self._parts, self._parts.observer
-        yield gauge("leases_held", "Jobs whose lease this worker holds", len(parts.stream.owned))
+        yield gauge("leases_held", "Jobs that this worker owns", len(parts.stream.owned))
         yield gauge(
             "tokens_unlogged",
-            "Tokens that wait for Redis to take them",
+            "Generated tokens that are not in Redis yet",
             parts.publisher.num_unlogged,
         )
         yield counter("heartbeats", "Heartbeats that renewed the lease", parts.lease.num_renewed)
-        yield counter("heartbeat_failures", "Heartbeats that did not", parts.lease.num_failed)
+        yield counter("heartbeat_failures", "Heartbeats that failed", parts.lease.num_failed)
         yield counter(
             "lease_expirations",
-            "Times this process stood still past its lease",
+            "Times this process was frozen for longer than its lease",
             parts.lease.num_expired,
         )
         trips = by_label(
-            "redis_round_trips", "Script calls sent, repeated ones included", "script",
+            "redis_round_trips", "Script calls, each try counted", "script",
             observer.redis_round_trips, is_counter=True,
         )  # fmt: skip
         yield trips
         yield by_label(
-            "redis_failures", "Script calls that failed for good", "script",
+            "redis_failures", "Script calls whose last try failed", "script",
             {**dict.fromkeys(observer.redis_round_trips, 0), **observer.redis_failures}, is_counter=True,
         )  # fmt: skip
 
@@ -231,26 +236,28 @@ class StatusReporter:
             len(finalizer),
         )
         limit = self._parts.settings.record_buffer
-        yield gauge("record_buffer_limit_jobs", "Where intake stops", limit)
+        yield gauge("record_buffer_limit_jobs", "Finished jobs at which claiming stops", limit)
         yield gauge(
             "record_buffer_bytes",
-            "Their estimated memory; intake stops at 512 MiB",
+            "Estimated memory of finished jobs that wait; claiming stops at 512 MiB",
             finalizer.num_bytes,
         )
-        yield counter("sql_commits", "Transactions of finished jobs", stats.groups)
+        yield counter("sql_commits", "SQL transactions of finished jobs", stats.groups)
         yield counter(
             "sql_commit_failures",
-            "Transactions that failed, and are repeated",
+            "SQL transactions that failed and are repeated",
             stats.record_failures,
         )
-        yield counter("jobs_recorded", "Jobs written", stats.recorded)
+        yield counter("jobs_recorded", "Jobs recorded in SQL", stats.recorded)
         yield counter(
-            "jobs_recorded_before", "Redelivered jobs whose row was there", stats.recorded_before
+            "jobs_recorded_before", "Redelivered jobs that SQL had already", stats.recorded_before
         )
         yield counter(
             "jobs_acknowledged", "Jobs acknowledged after their commit", stats.acknowledged
         )
-        yield counter("jobs_refused_by_sql", "Jobs that the database would not take", stats.refused)
+        yield counter(
+            "jobs_refused_by_sql", "Tries in which the database refused a job", stats.refused
+        )
 
     def _health(self) -> Iterator[MetricSample]:
         up, all_well = {}, True
@@ -259,15 +266,15 @@ class StatusReporter:
             all_well = all_well and problem is None
             if check.name in ("engine", "redis", "sql"):
                 up[check.name] = float(problem is None)
-        yield by_label("dependency_up", "1 while it can be used", "dependency", up)
-        yield gauge("ready", "1 while /readyz says so", float(all_well))
-        yield gauge("draining", "1 after the order to stop", float(self._is_stopping()))
-        yield gauge("start_time_seconds", "Unix time of the start", self._started_at)
+        yield by_label("dependency_up", "1 while the dependency can be used", "dependency", up)
+        yield gauge("ready", "1 while /readyz answers 200", float(all_well))
+        yield gauge("draining", "1 after the signal to stop", float(self._is_stopping()))
+        yield gauge("start_time_seconds", "Unix time of the worker's start", self._started_at)
         labels = ("version", "worker")
         values: dict[tuple[str, ...], float | None] = {
             (package_version(), self._parts.settings.worker_name): 1.0
         }
-        yield MetricSample("build_info", "What runs here", values, labels)
+        yield MetricSample("build_info", "Version and name of this worker", values, labels)
 
 
 @cache
