@@ -29,9 +29,9 @@ def table() -> dict[str, str]:
 
     The last row, of the service's own faults, names no code.
     """
-    section = GUIDE.split("| an error's `code`")[1].split("\n\n")[0]
+    section = next(part for part in GUIDE.split("\n\n") if "`invalid_json_line`" in part)
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return {code: says for codes, says in rows for code in re.findall(r"`(\w+)`", codes)}
+    return {code: says for codes, says, *_ in rows[1:] for code in re.findall(r"`(\w+)`", codes)}
 
 
 def codes_in(path: Path) -> set[str]:
