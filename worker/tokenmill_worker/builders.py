@@ -68,7 +68,7 @@ def stream_options(settings: Settings) -> StreamOptions:
 
 
 def open_tracing(settings: Settings) -> Tracing | None:
-    """Open tracing if an endpoint is set. Raises MissingPackage if OpenTelemetry is not installed."""
+    """Open tracing if an endpoint is set. Raises MissingPackage without OpenTelemetry."""
     if not settings.otel_endpoint:
         return None
     resource = {

@@ -3,7 +3,7 @@ appear.
 
     TokenmillError          of the client: each message is one sentence for the person who must act
     ├── SettingsError       the user: nothing starts until every listed problem is solved
-    ├── SchemaOutdated      the operator: `tokenmill db upgrade`; a worker refuses to start without it
+    ├── SchemaOutdated      the operator: `tokenmill db upgrade`; no worker starts without it
     ├── MissingPackage      the installer: the message names the extra
     ├── PortTaken           the operator: something else serves there
     ├── Replaced            the operator: two workers have one name; the first of them ends
@@ -50,7 +50,8 @@ class Replaced(TokenmillError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a worker that started later has this one's name: each that runs needs a worker_id of its own"
+            "a worker that started later has this one's name: "
+            "each that runs needs a worker_id of its own"
         )
 
 

@@ -132,7 +132,7 @@ class Service:
             raise
 
     async def _start(self, deliveries: list[Delivery]) -> None:
-        """Process all jobs together and submit those that can run. An invalid job ends as failed."""
+        """Process all jobs together, and submit those that can run to the engine."""
         processor = self._processor
         if processor is None or self.supervisor.host is None:
             raise RuntimeError("jobs were claimed before the engine was there")
@@ -171,7 +171,7 @@ class Service:
                 raise EngineDied(message, at_start=True) from error
 
     async def _handle_frame(self, frame: Frame) -> None:
-        """Publish a frame's events, in batches if several steps piled up; then act on the results."""
+        """Publish a frame's events, in batches if steps piled up, and act on the results."""
         if frame.events or self._publisher.has_pending:
             batches = split_batches(frame.events, self._urgent, self._events_at_once)
             for number, batch in enumerate(batches):
@@ -314,7 +314,7 @@ class Service:
     # ── the end ──
 
     async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
-        """Let running jobs end within the grace period, or until `hurry`; then hand the rest over."""
+        """Let jobs end within the grace period, or until `hurry`; then hand the others over."""
         waits = [asyncio.create_task(self._idle.wait()), asyncio.create_task(hurry.wait())]
         await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:

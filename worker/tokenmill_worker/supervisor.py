@@ -1,4 +1,4 @@
-"""Keeps an engine running: starts it, passes on its frames, and replaces it when it dies or hangs."""
+"""Keeps an engine running: starts it, passes on its frames, and replaces it if it dies or hangs."""
 
 from __future__ import annotations
 

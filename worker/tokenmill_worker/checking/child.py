@@ -23,9 +23,7 @@ MAX_CHARS = 300
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the worker handles it, and then closes this stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles it and closes this stdin
     source, target = sys.stdin.buffer, sys.stdout.buffer
     validators: OrderedDict[bytes, Any] = OrderedDict()
     while header := source.read(4):

@@ -2,7 +2,7 @@
 
 Every delivery gets an outcome. Bytes that are no request, invalid values, prompts that do not fit,
 and jobs whose log already holds their end become a finished job. Nothing here raises for input that
-a producer can send. The processor uses neither Redis nor SQL, and of the engine only the request type.
+a producer can send.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Refused(Exception):
 
 
 class InputProcessor:
-    """Validates and tokenises the jobs of one worker. `process` may run for several jobs at once."""
+    """Validates and tokenises the jobs of one worker. Several jobs may be processed at once."""
 
     def __init__(
         self,
@@ -143,7 +143,8 @@ class InputProcessor:
         ):
             if max(ids, default=0) >= self._model.vocab_size:
                 raise _Refused(
-                    f"{name} holds {max(ids)}, outside the vocabulary of {self._model.vocab_size} ids"
+                    f"{name} holds {max(ids)}, "
+                    f"outside the vocabulary of {self._model.vocab_size} ids"
                 )
 
     def _adapter(self, request: JobRequest) -> str:
@@ -184,7 +185,8 @@ class InputProcessor:
 
     @property
     def _length_rule(self) -> str:
-        return f"the model's length is {self._model.max_model_len}, of which the answer needs at least 1"
+        length = self._model.max_model_len
+        return f"the model's length is {length}, of which the answer needs at least 1"
 
     def _resolve_max_tokens(self, request: JobRequest, num_prompt_tokens: int) -> int:
         room = self._model.max_model_len - num_prompt_tokens
@@ -194,7 +196,8 @@ class InputProcessor:
             return room if default is None else min(room, max(default, request.params.min_tokens))
         if wanted > room:
             raise _Refused(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={wanted} make {num_prompt_tokens + wanted}; "
+                f"{num_prompt_tokens} prompt tokens and max_tokens={wanted} "
+                f"make {num_prompt_tokens + wanted}; "
                 f"the model's length is {self._model.max_model_len}",
                 TOO_LONG,
             )

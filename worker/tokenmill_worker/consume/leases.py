@@ -2,9 +2,9 @@
 longer than its lease owns no job any more.
 
 A process that wakes from a freeze (SIGSTOP, a paused machine) must not write: other workers have
-its jobs by then. A ticker measures how long the event loop did not run. `lease_expired` is true from
-the first moment after the freeze, and the job stream checks it before every write. Fencing tokens
-refuse any write that gets through all the same.
+its jobs by then. A ticker measures how long the event loop did not run. `lease_expired` is true
+from the first moment after the freeze, and the job stream checks it before every write. Fencing
+tokens refuse any write that gets through all the same.
 """
 
 from __future__ import annotations

@@ -26,9 +26,8 @@ class Quarantine:
 
     max_num_seqs: int
     _held: deque[Delivery] = field(default_factory=deque)
-    _running: dict[str, int] = field(
-        default_factory=dict
-    )  # job id → the largest batch it may be in
+    # Job id → the largest batch that it may be in.
+    _running: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._held)

@@ -68,9 +68,8 @@ class Chunker:
         self._is_plain = lone is not None and lone.logprobs is None and not lone.stream.has_stops
         self._unconfirmed: deque[ChunkAppend] = deque()
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
-        self._place = (
-            self._made[0] if is_lone else job.delivery.log_end
-        )  # the last chunk's number in the log
+        # The last chunk's number in the log.
+        self._place = self._made[0] if is_lone else job.delivery.log_end
         self._ended = {
             i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
         }
@@ -145,8 +144,8 @@ class Chunker:
         self._unconfirmed.append(append)
 
     def withdraw(self) -> None:
-        """Undo the chunk of `fast_chunk` before it is sent: its token goes with the tokens that have
-        come since.
+        """Undo the chunk of `fast_chunk` before it is sent: its token is sent with the tokens that
+        have come since.
         """
         self._place -= 1
         self._made[0] = self._place

@@ -241,7 +241,7 @@ class Publisher:
 
 
 def _fast_chunk(running: RunningJob, event: TokenEvent) -> ChunkAppend | None:
-    """Return the chunk of an event that only carries the next token of a plain stream, else None."""
+    """Return the chunk of an event that is one plain token of a stream; None for others."""
     if event.finish_reason is not None or len(event.token_ids) != 1:
         return None
     return (

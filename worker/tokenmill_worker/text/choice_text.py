@@ -25,7 +25,8 @@ class TextStream:
     """
 
     __slots__ = (
-        "_detokenizer", "_is_closed", "_min_tokens", "_stops", "has_stops", "pieces", "rest", "stopped", "token_ids",
+        "_detokenizer", "_is_closed", "_min_tokens", "_stops",
+        "has_stops", "pieces", "rest", "stopped", "token_ids",
     )  # fmt: skip
 
     def __init__(

@@ -57,7 +57,8 @@ def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]
         due = ends[chunk.choice]
         if chunk.index != due:
             raise LogCorrupt(
-                f"the log of earlier attempts has token {chunk.index} of choice {chunk.choice} where {due} was due"
+                f"the log of earlier attempts has token {chunk.index} of choice {chunk.choice} "
+                f"where {due} was due"
             )
         if chunk.token_ids and not 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < vocab_size:
             raise LogCorrupt(

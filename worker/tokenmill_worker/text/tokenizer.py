@@ -22,7 +22,7 @@ THREAD_CHARS = 4_000  # longer texts are encoded in a thread
 # Classes of a tokenizer.json that needs no other class.
 _GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})
 # Model type ("": a tokenizer alone) → the classes that AutoTokenizer takes as they are named. For
-# other types and names it has rules of its own: Qwen2's folders get Qwen2's class whatever they name.
+# other types and names it has rules of its own: Qwen2's folders get Qwen2's class in any case.
 AS_NAMED: Final[Mapping[str, frozenset[str]]] = {
     "": _GENERIC,
     "llama": _GENERIC,
