@@ -129,7 +129,7 @@ class Device:
         return available_memory()
 
     def peak_memory(self, run: Callable[[], object]) -> int:
-        """Run a pass and return the bytes that it allocates at most; 0, without a run, if unknown."""
+        """Run a pass and return its peak of allocated bytes; 0, without a run, if unknown."""
         return 0
 
     def pin(self, tensors: Seq[Tensor]) -> PinnedMemory | None:

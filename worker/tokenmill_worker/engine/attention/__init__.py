@@ -1,4 +1,7 @@
-"""Paged attention: the backends' contract (base), the backends, and the choice among them (registry)."""
+"""Paged attention: the contract of the backends, the reference, and the choice by name.
+
+Belongs here: what all backends share. Backends for one device belong to `cpu` and `cuda`.
+"""
 
 from tokenmill_worker.engine.attention.base import (
     AttentionBackend,

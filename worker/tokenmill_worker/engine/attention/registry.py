@@ -28,7 +28,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """Import a backend's class; raises ImportError, in one sentence, where something it needs is missing."""
+    """Import a backend's class; raises ImportError, in one sentence, where a need is missing."""
     module_name, class_name = _MODULES[name]
     found: type[AttentionBackend] = getattr(import_module(module_name), class_name)
     return found
@@ -41,7 +41,7 @@ def why_not(
     shapes: list[AttentionShape],
     block_size: int,
 ) -> str | None:
-    """Return one sentence on why this backend cannot serve all these layers here, or None if it can."""
+    """Return why this backend cannot serve all these layers, in one sentence; None if it can."""
     try:
         backend = backend_class(name)
     except ImportError as error:

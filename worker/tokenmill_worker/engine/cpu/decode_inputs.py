@@ -1,4 +1,4 @@
-"""Inputs of a step that repeats the previous one a position further: same sequences, one token each.
+"""Reuses the inputs of a decode for the next one: same sequences, one token further.
 
 Most steps are of this kind. Their tensors are reused and incremented; block tables are rebuilt only
 when a sequence gets a new block. Tensors are overwritten in place, so the device must have read a

@@ -1,4 +1,4 @@
-"""Host memory in huge pages, for data read whole at every step: packed weights and the CPU's KV cache.
+"""Allocates host memory in huge pages for data that every step reads: weights and KV cache.
 
 With 4 KiB pages, reading half a gigabyte waits longer for address translation than for memory,
 above all in a virtual machine. Where huge pages are unavailable (not Linux, disabled) it is

@@ -1,4 +1,4 @@
-"""Pads a step to one of few shapes, and holds the tensors at fixed addresses that a CUDA graph reads.
+"""Pads steps to few shapes, in tensors at fixed addresses that a CUDA graph reads.
 
 Padding tokens are token 0 at position 0 and write to the null block. In a decode each of them is a
 sequence of one token; in a mixed step they belong to no sequence. Output rows of padding are cut

@@ -56,7 +56,7 @@ class CaptureError(RuntimeError):
 
 
 class Capture(Protocol):
-    """Records what `run` does, after running it at least once; errors of `run` itself are passed on."""
+    """Records the work of `run` after at least one plain run; errors of `run` are passed on."""
 
     def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph:
         """Capture `run`. Raises CaptureError if it cannot be captured."""

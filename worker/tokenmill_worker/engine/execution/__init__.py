@@ -1,4 +1,5 @@
 """Executes the plan of a step: inputs as tensors, the model's pass, sampling, on the chosen device.
 
-Belongs here: runners, their memory, warm-up, tensor parallelism. Which sequence is in a step belongs to `scheduler`.
+Belongs here: runners, how they are built, warm-up, tensor parallelism. Which sequences are in a
+step belongs to `scheduler`; what only one kind of device does belongs to `cpu` or `cuda`.
 """

@@ -1,4 +1,4 @@
-"""Builds the tensors of a step from its plan: token ids, positions, slots, block tables, sampled rows.
+"""Builds a step's tensors from its plan: tokens, positions, slots, block tables, sampled rows.
 
 A row per running sequence keeps its block tables, which are extended rather than rebuilt.
 Arithmetic is done for the whole step in numpy; the only Python loops go over the scheduled
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class PreviousTokens:
-    """Tokens that the last launched step sampled for `items`: on the device, not yet on the host."""
+    """Tokens that the last launched step sampled for `items`; they are only on the device."""
 
     def __init__(self, token_ids: Tensor, items: Seq[ScheduledSequence]) -> None:
         self.token_ids = token_ids
@@ -52,7 +52,7 @@ class PreviousTokens:
 
 
 class InputBuilder:
-    """Owns the rows.
+    """Builds step inputs and keeps a row of block tables per sequence.
 
     Call `release` when a sequence ends or is preempted.
     """
@@ -143,7 +143,8 @@ class InputBuilder:
             if stop > len(known):
                 if stop > len(known) + 1 or previous is None or item.sequence not in previous.rows:
                     raise RuntimeError(
-                        f"a token of {item.sequence.request_id} is neither on the host nor in flight"
+                        f"a token of {item.sequence.request_id} is neither on the host "
+                        "nor in flight"
                     )
                 packed.append(first + stop - 1 - item.start)
                 sampled.append(previous.rows[item.sequence])
@@ -176,7 +177,8 @@ class InputBuilder:
                 start = min(filled[row], item.start // size)
                 if end > width:
                     raise RuntimeError(
-                        f"{item.sequence.request_id} holds more blocks than the model's length needs"
+                        f"{item.sequence.request_id} holds more blocks "
+                        "than the model's length needs"
                     )
                 if end - start == 1:
                     changed.append(row)

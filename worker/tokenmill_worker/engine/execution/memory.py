@@ -134,7 +134,10 @@ def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
 def _host_problem(config: EngineConfig, num_host_blocks: tuple[int, ...]) -> str | None:
     free, wanted = available_memory(), config.cpu_offload_gib
     if wanted * GIB > free:
-        return f"cpu_offload_gib ({wanted:g}) is more than the free memory of {free / GIB:.1f} GiB: lower it"
+        return (
+            f"cpu_offload_gib ({wanted:g}) is more than the free memory "
+            f"of {free / GIB:.1f} GiB: lower it"
+        )
     if not all(num_host_blocks):
         return (
             f"cpu_offload_gib ({wanted:g}) holds no block of every layer group: raise it, or set 0"
@@ -150,4 +153,7 @@ def _too_small(longest: int, length: int, budget: int, config: EngineConfig) -> 
     room = f"the KV cache's share of {budget / GIB:.2f} GiB"
     if longest:
         return f"{room} holds sequences of {longest} tokens, not {length}: lower max_model_len"
-    return f"{room} holds no KV cache beside the activations: lower max_num_batched_tokens or max_num_seqs"
+    return (
+        f"{room} holds no KV cache beside the activations: "
+        "lower max_num_batched_tokens or max_num_seqs"
+    )

@@ -1,4 +1,4 @@
-"""The ranks of one tensor-parallel model: join, find the smallest cache, broadcast bytes, fail together.
+"""Joins the ranks of one tensor-parallel model: common sizes, broadcasts, common failure.
 
 A thin layer over torch.distributed. The model's collectives run in the default group (gloo on CPU,
 NCCL on CUDA). Rank 0's messages use a gloo group of its own: its members may wait as long as the
@@ -108,7 +108,7 @@ class Ranks:
         return bytes(data.numpy().tobytes())
 
     def _watch(self) -> None:
-        """Poll the store for the message of a failed rank; a store that is gone counts as a failure."""
+        """Poll the store for a failed rank's message; a store that is gone counts as a failure."""
         while not self._over.wait(LOOK_EVERY_S):
             try:
                 reason = self._store.get(FAILED).decode() if self._store.check([FAILED]) else None
@@ -120,7 +120,7 @@ class Ranks:
 
 
 def smallest_common_cache(cache: CacheConfig) -> CacheConfig:
-    """Reduce the pools to the smallest of all ranks, since block ids must mean the same everywhere."""
+    """Return the smallest pools of all ranks: block ids must mean the same on each of them."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     sizes = torch.tensor([*cache.num_blocks, *cache.num_host_blocks], device=device)
     dist.all_reduce(sizes, dist.ReduceOp.MIN)

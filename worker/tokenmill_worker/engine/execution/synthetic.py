@@ -1,4 +1,4 @@
-"""A runner without a model: text-like tokens computed from the tokens before them, no weights, no torch.
+"""Runs without a model: computes text-like tokens from the tokens before them, without torch.
 
 It serves load, chaos and queue measurements: everything but the forward pass is the real engine.
 The model name is `synthetic`, or `synthetic?step_ms=5&length=…`. Its output depends only on the
@@ -28,8 +28,8 @@ from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback
 
 PREFIX = "synthetic"
-# Byte-level tokenizer in Transformers' format: token id = byte, 256 = end of text. It is part of the package, since
-# a folder made at start would be left behind by every engine that is killed.
+# Byte-level tokenizer in Transformers' format: token id = byte, 256 = end of text. It is part of
+# the package: every engine that is killed would leave behind a folder made at its start.
 TOKENIZER = Path(__file__).with_name("synthetic_tokenizer")
 END_OF_TEXT = 256
 VOCAB_SIZE = 257
@@ -89,7 +89,7 @@ class SyntheticRunner:
         cache_dir: str | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> SyntheticRunner:
-        """Build the runner; `cache_dir` and `on_progress` are unused, for nothing is kept or slow."""
+        """Build the runner; `cache_dir` and `on_progress` are unused: nothing is kept or slow."""
         options = SyntheticOptions.parse(config.model)
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)
@@ -117,8 +117,9 @@ class SyntheticRunner:
         sampling = [item for item in plan.scheduled if item.samples]
         tokens = tuple((self._next_token(item),) for item in sampling)
         logprobs = tuple(
-            (TokenLogprob(-0.5),) if item.sequence.params.wants_logprobs else None for item in sampling
-        )  # fmt: skip
+            (TokenLogprob(-0.5),) if item.sequence.params.wants_logprobs else None
+            for item in sampling
+        )
         return StepOutput(plan.step_id, tokens, logprobs, {})
 
     def release(self, sequences: Iterable[Sequence]) -> None:

@@ -120,7 +120,7 @@ def _movable(pool: KVCachePool) -> tuple[Tensor, ...]:
 
 
 def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield index ranges [start, stop) over which the block ids count up by one: each is one copy."""
+    """Yield index ranges [start, stop) of block ids that count up by one: each is one copy."""
     start = 0
     for index in range(1, len(block_ids) + 1):
         if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:

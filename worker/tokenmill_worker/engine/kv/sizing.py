@@ -136,7 +136,7 @@ class MemoryShape:
 def solve(
     shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None
 ) -> tuple[int, ...]:
-    """Return the blocks of each group, the reserved one included, that fit the budget beside all else.
+    """Return each group's blocks, the reserved one included, that fit the budget beside all else.
 
     Raises:
         DoesNotFitError: the pools cannot hold one sequence of max_model_len.

@@ -71,7 +71,7 @@ class KVCachePool:
         )
 
     def touch(self) -> None:
-        """Write to every block of an empty pool now, so that no later step waits for page faults."""
+        """Write to every block of an empty pool, so that no later step waits for page faults."""
         for tensor in self.tensors:
             tensor.zero_()
 

@@ -1,4 +1,8 @@
-"""LoRA adapters: read from peft's files, cached in a bounded number, added to the model's products row by row."""
+"""LoRA adapters: read from peft's files, cached, and added to the model's products by row.
+
+Belongs here: files, cache, and the places of a model where adapters act. Which adapters share a
+step belongs to `scheduler`.
+"""
 
 from tokenmill_worker.engine.lora.adapters import Adapters
 from tokenmill_worker.engine.lora.files import AdapterError

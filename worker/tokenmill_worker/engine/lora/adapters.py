@@ -1,4 +1,4 @@
-"""Adapters of one engine: found by name, loaded into a bounded number of slots, evicted when least recently used.
+"""Keeps the adapters of one engine: loaded by name, the least recently used evicted.
 
 The files' stamps are read whenever a request names an adapter. So an adapter that was replaced on
 disk is a new version from the next request on. Each version has its own key, which separates the
@@ -28,6 +28,7 @@ from tokenmill_worker.engine.lora.files import (
 )
 from tokenmill_worker.engine.lora.sites import AdapterRange, Sites
 from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.sampling.transfer import upload
 from tokenmill_worker.engine.types import ProgressCallback
 
 
@@ -52,7 +53,7 @@ class Adapters:
         self._batch: AdapterBatch | None = None
 
     def check(self, report: ProgressCallback) -> list[str]:
-        """Load as many adapters as there are slots and read the others; return one sentence per bad adapter."""
+        """Load adapters while slots are free, read the rest; return a sentence per bad adapter."""
         problems = []
         for index, name in enumerate(self._folders):
             report(f"loading adapter {name}", index / len(self._folders))
@@ -65,9 +66,9 @@ class Adapters:
     # ── loading ──
 
     def prepare(self, name: str) -> Future[str]:
-        """Return a future of the key of the adapter's current version; it is done once that version is loaded.
+        """Start loading the adapter's current version; the future gives that version's key.
 
-        It fails with AdapterError.
+        The future fails with AdapterError.
         """
         try:
             current = self._current(name)
@@ -82,7 +83,7 @@ class Adapters:
         return done
 
     def _current(self, name: str) -> LoadedAdapter | None:
-        """Return the loaded adapter if its files have not changed, else None; raises AdapterError."""
+        """Return the loaded adapter, or None if its files have changed; raises AdapterError."""
         if name not in self._folders:
             raise AdapterError(
                 f"adapter {name!r} is not served here; {_choice(list(self._folders))}"
@@ -145,15 +146,15 @@ class Adapters:
 
         The engine's thread may be capturing a graph, during which waiting is forbidden.
         """
-        factor = factor.to(self._dtype).contiguous()
-        if self._device.type == "cuda":
-            factor = factor.pin_memory()
-        return factor.to(self._device, non_blocking=True)
+        return upload(factor.to(self._dtype).contiguous(), self._device)
 
     # ── steps ──
 
     def apply(self, plan: StepPlan) -> bool:
-        """Prepare the model for this plan; return whether any row has an adapter. Raises AdapterError."""
+        """Prepare the model for this plan; return whether any row has an adapter.
+
+        Raises AdapterError.
+        """
         keys = {item.sequence.adapter for item in plan.scheduled} - {""}
         if not keys:
             if self._sites.are_enabled:
@@ -171,7 +172,10 @@ class Adapters:
             self._batch.add(site, x, y)
 
     def _get(self, key: str) -> LoadedAdapter:
-        """Return the adapter; load it again if it lost its slot while its request waited. Raises AdapterError."""
+        """Return the adapter; load it again if it was evicted while its request waited.
+
+        Raises AdapterError.
+        """
         with self._lock:
             found = self._loaded.get(key)
             if found is not None:

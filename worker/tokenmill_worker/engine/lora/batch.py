@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenmill_worker.engine.lora.files import LowRank
 from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.sampling.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class AdapterBatch:
         return cls(everywhere, _grouped(rows, at_head, device), head)
 
     def add(self, site: str, x: Tensor, y: Tensor) -> None:
-        """Add the adapters to the products `y` `[num_rows, n]` of the rows `x` `[num_rows, k]`, in place."""
+        """Add the adapters to the products `y` `[num_rows, n]` of `x` `[num_rows, k]`, in place."""
         rows = self._everywhere
         if (
             site == self._head and x.shape[0] != rows.count
@@ -110,13 +111,10 @@ def _grouped(
 
 
 def _places(runs: list[range], device: torch.device) -> slice | Tensor:
-    """Return adjacent runs as one slice, so that a decode of one adapter's sequences gathers nothing.
+    """Return adjacent runs as one slice: a decode of one adapter's sequences gathers nothing.
 
     Other runs become row indices.
     """
     if all(after.start == before.stop for before, after in itertools.pairwise(runs)):
         return slice(runs[0].start, runs[-1].stop)
-    rows = torch.tensor(
-        [row for run in runs for row in run], dtype=torch.int64, pin_memory=device.type == "cuda"
-    )
-    return rows.to(device, non_blocking=True)
+    return upload(torch.tensor([row for run in runs for row in run], dtype=torch.int64), device)

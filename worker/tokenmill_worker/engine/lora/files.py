@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter as peft writes it: `adapter_config.json` and `adapter_model.safetensors` in a folder.
+"""Reads a LoRA adapter as peft writes it: a folder with a configuration and safetensors.
 
 An adapter that changes the model in another way than `W + scaling · B A` on a linear layer is
 refused, with the name of the option. Every unknown option that is set is refused too: an adapter
@@ -24,11 +24,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _FACTOR = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 _HARMLESS = frozenset({
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
-    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_core", "peft_type",
-    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules",
-    "task_type", "use_rslora",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
 _NAMES = {
     "use_dora": "DoRA (use_dora)",
@@ -112,7 +112,10 @@ def _missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"there is no folder {folder}"
     if (folder / "adapter_model.bin").is_file():
-        return f"{folder} holds adapter_model.bin, a pickle, which is never read: save it as safetensors"
+        return (
+            f"{folder} holds adapter_model.bin, a pickle, which is never read: "
+            "save it as safetensors"
+        )
     return f"{folder} holds no {CONFIG} with {WEIGHTS}"
 
 

@@ -66,7 +66,7 @@ class Sites:
                 self.head = self._places[path].site
 
     def place(self, path: str) -> AdapterRange:
-        """Return a layer's range; raises AdapterError, which says why the layer cannot be adapted."""
+        """Return a layer's range; raises AdapterError with the reason why it cannot be adapted."""
         found = self._places.get(path)
         if found is not None:
             return found
@@ -145,7 +145,7 @@ class Sites:
 
 
 def _original_path(name: str, wrapped: list[str]) -> str:
-    """Return a module's path before the replacement of layers, which puts a layer one step deeper."""
+    """Return a module's path before layers were replaced, which puts a layer one step deeper."""
     for prefix in wrapped:
         if name == prefix or name.startswith(prefix + "."):
             return prefix.removesuffix(".layer") + name[len(prefix) :]

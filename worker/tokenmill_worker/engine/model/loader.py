@@ -30,8 +30,6 @@ from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, 
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class FusedPassError(Exception):
     """The model can be served, but not with fused modules in place of its own."""
@@ -61,9 +59,9 @@ class LoadedModel:
     def logits(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
     ) -> Tensor:
-        """Return logits `[num_rows, vocab]` at `rows` of the packed tokens; only these rows reach the head.
+        """Return logits `[num_rows, vocab]` at `rows` of the packed tokens.
 
-        `input_ids` and `positions` are `[num_tokens]`.
+        `input_ids` and `positions` are `[num_tokens]`. Only `rows` reach the head.
         """
         if (
             self.fused_pass is not None
@@ -75,10 +73,10 @@ class LoadedModel:
     def highest(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
     ) -> tuple[Tensor, Tensor] | None:
-        """Return each row's argmax token and its logit, both `[num_rows]`; the first of equal logits wins.
+        """Return each row's argmax token and its logit, both `[num_rows]`.
 
-        Returns None where this would cost no less than all logits. The tensors stay valid during
-        the next two calls.
+        The first of equal logits wins. Returns None where this would cost no less than all logits.
+        The tensors stay valid during the next two calls.
         """
         if self.fused_pass is None or self.fused_pass.num_logits != self.vocab_size:
             return None
@@ -112,8 +110,8 @@ def _read(path: Path, config: EngineConfig, device: Device, dtype: torch.dtype) 
     """Return the model on its device, as Transformers builds it; raises EngineConfigError."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=probe.OWN, trust_remote_code=config.trust_remote_code,
-            **_split(config),
+            path, dtype=dtype, attn_implementation=probe.OWN,
+            trust_remote_code=config.trust_remote_code, **_split(config),
         )  # fmt: skip
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
@@ -175,20 +173,19 @@ def _check_fused(
     expected: tuple[verify.Expected, ...],
     config: EngineConfig,
 ) -> None:
-    """Check that the fused pass runs and, where it is exact, yields the expected logits; raises FusedPassError."""
+    """Check that the fused pass runs and, where it is exact, yields the expected logits.
+
+    Raises FusedPassError.
+    """
     try:
         device = loaded.device.torch_device
         tokens = torch.zeros(2, dtype=torch.int64, device=device)
         loaded.logits(tokens, torch.arange(2, device=device), tokens[:1] + 1, Probe())
         if config.quantization is not None or loaded.dtype != torch.float32 or not expected:
             return
+        shapes = list(loaded.shapes)
         backend = choose(
-            config.attention,
-            device,
-            loaded.dtype,
-            list(loaded.shapes),
-            config.block_size,
-            config.amx,
+            config.attention, device, loaded.dtype, shapes, config.block_size, config.amx
         )
         found = [
             verify.difference(one, loaded.logits, layers, backend, config.block_size)
@@ -205,7 +202,7 @@ def _check_fused(
 
 
 def _text_config(config: Any, name: str) -> Any:
-    """Return the part of the configuration that describes the language model; raises EngineConfigError."""
+    """Return the language model's part of the configuration; raises EngineConfigError."""
     try:
         return config.get_text_config()
     except ValueError:
@@ -215,7 +212,7 @@ def _text_config(config: Any, name: str) -> Any:
 
 
 def _split(config: EngineConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that split the model over the ranks, by its family's plan."""
+    """Return the arguments of `from_pretrained` that split the model by its family's plan."""
     if not config.tensor_parallel:
         return {}
     try:
@@ -231,7 +228,8 @@ def _split(config: EngineConfig) -> dict[str, Any]:
 
 def pick_dtype(name: str, device: Device, stored: torch.dtype | None) -> torch.dtype:
     """Return the type of the weights; `stored` is that of the checkpoint."""
-    return device.weight_type(stored) if name == "auto" else _DTYPES[name]
+    dtype: torch.dtype = device.weight_type(stored) if name == "auto" else getattr(torch, name)
+    return dtype
 
 
 def resolve_length(config: Any, wanted: int | None) -> int:
@@ -244,8 +242,8 @@ def resolve_length(config: Any, wanted: int | None) -> int:
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )
     if isinstance(scaling, dict) and scaling.get("rope_type") in ("dynamic", "longrope"):
-        # These frequencies change with the longest sequence of the batch: past the original length, a result
-        # would depend on the other sequences of its batch.
+        # These frequencies change with the longest sequence of the batch: past the original length,
+        # a result would depend on the other sequences of its batch.
         original = scaling.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )

@@ -11,11 +11,15 @@ Indices = npt.NDArray[np.int64]
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it, through pinned memory; a copy from pageable memory would wait.
+    """Copy like `upload`; on the CPU the result shares the array's memory."""
+    return upload(torch.from_numpy(array), device)
 
-    On the CPU the result shares the array's memory.
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it.
+
+    The copy goes through pinned memory: a copy from pageable memory would wait.
     """
-    tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
