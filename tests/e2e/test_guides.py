@@ -6,17 +6,22 @@ The commands that these pages name exist with the options that are named.
 import asyncio
 import contextlib
 import io
+import json
 import re
 import shlex
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 
 from tests.support.worker import QUEUE, database_url, running_worker
+from tokenmill import webhooks
 from tokenmill.cli import app
+from tokenmill.testing import InMemoryQueue
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "ops" / "guides").glob("*.md"))]
@@ -61,6 +66,41 @@ async def test_python_in_the_guides_runs(
                 exec, compile(at(code, redis_url, database), name, "exec"), names
             )
     assert ("completed {" if name == "bulk.md" else "completion_tokens=") in printed.getvalue()
+
+
+def test_an_adapter_is_named_as_the_guide_says() -> None:
+    (code,) = blocks(ROOT / "ops" / "guides" / "models.md", "python")
+    with InMemoryQueue(default="Rain falls.") as queue:
+        client = queue.client()
+        submit = lambda **fields: client.result(client.submit(**fields), timeout=10)  # noqa: E731
+        exec(code, {"client": SimpleNamespace(submit=submit)})
+        by_option, by_model = queue.requests
+    assert by_option.params.lora == by_model.model == "poet"
+
+
+def test_a_webhook_is_verified_as_the_guide_says() -> None:
+    code = blocks(ROOT / "ops" / "guides" / "celery.md", "python")[0]
+    job = {
+        "job_id": "j", "status": "failed", "queue": "q", "model": "m", "tenant": "", "choices": [], "usage": None,
+        "error": None, "attempt": 1, "created_ms": 0, "started_ms": 0, "finished_ms": 0, "metadata": {},
+    }  # fmt: skip
+    event = {"type": "job.failed", "timestamp": "2026-01-01T00:00:00Z", "data": job}
+    body, secret, now = json.dumps(event).encode(), webhooks.new_secret(), int(time.time())
+    headers = {
+        "webhook-id": "msg_1",
+        "webhook-timestamp": str(now),
+        "webhook-signature": webhooks.sign("msg_1", now, body, secret),
+    }
+    stored: list[tuple[str, object]] = []
+    names = {
+        "body": body,
+        "request": SimpleNamespace(headers=headers),
+        "SECRET": secret,
+        "first_time": lambda _: True,
+        "store": lambda *values: stored.append(values),
+    }
+    exec(code, names)
+    assert stored == [("j", ())]
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
