@@ -1,5 +1,7 @@
 """Bulk files in OpenAI's batch format: thousands or millions of requests in one file, their answers
 in another.
+
+Belongs here: how lines become jobs and ended jobs become lines. Single jobs belong to `operations`.
 """
 
 from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals

@@ -47,13 +47,14 @@ class RunLimits:
 
 
 class CallRetries:
-    """The time limit of such retries. `note` is the present error, "" if there is none; `tell` is
-    called when it changes.
+    """Repeats calls while the queue or the database is unreachable, for `limit_s` at most.
+
+    `note` is the present error, "" if there is none. `on_note` is called when it changes.
     """
 
-    def __init__(self, limit_s: float, tell: Callable[[], object]) -> None:
+    def __init__(self, limit_s: float, on_note: Callable[[], object]) -> None:
         self._limit_s = limit_s
-        self._tell = tell
+        self._on_note = on_note
         self.note = ""
 
     def run(self, function: Callable[[], T]) -> T:
@@ -68,14 +69,14 @@ class CallRetries:
             except QueueUnavailable as trouble:
                 if time.monotonic() - since > self._limit_s:
                     raise
-                self._say(str(trouble))
+                self._set_note(str(trouble))
                 num_failures += 1
                 time.sleep(_RETRY.delay_s(num_failures))
             else:
-                self._say("")
+                self._set_note("")
                 return answer
 
-    def _say(self, note: str) -> None:
+    def _set_note(self, note: str) -> None:
         if note != self.note:
             self.note = note
-            self._tell()
+            self._on_note()

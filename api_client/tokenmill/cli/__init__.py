@@ -1,4 +1,7 @@
-"""The `tokenmill` command. Plugins register the commands that need the worker; see plugins.py."""
+"""The `tokenmill` command.
+
+Belongs here: what people type and read. Plugins register the commands that need the worker.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated

@@ -1,9 +1,13 @@
 -- cancel: end waiting jobs and stop running ones. Repeating the call changes nothing.
--- ARGV[3..] job ids
--- reply per id: 'cancelled': it was waiting and has ended now; 'cancelling': it is running, or ran before and its next
--- worker ends it; 'unknown'; or the state in which it had ended already.
--- A running job's worker gets tokenmill_schemas.control.Cancel on its control channel, and a flag in the reply to its next append
--- or heartbeat.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3] and on          job ids
+--
+-- Reply  per job 'cancelled': it was waiting and has ended now; 'cancelling': it is running, or
+--        ran before and its next worker ends it; 'unknown'; or the state in which it had ended
+--
+-- A running job's worker gets tokenmill_schemas.control.Cancel on its control channel, and a flag
+-- in the reply to its next append or heartbeat.
 local now, reply = clock_ms(), {}
 for place = 3, #ARGV do
   local id = ARGV[place]
@@ -21,7 +25,8 @@ for place = 3, #ARGV do
     reply[#reply + 1] = 'cancelled'
   elseif state == 'running' then
     redis.call('HSET', job_key(id), 'cancel', '1')
-    redis.pcall('HDEL', base .. 'vouchers', job[2] or '')  -- so that the worker's next append checks its jobs
+    -- so that the worker's next append checks its jobs
+    redis.pcall('HDEL', base .. 'vouchers', job[2] or '')
     local message = string.char(0x82) .. pack_text('type') .. pack_text('cancel') .. pack_text('job_id') .. pack_text(id)
     redis.call(announce, base .. 'control:' .. (job[2] or ''), message)
     reply[#reply + 1] = 'cancelling'

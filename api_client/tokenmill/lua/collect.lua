@@ -1,7 +1,16 @@
--- collect: return the results of a page of jobs, and set a TTL on jobs whose answers are in a file already.
--- ARGV[3] that TTL in seconds [4] number of ids that get it [5] largest reply in bytes [6..] these ids, then the others
--- reply per other id: nil: unknown; '': not over, or left for the next call because this reply is full; '?': over, but not
--- recorded by a worker; '!': the key is no hash; else the result.
+-- collect: return the results of a page of jobs, and set a TTL on jobs whose answers are in a
+-- file already.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3]                 TTL of jobs in a file, s
+-- ARGV[4]                 number of these jobs
+-- ARGV[5]                 largest reply, bytes
+-- ARGV[6] and on          their ids, then the ids of the page
+--
+-- Reply  per job of the page nil: unknown; '': not over, or left for the next call because this
+--        reply is full; '?': over, but not recorded by a worker; '!': the key is no hash; else
+--        the result
+-- Error  INVALID, with the name of the first invalid argument; nothing was written then
 local OPEN, FIRST = {scheduled = true, queued = true, running = true}, 6
 check_groups(FIRST, 1)
 local kept_s, max_bytes = amount(3, 'time to keep', 1, MOST), amount(5, 'largest reply', 0, MOST)

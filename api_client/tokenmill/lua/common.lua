@@ -1,5 +1,9 @@
--- Shared by every script: names of keys, the server's clock, and the operations that producers and workers both need.
--- KEYS[1] is the queue's meta hash (it routes the call in a cluster); ARGV[1] the key base; ARGV[2] PUBLISH or SPUBLISH.
+-- common: what every script begins with: names of keys, the server's clock, and the operations that
+-- producers and workers both need.
+--
+-- KEYS[1]  the queue's meta hash; it routes the call in a cluster
+-- ARGV[1]  the key base
+-- ARGV[2]  PUBLISH or SPUBLISH
 local meta, base, announce = KEYS[1], ARGV[1] or '', ARGV[2]
 local GROUP, READER = 'workers', 'all'
 local RANK = {interactive = 0, standard = 1, bulk = 2}
@@ -8,8 +12,9 @@ local TENANT_TTL_S = 2592000
 local ENDS = {'succeeded', 'failed', 'cancelled', 'expired', 'dead'}
 local MOST, MOST_COST, MOST_BYTES = 2 ^ 53, 1e12, 1020  -- 255 characters of up to four bytes
 
--- A script checks every argument before its first write. `refusal` is an error reply that names the first argument
--- that is rejected; the script returns it before it writes anything. `of`: the index of the job in the call.
+-- A script checks every argument before its first write. `refusal` is an error reply that names
+-- the first argument that is rejected; the script returns it before it writes anything. `of`: the
+-- index of the job in the call.
 local refusal
 
 local function refuse(name, rule, value, of)
@@ -45,14 +50,16 @@ local function clock_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- Returns a field of a hash as a number. Any client may have written it; a value that is no number counts as `default`.
+-- Returns a field of a hash as a number. Any client may have written it; a value that is no
+-- number counts as `default`.
 local function number(value, default)
   local found = tonumber(value or default)
   if found and found > -2 ^ 53 and found < 2 ^ 53 then return found end
   return tonumber(default)
 end
 
--- Returns whether a value is UTF-8 without a zero byte: a text that every language and database can store.
+-- Returns whether a value is UTF-8 without a zero byte: a text that every language and database
+-- can store.
 local UTF8 = {
   '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
   '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
@@ -122,7 +129,8 @@ local function pack_end(id, index, state, code, message)
     .. pack_text('code') .. pack_text(code) .. pack_text('message') .. pack_text(message)
 end
 
--- Starts the TTL of an ended job's idempotency key: its own TTL, but at least as long as the job may be redriven.
+-- Starts the TTL of an ended job's idempotency key: its own TTL, but at least as long as the job
+-- may be redriven.
 local function start_key_clock(id, redrive_s)
   local idem = redis.call('HMGET', job_key(id), 'idem', 'idem_ms')
   if not idem[1] then return end
@@ -130,7 +138,8 @@ local function start_key_clock(id, redrive_s)
   redis.call('EXPIRE', idem_key(idem[1]), whole(math.max(1, lives_s, redrive_s)))
 end
 
--- Returns the number of tokens in a job's log. A key of another type counts as a log without tokens.
+-- Returns the number of tokens in a job's log. A key of another type counts as a log without
+-- tokens.
 local function end_of_log(id)
   local last = redis.pcall('XREVRANGE', log_key(id), '+', '-', 'COUNT', 1)[1]
   return last and number(string.match(last[1], '^%d+'), 0) or 0
@@ -146,14 +155,15 @@ end
 
 local function count_queued(class, jobs, cost) add_queued(class, jobs, jobs * cost) end
 
--- Counts a scheduled job as backlog once it is due; until then its hash has `uncounted`. Jobs of older versions are
--- counted when they are submitted, and lack the field.
+-- Counts a scheduled job as backlog once it is due; until then its hash has `uncounted`. Jobs of
+-- older versions are counted when they are submitted, and lack the field.
 local function count_due(id, class, cost)
   if redis.call('HDEL', job_key(id), 'uncounted') == 1 then count_queued(class, 1, cost) end
 end
 
--- Adds a tenant's stream to the fair-share index, at the present virtual time or at the one it had when it left, if
--- that is later. So an idle tenant saves up nothing, and leaving briefly loses nothing.
+-- Adds a tenant's stream to the fair-share index, at the present virtual time or at the one it
+-- had when it left, if that is later. So an idle tenant saves up nothing, and leaving briefly
+-- loses nothing.
 local function activate(class, tenant)
   local index = fair_share_key(class)
   if redis.call('ZSCORE', index, tenant) then return end
@@ -162,7 +172,8 @@ local function activate(class, tenant)
   redis.call('ZADD', index, exact(math.max(virtual_time, own)), tenant)
 end
 
-local entered = {}  -- streams to which this call has added an entry: they exist and are in the index
+-- streams to which this call has added an entry: they exist and are in the index
+local entered = {}
 
 local function enter_stream(id, class, tenant)
   local stream = stream_key(class, tenant)
@@ -174,7 +185,8 @@ local function enter_stream(id, class, tenant)
   entered[stream] = true
 end
 
--- Deletes a job's stream entry, delivered or not, and the stream if it belongs to a named tenant and is empty then.
+-- Deletes a job's stream entry, delivered or not, and the stream if it belongs to a named tenant
+-- and is empty then.
 local function leave_stream(id, class, tenant, entry)
   if not entry or entry == '' then return end
   local stream = stream_key(class, tenant)
@@ -192,11 +204,12 @@ local function requeue_at_head(id, class, created)
   redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + math.min(created, 1e13 - 1)), id)
 end
 
--- Returns whether a worker returned the job, or died with it. SQL may already have its end, unacknowledged, and no
--- other end may be set.
+-- Returns whether a worker returned the job, or died with it. SQL may already have its end,
+-- unacknowledged, and no other end may be set.
 local function is_requeued(id) return redis.call('ZSCORE', base .. 'returned', id) end
 
--- Ends a waiting job. Its state changes at once; a worker receives the job later, only to record its end.
+-- Ends a waiting job. Its state changes at once; a worker receives the job later, only to record
+-- its end.
 local function end_waiting(id, state, code, message, now)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'cost')

@@ -1,6 +1,11 @@
--- in_memory_worker: one operation of the worker in api_client/tokenmill/testing/queue.py. Each call is
--- about one job, and calls never overlap. Only the real worker has fencing, leases and fair sharing.
--- ARGV[3] operation [4] job id, then the operation's own arguments.
+-- in_memory_worker: one operation of the worker in api_client/tokenmill/testing/queue.py. Each
+-- call is about one job, and calls never overlap. Only the real worker has fencing, leases and
+-- fair sharing.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3]                 operation: promote, take, append or finish
+-- ARGV[4]                 job id
+-- ARGV[5] and on          the operation's own arguments, named below
 local SIZES = {promote = 4, take = 5, append = 7, finish = 7}
 local move, id = one_of(3, 'move', {'promote', 'take', 'append', 'finish'}), ARGV[4] or ''
 if move and #ARGV ~= SIZES[move] then refuse('number of arguments', tostring(SIZES[move]), tostring(#ARGV)) end
@@ -34,7 +39,8 @@ if move == 'take' then  -- [5] worker; reply: the request, or nil if the job is 
   return job[6]
 end
 
-if move == 'append' then  -- [5] number of the log entry [6] chunk [7] '1': publish; reply: 1 if the job was cancelled
+-- [5] number of the log entry [6] chunk [7] '1': publish; reply: 1 if the job was cancelled
+if move == 'append' then
   redis.call('XADD', log_key(id), whole(stop) .. '-0', 'chunk', ARGV[6])
   if ARGV[7] == '1' then publish_chunk(id, ARGV[6]) end
   return job[7] and 1 or 0

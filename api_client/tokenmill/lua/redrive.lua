@@ -1,7 +1,14 @@
--- redrive: return dead jobs to their streams as new jobs without a deadline. One call reads at most PAGE entries of the
--- dead-letter stream. The jobs start again from the beginning, because only their result has what they generated.
--- ARGV[3] largest number of jobs [4] start: '-', or the first value of the previous reply [5..] job ids; none: the oldest
--- reply: start of the next call ('' at the end), then the ids of the jobs that were returned.
+-- redrive: return dead jobs to their streams as new jobs without a deadline. The jobs start again
+-- from the beginning, because only their result has what they generated. One call reads at most
+-- PAGE entries of the dead-letter stream.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3]                 largest number of jobs
+-- ARGV[4]                 start: '-', or the first value of the previous reply
+-- ARGV[5] and on          job ids; none: the oldest dead jobs
+--
+-- Reply  start of the next call ('' at the end), then the ids of the jobs that were returned
+-- Error  INVALID, with the name of the first invalid argument; nothing was written then
 local PAGE, FIRST = 500, 5
 check_groups(FIRST, 1)
 local limit, start = amount(3, 'limit', 0, MOST), ARGV[4] or ''

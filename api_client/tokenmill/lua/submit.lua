@@ -1,11 +1,15 @@
--- submit: store many jobs, or none of them.
--- ARGV[3] largest backlog that the caller accepts [4] idempotency TTL in ms, from the job's end; 0: the queue's setting
--- that JobStream.open wrote
--- then per job: id, class, tenant, fingerprint, idempotency key, request, created ms, deadline ms, due ms, cost
--- reply: {'ok', id, 'new'|'known', ...} or {'conflict', id, place} or {'large', size, limit} or {'full', depth, limit}
---        or {'rate', tenant, wait ms} or {'name', place}, or the error INVALID, which names an argument
---        After 'ok' and the jobs, 'unserved' follows if no worker has ever served the queue.
--- A repeated call finds the jobs by their ids and returns them as 'known'.
+-- submit: store many jobs, or none of them. A repeated call finds the jobs by their ids.
+--
+-- KEYS, ARGV[1], ARGV[2]  see common.lua
+-- ARGV[3]                 largest backlog that the caller accepts; 0: the queue's setting alone
+-- ARGV[4]                 idempotency TTL from the job's end, ms; 0: the queue's setting
+-- ARGV[5] and on          per job: id, class, tenant, fingerprint, idempotency key, request,
+--                         created ms, deadline ms, due ms, cost
+--
+-- Reply  {'ok', id, 'new' or 'known', ...}, then 'unserved' if no worker has ever served the queue
+--        {'conflict', id, place}, {'large', size, limit}, {'full', depth, limit},
+--        {'rate', tenant, wait ms}, {'name', place}: nothing was stored
+-- Error  INVALID, with the name of the first invalid argument; nothing was written then
 local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
 check_groups(FIRST, FIELDS)
 local limit, idempotency_ttl = amount(3, 'backlog limit', 0, MOST), amount(4, 'idempotency TTL', 0, MOST)
@@ -36,12 +40,14 @@ for first = FIRST, #ARGV, FIELDS do
     created = amount(first + 6, 'created', 0, MOST, place), deadline = amount(first + 7, 'deadline', 0, MOST, place),
     due = amount(first + 8, 'due', 0, MOST, place), cost = amount(first + 9, 'cost', 0, MOST_COST, place),
   }
-  if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then  -- `known_as` splits at the first space
+  -- `known_as` splits at the first space
+  if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then
     refuse('fingerprint', 'a text without a space beside an idempotency key', job.fingerprint, place)
   end
   if refusal then return refusal end
   if ARGV[first + 4] ~= '' then
-    local owner = string.gsub(string.gsub(job.tenant, '%%', '%%25'), ':', '%%3A')  -- as Keys.idempotency
+    -- as Keys.idempotency
+    local owner = string.gsub(string.gsub(job.tenant, '%%', '%%25'), ':', '%%3A')
     job.idem_name = owner .. ':' .. ARGV[first + 4]
     job.idem = idem_key(job.idem_name)
   end
@@ -69,8 +75,9 @@ if limit > 0 and num_new > 0 then
   if depth + num_new > limit then return {'full', whole(depth), whole(limit)} end
 end
 
--- One token bucket per tenant, filled at `rate` a second up to `burst`; `*` has the settings of tenants without their own.
--- A call with more jobs than `burst` needs a full bucket, and leaves it below zero.
+-- One token bucket per tenant, filled at `rate` a second up to `burst`; `*` has the settings of
+-- tenants without their own. A call with more jobs than `burst` needs a full bucket, and leaves
+-- it below zero.
 local function setting(name, tenant)
   local values = redis.call('HMGET', meta, name .. ':' .. tenant, name .. ':*')
   return number(values[1] or values[2], 0)
@@ -93,8 +100,8 @@ for tenant, filled in pairs(buckets) do
   redis.call('EXPIRE', tenant_key(tenant), TENANT_TTL_S)
 end
 
--- Wakes idle workers, those with most free places first, until `count` have received the message. Returns how many are
--- missing.
+-- Wakes idle workers, those with most free places first, until `count` have received the message.
+-- Returns how many are missing.
 local function wake_workers(list, count)
   while count > 0 do
     local worker = redis.call('ZRANGE', base .. list, -1, -1)[1]
@@ -105,8 +112,8 @@ local function wake_workers(list, count)
   return count
 end
 
--- Returns whether a worker has ever served this queue; then meta has `served`. Workers of earlier versions do not set it,
--- but are listed while they live, and count the jobs that they finished.
+-- Returns whether a worker has ever served this queue; then meta has `served`. Workers of earlier
+-- versions do not set it, but are listed while they live, and count the jobs that they finished.
 local function is_served()
   if redis.call('HGET', meta, 'served') or redis.call('EXISTS', base .. 'workers') == 1 then return true end
   for _, count in ipairs(redis.call('HMGET', meta, 'finished:succeeded', 'finished:failed', 'finished:cancelled',
@@ -145,7 +152,8 @@ for _, job in ipairs(jobs) do
 end
 for class, sum in pairs(queued) do add_queued(class, sum.jobs, sum.cost) end
 if num_new > 0 then redis.call('HINCRBY', meta, 'submitted', num_new) end
-if num_entered > 0 then  -- one worker more than jobs, since one may be frozen; busy workers claim when they have room
+-- one worker more than jobs, since one may be frozen; busy workers claim when they have room
+if num_entered > 0 then
   local wanting = wake_workers('ready', num_entered + 1)
   wake_workers('ready:urgent', math.min(wanting, num_urgent))
 end

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tokenmill.sql.storable import storable
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobResult, Usage
 from tokenmill_worker.jobs import FinishedJob
 
 _MAX_NAME: Final = 255  # size of the tables' name columns
-_MAX_INTEGER: Final = 2**63 - 1
 
 Values = dict[str, Any]
 
@@ -82,10 +82,9 @@ class JobRow:
         numbers beyond 64 bits.
         """
         job = {
-            name: value if name == "result" else _sanitise(value)
-            for name, value in self.job.items()
+            name: value if name == "result" else storable(value) for name, value in self.job.items()
         }
-        return dataclasses.replace(self, job=_fitted(job), usage=_fitted(_sanitise(self.usage)))
+        return dataclasses.replace(self, job=_fitted(job), usage=_fitted(storable(self.usage)))
 
     def minimal(self) -> JobRow:
         """Return the row with identity, state and the encoded result only, which any database can
@@ -164,20 +163,6 @@ def _day(finished_ms: int) -> str:
         return datetime.fromtimestamp(finished_ms / 1000, UTC).date().isoformat()
     except (ValueError, OverflowError, OSError):
         return "0000-00-00"  # a broken clock must not keep a result from being recorded
-
-
-def _sanitise(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, dict):
-        return {_sanitise(key): _sanitise(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_sanitise(item) for item in value]
-    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-        return _MAX_INTEGER if value > 0 else -_MAX_INTEGER
-    if isinstance(value, float) and value - value != 0:  # NaN and infinities: JSON has none
-        return None
-    return value
 
 
 _INT32 = frozenset({"attempts", "preemptions"})

@@ -17,6 +17,7 @@ from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_m
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
 from tokenmill.sql.database import Database
+from tokenmill.sql.storable import storable
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.openai import BatchError
 from tokenmill_schemas.result import JobError, JobResult, JobStatus
@@ -253,18 +254,7 @@ def _described(batch: Batch) -> dict[str, Any]:
         "metadata": dict(batch.metadata) or None,
         "options": options,
     }
-    return {name: _storable(value) for name, value in values.items()}
-
-
-def _storable(value: Any) -> Any:
-    """Return the value without NUL characters and lone surrogates, which PostgreSQL cannot
-    store.
-    """
-    if isinstance(value, str):
-        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_storable(key): _storable(item) for key, item in value.items()}
-    return [_storable(item) for item in value] if isinstance(value, list | tuple) else value
+    return {name: storable(value) for name, value in values.items()}
 
 
 def _batch(row: dict[str, Any]) -> Batch:
@@ -295,7 +285,7 @@ def _item(batch_id: str, bad: BadLine) -> dict[str, Any]:
         "error_message": bad.message,
         "error_param": bad.param[:MAX_NAME_CHARS] if bad.param else None,
     }
-    return {name: _storable(value) for name, value in values.items()}
+    return {name: storable(value) for name, value in values.items()}
 
 
 def _bad_line(row: Any) -> BadLine:

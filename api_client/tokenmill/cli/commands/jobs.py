@@ -116,7 +116,7 @@ def _cancel(client: Client, job_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class JobFilter:
     """The filters of a list of jobs. A filter on a value that only ended jobs have (`is_of_ended`)
     leaves out all other jobs.
     """
@@ -175,7 +175,7 @@ def jobs(
     connection = replace(
         connection, queue=connection.queue_name
     )  # an invalid name fails here, not as an error of one source
-    what = _Wanted(
+    what = JobFilter(
         wanted,
         tenant,
         batch,
@@ -210,7 +210,7 @@ def jobs(
         err().print(f"[dim]more: --after {ended[-1].cursor}[/dim]")
 
 
-def _is_open(what: _Wanted) -> bool:
+def _is_open(what: JobFilter) -> bool:
     """Return whether open jobs are wanted. Dead jobs are among them, because Redis keeps them until
     they are redriven.
     """
@@ -221,11 +221,11 @@ def _is_open(what: _Wanted) -> bool:
     )
 
 
-def _is_ended(what: _Wanted) -> bool:
+def _is_ended(what: JobFilter) -> bool:
     return what.state is None or not _is_open(what)
 
 
-def _open(connection: ConnectionOptions, what: _Wanted) -> list[Listed]:
+def _open(connection: ConnectionOptions, what: JobFilter) -> list[Listed]:
     if what.is_of_ended:
         return []
     narrow = None if what.state in (None, State.OPEN) else JobStatus(str(what.state))
@@ -238,7 +238,7 @@ def _open(connection: ConnectionOptions, what: _Wanted) -> list[Listed]:
     ]
 
 
-def _ended(connection: ConnectionOptions, what: _Wanted) -> list[Listed]:
+def _ended(connection: ConnectionOptions, what: JobFilter) -> list[Listed]:
     with connection.results() as results:
         found = results.jobs(
             status=None if what.state in (None, State.ENDED) else str(what.state),
