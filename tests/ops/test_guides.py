@@ -82,7 +82,7 @@ def test_every_key_is_in_the_table() -> None:
 def test_the_client_s_guide_names_every_call_and_error() -> None:
     text = (GUIDES / "client.md").read_text(encoding="utf-8")
     sync, both = calls_of(Client), calls_of(Client) & calls_of(AsyncClient)
-    assert len(sync) - len(both) <= 1  # what performs the programs is no call
+    assert len(sync) - len(both) <= 1  # what runs operations is no call
     missing = {name for name in both if f"`{name}" not in text and f".{name}(" not in text}
     missing |= {name for name in tokenmill.__all__ if f"`{name}" not in text}
     assert missing == set()
