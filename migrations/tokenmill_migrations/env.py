@@ -16,7 +16,8 @@ def _run(connection: object) -> None:
         target_metadata=metadata,
         render_as_batch=True,  # SQLite changes a table by copying it
         compare_type=True,
-        transaction_per_migration=True,  # PostgreSQL: some revisions run outside a transaction; SQLite: the caller's
+        # PostgreSQL: some revisions run outside a transaction; SQLite: all run in the caller's
+        transaction_per_migration=True,
     )
     with context.begin_transaction():
         context.run_migrations()

@@ -23,7 +23,7 @@ from msgspec import inspect as shapes
 from pydantic.fields import FieldInfo
 
 from ops.tools import reference_bytes
-from tokenmill_schemas import keys, validation
+from tokenmill_schemas import keys, params_validation, validation
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, Drain, TenantLoad, WakeUp, WorkerStatus
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
@@ -157,7 +157,7 @@ def keys_table() -> str:
 def limits_table() -> str:
     limits = {
         name: value
-        for name, value in vars(validation).items()
+        for name, value in (vars(validation) | vars(params_validation)).items()
         if name.startswith("MAX_") and name.isupper()
     }
     rows = (

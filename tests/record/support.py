@@ -110,7 +110,8 @@ def counts(url: str) -> tuple[int, int, int, int]:
     """Count rows and distinct ids of jobs and of usage: equal if each job is there once."""
     statement = (
         "SELECT (SELECT count(*) FROM jobs) AS a, (SELECT count(DISTINCT id) FROM jobs) AS b, "
-        "(SELECT count(*) FROM usage) AS c, (SELECT count(*) FROM usage JOIN jobs ON jobs.id = usage.job_id) AS d"
+        "(SELECT count(*) FROM usage) AS c, (SELECT count(*) FROM usage JOIN jobs ON jobs.id = "
+        "usage.job_id) AS d"
     )
     row = rows(url, statement)[0]
     return row["a"], row["b"], row["c"], row["d"]

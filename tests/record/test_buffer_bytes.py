@@ -1,4 +1,6 @@
-"""The buffer of finished jobs and its groups are bounded by bytes too, not by the number of jobs alone."""
+"""The buffer of finished jobs and its groups are bounded by bytes too, not by the number of jobs
+alone.
+"""
 
 from __future__ import annotations
 

@@ -199,7 +199,9 @@ class _DriverError(Exception):
     "sqlstate", ["53100", "40001", "25006", "57P01", "08006", "55P03", "53300"]
 )
 async def test_what_passes_by_itself_is_retried_as_a_whole(sqlite_url: str, sqlstate: str) -> None:
-    """PostgreSQL's codes for: disk full, serialization, read-only, shutdown, connection, lock, too many clients."""
+    """PostgreSQL's codes for: disk full, serialization, read-only, shutdown, connection, lock, too
+    many clients.
+    """
     engine: Engine = open_engine(sqlite_url)
     tries = []
 

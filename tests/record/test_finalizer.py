@@ -1,4 +1,6 @@
-"""The order of a job's end, under failures of either side. No database: the store is a fake with a plan."""
+"""The order of a job's end, under failures of either side. No database: the store is a fake with a
+plan.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

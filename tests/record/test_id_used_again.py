@@ -1,4 +1,6 @@
-"""A job id stands for one job: a later job under the same id ends as failed, with one sentence, and is not billed."""
+"""A job id stands for one job: a later job under the same id ends as failed, with one sentence, and
+is not billed.
+"""
 
 from __future__ import annotations
 

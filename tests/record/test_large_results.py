@@ -1,4 +1,6 @@
-"""A result above the limit of requests is recorded, found and read as any other; a damaged one hides no other."""
+"""A result above the limit of requests is recorded, found and read as any other; a damaged one
+hides no other.
+"""
 
 from __future__ import annotations
 

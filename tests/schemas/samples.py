@@ -1,4 +1,5 @@
-"""One value of every message that travels, with every field set to something other than its default.
+"""One value of every message that travels, with every field set to something other than its
+default.
 
 They are what `recording` writes down for later versions, and what the fuzzer starts from.
 """

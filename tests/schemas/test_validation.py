@@ -55,7 +55,8 @@ def test_an_ordinary_request_has_no_problem():
         ),
         (
             {"prompt_ids": ()},
-            "exactly one of prompt, messages and prompt_ids must be given, not prompt and prompt_ids",
+            "exactly one of prompt, messages and prompt_ids must be given, not prompt and "
+            "prompt_ids",
         ),
         ({"prompt": ""}, "prompt is empty; it needs at least one token"),
         ({"prompt": None, "prompt_ids": ()}, "prompt_ids is empty; it needs at least one token"),

@@ -60,7 +60,9 @@ def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
 
 
 def test_files_take_half_of_the_threads_at_most(sqlite_url: str) -> None:
-    """A file without a free thread of its kind frees the one it has for webhooks and upkeep, and is retried later."""
+    """A file without a free thread of its kind frees the one it has for webhooks and upkeep, and is
+    retried later.
+    """
     own = {
         "database_url": sqlite_url,
         "redis_url": "redis://127.0.0.1:1/0",

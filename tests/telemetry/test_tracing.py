@@ -1,4 +1,6 @@
-"""One trace from the producer's span to the recorded row, by the real SDK; off unless it is asked for."""
+"""One trace from the producer's span to the recorded row, by the real SDK; off unless it is asked
+for.
+"""
 
 import itertools
 import subprocess

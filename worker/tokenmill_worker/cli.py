@@ -63,7 +63,8 @@ def dev(flags: dict[str, object]) -> None:
         if "redis_url" in flags:
             raise SettingsError(
                 [
-                    "--redis-url: this command starts a server of its own; `tokenmill worker` takes one"
+                    "--redis-url: this command starts a server of its own; `tokenmill worker` "
+                    "takes one"
                 ]
             )
         port = _port(flags.pop("port", None))

@@ -41,7 +41,8 @@ def downgrade() -> None:
     """Remove lines that the older tables cannot hold: those without a name or with a repeated one."""
     op.execute("DELETE FROM batch_items WHERE custom_id IS NULL OR length(custom_id) > 255")
     op.execute(
-        "DELETE FROM batch_items WHERE EXISTS (SELECT 1 FROM batch_items AS o WHERE o.batch_id = batch_items.batch_id"
+        "DELETE FROM batch_items WHERE EXISTS (SELECT 1 FROM batch_items AS o WHERE o.batch_id = "
+        "batch_items.batch_id"
         " AND o.custom_id = batch_items.custom_id AND o.line < batch_items.line)"
     )
     with op.batch_alter_table("batch_items") as table:

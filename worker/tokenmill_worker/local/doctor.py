@@ -22,7 +22,6 @@ from tokenmill.cli.output import count, out
 from tokenmill_worker.settings import Settings
 
 Severity = Literal["ok", "warning", "error"]
-MIN_VERSION = (6, 2)
 MAX_SKEW_S = 1.0
 
 
@@ -105,6 +104,8 @@ def _redis(settings: Settings) -> Iterator[Finding]:
 
 
 def _redis_server(client: Any, where: str) -> Iterator[Finding]:
+    from tokenmill_worker.consume.server_check import MIN_VERSION
+
     info = client.info()
     info = (
         next(iter(info.values()))

@@ -64,7 +64,8 @@ def downgrade(
         _leave_transaction(connection)
         if found.current is not None and not found.is_known:
             raise TokenmillError(
-                f"the database is at revision {found.current}, of a newer version: take it back with that"
+                f"the database is at revision {found.current}, of a newer version: take it back "
+                "with that"
             )
         if found.current is not None and (revision == "base" or revision < found.current):
             command.downgrade(config, revision)

@@ -159,7 +159,9 @@ class Settings(_EngineFields):
     record_buffer: int = Field(
         1024,
         ge=1,
-        description="finished jobs that may wait for SQL before claiming stops; 512 MiB of them stop it too",
+        description=(
+            "finished jobs that may wait for SQL before claiming stops; 512 MiB of them stop it too"
+        ),
     )
     record_prompts: bool = Field(False, description="store prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
@@ -298,7 +300,9 @@ def masked(value: object) -> object:
     hosts = re.sub(r"(?<=[?&])([^=&]*pass[^=&]*=)[^&]*", r"\1***", hosts)
     if _HOSTS.fullmatch(hosts) is None:
         return f"{scheme}://***"
-    return f"{scheme}://{user.partition(':')[0] + (':***' if ':' in user else '') + '@' if user else ''}{hosts}"
+    name, colon, _ = user.partition(":")
+    login = f"{name}{':***' if colon else ''}@" if user else ""
+    return f"{scheme}://{login}{hosts}"
 
 
 def variable_of(name: str) -> str:

@@ -140,8 +140,9 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
     found += [f"{spelt(name)} {problem}" for name, problem in naming]
     if settings.heartbeat_interval > settings.lease_seconds / 2:
         found.append(
-            f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most half of "
-            f"{spelt('lease_seconds')} ({settings.lease_seconds:g}), or one late heartbeat loses every job"
+            f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most "
+            f"half of {spelt('lease_seconds')} ({settings.lease_seconds:g}), "
+            "or one late heartbeat loses every job"
         )
     found += [
         f"{spelt(name)} {problem}"

@@ -84,7 +84,8 @@ def broker_url(settings: Settings) -> str:
     if not settings.tasks_broker_url and parse_url(url).kind != "single":
         raise SettingsError(
             [
-                "TOKENMILL_TASKS_BROKER_URL must name a single Redis, or a sentinel as Celery spells "
+                "TOKENMILL_TASKS_BROKER_URL must name a single Redis, or a sentinel as Celery "
+                "spells "
                 "it: the queue is on a Sentinel or Cluster URL, which Celery does not read"
             ]
         )

@@ -73,7 +73,8 @@ class Tracing:
             from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         except ImportError as error:
             raise MissingPackage(
-                "otel_endpoint is set, but OpenTelemetry is not installed: pip install '.[otel]' in tokenmill's folder"
+                "otel_endpoint is set, but OpenTelemetry is not installed: pip install '.[otel]' "
+                "in tokenmill's folder"
             ) from error
         provider = TracerProvider(
             resource=Resource.create(dict(resource)),

@@ -86,7 +86,10 @@ class StatusReporter:
 
     def _sql_problem(self) -> str | None:
         if (path := missing_file(self._parts.settings.database_url)) is not None:
-            return f"SQL: there is no database at {path}: results wait until `tokenmill db upgrade` has made it"
+            return (
+                f"SQL: there is no database at {path}: results wait until `tokenmill db upgrade` "
+                "has made it"
+            )
         stats = self._parts.finalizer.stats
         return f"SQL: {stats.last_error}" if stats.record_down_since is not None else None
 
@@ -225,7 +228,8 @@ class StatusReporter:
         yield trips
         yield by_label(
             "redis_failures", "Script calls whose last try failed", "script",
-            {**dict.fromkeys(observer.redis_round_trips, 0), **observer.redis_failures}, is_counter=True,
+            {**dict.fromkeys(observer.redis_round_trips, 0), **observer.redis_failures},
+            is_counter=True,
         )  # fmt: skip
 
     def _sql(self) -> Iterator[MetricSample]:
