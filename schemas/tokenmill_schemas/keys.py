@@ -50,10 +50,10 @@ class Keys:
         """The prefix `tm:{queue}:` of every key of the queue; scripts receive it as an argument."""
         return f"{self.prefix}{{{self.queue}}}:"
 
-    def lane(self, priority: Priority, tenant: str = "") -> str:
+    def tenant_stream(self, priority: Priority, tenant: str = "") -> str:
         return f"{self.base}jobs:{priority.value}" + (f":{tenant}" if tenant else "")
 
-    def lanes(self, priority: Priority) -> str:
+    def fair_share_index(self, priority: Priority) -> str:
         return f"{self.base}lanes:{priority.value}"
 
     def job(self, job_id: str) -> str:
@@ -74,7 +74,7 @@ class Keys:
     def worker(self, worker_id: str) -> str:
         return f"{self.base}worker:{worker_id}"
 
-    def held(self, worker_id: str) -> str:
+    def owned(self, worker_id: str) -> str:
         return f"{self.base}held:{worker_id}"
 
     def control(self, worker_id: str) -> str:
@@ -88,14 +88,14 @@ class Keys:
         return f"{self.base}workers"
 
     @property
-    def vouchers(self) -> str:
+    def ownership_versions(self) -> str:
         return f"{self.base}vouchers"
 
     @property
-    def bell(self) -> str:
+    def wake_up(self) -> str:
         return f"{self.base}bell"
 
-    def ready(self, *, urgent_only: bool = False) -> str:
+    def idle_workers(self, *, urgent_only: bool = False) -> str:
         return f"{self.base}ready:urgent" if urgent_only else f"{self.base}ready"
 
     @property
@@ -107,11 +107,11 @@ class Keys:
         return f"{self.base}deadlines"
 
     @property
-    def returned(self) -> str:
+    def requeued(self) -> str:
         return f"{self.base}returned"
 
     @property
-    def ended(self) -> str:
+    def unrecorded_ends(self) -> str:
         return f"{self.base}ended"
 
     @property

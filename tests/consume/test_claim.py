@@ -121,8 +121,8 @@ async def test_a_named_lane_goes_when_it_is_empty(queue: Queue) -> None:
     (delivery,) = await worker.claim(1)
     await worker.claim(1)  # finds the stream without entries to deliver
     await worker.finish([end_of(delivery)])
-    assert not await queue.redis.exists(queue.keys.lane(Priority.STANDARD, "acme"))
-    assert await queue.redis.zcard(queue.keys.lanes(Priority.STANDARD)) == 0
+    assert not await queue.redis.exists(queue.keys.tenant_stream(Priority.STANDARD, "acme"))
+    assert await queue.redis.zcard(queue.keys.fair_share_index(Priority.STANDARD)) == 0
 
 
 async def test_a_delivery_says_what_a_worker_needs(queue: Queue) -> None:
@@ -149,7 +149,7 @@ async def test_a_full_reply_leaves_the_rest_for_the_next_call(queue: Queue) -> N
 
 
 async def test_entries_made_by_hand_are_adopted_or_dropped(queue: Queue) -> None:
-    stream = queue.keys.lane(Priority.STANDARD)
+    stream = queue.keys.tenant_stream(Priority.STANDARD)
     await queue.redis.xadd(stream, {"job": "by-hand", "request": b"\xc1 not msgpack"})
     await queue.redis.xadd(stream, {"job": "no-such-job"})
     await queue.redis.xadd(stream, {"something": "else"})

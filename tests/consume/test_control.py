@@ -28,7 +28,7 @@ async def test_one_channel_refused_leaves_no_subscription_of_the_other(
 
     async def refuse_control(self: PubSubMultiplexer, channel: str) -> MultiplexedSubscription:
         nonlocal open_bells
-        if channel == keys.bell:
+        if channel == keys.wake_up:
             open_bells += 1
             return await subscribe(self, channel)
         attempts.release()

@@ -119,8 +119,8 @@ async def test_an_id_that_is_no_text_is_refused_and_stops_nobody(queue, name, al
     await queue.redis.hset(
         hash_key, mapping={"state": "queued", "request": request, "entry": "1-1"}
     )
-    await queue.redis.xadd(keys.lane(Priority.STANDARD), {"job": name}, id="1-1")
-    await queue.redis.zadd(keys.returned, {name: 0})
+    await queue.redis.xadd(keys.tenant_stream(Priority.STANDARD), {"job": name}, id="1-1")
+    await queue.redis.zadd(keys.requeued, {name: 0})
     good = await queue.submit(job_id="good")
     worker = queue.worker("w1")
     assert [delivery.job_id for delivery in await worker.claim(9)] == [good]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.redis
 
 async def test_a_job_that_stops_the_script_leaves_the_others_finished(queue, allowed_keys):
     allowed_keys.append(queue.keys.job("broken"))
-    worker, lane = queue.worker("w1"), queue.keys.lane(Priority.BULK)
+    worker, lane = queue.worker("w1"), queue.keys.tenant_stream(Priority.BULK)
     for name in ("first", "broken", "last"):
         await queue.submit(job_id=name, priority="bulk")
     first, broken, last = await worker.claim(credits=3)
@@ -38,7 +38,7 @@ async def test_an_entry_that_is_none_keeps_no_other_from_leaving_its_lane(queue,
     jobs = await worker.claim(credits=5)
     await queue.redis.hset(queue.keys.job("job-2"), "entry", "nonsense")
     assert await worker.finish([end_of(job, 1) for job in jobs]) == [True] * 5
-    assert await queue.redis.xlen(queue.keys.lane(Priority.STANDARD)) == 1
+    assert await queue.redis.xlen(queue.keys.tenant_stream(Priority.STANDARD)) == 1
 
 
 async def test_a_job_that_stops_a_claim_leaves_what_was_claimed_counted(queue, allowed_keys):

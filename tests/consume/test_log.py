@@ -144,7 +144,7 @@ async def test_finish_leaves_the_result_and_nothing_else(queue: Queue) -> None:
         "vouchers",
     }
     await worker.resign()
-    assert not await queue.redis.exists(queue.keys.vouchers)
+    assert not await queue.redis.exists(queue.keys.ownership_versions)
     assert 0 < await queue.redis.ttl(queue.keys.job(job.job_id)) <= 3600
     packed = await queue.redis.hget(queue.keys.job(job.job_id), "result")
     assert packed is not None
@@ -201,7 +201,7 @@ async def test_the_true_cost_is_settled_at_the_end(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x", "tenant": "t", "max_tokens": 1000}] * 2)
     worker = queue.worker()
     (job,) = await worker.claim(1)
-    lanes = queue.keys.lanes(Priority.STANDARD)
+    lanes = queue.keys.fair_share_index(Priority.STANDARD)
     charged = await queue.redis.zscore(lanes, "t")
     await worker.finish([end_of(job, 10)])  # 3 + 10 tokens in truth
     settled = await queue.redis.zscore(lanes, "t")

@@ -103,7 +103,7 @@ async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
     got = await queue.worker("w2").claim(3)
     assert [d.job_id for d in got] == jobs
     assert {d.crashes for d in got} == {0}
-    assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.held("w1"))
+    assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.owned("w1"))
 
 
 async def test_of_two_namesakes_the_first_hears_of_the_second(queue: Queue) -> None:
@@ -296,7 +296,7 @@ async def test_a_token_never_repeats_when_the_server_loses_what_it_knew(queue: Q
     (before,) = await queue.worker("w1").claim(1)
     await queue.redis.delete(key)
     await queue.redis.restore(key, 0, snapshot)
-    await queue.redis.zadd(queue.keys.returned, {job: 0})
+    await queue.redis.zadd(queue.keys.requeued, {job: 0})
     await asyncio.sleep(0.002)
     (after,) = await queue.worker("w2").claim(1)
     assert after.token > before.token > time.time() * 1000 - 60_000

@@ -150,7 +150,7 @@ def check_counts(server: Any) -> None:
     """Check that the counters agree with the jobs' hashes, and that every waiting job is found."""
     meta = server.hgetall(KEYS.meta)
     jobs = {name: server.hgetall(name) for name in server.keys(KEYS.job("*"))}
-    findable = {name for key in (KEYS.delayed, KEYS.returned) for name in server.zrange(key, 0, -1)}
+    findable = {name for key in (KEYS.delayed, KEYS.requeued) for name in server.zrange(key, 0, -1)}
     lanes = [name for name in server.keys(KEYS.base + "jobs:*") if server.type(name) == b"stream"]
     findable |= {fields[b"job"] for lane in lanes for _, fields in server.xrange(lane)}
     for priority in PRIORITY_ORDER:
@@ -165,7 +165,7 @@ def check_counts(server: Any) -> None:
         assert b"state" in fields, (name, fields)
         if fields[b"state"] in (b"queued", b"scheduled"):
             assert name.removeprefix(KEYS.job("").encode()) in findable
-    held = sum(int(server.scard(name)) for name in server.keys(KEYS.held("*")))
+    held = sum(int(server.scard(name)) for name in server.keys(KEYS.owned("*")))
     assert int(meta.get(b"running", 0)) == held
 
 

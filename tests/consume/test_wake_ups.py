@@ -29,7 +29,7 @@ class Ears:
         await self._stack.aclose()
 
     async def open(self, *names: str) -> None:
-        channels = [self._queue.keys.bell, *map(self._queue.keys.control, names)]
+        channels = [self._queue.keys.wake_up, *map(self._queue.keys.control, names)]
         await self._pubsub.subscribe(*channels)
         for _ in channels:
             await self._pubsub.get_message(timeout=5)
@@ -59,14 +59,14 @@ async def test_those_with_most_room_are_called_one_more_than_jobs(queue: Queue) 
             assert await queue.worker(f"w{number}").claim(room) == []
         await queue.submit()
         assert await ears.heard() == ["w2", "w4"]
-        assert await listed(queue, queue.keys.ready()) == {"w1": 2, "w3": 4}
+        assert await listed(queue, queue.keys.idle_workers()) == {"w1": 2, "w3": 4}
         await queue.submit()
         assert await ears.heard() == ["w1", "w3"]
         await queue.submit()
         assert await ears.heard() == [], "those that were called know that something waits"
         [*taken] = await queue.worker("w2").claim(8)
         assert len(taken) == 3
-        assert await listed(queue, queue.keys.ready()) == {"w2": 5}
+        assert await listed(queue, queue.keys.idle_workers()) == {"w2": 5}
 
 
 async def test_a_claim_that_leaves_no_room_takes_the_worker_off_the_list(queue: Queue) -> None:
@@ -74,28 +74,28 @@ async def test_a_claim_that_leaves_no_room_takes_the_worker_off_the_list(queue: 
     assert await worker.claim(3) == []
     await queue.submit()
     assert await worker.claim(3) != []
-    assert await listed(queue, queue.keys.ready()) == {"w1": 2}
+    assert await listed(queue, queue.keys.idle_workers()) == {"w1": 2}
     for _ in range(2):
         await queue.submit()
     assert len(await worker.claim(2)) == 2
-    assert await listed(queue, queue.keys.ready()) == {}
+    assert await listed(queue, queue.keys.idle_workers()) == {}
     assert await worker.claim(2) == []
     assert await worker.claim(0) == []
-    assert await listed(queue, queue.keys.ready()) == {}
+    assert await listed(queue, queue.keys.idle_workers()) == {}
 
 
 async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue) -> None:
     async with Ears(queue) as ears:
         await ears.open("w1")
         assert await queue.worker().claim(0, 4) == []
-        assert await listed(queue, queue.keys.ready(urgent_only=True)) == {"w1": 4}
+        assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {"w1": 4}
         for priority in ("bulk", "standard"):
             await queue.submit(priority=priority)
         assert await ears.heard() == []
         await queue.submit(priority="interactive")
         assert await ears.heard() == ["w1"]
         [job] = await queue.worker().claim(0, 4)
-        assert await listed(queue, queue.keys.ready(urgent_only=True)) == {"w1": 3}
+        assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {"w1": 3}
         assert (await queue.field(job.job_id, "class")) == "interactive"
 
 
@@ -106,7 +106,7 @@ async def test_who_does_not_listen_is_passed_over(queue: Queue) -> None:
         await queue.worker("w1").claim(5)
         await queue.submit()
         assert await ears.heard() == ["w1"]
-        assert await listed(queue, queue.keys.ready()) == {}
+        assert await listed(queue, queue.keys.idle_workers()) == {}
 
 
 async def test_who_resigns_or_dies_is_listed_no_more(queue: Queue) -> None:
@@ -114,10 +114,10 @@ async def test_who_resigns_or_dies_is_listed_no_more(queue: Queue) -> None:
     await one.claim(5)
     await other.claim(0, 5)
     await one.resign()
-    assert await listed(queue, queue.keys.ready()) == {}
+    assert await listed(queue, queue.keys.idle_workers()) == {}
     await queue.redis.delete(queue.keys.worker("w2"))
     await queue.worker("w3").claim(0)  # sweeps
-    assert await listed(queue, queue.keys.ready(urgent_only=True)) == {}
+    assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {}
 
 
 async def test_a_scheduled_job_and_one_that_is_known_call_nobody(queue: Queue) -> None:

@@ -64,7 +64,7 @@ async def test_each_ends_with_one_sentence_and_the_loop_goes_on(redis_url, tmp_p
         by_hand = dict(list(RAW.items())[::3])
         for number, payload in enumerate(by_hand.values()):
             await redis.xadd(
-                keys.lane(Priority.STANDARD), {"job": f"hand{number}", "request": payload}
+                keys.tenant_stream(Priority.STANDARD), {"job": f"hand{number}", "request": payload}
             )
         async with running_worker(redis_url, database):
             results = {name: await client.result(job, timeout=60) for name, job in bad.items()}

@@ -207,9 +207,11 @@ def _keys(data: bytes) -> None:
     )
     names = {
         name: getattr(keys, name)(second)
-        for name in ("job", "log", "chunks", "worker", "held", "control")
+        for name in ("job", "log", "chunks", "worker", "owned", "control")
     }
-    assert len({*names.values(), keys.meta, keys.dead, keys.workers, keys.bell}) == len(names) + 4
+    assert (
+        len({*names.values(), keys.meta, keys.dead, keys.workers, keys.wake_up}) == len(names) + 4
+    )
 
 
 _ARGUMENTS = {

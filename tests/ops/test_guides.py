@@ -75,7 +75,17 @@ def test_every_key_is_in_the_table() -> None:
     }
     table = reference.keys_table()
     patterns = re.findall(r"`tm:\{q\}:([a-z]+)", table)
-    known = {"lane": "jobs", "idempotency": "idem"}
+    known = {
+        "tenant_stream": "jobs",
+        "fair_share_index": "lanes",
+        "idempotency": "idem",
+        "owned": "held",
+        "ownership_versions": "vouchers",
+        "wake_up": "bell",
+        "idle_workers": "ready",
+        "requeued": "returned",
+        "unrecorded_ends": "ended",
+    }
     assert {known.get(name, name) for name in names - {"base", "queue", "prefix"}} == set(patterns)
 
 

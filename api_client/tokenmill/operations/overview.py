@@ -84,10 +84,10 @@ def overview(context: QueueContext) -> Operation[QueueState]:
     for trouble with the server.
     """
     keys = context.keys
-    counts = (("ZCARD", keys.delayed), ("ZCARD", keys.ended), ("XLEN", keys.dead))
+    counts = (("ZCARD", keys.delayed), ("ZCARD", keys.unrecorded_ends), ("XLEN", keys.dead))
     returned = tuple(_first_returned(context, priority) for priority in PRIORITY_ORDER)
     tenants = tuple(
-        ("ZRANGE", keys.lanes(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER
+        ("ZRANGE", keys.fair_share_index(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER
     )
     meta, scheduled, unrecorded, dead, *rest = yield Commands(
         (("HGETALL", keys.meta), *counts, *returned, *tenants)
@@ -105,7 +105,7 @@ def _first_returned(context: QueueContext, priority: Priority) -> tuple[Argument
     low = priority.rank * _RETURNED_SPAN
     return (
         "ZRANGEBYSCORE",
-        context.keys.returned,
+        context.keys.requeued,
         low,
         low + _RETURNED_SPAN - 1,
         "WITHSCORES",
@@ -123,7 +123,7 @@ def _lanes(context: QueueContext, tenants: Sequence[Sequence[bytes]]) -> Operati
     ]
     asked: list[tuple[Argument, ...]] = []
     for priority, name in names:
-        lane = context.keys.lane(priority, name)
+        lane = context.keys.tenant_stream(priority, name)
         asked += [("XLEN", lane), ("XINFO GROUPS", lane)]
     replies = yield Commands(tuple(asked), tolerant=True)
     found = []
@@ -167,7 +167,7 @@ def _oldest_in_lanes(
         tuple(
             (
                 "XRANGE",
-                context.keys.lane(lane.priority, lane.tenant),
+                context.keys.tenant_stream(lane.priority, lane.tenant),
                 f"({lane.last_delivered}",
                 "+",
                 "COUNT",

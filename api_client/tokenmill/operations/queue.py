@@ -157,22 +157,22 @@ def _info_of(job_id: str, values: Any, last: Any) -> JobInfo | None:
 
 def _running(context: QueueContext) -> Operation[list[str]]:
     (ids,) = yield Commands((("SMEMBERS", context.keys.workers),))
-    held = yield Commands(tuple(("SMEMBERS", context.keys.held(value.decode())) for value in ids))
+    held = yield Commands(tuple(("SMEMBERS", context.keys.owned(value.decode())) for value in ids))
     return sorted(value.decode() for members in held for value in members)
 
 
 def _waiting(context: QueueContext, limit: int) -> Operation[list[str]]:
     keys = context.keys
     tenants = yield Commands(
-        tuple(("ZRANGE", keys.lanes(priority), 0, -1) for priority in PRIORITY_ORDER)
+        tuple(("ZRANGE", keys.fair_share_index(priority), 0, -1) for priority in PRIORITY_ORDER)
     )
     lanes = [
-        keys.lane(priority, tenant)
+        keys.tenant_stream(priority, tenant)
         for priority, names in zip(PRIORITY_ORDER, tenants, strict=True)
         for tenant in dict.fromkeys(["", *(name.decode() for name in names)])
     ]
     # A stream begins with the entries of its running jobs, so read more entries than asked for.
-    sets = ((keys.returned, limit), (keys.ended, limit))
+    sets = ((keys.requeued, limit), (keys.unrecorded_ends, limit))
     front = yield Commands(tuple(("ZRANGE", name, 0, count) for name, count in sets))
     streams = yield Commands(
         tuple(("XRANGE", lane, "-", "+", "COUNT", limit + 1_000) for lane in lanes)

@@ -160,15 +160,16 @@ class InMemoryQueue:
     def _queued(self) -> Iterator[str]:
         for priority in PRIORITY_ORDER:
             tenants = [
-                name.decode() for name in self._redis.zrange(self._keys.lanes(priority), 0, -1)
+                name.decode()
+                for name in self._redis.zrange(self._keys.fair_share_index(priority), 0, -1)
             ]
             for tenant in dict.fromkeys(["", *tenants]):
-                for _, fields in self._redis.xrange(self._keys.lane(priority, tenant)):
+                for _, fields in self._redis.xrange(self._keys.tenant_stream(priority, tenant)):
                     yield fields[b"job"].decode()
 
     def _end_waiting(self) -> None:
         """Record the jobs that were cancelled while they waited."""
-        for packed in self._redis.zrange(self._keys.ended, 0, -1):
+        for packed in self._redis.zrange(self._keys.unrecorded_ends, 0, -1):
             job_id = packed.decode()
             state = JobStatus(self._redis.hget(self._keys.job(job_id), "state").decode())
             self._finish(JobResult(job_id=job_id, status=state, finished_ms=_now_ms()))

@@ -103,7 +103,7 @@ async def test_a_job_that_came_back_counts_from_its_creation(queue: Queue) -> No
 
 async def test_a_lane_that_is_gone_counts_as_empty(queue: Queue, allowed_keys: list[str]) -> None:
     allowed_keys.append("*")
-    await queue.redis.zadd(queue.keys.lanes(Priority.BULK), {"ghost": 0})
+    await queue.redis.zadd(queue.keys.fair_share_index(Priority.BULK), {"ghost": 0})
     state = await queue.client.overview()
     assert state.tenants == []
     assert state.waiting == 0

@@ -230,13 +230,13 @@ async def test_a_voucher_that_somebody_has_written_over_only_costs_questions(
     queue: Queue, allowed_keys: list[str]
 ) -> None:
     worker, (a,) = await running(queue)
-    await queue.redis.hset(queue.keys.vouchers, "w1", "what?")
+    await queue.redis.hset(queue.keys.ownership_versions, "w1", "what?")
     assert await asked(queue, worker, (a, 2)) == 1
     assert await asked(queue, worker, (a, 3)) == 0
-    await queue.redis.hset(queue.keys.vouchers, "w1", str(2**63 - 1))
+    await queue.redis.hset(queue.keys.ownership_versions, "w1", str(2**63 - 1))
     assert await asked(queue, worker, (a, 4)) == 1
     assert await asked(queue, worker, (a, 5)) == 0
-    await queue.redis.set(queue.keys.vouchers, "no hash")
+    await queue.redis.set(queue.keys.ownership_versions, "no hash")
     allowed_keys.append("*vouchers")
     assert await asked(queue, worker, (a, 6)) == 1
     assert await asked(queue, worker, (a, 7)) == 1
@@ -260,13 +260,13 @@ async def test_checkpoints_are_known_too(queue: Queue) -> None:
 
 async def test_a_worker_without_jobs_leaves_no_voucher(queue: Queue) -> None:
     worker, (a,) = await running(queue)
-    assert await queue.redis.hexists(queue.keys.vouchers, "w1")
+    assert await queue.redis.hexists(queue.keys.ownership_versions, "w1")
     await worker.release([(a.job_id, a.token, False)])
-    assert not await queue.redis.exists(queue.keys.vouchers)
+    assert not await queue.redis.exists(queue.keys.ownership_versions)
     await worker.resign()
-    assert not await queue.redis.exists(queue.keys.vouchers)
+    assert not await queue.redis.exists(queue.keys.ownership_versions)
     assert await appended(worker, [token(a, 2)]) == [(LOST, 2)]
-    assert not await queue.redis.exists(queue.keys.vouchers)
+    assert not await queue.redis.exists(queue.keys.ownership_versions)
 
 
 def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:

@@ -44,7 +44,7 @@ class ControlChannel:
         on_drain: Callable[[], None],
     ) -> None:
         self._client = client
-        self._wake_channel = keys.bell
+        self._wake_channel = keys.wake_up
         self._control_channel = keys.control(worker_id)
         self._on_wake_all = on_wake_all
         self._on_wake_up = on_wake_up
