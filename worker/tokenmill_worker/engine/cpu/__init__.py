@@ -9,5 +9,7 @@
 | head and token | `kernels/draw` | `draw` |
 | memory | `huge_pages` | `pinned_pool` |
 
+`device` joins the parts to `engine.device.Device`.
+
 Belongs here: what runs on a CPU only. Nothing here imports `cuda`.
 """

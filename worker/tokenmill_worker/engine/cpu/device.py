@@ -1,4 +1,4 @@
-"""The CPU as a device: packed weights, kernels in C++, memory in huge pages, inputs counted up."""
+"""Describes the CPU: packed weights, kernels in C++, memory in huge pages, reused inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CpuDevice(Device):
         return find_direct(optimise(model, config))
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return a zeroed tensor; parts that are never written take no memory."""
+        """Return zeroed memory; parts that are never written take none, in units of a huge page."""
         return huge_pages.zeros(num_bytes)
 
     def upload(

@@ -28,9 +28,8 @@ def zeros(num_bytes: int) -> Tensor:
     area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # the kernel has no huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(
-        area, dtype=torch.uint8, count=num_bytes
-    )  # the tensor keeps the area alive
+    # the tensor keeps the area alive
+    return torch.frombuffer(area, dtype=torch.uint8, count=num_bytes)
 
 
 class HugePageArena:

@@ -1,4 +1,4 @@
-"""A CUDA device: fused modules and sampling in Triton, CUDA graphs, pinned host memory."""
+"""Describes CUDA devices: modules and sampling in Triton, CUDA graphs, pinned host memory."""
 
 from __future__ import annotations
 

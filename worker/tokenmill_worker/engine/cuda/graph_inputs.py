@@ -17,11 +17,8 @@ from tokenmill_worker.engine.device import StepInputs
 
 # up to this many sequences, decodes are padded to powers of two; beyond, to multiples
 EXACT_BATCHES = 4
-BATCH_STEPS = (
-    (64, 8),
-    (256, 16),
-    (1 << 30, 64),
-)  # (up to this many sequences, padded to a multiple of)
+# (up to this many sequences, padded to a multiple of)
+BATCH_STEPS = ((64, 8), (256, 16), (1 << 30, 64))
 
 
 @dataclass(frozen=True, slots=True)

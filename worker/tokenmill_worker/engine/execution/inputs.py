@@ -37,7 +37,7 @@ class PreviousTokens:
 
     @cached_property
     def rows(self) -> dict[Sequence, int]:
-        """The row of each sequence's token.
+        """Rows of the tokens, by sequence.
 
         Sequences with drafts are left out: which of their rows holds the last accepted token is not
         known yet.
@@ -216,7 +216,7 @@ class InputBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _TokenLayout:
-    """The layout of the items' tokens in the step, one item after the other."""
+    """Positions of a step's tokens, one item after the other."""
 
     query_lens: tuple[int, ...]
     query_start: Ints  # [items + 1]

@@ -1,6 +1,4 @@
-"""The interface between engine and runner, and the choice of a runner; heavy ones are imported on
-demand.
-"""
+"""Defines what the engine needs of a runner, and chooses one; heavy ones are imported on demand."""
 
 from __future__ import annotations
 

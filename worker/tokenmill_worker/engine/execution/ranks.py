@@ -29,8 +29,9 @@ GROUP_LOST = 5  # exit status of a rank that ends because another one failed
 
 
 class GroupLostError(RuntimeError):
-    """A rank failed inside a step; the others wait in a collective that never completes, so all
-    must end.
+    """A rank failed inside a step, so that all ranks must end.
+
+    The others wait in a collective that never completes.
     """
 
 
@@ -43,9 +44,8 @@ class Ranks:
     def __init__(self, on_loss: Callable[[str], None]) -> None:
         self.rank = dist.get_rank()
         self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        self._store: Any = (
-            dist.distributed_c10d._get_default_store()
-        )  # torch has no public access to the group's store
+        # torch has no public access to the group's store
+        self._store: Any = dist.distributed_c10d._get_default_store()
         self._on_loss = on_loss
         self.is_lost = False
         self._over = threading.Event()
@@ -76,10 +76,9 @@ class Ranks:
         self._over.set()
         try:
             self._store.set(FAILED, reason)
-        except (
-            Exception
-        ) as problem:  # the store's process is gone, which the other ranks notice themselves
-            log.warning("the other ranks could not be told: %s", problem)
+        except Exception as problem:
+            # the store's process is gone, which the other ranks notice themselves
+            log.warning("cannot report the failure to the other ranks: %s", problem)
         return GroupLostError(reason)
 
     def leave(self) -> None:

@@ -83,9 +83,8 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device; its tokens may feed the next step before `finish`."""
-        if (
-            self._loaded.fused_pass is not None
-        ):  # few torch operators: inference mode costs more than it saves
+        if self._loaded.fused_pass is not None:
+            # it calls few torch operators: inference mode costs more than it saves
             return self._launch(plan)
         with torch.inference_mode():
             return self._launch(plan)
@@ -151,7 +150,7 @@ class ModelRunner:
     def _paged(self, inputs: StepInputs) -> PagedStep:
         return PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows)
 
-    # ── the rest of what the engine asks ──
+    # ── around the steps ──
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Start compiling a grammar, outside the step; return None if the parameters need none."""

@@ -78,9 +78,8 @@ class SyntheticRunner:
 
     info: RunnerInfo
     options: SyntheticOptions
-    _states: dict[Sequence, tuple[int, int]] = field(
-        default_factory=dict
-    )  # sequence → (tokens mixed in, state)
+    # sequence → (tokens mixed in, state)
+    _states: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def load(

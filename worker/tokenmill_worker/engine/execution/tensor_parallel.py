@@ -218,9 +218,8 @@ def rebuild(step: BroadcastStep, sequences: dict[int, Sequence]) -> StepPlan:
             sequence = sequences[item.key] = Sequence(str(item.key), [], 0, SamplingParams())
         known = sequence.token_ids
         del known[item.start :]
-        known += [0] * (
-            item.start - len(known)
-        )  # placeholders for a cached prefix: never read here
+        # placeholders for a cached prefix, which is never read here
+        known += [0] * (item.start - len(known))
         known += item.token_ids
         sequence.epoch = item.epoch
         if not sequence.block_tables:

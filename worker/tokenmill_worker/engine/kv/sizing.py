@@ -26,7 +26,7 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShape:
-    """The sizes that decide a step's memory, beside the weights; element sizes in bytes."""
+    """Sizes that decide a step's memory, beside the weights; element sizes in bytes."""
 
     groups: tuple[LayerGroup, ...]
     block_size: int

@@ -1,4 +1,4 @@
-"""The tensors of the KV cache: one per layer group, `[num_blocks, num_layers, 2, *block_shape]`.
+"""Allocates the KV cache: per layer group one `[num_blocks, num_layers, 2, *block_shape]`.
 
 One block with all its layers is contiguous, so that moving it is one copy. `kv.manager` keeps track
 of which sequence holds which block.

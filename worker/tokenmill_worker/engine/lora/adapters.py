@@ -44,9 +44,8 @@ class Adapters:
         self._sites = Sites(model)
         self._folders = folders
         self._max_cached = max_cached
-        self._loaded: OrderedDict[str, LoadedAdapter] = (
-            OrderedDict()
-        )  # by key, the least recently used first
+        # by key, the least recently used first
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._known: dict[str, tuple[tuple[int, ...], str]] = {}  # name → stamp of its files, key
         self._lock = threading.Lock()
         self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")

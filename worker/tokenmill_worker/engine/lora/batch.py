@@ -74,10 +74,8 @@ class AdapterBatch:
     def add(self, site: str, x: Tensor, y: Tensor) -> None:
         """Add the adapters to the products `y` `[num_rows, n]` of `x` `[num_rows, k]`, in place."""
         rows = self._everywhere
-        if (
-            site == self._head and x.shape[0] != rows.count
-        ):  # with equal counts, every row is sampled
-            rows = self._sampled
+        if site == self._head and x.shape[0] != rows.count:
+            rows = self._sampled  # with equal counts, every row is sampled
         if x.shape[0] != rows.count:
             raise RuntimeError(
                 f"{site} sees {x.shape[0]} rows of the step's {rows.count}: it cannot be adapted"

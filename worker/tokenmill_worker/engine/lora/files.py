@@ -143,9 +143,8 @@ def _layers(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Low
                 (words for sign, words in _TENSORS.items() if sign in name), f"the tensor {name}"
             )
             raise AdapterError(f"it needs {reason}, which is not supported")
-        if not bool(
-            torch.isfinite(tensor).all()
-        ):  # they could spread to other requests' rows of the same step
+        if not bool(torch.isfinite(tensor).all()):
+            # they could spread to other requests' rows of the same step
             raise AdapterError(f"its tensor {name} holds values that are not finite")
         factors.setdefault(match["path"].removeprefix(_ROOT), {})[match["factor"]] = tensor
     if not factors:

@@ -90,9 +90,8 @@ def load_model(path: Path, config: EngineConfig, device: Device) -> LoadedModel:
     """
     full_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
-    resolve_length(
-        _text_config(full_config, config.model), config.max_model_len
-    )  # before the weights are read
+    # refuse a bad length before the weights are read
+    resolve_length(_text_config(full_config, config.model), config.max_model_len)
     progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return describe_model(_read(path, config, device, dtype), path, config, device)
@@ -120,9 +119,8 @@ def _read(path: Path, config: EngineConfig, device: Device, dtype: torch.dtype) 
         raise EngineConfigError(
             [f"{config.model} cannot be loaded as a causal language model: {first}"]
         ) from error
-    return (
-        model if config.tensor_parallel else model.to(device.torch_device)
-    )  # a split model is on its devices already
+    # a split model is on its devices already
+    return model if config.tensor_parallel else model.to(device.torch_device)
 
 
 def describe_model(model: Any, path: Path, config: EngineConfig, device: Device) -> LoadedModel:
