@@ -30,7 +30,7 @@ class FakeQueue:
         self.troubles: list[Exception] = []
         self.asked: list[int] = []
         self.released: list[tuple[str, int, bool]] = []
-        self.rings = 0
+        self.wake_ups = 0
         self.on_claim: Callable[[], Awaitable[None]] | None = None  # after the queue was looked at
 
     async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
@@ -44,7 +44,7 @@ class FakeQueue:
         return taken
 
     async def wake_all(self) -> None:
-        self.rings += 1
+        self.wake_ups += 1
 
     async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
         self.released += jobs
@@ -116,7 +116,9 @@ async def test_a_ring_that_found_no_credit_is_remembered() -> None:
 
 @pytest.mark.parametrize("first", [["a", "b"], ["a"]], ids=["full", "short"])
 async def test_a_ring_during_a_claim_is_remembered_when_no_credit_is_left(first: list[str]) -> None:
-    """The next claim has no room for anything; what rang must be claimed when there is some, not at the next poll."""
+    """The next claim has no room for anything; what rang must be claimed when there is some, not at
+    the next poll.
+    """
     queue, desk = FakeQueue(*first), Desk(2)
 
     async def ring_for_another() -> None:
@@ -219,14 +221,14 @@ async def test_a_call_without_room_is_for_others_and_remembered() -> None:
         await settle()
         desk.places = 0
         await consumer.answer_wake_up()
-        assert queue.rings == 1
+        assert queue.wake_ups == 1
         desk.places = 1
         queue.waiting.append(delivery("a"))
         consumer.notice_room()
         await until(lambda: desk.taken == ["a"])
         desk.places = 2
         await consumer.answer_wake_up()
-        assert queue.rings == 1
+        assert queue.wake_ups == 1
 
 
 async def test_who_had_no_room_to_ask_for_knows_nothing() -> None:
@@ -259,7 +261,7 @@ async def test_after_stop_nothing_is_claimed() -> None:
 async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connection(
     queue: Queue,
 ) -> None:
-    rings: list[None] = []
+    wake_ups: list[None] = []
     calls: list[None] = []
     cancelled: list[str] = []
     drains: list[None] = []
@@ -271,7 +273,7 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
         queue.redis,
         queue.keys,
         "w1",
-        on_wake_all=lambda: rings.append(None),
+        on_wake_all=lambda: wake_ups.append(None),
         on_wake_up=call,
         on_cancel=cancelled.append,
         on_drain=lambda: drains.append(None),
@@ -286,11 +288,11 @@ async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connectio
         )
 
     async def heard() -> bool:
-        return bool(cancelled and drains and len(rings) > before and len(calls) > before_calls)
+        return bool(cancelled and drains and len(wake_ups) > before and len(calls) > before_calls)
 
     await until(listens)
     for _ in range(2):
-        before, before_calls = len(rings), len(calls)
+        before, before_calls = len(wake_ups), len(calls)
         cancelled.clear()
         drains.clear()
         await queue.worker("w1").claim(1)  # listed

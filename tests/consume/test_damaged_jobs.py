@@ -1,4 +1,6 @@
-"""A job whose hash holds what no version wrote: it ends somehow, and never keeps the queue from serving the others."""
+"""A job whose hash holds what no version wrote: it ends somehow, and never keeps the queue from
+serving the others.
+"""
 
 import random
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.redis
 
 async def test_a_job_that_stops_the_script_leaves_the_others_finished(queue, allowed_keys):
     allowed_keys.append(queue.keys.job("broken"))
-    worker, lane = queue.worker("w1"), queue.keys.tenant_stream(Priority.BULK)
+    worker, stream = queue.worker("w1"), queue.keys.tenant_stream(Priority.BULK)
     for name in ("first", "broken", "last"):
         await queue.submit(job_id=name, priority="bulk")
     first, broken, last = await worker.claim(credits=3)
@@ -20,10 +20,10 @@ async def test_a_job_that_stops_the_script_leaves_the_others_finished(queue, all
     with pytest.raises(RedisUnavailable):
         await worker.finish([end_of(job, 1) for job in (first, broken, last)])
     assert await counts(queue) == (b"2", b"1")
-    assert await queue.redis.xlen(lane) == 2
+    assert await queue.redis.xlen(stream) == 2
     assert await worker.finish([end_of(first, 1), end_of(last, 1)]) == [True, True]
     assert await counts(queue) == (b"1", b"2")
-    assert await queue.redis.xlen(lane) == 1
+    assert await queue.redis.xlen(stream) == 1
 
 
 async def counts(queue):

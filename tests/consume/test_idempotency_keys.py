@@ -1,4 +1,6 @@
-"""An idempotency key stands while its job waits or runs, however long, and for its time after the job's end."""
+"""An idempotency key stands while its job waits or runs, however long, and for its time after the
+job's end.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,6 @@
-"""A job that an older worker began is ended by this one: its chunks count all choices, and so do its log's entries."""
+"""A job that an older worker began is ended by this one: its chunks count all choices, and so do
+its log's entries.
+"""
 
 import asyncio
 
@@ -24,7 +26,9 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 async def log_as_before(
     queue: Queue, job: str, tokens: str, *, ended: tuple[int, ...] = ()
 ) -> None:
-    """`tokens`: the number of a choice and its next letter, in turns; `ended`: choices that end without a token."""
+    """`tokens`: the number of a choice and its next letter, in turns; `ended`: choices that end
+    without a token.
+    """
     places: dict[int, int] = {}
     is_lone = set(tokens[::2]) == {"0"} and not ended
     index = 0

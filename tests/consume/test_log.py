@@ -201,10 +201,10 @@ async def test_the_true_cost_is_settled_at_the_end(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x", "tenant": "t", "max_tokens": 1000}] * 2)
     worker = queue.worker()
     (job,) = await worker.claim(1)
-    lanes = queue.keys.fair_share_index(Priority.STANDARD)
-    charged = await queue.redis.zscore(lanes, "t")
+    index = queue.keys.fair_share_index(Priority.STANDARD)
+    charged = await queue.redis.zscore(index, "t")
     await worker.finish([end_of(job, 10)])  # 3 + 10 tokens in truth
-    settled = await queue.redis.zscore(lanes, "t")
+    settled = await queue.redis.zscore(index, "t")
     assert charged == pytest.approx(1000)
     assert settled == pytest.approx(13)
 

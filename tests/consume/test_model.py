@@ -175,7 +175,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert delivery.outcome == ("cancelled" if ended else "run")
             if (
                 not job.claims and delivery.outcome == "run" and job.tenant == LIMITED
-            ):  # out of its lane
+            ):  # out of its stream
                 assert (
                     sum(
                         other.holder is not None

@@ -26,8 +26,8 @@ async def die(queue: Queue, worker_id: str) -> None:
 
 async def test_a_dead_workers_jobs_come_first_and_are_suspected(queue: Queue) -> None:
     lost = [await queue.submit() for _ in range(3)]
-    doomed = queue.worker("w1")
-    await doomed.claim(3)
+    dying = queue.worker("w1")
+    await dying.claim(3)
     await queue.submit(priority="interactive")
     await die(queue, "w1")
     got = await queue.worker("w2").claim(3)
@@ -38,9 +38,9 @@ async def test_a_dead_workers_jobs_come_first_and_are_suspected(queue: Queue) ->
 
 async def test_progress_is_an_alibi_where_nobody_saw_the_crash(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
-    doomed = queue.worker("w1")
-    a, b = await doomed.claim(2)
-    await doomed.append([token(a, 0)])
+    dying = queue.worker("w1")
+    a, b = await dying.claim(2)
+    await dying.append([token(a, 0)])
     await die(queue, "w1")
     crashes = {d.job_id: d.crashes for d in await queue.worker("w2").claim(2)}
     assert crashes == {a.job_id: 0, b.job_id: 1}
@@ -217,7 +217,9 @@ async def test_who_dies_with_an_ended_job_passes_it_on(queue: Queue) -> None:
 async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(
     queue: Queue,
 ) -> None:
-    """SQL may have its end already, by a worker that died before it acknowledged; none other is sent."""
+    """SQL may have its end already, by a worker that died before it acknowledged; none other is
+    sent.
+    """
     worker, job = queue.worker(), await queue.submit()
     (delivery,) = await worker.claim(1)
     await worker.append([token(delivery, 0), token(delivery, 1)])

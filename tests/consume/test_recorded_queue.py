@@ -1,4 +1,6 @@
-"""A queue as an earlier version left it, key by key: this one goes on with what waits and with what was running."""
+"""A queue as an earlier version left it, key by key: this one goes on with what waits and with what
+was running.
+"""
 
 from pathlib import Path
 from typing import Any

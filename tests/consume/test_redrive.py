@@ -1,4 +1,6 @@
-"""Redrive on a real server: a new life without the old deadline, and a dead-letter stream that is read page by page."""
+"""Redrive on a real server: a new life without the old deadline, and a dead-letter stream that is
+read page by page.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ WEEK_S = 7 * 86_400
 
 
 async def backlog(queue: Queue) -> tuple[int, float, int]:
-    """Waiting jobs, their tokens and scheduled jobs, as `depth`, `overview` and the metrics have them: the same."""
+    """Waiting jobs, their tokens and scheduled jobs, as `depth`, `overview` and the metrics have
+    them: the same.
+    """
     depth, state = await queue.client.depth(), await queue.client.overview()
     tokens = sum(one.waiting_tokens for one in state.classes.values())
     assert (depth.num_queued, depth.queued_tokens, depth.scheduled) == (
@@ -124,7 +126,7 @@ async def test_a_scheduled_job_of_an_older_version_is_counted_once(queue: Queue,
 
 
 async def test_a_job_that_an_older_worker_made_due_is_counted_once(queue: Queue) -> None:
-    """It moves the job into its lane and counts nothing."""
+    """It moves the job into its stream and counts nothing."""
     job = await in_a_week(queue)
     await queue.redis.zrem(queue.keys.delayed, job)
     entry = (await queue.redis.xadd(queue.keys.base + "jobs:standard", {"job": job})).decode()

@@ -1,4 +1,6 @@
-"""Hostile arguments to every script: either nothing is written and the reply names the argument, or all is written."""
+"""Hostile arguments to every script: either nothing is written and the reply names the argument, or
+all is written.
+"""
 
 from __future__ import annotations
 
@@ -151,8 +153,8 @@ def check_counts(server: Any) -> None:
     meta = server.hgetall(KEYS.meta)
     jobs = {name: server.hgetall(name) for name in server.keys(KEYS.job("*"))}
     findable = {name for key in (KEYS.delayed, KEYS.requeued) for name in server.zrange(key, 0, -1)}
-    lanes = [name for name in server.keys(KEYS.base + "jobs:*") if server.type(name) == b"stream"]
-    findable |= {fields[b"job"] for lane in lanes for _, fields in server.xrange(lane)}
+    streams = [name for name in server.keys(KEYS.base + "jobs:*") if server.type(name) == b"stream"]
+    findable |= {fields[b"job"] for stream in streams for _, fields in server.xrange(stream)}
     for priority in PRIORITY_ORDER:
         mine = [
             fields for fields in jobs.values() if fields.get(b"class") == priority.value.encode()
@@ -180,7 +182,7 @@ def server(valkey: ControlledValkey) -> Iterator[Any]:
 def test_the_valid_call_is_done(server: Any, name: str) -> None:
     case = cases(populated(server))[name]
     call(server, case.script, KEYS.meta, *case.values)
-    if case.script is not PLAY:  # it has no lanes and no hands
+    if case.script is not PLAY:  # it has no tenant streams and no owners
         check_counts(server)
 
 

@@ -152,7 +152,9 @@ def event(
     token: int = 1,
     **fields,
 ):
-    """The bytes of `text` are the tokens; an answer that ends with EOS ends so: `end=STOP`. Of the delivery `token`."""
+    """The bytes of `text` are the tokens; an answer that ends with EOS ends so: `end=STOP`. Of the
+    delivery `token`.
+    """
     ids = tuple(text.encode() if isinstance(text, str) else text)
     if end is FinishReason.STOP:
         ids = (*ids, EOS)

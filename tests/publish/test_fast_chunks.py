@@ -23,7 +23,9 @@ def told(log: FakeLog, job_id: str) -> list[bytes]:
 
 
 async def step(publisher: Publisher, log: FakeLog, chance: random.Random, preemptions: int) -> None:
-    """One that both jobs get; perhaps two that piled up, perhaps with drafts, perhaps while something goes wrong."""
+    """One that both jobs get; perhaps two that piled up, perhaps with drafts, perhaps while
+    something goes wrong.
+    """
     log.is_down, log.loses_replies = chance.random() < 0.15, chance.random() < 0.15
     if chance.random() < 0.1 and (end := min(len(log.chunks.get(job, ())) for job in JOBS)) > 1:
         length = chance.randrange(1, end)

@@ -178,7 +178,9 @@ LETTERS = ("abcdefghijkl", "ABCDEFGHIJKLMNOPQRST", "0123456789")
 
 
 async def checkpoints(steps, log_so_far=()):
-    """The log of a job of three choices, in checkpoints of two, whose tokens come so; each ends with its letters."""
+    """The log of a job of three choices, in checkpoints of two, whose tokens come so; each ends
+    with its letters.
+    """
     log = FakeLog()
     log.chunks["job"] = list(log_so_far)
     publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=7))

@@ -1,4 +1,6 @@
-"""Incremental text is the tokenizer's own text, cut where it is certain: on random ids, for every family."""
+"""Incremental text is the tokenizer's own text, cut where it is certain: on random ids, for every
+family.
+"""
 
 import random
 from functools import partial

@@ -1,4 +1,6 @@
-"""The class of a tokenizer: the one that AutoTokenizer would choose, and without torch where that is known."""
+"""The class of a tokenizer: the one that AutoTokenizer would choose, and without torch where that
+is known.
+"""
 
 import json
 import shutil

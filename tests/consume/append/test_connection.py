@@ -146,7 +146,7 @@ async def test_a_call_s_time_counts_from_its_own_beginning(
         await asyncio.sleep(0.25)
         server.thaw()
         assert await late == b"b"
-        await asyncio.sleep(0.5)  # no call is under way when it rings
+        await asyncio.sleep(0.5)  # no call is under way when it fires
         assert await line.call(ECHO, KEY, "c") == b"c"
 
 
