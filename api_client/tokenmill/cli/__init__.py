@@ -15,7 +15,7 @@ from tokenmill.cli.plugins import CommandGroup
 app = typer.Typer(
     name="tokenmill",
     cls=CommandGroup,
-    help="Generation jobs for language models, through a queue: submit, follow, fetch, count.",
+    help="Submit generation jobs to a queue, follow their tokens, fetch results, count usage.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -42,13 +42,17 @@ class ConnectionOptions:
 
     redis_url: Annotated[
         str,
-        typer.Option(envvar="TOKENMILL_REDIS_URL", help="Redis or Valkey.", rich_help_panel=_PANEL),
+        typer.Option(
+            envvar="TOKENMILL_REDIS_URL",
+            help="URL of the Redis or Valkey server.",
+            rich_help_panel=_PANEL,
+        ),
     ] = "redis://localhost:6379/0"
     database_url: Annotated[
         str,
         typer.Option(
             envvar="TOKENMILL_DATABASE_URL",
-            help="SQL store of the results.",
+            help="URL of the database with the results.",
             rich_help_panel=_PANEL,
         ),
     ] = DEFAULT_DATABASE
@@ -56,7 +60,7 @@ class ConnectionOptions:
         str,
         typer.Option(
             envvar="TOKENMILL_QUEUE",
-            help="Queue.",
+            help="Name of the queue.",
             rich_help_panel=_PANEL,
             show_default="the model's name",
         ),
@@ -65,14 +69,16 @@ class ConnectionOptions:
         str,
         typer.Option(
             envvar="TOKENMILL_MODEL",
-            help="Model; names the queue without --queue.",
+            help="Model; names the queue if --queue is missing.",
             rich_help_panel=_PANEL,
         ),
     ] = DEFAULT_MODEL
     key_prefix: Annotated[
         str,
         typer.Option(
-            envvar="TOKENMILL_KEY_PREFIX", help="First part of every key.", rich_help_panel=_PANEL
+            envvar="TOKENMILL_KEY_PREFIX",
+            help="Prefix of all keys in Redis.",
+            rich_help_panel=_PANEL,
         ),
     ] = "tm:"
 

@@ -34,7 +34,7 @@ def test_the_version_is_printed(shell: Shell) -> None:
 
 def test_help_tells_n_from_n(shell: Shell) -> None:
     words = " ".join(shell("submit", "--help").stdout.replace("│", " ").split())
-    assert "Longest answer, in tokens (`--n` counts answers)." in words
+    assert "Largest number of tokens (`--n` counts answers)." in words
     assert "Answers to the same prompt (`-n` is --max-tokens)." in words
 
 

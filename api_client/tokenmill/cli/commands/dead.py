@@ -24,9 +24,11 @@ def list_dead(
     connection: ConnectionOptions,
     *,
     limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of jobs.")
     ] = 50,
-    history: Annotated[bool, typer.Option("--history", help="Each crash before the end.")] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="Show the crashes before the end.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List the dead letters, newest first, each with its reason."""
@@ -56,10 +58,11 @@ def redrive(
     job: Annotated[list[str] | None, typer.Argument(help="Ids of the jobs.", metavar="JOB")] = None,
     *,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every dead job, the oldest first.")
+        bool, typer.Option("--all", help="Redrive all dead jobs, the oldest first.")
     ] = False,
     limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")
+        int,
+        typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of jobs with --all."),
     ] = 1000,
     json: Json = False,
 ) -> None:

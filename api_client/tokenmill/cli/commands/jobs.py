@@ -62,7 +62,7 @@ def result(
     job: Job,
     *,
     timeout: Annotated[
-        float | None, typer.Option(help="Wait at most so many seconds; 0: not at all.", min=0)
+        float | None, typer.Option(help="Longest wait in seconds; 0: do not wait.", min=0)
     ] = None,
     json: Json = False,
 ) -> None:
@@ -147,27 +147,31 @@ def jobs(
         typer.Option(
             "--status",
             "--state",
-            help="Only these; open: not over yet. (default: open, then ended)",
+            help="List only this state; open: not ended yet. (default: open, then ended)",
         ),
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
-    batch: Annotated[str | None, typer.Option(help="Only this batch's; ended ones.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="List only this tenant.")] = None,
+    batch: Annotated[str | None, typer.Option(help="List only ended jobs of this batch.")] = None,
     only_model: Annotated[
-        str | None, typer.Option("--only-model", help="Only this model's; ended ones.")
+        str | None, typer.Option("--only-model", help="List only ended jobs of this model.")
     ] = None,
     since: Annotated[
-        str | None, typer.Option(help="Ended at or after it: 2h, 7d, 2026-01-31.", metavar="WHEN")
+        str | None,
+        typer.Option(help="List jobs that ended since then: 2h, 7d, 2026-01-31.", metavar="WHEN"),
     ] = None,
-    until: Annotated[str | None, typer.Option(help="Ended before it.", metavar="WHEN")] = None,
+    until: Annotated[
+        str | None, typer.Option(help="List jobs that ended before then.", metavar="WHEN")
+    ] = None,
     after: Annotated[
         str | None,
-        typer.Option(help="The page of ended ones behind this cursor.", metavar="CURSOR"),
+        typer.Option(help="List the page of ended jobs after this cursor.", metavar="CURSOR"),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many of each kind.")
+        int,
+        typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of jobs of each kind."),
     ] = 20,
     all_queues: Annotated[
-        bool, typer.Option("--all-queues", help="Ended jobs of every queue.")
+        bool, typer.Option("--all-queues", help="List the ended jobs of all queues.")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -18,7 +18,7 @@ from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.job import Priority
 
-_PROMPT, _SAMPLING, _ORDER = "Prompt", "Sampling", "Order"
+_PROMPT, _SAMPLING, _JOB = "Prompt", "Sampling", "Job"
 
 
 def register(app: typer.Typer) -> None:
@@ -30,96 +30,111 @@ def _sampling(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=_SAMPLING)
 
 
-def _order(help_text: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=_ORDER)
+def _job_option(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=_JOB)
 
 
 def submit(
     connection: ConnectionOptions,
     context: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; from stdin without it, or with '-'.")
+        str | None, typer.Argument(help="Text to continue; read from stdin if missing or '-'.")
     ] = None,
     *,
     chat: Annotated[
         bool,
-        typer.Option("--chat", "-c", help="The prompt is a user's turn.", rich_help_panel=_PROMPT),
+        typer.Option(
+            "--chat", "-c", help="Send the prompt as a user message.", rich_help_panel=_PROMPT
+        ),
     ] = False,
     system: Annotated[
         str | None,
-        typer.Option(help="System turn before it; implies --chat.", rich_help_panel=_PROMPT),
+        typer.Option(
+            help="System message before the prompt; implies --chat.", rich_help_panel=_PROMPT
+        ),
     ] = None,
     messages: Annotated[
         str | None,
-        typer.Option(help="Whole chat as JSON, or @FILE with it.", rich_help_panel=_PROMPT),
+        typer.Option(help="Messages as JSON, or @FILE.", rich_help_panel=_PROMPT),
     ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids, separated by commas.", rich_help_panel=_PROMPT)
     ] = None,
     max_tokens: Annotated[
         int | None,
-        _sampling("Longest answer, in tokens (`--n` counts answers).", "--max-tokens", "-n"),
+        _sampling("Largest number of tokens (`--n` counts answers).", "--max-tokens", "-n"),
     ] = None,
-    min_tokens: Annotated[int | None, _sampling("Shortest answer.")] = None,
-    temperature: Annotated[float | None, _sampling("0 is greedy.", "--temperature", "-t")] = None,
+    min_tokens: Annotated[int | None, _sampling("Smallest number of tokens.")] = None,
+    temperature: Annotated[
+        float | None, _sampling("Sampling temperature; 0 is greedy.", "--temperature", "-t")
+    ] = None,
     top_p: Annotated[
         float | None,
         _sampling(
-            "Draw from the likeliest tokens that make up this probability; 0: the likeliest alone."
+            "Draw from the most likely tokens with this total probability; 0: only the first."
         ),
     ] = None,
     top_k: Annotated[
-        int | None, _sampling("Draw from this many of the likeliest tokens; 0: from all.")
+        int | None, _sampling("Draw from this many of the most likely tokens; 0: from all.")
     ] = None,
-    min_p: Annotated[float | None, _sampling("Share of the likeliest token's probability.")] = None,
-    seed: Annotated[int | None, _sampling("Same seed, same text.")] = None,
+    min_p: Annotated[
+        float | None, _sampling("Least probability, as a share of the most likely token's.")
+    ] = None,
+    seed: Annotated[int | None, _sampling("The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None,
     stop_token_ids: Annotated[
         list[int] | None, _sampling("Stop at this token; may be repeated.")
     ] = None,
-    ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
+    ignore_eos: Annotated[bool, _sampling("Continue after the end token.", "--ignore-eos")] = False,
     presence_penalty: Annotated[
-        float | None, _sampling("Taken from the logit of each token that occurred.")
+        float | None, _sampling("Subtracted from the logit of each token that occurred.")
     ] = None,
     frequency_penalty: Annotated[
-        float | None, _sampling("Taken from its logit for each time it occurred.")
+        float | None, _sampling("Subtracted from a token's logit for each occurrence.")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, _sampling("Above 1, tokens that occurred become less likely.")
+        float | None, _sampling("Values above 1 make tokens that occurred less likely.")
     ] = None,
     logit_bias: Annotated[str | None, _sampling('JSON, {"token id": bias}.')] = None,
     logprobs: Annotated[
-        int | None, _sampling("Log-probabilities of so many tokens a position.")
+        int | None, _sampling("Number of tokens per position whose log-probabilities are returned.")
     ] = None,
     n: Annotated[
         int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")
     ] = None,
-    lora: Annotated[str | None, _sampling("LoRA adapter of the worker to answer with.")] = None,
+    lora: Annotated[str | None, _sampling("LoRA adapter of the worker.")] = None,
     json_schema: Annotated[
-        str | None, _sampling("The answer is JSON of this schema (or @FILE).")
+        str | None, _sampling("JSON schema that the answer keeps (or @FILE).")
     ] = None,
-    regex: Annotated[str | None, _sampling("The answer matches.")] = None,
-    grammar: Annotated[str | None, _sampling("The answer follows this EBNF (or @FILE).")] = None,
+    regex: Annotated[str | None, _sampling("Regular expression that the answer matches.")] = None,
+    grammar: Annotated[
+        str | None, _sampling("EBNF grammar that the answer follows (or @FILE).")
+    ] = None,
     response_format: Annotated[
         str | None, _sampling("OpenAI's response_format as JSON (or @FILE).")
     ] = None,
-    priority: Annotated[Priority, _order("Priority class.")] = Priority.STANDARD,
-    tenant: Annotated[str | None, _order("Whose job it is.")] = None,
-    idempotency_key: Annotated[str | None, _order("Submitting twice gives one job.")] = None,
-    deadline: Annotated[float | None, _order("Seconds from now until it expires.")] = None,
-    delay: Annotated[float | None, _order("Seconds from now before it may start.")] = None,
-    metadata: Annotated[
-        list[str] | None, _order("KEY=VALUE, kept with the result; may be repeated.")
+    priority: Annotated[Priority, _job_option("Priority class.")] = Priority.STANDARD,
+    tenant: Annotated[str | None, _job_option("Tenant of the job.")] = None,
+    idempotency_key: Annotated[
+        str | None, _job_option("Submitting twice with the same key gives one job.")
     ] = None,
-    webhook: Annotated[str | None, _order("URL to call at the end.")] = None,
+    deadline: Annotated[
+        float | None, _job_option("Seconds from now until the job expires.")
+    ] = None,
+    delay: Annotated[float | None, _job_option("Seconds from now until the job may start.")] = None,
+    metadata: Annotated[
+        list[str] | None, _job_option("KEY=VALUE, kept with the result; may be repeated.")
+    ] = None,
+    webhook: Annotated[str | None, _job_option("URL that is called when the job ends.")] = None,
     stream: Annotated[
-        bool, typer.Option("--stream", "-s", help="Follow the tokens to the end.")
+        bool, typer.Option("--stream", "-s", help="Print the tokens as they are generated.")
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", "-w", help="Wait for the end, then print the answer.")
+        bool, typer.Option("--wait", "-w", help="Wait until the job ends, then print the answer.")
     ] = False,
     timeout: Annotated[
-        float | None, typer.Option(help="Longest silence, or wait, in seconds.", min=0)
+        float | None,
+        typer.Option(help="Longest silence (--stream) or wait (--wait) in seconds.", min=0),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -41,12 +41,12 @@ def top(
         typer.Argument(help="Queues to watch (default: --queue).", metavar="QUEUE"),
     ] = None,
     *,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     rows: Annotated[
-        int, typer.Option(min=0, help="Jobs to show, of one queue, if the screen has room.")
+        int, typer.Option(min=0, help="Largest number of jobs to show, for a single queue.")
     ] = 15,
     once: Annotated[
-        bool, typer.Option("--once", help="One look. So it is in a pipe, and with --json.")
+        bool, typer.Option("--once", help="Print once and exit; implied in a pipe and by --json.")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -27,16 +27,16 @@ def usage(
     by: Annotated[
         str, typer.Option(help=f"Columns to group by: {', '.join(GROUPINGS)}.")
     ] = "day,tenant,model",
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Count only this tenant.")] = None,
     only_model: Annotated[
-        str | None, typer.Option("--only-model", help="Only this model's.")
+        str | None, typer.Option("--only-model", help="Count only this model.")
     ] = None,
     since: Annotated[str | None, typer.Option(help="First day, UTC.", metavar="YYYY-MM-DD")] = None,
     until: Annotated[str | None, typer.Option(help="Last day, UTC.", metavar="YYYY-MM-DD")] = None,
     one_queue: Annotated[
-        bool, typer.Option("--one-queue", help="Only the queue named by --queue.")
+        bool, typer.Option("--one-queue", help="Count only the queue that --queue names.")
     ] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a line of names.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a header line.")] = False,
     json: Json = False,
 ) -> None:
     """Jobs, tokens and mean times of finished jobs, of every queue, by tenant, model and day."""

@@ -36,12 +36,14 @@ def list_webhooks(
     *,
     wanted: Annotated[
         str | None,
-        typer.Option("--state", help="Only these: pending, sending, delivered, dead, superseded."),
+        typer.Option(
+            "--state", help="List only pending, sending, delivered, dead or superseded ones."
+        ),
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
-    job: Annotated[str | None, typer.Option(help="Only this job's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="List only this tenant.")] = None,
+    job: Annotated[str | None, typer.Option(help="List only this job.")] = None,
     limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="At most so many.")
+        int, typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of webhooks.")
     ] = 50,
     json: Json = False,
 ) -> None:
@@ -68,10 +70,13 @@ def redrive(
     ] = None,
     *,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every dead webhook, the oldest first.")
+        bool, typer.Option("--all", help="Redrive all dead webhooks, the oldest first.")
     ] = False,
     limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="With --all: at most so many.")
+        int,
+        typer.Option(
+            "--limit", "-l", min=1, max=MOST, help="Largest number of webhooks with --all."
+        ),
     ] = 1000,
     json: Json = False,
 ) -> None:
@@ -89,11 +94,11 @@ def secret(
     webhook_secret: Annotated[
         str,
         typer.Option(
-            envvar="TOKENMILL_WEBHOOK_SECRET", help="The service's own.", show_default=False
+            envvar="TOKENMILL_WEBHOOK_SECRET", help="Secret of the service.", show_default=False
         ),
     ] = "",
-    tenant: Annotated[str, typer.Option(help="For whose receivers.")] = "",
-    new: Annotated[bool, typer.Option("--new", help="Make a new one for the service.")] = False,
+    tenant: Annotated[str, typer.Option(help="Tenant whose receivers use it.")] = "",
+    new: Annotated[bool, typer.Option("--new", help="Print a new secret for the service.")] = False,
 ) -> None:
     """Print the secret, derived from the service's, with which a tenant's receivers verify."""
     say((new_secret() if new else tenant_secret(webhook_secret, tenant)) + "\n")
