@@ -18,7 +18,7 @@ from ops.benchmarks.compare.comparison import settings_of
 from ops.benchmarks.measure.disturbance import wait_until_quiet
 from ops.benchmarks.measure.tables import plain_table
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
-from tokenmill_worker.engine.cpu.fused import DirectForward
+from tokenmill_worker.engine.cpu.fused import WholePass
 from tokenmill_worker.engine.cpu.kernels.program import KernelTimes
 from tokenmill_worker.engine.execution.build import build_runner, pick_device
 from tokenmill_worker.engine.model import model_files
@@ -81,7 +81,7 @@ def _engine(options: argparse.Namespace, most: int) -> tuple[Engine, KernelTimes
     config = EngineConfig(**fields)
     loaded = load_model(model_files.resolve(options.model), config, pick_device(config.device))
     engine = Engine.around(build_runner(loaded, config))
-    if not isinstance(loaded.fused_pass, DirectForward):
+    if not isinstance(loaded.fused_pass, WholePass):
         return engine, None
     times = KernelTimes()
     loaded.fused_pass.watch(times)

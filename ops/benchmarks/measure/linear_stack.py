@@ -20,7 +20,7 @@ from tokenmill_worker.engine.cpu.kernels.linear import (
     PackedWeight,
     Packer,
 )
-from tokenmill_worker.engine.cpu.kernels.program import Program, Step
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
 from tokenmill_worker.engine.cpu.kernels.quantized import INT4_GROUP, Int4Packer, Int8Packer
 
 KINDS = {
@@ -90,7 +90,9 @@ class _Calls:
         self._arguments = [
             self._prepare(weight, inputs[weight.k], output) for weight in self._weights
         ]
-        steps = [Step(w.member, a) for w, a in zip(self._weights, self._arguments, strict=True)]
+        steps = [
+            KernelCall(w.member, a) for w, a in zip(self._weights, self._arguments, strict=True)
+        ]
         self._program = Program(steps)
 
     def _prepare(self, weight: PackedWeight, x: Tensor, output: Tensor) -> LinearArguments:

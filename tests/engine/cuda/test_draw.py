@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokenmill_worker.engine.sampling.draws import SamplingArrays
 from tokenmill_worker.engine.sampling.noise import gumbel_costs, race, row_keys
-from tokenmill_worker.engine.sampling.truncation import Limits, draw_sorted
+from tokenmill_worker.engine.sampling.truncation import TruncationLimits, draw_sorted
 
 pytest.importorskip("triton")
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
@@ -45,7 +45,7 @@ def by_torch(logits: Tensor, wanted: SamplingArrays, keys: np.ndarray) -> list[i
     vocab = logits.shape[1]
     inverse = torch.from_numpy(wanted.inverse_temperature)[:, None]
     scaled = (logits - logits.amax(dim=1, keepdim=True)) * inverse
-    limits = Limits(
+    limits = TruncationLimits(
         torch.from_numpy(wanted.top_k)[:, None], torch.from_numpy(wanted.top_p)[:, None],
         torch.from_numpy(wanted.log_min_p)[:, None], max_top_k=0, bounded=False,
     )  # fmt: skip

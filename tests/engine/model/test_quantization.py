@@ -19,7 +19,7 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.cpu.device import CpuDevice
-from tokenmill_worker.engine.cpu.fused import Packing, optimise
+from tokenmill_worker.engine.cpu.fused import Packing, prepare_weights
 from tokenmill_worker.engine.cpu.fused.modules import FusedAttention, FusedMLP, PackedLinear
 from tokenmill_worker.engine.model.loader import load_model
 from tokenmill_worker.engine.model.model_files import ModelNotFoundError, resolve
@@ -161,7 +161,7 @@ def test_weights_that_stay_float32_are_named(
 
 def test_a_model_without_a_layer_that_fits_is_refused() -> None:
     with pytest.raises(EngineConfigError, match="no layer of odd can be quantised"):
-        optimise(
+        prepare_weights(
             nn.Sequential(nn.Bilinear(3, 3, 3)), EngineConfig(model="odd", quantization="int8")
         )
 
@@ -169,7 +169,7 @@ def test_a_model_without_a_layer_that_fits_is_refused() -> None:
 def test_ranks_and_quantization_do_not_go_together(folder_of: Callable[[str], Path]) -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(EngineConfigError, match="on one rank"):
-        optimise(model, EngineConfig(model="x", quantization="int8", tensor_parallel=True))
+        prepare_weights(model, EngineConfig(model="x", quantization="int8", tensor_parallel=True))
 
 
 # ── a real model ──

@@ -84,7 +84,7 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
         where = "tokenmill_worker.engine.cpu.fused"
         assert (
             "INFO",
-            f"{where}.optimise",
+            f"{where}.prepare_weights",
             "weights in memory, each the same bits as in float32",
         ) in told
         (fused,) = [
@@ -92,8 +92,8 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
         ]
         assert re.fullmatch(r"fused modules: \d+ \w+(, \d+ \w+)*", fused)
     else:
-        optimise = "tokenmill_worker.engine.cpu.fused.optimise"
-        assert ("WARNING", optimise, "the model runs on torch's own linear layers") in told
+        prepare_weights = "tokenmill_worker.engine.cpu.fused.prepare_weights"
+        assert ("WARNING", prepare_weights, "the model runs on torch's own linear layers") in told
     assert "linear layers" not in capfd.readouterr().err
 
 

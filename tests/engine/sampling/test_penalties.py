@@ -17,7 +17,7 @@ from tests.engine.sampling.helpers import (
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import LayerGroup
 from tokenmill_worker.engine.kv.sizing import MemoryShape
-from tokenmill_worker.engine.sampling.penalties import Histories, Places
+from tokenmill_worker.engine.sampling.penalties import Histories, HistoryIndex
 from tokenmill_worker.engine.sampling.transfer import to_device
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -48,13 +48,13 @@ def penalised(
     lengths = np.array([s.num_output_tokens for s in sequences], np.int64)
     slots, prompts = np.array(opened, np.int64).T.copy()
     repeats = any(s.params.repetition_penalty != 1.0 for s in sequences)
-    places = Places.build(slots, lengths, prompts, repeats, CPU)
+    history = HistoryIndex.build(slots, lengths, prompts, repeats, CPU)
     numbers = [
         (s.params.presence_penalty, s.params.frequency_penalty, s.params.repetition_penalty)
         for s in sequences
     ]
     rows = to_device(np.arange(len(sequences)), CPU)
-    histories.apply(logits, rows, places, torch.tensor(numbers))
+    histories.apply(logits, rows, history, torch.tensor(numbers))
     return logits
 
 

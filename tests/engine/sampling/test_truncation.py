@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from tokenmill_worker.engine.sampling import truncation
 from tokenmill_worker.engine.sampling.noise import row_keys
-from tokenmill_worker.engine.sampling.truncation import Limits
+from tokenmill_worker.engine.sampling.truncation import TruncationLimits
 
 
-def make_limits(top_k: list[int], top_p: list[float], min_p: list[float], vocab: int) -> Limits:
+def make_limits(
+    top_k: list[int], top_p: list[float], min_p: list[float], vocab: int
+) -> TruncationLimits:
     limited = [k for k in top_k if k < vocab]
-    return Limits(
+    return TruncationLimits(
         top_k=torch.tensor(top_k)[:, None],
         top_p=torch.tensor(top_p, dtype=torch.float64)[:, None],
         log_min_p=torch.tensor([math.log(p) if p else -math.inf for p in min_p])[:, None],

@@ -16,7 +16,7 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.fused.layer_calls import Scratch
 from tokenmill_worker.engine.cpu.fused.layer_run import LayerRun
-from tokenmill_worker.engine.cpu.fused.optimise import optimise
+from tokenmill_worker.engine.cpu.fused.prepare_weights import prepare_weights
 from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
 
 pytestmark = pytest.mark.usefixtures("linear_kernels")
@@ -31,7 +31,7 @@ BLOCK = 4
 
 @pytest.fixture(params=["qwen3", "gemma2"])  # norms of heads; norms behind attention and MLP
 def layers(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> Layers:
-    model = optimise(
+    model = prepare_weights(
         load(folder_of(request.param)), EngineConfig(model=request.param, device="cpu")
     )
     members: Any = model.get_submodule("model.layers")

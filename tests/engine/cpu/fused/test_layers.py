@@ -1,4 +1,4 @@
-"""Swapped modules: what is swapped in which family, that the engine's numbers stay, and what is left alone."""
+"""Replaced modules: what is replaced in which family, that the engine's numbers stay, and what is left alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
-from tokenmill_worker.engine.cpu.fused import Packing, optimise, swap_modules
+from tokenmill_worker.engine.cpu.fused import Packing, prepare_weights, replace_modules
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 from tokenmill_worker.engine.model.paged_attention import IMPLEMENTATION, register
 
@@ -100,9 +100,9 @@ def load(folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_is_swapped(name: str, folder_of: Callable[[str], Path]) -> None:
+def test_what_is_replaced(name: str, folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of(name))
-    assert swap_modules(model, Packing.choose(None)) == Counter(MODULES[name])
+    assert replace_modules(model, Packing.choose(None)) == Counter(MODULES[name])
     assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
@@ -224,11 +224,11 @@ def test_a_module_with_a_twist_is_left_alone(
     model = load(folder_of("llama"))
     twisted = model.get_submodule(path)
     twisted.__class__ = twist
-    swapped = swap_modules(model, Packing.choose(None))
+    replaced = replace_modules(model, Packing.choose(None))
     assert model.get_submodule(path) is twisted
-    assert swapped[kind] == MODULES["llama"][kind] - 1
+    assert replaced[kind] == MODULES["llama"][kind] - 1
     inside_a_layer = path.startswith("model.layers")
-    assert swapped["FusedLayer"] == MODULES["llama"]["FusedLayer"] - inside_a_layer, (
+    assert replaced["FusedLayer"] == MODULES["llama"]["FusedLayer"] - inside_a_layer, (
         "a layer needs all of its parts"
     )
 
@@ -236,9 +236,9 @@ def test_a_module_with_a_twist_is_left_alone(
 def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of("llama"))
     model.get_submodule("model.layers.0.mlp").act_fn = nn.ReLU()
-    swapped = swap_modules(model, Packing.choose(None))
-    assert swapped["FusedMLP"] == 3
-    assert swapped["PackedLinear"] == 4, "its three products and the head"
+    replaced = replace_modules(model, Packing.choose(None))
+    assert replaced["FusedMLP"] == 3
+    assert replaced["PackedLinear"] == 4, "its three products and the head"
 
 
 def test_without_a_compiler_the_model_runs_as_it_is(
@@ -251,23 +251,23 @@ def test_without_a_compiler_the_model_runs_as_it_is(
     before = {name: type(module) for name, module in model.named_modules()}
     config = EngineConfig(model="llama", dtype="float32", device="cpu")
     with caplog.at_level(logging.INFO):
-        assert optimise(model, config, no_kernels) is model
+        assert prepare_weights(model, config, no_kernels) is model
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert [record.getMessage() for record in caplog.records] == [
         "the model runs on torch's own linear layers: no C++ compiler found (looked for g++)"
     ]
     with pytest.raises(EngineConfigError, match="quantization 'int8' needs compiled kernels: no C"):
-        optimise(model, config.replace(quantization="int8"), no_kernels)
+        prepare_weights(model, config.replace(quantization="int8"), no_kernels)
 
 
 def test_only_float32_on_the_cpu_is_touched(folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of("llama")).to(torch.bfloat16)
     before = {name: type(module) for name, module in model.named_modules()}
-    optimise(model, EngineConfig(model="llama"))
-    optimise(model.float(), EngineConfig(model="llama", fuse=False))
+    prepare_weights(model, EngineConfig(model="llama"))
+    prepare_weights(model.float(), EngineConfig(model="llama", fuse=False))
     assert {name: type(module) for name, module in model.named_modules()} == before
     with pytest.raises(
         EngineConfigError,
         match=r"'int4' runs on the CPU, on one rank, in float32, not on cpu in bfl",
     ):
-        optimise(model.to(torch.bfloat16), EngineConfig(model="llama", quantization="int4"))
+        prepare_weights(model.to(torch.bfloat16), EngineConfig(model="llama", quantization="int4"))

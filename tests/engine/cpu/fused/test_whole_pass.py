@@ -15,7 +15,12 @@ from tests.engine.cpu.fused.test_layers import MODULES, load
 from tokenmill_worker.engine import EngineConfig
 from tokenmill_worker.engine.attention import AttentionMetadata, AttentionShape
 from tokenmill_worker.engine.cpu.attention import CpuAttention
-from tokenmill_worker.engine.cpu.fused import Packing, find_direct, optimise, swap_modules
+from tokenmill_worker.engine.cpu.fused import (
+    Packing,
+    find_whole_pass,
+    prepare_weights,
+    replace_modules,
+)
 from tokenmill_worker.engine.cpu.fused.layer import FusedLayer
 from tokenmill_worker.engine.cpu.fused.layer_matching import small_step
 from tokenmill_worker.engine.cpu.fused.modules import FusedAttention
@@ -71,7 +76,7 @@ def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(
     folder_of: Callable[[str], Path],
 ) -> None:
     """Bit by bit, through whole layers whose buffers grow, with the smallest batch after the largest."""
-    model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
+    model = prepare_weights(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
     hidden = torch.randn(1, 40, 64)
     threads = torch.get_num_threads()
     try:
@@ -86,8 +91,10 @@ def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(
         assert torch.equal(rows, found[40, 1][:, :count])
 
 
-def test_what_a_layer_has_is_found_through_its_stand_in(folder_of: Callable[[str], Path]) -> None:
-    model = optimise(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
+def test_what_a_layer_has_is_found_through_its_replacement(
+    folder_of: Callable[[str], Path],
+) -> None:
+    model = prepare_weights(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
     layer: Any = model.get_submodule("model.layers.0")
     assert isinstance(layer, FusedLayer)
     assert layer.hidden_size == 64
@@ -102,7 +109,7 @@ def test_layers_that_are_called_alike_run_as_one(
     family: str, rows: int, folder_of: Callable[[str], Path]
 ) -> None:
     """Families whose layers differ by their type get each layer by itself."""
-    model = optimise(load(folder_of(family)), EngineConfig(model=family, device="cpu"))
+    model = prepare_weights(load(folder_of(family)), EngineConfig(model=family, device="cpu"))
     layers: Any = model.get_submodule("model.layers")
     assert len(layers) == 4
     assert len(layers[:4]) == rows
@@ -115,7 +122,7 @@ def test_layers_that_are_called_alike_run_as_one(
 def test_layers_of_several_groups_run_as_one_read_what_is_theirs(
     groups: tuple[int, ...], folder_of: Callable[[str], Path]
 ) -> None:
-    model = optimise(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
+    model = prepare_weights(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
     layers: Any = model.get_submodule("model.layers")
     hidden = torch.randn(1, 9, 64)
     in_turn = through_layers(list(layers), hidden, groups)
@@ -128,32 +135,32 @@ def test_layers_of_several_groups_run_as_one_read_what_is_theirs(
 def test_layers_run_as_one_give_the_bits_of_layers_run_in_turn(
     folder_of: Callable[[str], Path],
 ) -> None:
-    model = optimise(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
+    model = prepare_weights(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
     layers: Any = model.get_submodule("model.layers")
     hidden = torch.randn(1, 9, 64)
     in_turn = through_layers(list(layers), hidden)
     assert torch.equal(through_layers(layers[:], hidden), in_turn)
     for layer in layers:
-        layer.is_whole = False
+        layer.can_fuse = False
     assert torch.allclose(through_layers(layers[:], hidden), in_turn, atol=1e-5)
     layers[2].layer.mlp.down = None  # the parts themselves run now: one that is broken is noticed
     with pytest.raises(TypeError):
         through_layers(layers[:], hidden)
 
 
-DIRECT = {"llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_partial"}
+WHOLE_PASS = {"llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_partial"}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_what_is_called_without_transformers_frame(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
-    """The direct pass gives the model's logits bit for bit, also beyond the first rotary tables."""
+    """The whole pass gives the model's logits bit for bit, also beyond the first rotary tables."""
     model: Any = load(folder_of(name))
-    swap_modules(model, Packing.choose(None))
-    direct = find_direct(model)
-    assert (direct is not None) == (name in DIRECT), name
-    if direct is None:
+    replace_modules(model, Packing.choose(None))
+    whole_pass = find_whole_pass(model)
+    assert (whole_pass is not None) == (name in WHOLE_PASS), name
+    if whole_pass is None:
         return
     layers: Any = model.get_submodule("model.layers")
     step = small_step([layer.parts for layer in layers])
@@ -164,21 +171,21 @@ def test_what_is_called_without_transformers_frame(
             input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step
         ).logits[0]
         for rows in (torch.arange(5), torch.tensor([4])):
-            found = direct(input_ids, positions, rows, step)
+            found = whole_pass(input_ids, positions, rows, step)
             assert found is not None
             assert torch.equal(found, wanted[rows])
-            highest = direct.highest(input_ids, positions, rows, step)
+            highest = whole_pass.highest(input_ids, positions, rows, step)
             assert highest is not None
             assert torch.equal(highest[0], wanted[rows].argmax(dim=1))
             assert torch.equal(highest[1], wanted[rows].amax(dim=1))
         with pytest.raises(IndexError):
-            direct(
+            whole_pass(
                 torch.tensor([5, 6, 7, 8, model.config.vocab_size]),
                 positions,
                 torch.tensor([4]),
                 step,
             )
-        again = direct(input_ids, positions, torch.arange(5), step)
+        again = whole_pass(input_ids, positions, torch.arange(5), step)
         assert again is not None
         assert torch.equal(again, wanted)
         for part in (
@@ -187,23 +194,23 @@ def test_what_is_called_without_transformers_frame(
             model.get_output_embeddings(),
         ):
             hook = part.register_forward_hook(lambda *_: None)
-            assert direct(input_ids, positions, torch.tensor([4]), step) is None, (
+            assert whole_pass(input_ids, positions, torch.tensor([4]), step) is None, (
                 "somebody looks at a part"
             )
             hook.remove()
-        layers[1].is_whole = False
-        assert direct(input_ids, positions, torch.tensor([4]), step) is None, (
+        layers[1].can_fuse = False
+        assert whole_pass(input_ids, positions, torch.tensor([4]), step) is None, (
             "somebody is between its parts"
         )
-        layers[1].is_whole = True
-        assert direct(input_ids, positions, torch.tensor([4]), step) is not None
+        layers[1].can_fuse = True
+        assert whole_pass(input_ids, positions, torch.tensor([4]), step) is not None
 
 
 def test_a_model_that_does_something_to_its_logits_is_called_as_it_is(
     folder_of: Callable[[str], Path],
 ) -> None:
     model: Any = load(folder_of("llama"))
-    swap_modules(model, Packing.choose(None))
+    replace_modules(model, Packing.choose(None))
     original = model.forward
 
     def halved(**kwargs: Any) -> Any:
@@ -212,8 +219,8 @@ def test_a_model_that_does_something_to_its_logits_is_called_as_it_is(
         return out
 
     model.forward = halved
-    assert find_direct(model) is None
+    assert find_whole_pass(model) is None
     model.forward = original
-    assert find_direct(model) is not None
+    assert find_whole_pass(model) is not None
     model.get_submodule("model.rotary_emb").rope_type = "dynamic"
-    assert find_direct(model) is None, "whose tables depend on the longest sequence"
+    assert find_whole_pass(model) is None, "whose tables depend on the longest sequence"

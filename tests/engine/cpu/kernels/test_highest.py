@@ -13,7 +13,7 @@ from tests.engine.cpu.kernels.layer import arguments_of, refuse
 from tokenmill_worker.engine.cpu.kernels.highest import HighestOutputs
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight, Packer
-from tokenmill_worker.engine.cpu.kernels.program import Program, Step
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
 from tokenmill_worker.engine.cpu.kernels.quantized import Int4Packer, Int8Packer
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
@@ -41,7 +41,7 @@ class Head:
         self.x = x
         self.arguments, self.workspace = arguments_of(packed, x)
         self.highest = HighestOutputs()
-        self.program = Program([Step(packed.member, self.arguments), self.highest.step])
+        self.program = Program([KernelCall(packed.member, self.arguments), self.highest.step])
 
     def run(self, threads: int) -> tuple[Tensor, Tensor]:
         found = self.highest.ask(self.arguments, self.arguments.m, threads)

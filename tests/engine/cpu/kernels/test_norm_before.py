@@ -12,7 +12,7 @@ from tests.engine.cpu.kernels.layer import arguments_of, refuse
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight
 from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
-from tokenmill_worker.engine.cpu.kernels.program import Program, Step
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
 from tokenmill_worker.engine.cpu.kernels.quantized import Int4Packer, Int8Packer
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
@@ -39,7 +39,7 @@ def behind_norm(packed: PackedWeight, x: Tensor, norm: Tensor, threads: int) -> 
     arguments, _workspace = arguments_of(packed, x)
     arguments.y, arguments.y_stride = y.data_ptr(), y.stride(0)
     arguments.norm, arguments.norm_eps, arguments.norm_offset = norm.data_ptr(), EPS, OFFSET
-    Program([Step(packed.member, arguments)]).run(threads, refuse)
+    Program([KernelCall(packed.member, arguments)]).run(threads, refuse)
     return y
 
 

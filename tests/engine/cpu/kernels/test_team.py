@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine.cpu.kernels.compiled import compiled
 from tests.engine.cpu.kernels.layer import refuse
-from tokenmill_worker.engine.cpu.kernels.program import Program, Step
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
 
 
 class CountArguments(ctypes.Structure):
@@ -56,8 +56,11 @@ class Phase:
             of=ctypes.addressof(self.count), flag=ctypes.addressof(self.reached)
         )
 
-    def steps(self) -> list[Step]:
-        return [Step(library().count_member, self.count), Step(library().check_member, self.check)]
+    def steps(self) -> list[KernelCall]:
+        return [
+            KernelCall(library().count_member, self.count),
+            KernelCall(library().check_member, self.check),
+        ]
 
 
 def library() -> ctypes.CDLL:

@@ -1,4 +1,4 @@
-"""Fused stand-ins of a CUDA device against Transformers' own modules.
+"""Fused modules of a CUDA device against Transformers' own modules.
 
 Kernels run where there is CUDA, or where this process interprets Triton: test_interpreted starts one.
 """
@@ -23,14 +23,14 @@ from tokenmill_worker.engine.model.loader import LoadedModel, load_model
 pytest.importorskip("triton")
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
 from tokenmill_worker.engine.cuda.fused.launches import (
+    CacheTarget,
     HeadNorms,
     Heads,
-    Target,
     add_and_norm,
     gate,
     rotate_and_write,
 )
-from tokenmill_worker.engine.cuda.fused.replace import fuse_on_device
+from tokenmill_worker.engine.cuda.fused.replace import replace_modules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
@@ -136,7 +136,7 @@ def check_one_pass(
         (cache.stride(2), cache.stride(3)) if is_token_major else (cache.stride(3), cache.stride(2))
     )
     out = rotate_and_write(
-        packed, heads, (angles.cos(), angles.sin()), norms, Target(cache, slots, 4, *strides)
+        packed, heads, (angles.cos(), angles.sin()), norms, CacheTarget(cache, slots, 4, *strides)
     )
     parts = packed.view(num_tokens, num_packed, head_dim).split(
         [heads.num_heads, num_kv, num_kv], dim=1
@@ -179,7 +179,7 @@ def test_a_fused_model_gives_the_same_tokens(family: str, kinds: set[str], tmp_p
     folder = tiny_models.save(family, tmp_path, num_layers=2)
     expected = answers(load(folder), "reference")
     fused = load(folder)
-    assert set(fuse_on_device(fused.model)) == kinds
+    assert set(replace_modules(fused.model)) == kinds
     names: tuple[AttentionName, ...] = ("triton", "reference")
     for attention in names:  # in one pass; and by parts
         assert answers(fused, attention) == expected
@@ -195,7 +195,7 @@ def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
         "Twisted", (kind,), {"forward": lambda self, x, **more: 2.0 * kind.forward(self, x, **more)}
     )
     expected = answers(loaded, "reference")
-    assert fuse_on_device(loaded.model)["DeviceLayer"] == 1
+    assert replace_modules(loaded.model)["DeviceLayer"] == 1
     assert answers(loaded, "triton") == expected
 
 

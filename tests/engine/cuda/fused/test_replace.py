@@ -11,7 +11,7 @@ from tokenmill_worker.engine.model.loader import load_model
 
 pytest.importorskip("triton")
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
-from tokenmill_worker.engine.cuda.fused.replace import fuse_on_device
+from tokenmill_worker.engine.cuda.fused.replace import replace_modules
 
 
 @pytest.mark.skipif(is_interpreted(), reason="kernels are interpreted in this process")
@@ -21,7 +21,7 @@ def test_a_stand_in_that_fails_is_a_warning_once_and_the_model_stays(
     """The kernels do not run on a CPU's tensors."""
     folder = tiny_models.save("llama", tmp_path, num_layers=2)
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", fuse=False)
-    assert not fuse_on_device(load_model(folder, config, CpuDevice()).model)
+    assert not replace_modules(load_model(folder, config, CpuDevice()).model)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == len(set(said))
     assert {line.split(" is not fused")[0] for line in said} == {

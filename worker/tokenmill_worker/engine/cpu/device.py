@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cpu import huge_pages
 from tokenmill_worker.engine.cpu.decode_inputs import DecodeInputs
-from tokenmill_worker.engine.cpu.fused import find_direct, optimise
+from tokenmill_worker.engine.cpu.fused import find_whole_pass, prepare_weights
 from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 from tokenmill_worker.engine.device import Device, FusedPass, StepInputs
@@ -36,7 +36,7 @@ class CpuDevice(Device):
         return torch.float32
 
     def replace_modules(self, model: nn.Module, config: EngineConfig) -> FusedPass | None:
-        return find_direct(optimise(model, config))
+        return find_whole_pass(prepare_weights(model, config))
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return zeroed memory; parts that are never written take none, in units of a huge page."""

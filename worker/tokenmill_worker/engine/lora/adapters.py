@@ -111,16 +111,16 @@ class Adapters:
     def _placed(self, name: str, file: AdapterFile) -> LoadedAdapter:
         layers: dict[str, list[tuple[AdapterRange, LowRank]]] = {}
         for path, factors in file.layers.items():
-            place = self._sites.place(path)
+            layer_range = self._sites.range_of(path)
             wanted, found = (
-                (place.size, place.in_features),
+                (layer_range.size, layer_range.in_features),
                 (factors.b.shape[0], factors.a.shape[1]),
             )
             if wanted != found:
                 raise AdapterError(
                     f"its {path} is for a layer of shape {found}, the model's is {wanted}"
                 )
-            layers.setdefault(place.site, []).append((place, factors))
+            layers.setdefault(layer_range.site, []).append((layer_range, factors))
         sites = {site: self._joined(members) for site, members in layers.items()}
         return LoadedAdapter(f"{name}@{file.digest}", sites)
 
@@ -132,9 +132,11 @@ class Adapters:
         height = members[0][0].site_size
         rank = sum(factors.a.shape[0] for _, factors in members)
         b, column = torch.zeros(height, rank), 0
-        for place, factors in members:
+        for layer_range, factors in members:
             width = factors.a.shape[0]
-            b[place.start : place.start + place.size, column : column + width] = factors.b
+            b[layer_range.start : layer_range.start + layer_range.size, column : column + width] = (
+                factors.b
+            )
             column += width
         return LowRank(
             self._moved(torch.cat([factors.a for _, factors in members])), self._moved(b)

@@ -42,7 +42,7 @@ class Sites:
     """All places of a model where adapters act; built once, after modules were replaced."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: dict[str, AdapterRange] = {}
+        self._ranges: dict[str, AdapterRange] = {}
         self._weights: list[
             tuple[str, nn.Module, str, int]
         ] = []  # a PackedWeight in an attribute, and half a panel
@@ -62,12 +62,12 @@ class Sites:
             self._all_paths.add(path)
             if ".experts." not in f".{path}.":
                 self._note(path, module)
-            if module is head and path in self._places:
-                self.head = self._places[path].site
+            if module is head and path in self._ranges:
+                self.head = self._ranges[path].site
 
-    def place(self, path: str) -> AdapterRange:
+    def range_of(self, path: str) -> AdapterRange:
         """Return a layer's range; raises AdapterError with the reason why it cannot be adapted."""
-        found = self._places.get(path)
+        found = self._ranges.get(path)
         if found is not None:
             return found
         last = path.rpartition(".")[2]
@@ -89,8 +89,8 @@ class Sites:
         for site, module in self._products:
             self._replace(module, "forward", _adapted(module.forward, site, add))
         for layer in self._layers:  # a layer as one kernel call adds no adapters; its parts do
-            self._undo.append((layer, "is_whole", layer.is_whole))
-            layer.is_whole = False
+            self._undo.append((layer, "can_fuse", layer.can_fuse))
+            layer.can_fuse = False
 
     def disable_adapters(self) -> None:
         """Restore the model to its state before `enable_adapters`."""
@@ -128,7 +128,7 @@ class Sites:
             self._note_weight(path, module, "packed", {"": (0, module.out_features)})
         elif isinstance(module, nn.Linear | Conv1D):
             shape = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
-            self._places[path] = AdapterRange(path, 0, shape[0], shape[0], shape[1])
+            self._ranges[path] = AdapterRange(path, 0, shape[0], shape[0], shape[1])
             self._products.append((path, module))
 
     def _note_weight(
@@ -139,7 +139,7 @@ class Sites:
         site = f"{path}:{name}"
         self._weights.append((site, module, name, half_panel))
         for layer, (start, size) in ranges.items():
-            self._places[f"{path}.{layer}".rstrip(".")] = AdapterRange(
+            self._ranges[f"{path}.{layer}".rstrip(".")] = AdapterRange(
                 site, start, size, weight.n, weight.k
             )
 

@@ -25,7 +25,7 @@ _SIZES = (0.003, 0.1, 1.0, 1.0, 40.0)
 
 
 @torch.inference_mode()
-def agree(
+def is_equivalent(
     original: Callable[[Tensor], Tensor], candidate: Callable[[Tensor], Tensor], width: int
 ) -> bool:
     """Return whether both map hidden states `[1, num_tokens, width]` to equal results."""
@@ -90,7 +90,7 @@ class AttentionCall:
         self.extras = {name: extra for name, extra in extras.items() if extra is not None}
         return query * 2.0 + value.mean(dim=1, keepdim=True)
 
-    def agrees_with(self, other: AttentionCall) -> bool:
+    def is_equivalent_to(self, other: AttentionCall) -> bool:
         """Return whether queries, keys, values, scale, further arguments and output are equal in both calls."""
         if self.extras.keys() != other.extras.keys() or len(self.seen) != len(other.seen):
             return False

@@ -49,7 +49,7 @@ class Forward(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Tokens `start` to `stop` of a prompt; `kind` names the chunk in an error."""
 
     prompt: int
@@ -68,7 +68,7 @@ class Expected:
     """Prompts `[length]`, the steps that feed them, and the model's own logits by prompt and position."""
 
     prompts: tuple[Tensor, ...]
-    steps: tuple[tuple[Chunk, ...], ...]
+    steps: tuple[tuple[PromptChunk, ...], ...]
     logits: dict[tuple[int, int], Tensor]
 
 
@@ -160,14 +160,16 @@ def difference(
 # ── the steps ──
 
 
-def _steps(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
+def _steps(lengths: Sequence[int]) -> tuple[tuple[PromptChunk, ...], ...]:
     """Return two steps: first chunks, then the last prompt's last token beside the longer rests of the others."""
     starts = (lengths[0] // 3, lengths[1] // 2, lengths[2] - 1)
     first = [
-        Chunk(i, 0, start, "the first chunk of a prompt") for i, start in enumerate(starts) if start
+        PromptChunk(i, 0, start, "the first chunk of a prompt")
+        for i, start in enumerate(starts)
+        if start
     ]
     rest = [
-        Chunk(
+        PromptChunk(
             i,
             starts[i],
             lengths[i],
@@ -179,7 +181,7 @@ def _steps(lengths: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
 
 
 def _metadata(
-    chunks: Sequence[Chunk],
+    chunks: Sequence[PromptChunk],
     window: int | None,
     num_blocks: int,
     block_size: int,

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.sampling.draws import Drawer, Draws
+from tokenmill_worker.engine.sampling.draws import PreparedSampling, SamplingBackend
 from tokenmill_worker.engine.sampling.parameter_table import (
     COUNTS,
     EDITED,
     NUMBERS,
-    RowTable,
-    Trait,
+    ParameterTable,
+    ParamFlags,
 )
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 
@@ -34,11 +34,11 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SamplingBatch:
     """Parameters of one composition; tensors are on the device, arrays on the host."""
 
     row_slots: Indices  # [rows]: each row's index in the parameter table
-    draws: Draws
+    prepared: PreparedSampling
     is_edited: bool
     bias: Bias | None
     penalised: Indices  # rows with a penalty
@@ -49,20 +49,22 @@ class Batch:
     max_top_logprobs: int
 
 
-def build(table: RowTable, row_slots: Indices, drawer: Drawer, device: torch.device) -> Batch:
+def build(
+    table: ParameterTable, row_slots: Indices, backend: SamplingBackend, device: torch.device
+) -> SamplingBatch:
     """Gather the rows' parameters."""
-    traits = table.traits[row_slots]
-    penalised = _where(traits, Trait.PENALISED)
-    with_logprobs = _where(traits, Trait.LOGPROBS)
+    flags = table.flags[row_slots]
+    penalised = _where(flags, ParamFlags.PENALISED)
+    with_logprobs = _where(flags, ParamFlags.LOGPROBS)
     some_logprobs = 0 < len(with_logprobs) < len(row_slots)
-    return Batch(
+    return SamplingBatch(
         row_slots=row_slots,
-        draws=drawer.lay_out(table, row_slots),
-        is_edited=bool((traits & EDITED).any()),
-        bias=_bias(table, row_slots, _where(traits, Trait.BIASED), device),
+        prepared=backend.prepare(table, row_slots),
+        is_edited=bool((flags & EDITED).any()),
+        bias=_bias(table, row_slots, _where(flags, ParamFlags.BIASED), device),
         penalised=penalised,
         penalties=_penalties(table, row_slots[penalised], device),
-        with_min_tokens=_where(traits, Trait.MIN_TOKENS),
+        with_min_tokens=_where(flags, ParamFlags.MIN_TOKENS),
         with_logprobs=with_logprobs,
         logprob_rows=to_device(with_logprobs, device) if some_logprobs else None,
         max_top_logprobs=int(
@@ -71,11 +73,13 @@ def build(table: RowTable, row_slots: Indices, drawer: Drawer, device: torch.dev
     )
 
 
-def _where(traits: npt.NDArray[np.int32], trait: Trait) -> Indices:
-    return np.flatnonzero(traits & int(trait))
+def _where(flags: npt.NDArray[np.int32], flag: ParamFlags) -> Indices:
+    return np.flatnonzero(flags & int(flag))
 
 
-def _bias(table: RowTable, row_slots: Indices, rows: Indices, device: torch.device) -> Bias | None:
+def _bias(
+    table: ParameterTable, row_slots: Indices, rows: Indices, device: torch.device
+) -> Bias | None:
     found = [
         (row, *table.bias[slot])
         for row, slot in zip(rows, row_slots[rows], strict=True)
@@ -89,7 +93,7 @@ def _bias(table: RowTable, row_slots: Indices, rows: Indices, device: torch.devi
     return Bias(to_device(at, device), to_device(ids, device), to_device(values, device))
 
 
-def _penalties(table: RowTable, slots: Indices, device: torch.device) -> Tensor | None:
+def _penalties(table: ParameterTable, slots: Indices, device: torch.device) -> Tensor | None:
     if not len(slots):
         return None
     first = NUMBERS.index("presence")

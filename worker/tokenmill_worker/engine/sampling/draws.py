@@ -16,12 +16,17 @@ from torch import Tensor
 
 from tokenmill_worker.engine.sampling import truncation
 from tokenmill_worker.engine.sampling.noise import argmax, race, row_keys
-from tokenmill_worker.engine.sampling.parameter_table import COUNTS, NUMBERS, RowTable, Trait
+from tokenmill_worker.engine.sampling.parameter_table import (
+    COUNTS,
+    NUMBERS,
+    ParameterTable,
+    ParamFlags,
+)
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
-from tokenmill_worker.engine.sampling.truncation import Limits
+from tokenmill_worker.engine.sampling.truncation import TruncationLimits
 
 
-class Draws(Protocol):
+class PreparedSampling(Protocol):
     """One composition, ready to be sampled from."""
 
     @property
@@ -37,14 +42,14 @@ class Draws(Protocol):
         ...
 
 
-class Drawer(Protocol):
-    def lay_out(self, table: RowTable, slots: Indices) -> Draws:
+class SamplingBackend(Protocol):
+    def prepare(self, table: ParameterTable, slots: Indices) -> PreparedSampling:
         """Prepare a composition; `slots` is each row's index in the parameter table."""
         ...
 
 
-def _is_greedy(table: RowTable, slots: Indices) -> npt.NDArray[np.bool_]:
-    greedy: npt.NDArray[np.bool_] = (table.traits[slots] & int(Trait.GREEDY)) != 0
+def _is_greedy(table: ParameterTable, slots: Indices) -> npt.NDArray[np.bool_]:
+    greedy: npt.NDArray[np.bool_] = (table.flags[slots] & int(ParamFlags.GREEDY)) != 0
     return greedy
 
 
@@ -75,10 +80,10 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KernelDrawer:
+class KernelSamplingBackend:
     kernel: Kernel
 
-    def lay_out(self, table: RowTable, slots: Indices) -> Draws:
+    def prepare(self, table: ParameterTable, slots: Indices) -> PreparedSampling:
         greedy = _is_greedy(table, slots)
         numbers = table.numbers[slots]
         temperature = numbers[:, NUMBERS.index("temperature")]
@@ -91,11 +96,11 @@ class KernelDrawer:
             top_k=np.ascontiguousarray(table.counts[slots, COUNTS.index("top_k")]),
         )
         no_noise = np.zeros((len(slots), 2), np.int32) if greedy.all() else None
-        return _KernelDraws(self.kernel, arrays, table.seeds[slots], no_noise)
+        return _KernelSampling(self.kernel, arrays, table.seeds[slots], no_noise)
 
 
 @dataclass(frozen=True, slots=True)
-class _KernelDraws:
+class _KernelSampling:
     kernel: Kernel
     arrays: SamplingArrays
     seeds: npt.NDArray[np.uint64]
@@ -114,25 +119,25 @@ class _KernelDraws:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _SampledRows:
     """Rows that are sampled with noise; `rows` is None for every row of the batch."""
 
     rows: Tensor | None
     inverse_temperature: Tensor  # [rows, 1] float32
     log_min_p: Tensor | None  # [rows, 1]; None: no row has a min-p
-    limits: Limits | None  # None: neither top-k nor top-p
+    limits: TruncationLimits | None  # None: neither top-k nor top-p
 
 
-class TorchDrawer:
+class TorchSamplingBackend:
     """Samples by torch on any device; on an accelerator it never synchronises with it."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._vocabulary = torch.arange(vocab_size, dtype=torch.int32, device=device)
 
-    def lay_out(self, table: RowTable, slots: Indices) -> Draws:
+    def prepare(self, table: ParameterTable, slots: Indices) -> PreparedSampling:
         greedy = _is_greedy(table, slots)
-        truncated = (table.traits[slots] & int(Trait.TRUNCATED)) != 0
+        truncated = (table.flags[slots] & int(ParamFlags.TRUNCATED)) != 0
         plain = np.flatnonzero(~greedy & ~truncated)
         groups = [
             self._group(table, slots, rows)
@@ -141,16 +146,16 @@ class TorchDrawer:
         ]
         is_mixed = bool(groups) and bool(greedy.any())
         greedy_rows = to_device(np.flatnonzero(greedy), self._device) if is_mixed else None
-        return _TorchDraws(
+        return _TorchSampling(
             self._device, self._vocabulary, table.seeds[slots], greedy_rows, tuple(groups)
         )
 
-    def _group(self, table: RowTable, row_slots: Indices, rows: Indices) -> _Group:
+    def _group(self, table: ParameterTable, row_slots: Indices, rows: Indices) -> _SampledRows:
         slots = row_slots[rows]
         numbers = table.numbers[slots]
         log_min_p = numbers[:, NUMBERS.index("log_min_p"), None].astype(np.float32)
-        is_truncated = table.traits[slots[0]] & Trait.TRUNCATED
-        return _Group(
+        is_truncated = table.flags[slots[0]] & ParamFlags.TRUNCATED
+        return _SampledRows(
             rows=None if len(rows) == len(row_slots) else to_device(rows, self._device),
             inverse_temperature=to_device((1.0 / numbers[:, :1]).astype(np.float32), self._device),
             log_min_p=to_device(log_min_p, self._device) if np.isfinite(log_min_p).any() else None,
@@ -158,11 +163,11 @@ class TorchDrawer:
         )
 
     def _limits(
-        self, table: RowTable, slots: Indices, log_min_p: npt.NDArray[np.float32]
-    ) -> Limits:
+        self, table: ParameterTable, slots: Indices, log_min_p: npt.NDArray[np.float32]
+    ) -> TruncationLimits:
         top_k = table.counts[slots, COUNTS.index("top_k")]
         limited = top_k[top_k < table.vocab_size]
-        return Limits(
+        return TruncationLimits(
             top_k=to_device(top_k[:, None], self._device),
             top_p=to_device(table.numbers[slots, NUMBERS.index("top_p"), None], self._device),
             log_min_p=to_device(log_min_p, self._device),
@@ -172,14 +177,14 @@ class TorchDrawer:
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchDraws:
+class _TorchSampling:
     device: torch.device
     vocabulary: Tensor
     seeds: npt.NDArray[np.uint64]
     greedy: (
         Tensor | None
     )  # rows; None where the groups cover all rows, or where there are no groups
-    groups: tuple[_Group, ...]  # empty: all rows are greedy
+    groups: tuple[_SampledRows, ...]  # empty: all rows are greedy
 
     @property
     def is_greedy(self) -> bool:
@@ -201,7 +206,9 @@ class _TorchDraws:
             token_ids[rows] = self._draw_group(logits[rows], peaks[rows], keys[rows], group)
         return token_ids, peaks
 
-    def _draw_group(self, logits: Tensor, peaks: Tensor, keys: Tensor, group: _Group) -> Tensor:
+    def _draw_group(
+        self, logits: Tensor, peaks: Tensor, keys: Tensor, group: _SampledRows
+    ) -> Tensor:
         scaled = (logits - peaks[:, None]).mul_(group.inverse_temperature)
         if group.limits is not None:
             return truncation.draw(scaled, group.limits, keys, self.vocabulary)

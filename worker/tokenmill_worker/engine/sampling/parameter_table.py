@@ -18,7 +18,7 @@ from tokenmill_worker.engine.sequence import Sequence
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow
 
 
-class Trait(IntFlag):
+class ParamFlags(IntFlag):
     """Flags of a row that needs more than a plain draw."""
 
     GREEDY = 1
@@ -31,10 +31,10 @@ class Trait(IntFlag):
     LOGPROBS = 128
 
 
-EDITED = Trait.PENALISED | Trait.BIASED | Trait.MIN_TOKENS | Trait.GRAMMAR
+EDITED = ParamFlags.PENALISED | ParamFlags.BIASED | ParamFlags.MIN_TOKENS | ParamFlags.GRAMMAR
 
 
-class RowTable:
+class ParameterTable:
     """Sampling parameters by sequence; a released row is reused."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], capacity: int = 64) -> None:
@@ -43,7 +43,7 @@ class RowTable:
         self.version = 0  # raised when a row is filled, so that cached gathers are dropped
         self._rows: dict[Sequence, int] = {}
         self._free: list[int] = list(range(capacity - 1, -1, -1))
-        self.traits = np.zeros(capacity, np.int32)
+        self.flags = np.zeros(capacity, np.int32)
         self.seeds = np.zeros(capacity, np.uint64)
         self.numbers = np.zeros((capacity, len(NUMBERS)), np.float64)
         self.counts = np.zeros((capacity, len(COUNTS)), np.int64)
@@ -74,7 +74,7 @@ class RowTable:
         self.version += 1
         params = sequence.params
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.traits[row] = self._traits(params, top_k)
+        self.flags[row] = self._flags(params, top_k)
         self.seeds[row] = sequence.seed & ((1 << 64) - 1)
         log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.numbers[row] = (
@@ -106,27 +106,27 @@ class RowTable:
                 sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64
             )
 
-    def _traits(self, params: SamplingParams, top_k: int) -> int:
+    def _flags(self, params: SamplingParams, top_k: int) -> int:
         greedy = params.temperature < GREEDY_BELOW or top_k == 1 or params.top_p == 0.0
         penalised = (
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
-        traits = (
-            (greedy, Trait.GREEDY),
-            (not greedy and (top_k < self.vocab_size or params.top_p < 1.0), Trait.TRUNCATED),
-            (params.min_p > 0, Trait.MIN_P),
-            (penalised, Trait.PENALISED),
-            (params.logit_bias, Trait.BIASED),
-            (params.min_tokens > 0, Trait.MIN_TOKENS),
-            (params.response_format is not None, Trait.GRAMMAR),
-            (params.wants_logprobs, Trait.LOGPROBS),
+        flags = (
+            (greedy, ParamFlags.GREEDY),
+            (not greedy and (top_k < self.vocab_size or params.top_p < 1.0), ParamFlags.TRUNCATED),
+            (params.min_p > 0, ParamFlags.MIN_P),
+            (penalised, ParamFlags.PENALISED),
+            (params.logit_bias, ParamFlags.BIASED),
+            (params.min_tokens > 0, ParamFlags.MIN_TOKENS),
+            (params.response_format is not None, ParamFlags.GRAMMAR),
+            (params.wants_logprobs, ParamFlags.LOGPROBS),
         )
-        return int(sum(int(trait) for holds, trait in traits if holds))
+        return int(sum(int(flag) for holds, flag in flags if holds))
 
     def _grow(self) -> None:
-        old = len(self.traits)
+        old = len(self.flags)
         self._free.extend(range(2 * old - 1, old - 1, -1))
-        self.traits, self.seeds = np.resize(self.traits, 2 * old), np.resize(self.seeds, 2 * old)
+        self.flags, self.seeds = np.resize(self.flags, 2 * old), np.resize(self.seeds, 2 * old)
         self.numbers = np.resize(self.numbers, (2 * old, len(NUMBERS)))
         self.counts = np.resize(self.counts, (2 * old, len(COUNTS)))
 

@@ -92,39 +92,41 @@ class Histories:
         history = self._found[sequence] = _History(slot, len(prompt), 0)
         return history
 
-    def apply(self, logits: Tensor, rows: Tensor, places: Places, penalties: Tensor) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, history: HistoryIndex, penalties: Tensor) -> None:
         """Penalise `rows` of the logits in place.
 
         `penalties` is [rows, 3]: presence, frequency, repetition.
         """
         part = logits[rows]
         presence, frequency, repetition = penalties[:, :1], penalties[:, 1:2], penalties[:, 2:]
-        output_ids, counted = _read(self._outputs, places.slots, places.lengths, places.longest)
-        if places.repeats:
+        output_ids, counted = _read(self._outputs, history.slots, history.lengths, history.longest)
+        if history.repeats:
             prompt_ids, _ = _read(
-                self._prompts, places.slots, places.prompt_lengths, places.longest_prompt
+                self._prompts, history.slots, history.prompt_lengths, history.longest_prompt
             )
             # an empty history is replaced by the first prompt id; a prompt is never empty
             output_ids = (
                 torch.where(counted, output_ids, prompt_ids[:, :1])
-                if places.longest
+                if history.longest
                 else output_ids
             )
             _repel(part, torch.cat((prompt_ids, output_ids), dim=1), repetition)
-        if places.longest:
-            output_ids, _ = _read(self._outputs, places.slots, places.lengths, places.longest)
+        if history.longest:
+            output_ids, _ = _read(self._outputs, history.slots, history.lengths, history.longest)
             values = part.gather(1, output_ids)
-            part.scatter_(1, output_ids, torch.where(places.lengths > 0, values - presence, values))
+            part.scatter_(
+                1, output_ids, torch.where(history.lengths > 0, values - presence, values)
+            )
             part.scatter_add_(1, output_ids, torch.where(counted, -frequency, 0.0))
         logits[rows] = part
 
-    def record(self, token_ids: Tensor, rows: Tensor, places: Places) -> None:
+    def record(self, token_ids: Tensor, rows: Tensor, history: HistoryIndex) -> None:
         """Write the sampled tokens of the rows to their output positions."""
-        self._outputs[places.slots, places.lengths.squeeze(1)] = token_ids[rows]
+        self._outputs[history.slots, history.lengths.squeeze(1)] = token_ids[rows]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class HistoryIndex:
     """Location of each penalised row's history.
 
     `lengths` counts the output tokens before the row's own position.
@@ -140,7 +142,7 @@ class Places:
     @classmethod
     def build(
         cls, slots: Indices, lengths: Indices, prompts: Indices, repeats: bool, device: torch.device
-    ) -> Places:
+    ) -> HistoryIndex:
         packed = to_device(np.stack((slots, lengths, prompts)), device)
         return cls(
             slots=packed[0],

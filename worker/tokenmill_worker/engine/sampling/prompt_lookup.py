@@ -83,7 +83,7 @@ def _match_length(token_ids: Seq[int], place: int) -> int:
 
 
 @dataclass(slots=True)
-class _State:
+class _DraftState:
     index: NgramIndex
     budget: int  # tokens to propose next
     pause: int = 1  # tokens without a proposal after the next failure
@@ -98,7 +98,7 @@ class PromptLookup:
 
     max_tokens: int
     min_match: int = MIN_MATCH
-    _states: dict[Sequence, _State] = field(default_factory=dict)
+    _states: dict[Sequence, _DraftState] = field(default_factory=dict)
 
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
         """Return up to `max_tokens` draft tokens; () where nothing matches or drafts do not pay."""
@@ -107,7 +107,7 @@ class PromptLookup:
         state = self._states.get(sequence)
         if state is None:
             first = max(1, min(self.max_tokens, 4))
-            state = self._states[sequence] = _State(NgramIndex(self.min_match), first)
+            state = self._states[sequence] = _DraftState(NgramIndex(self.min_match), first)
         token_ids = sequence.token_ids
         self._learn(state, token_ids)
         state.index.extend(token_ids, _INDEXED_PER_CALL)
@@ -123,7 +123,7 @@ class PromptLookup:
     def __len__(self) -> int:
         return len(self._states)
 
-    def _learn(self, state: _State, token_ids: Seq[int]) -> None:
+    def _learn(self, state: _DraftState, token_ids: Seq[int]) -> None:
         """Compare the last draft with the tokens that came.
 
         A fully accepted draft doubles the next one. Failures first shorten the next draft, then

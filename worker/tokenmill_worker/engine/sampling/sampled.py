@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
-from tokenmill_worker.engine.sampling.batch import Batch
+from tokenmill_worker.engine.sampling.batch import SamplingBatch
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_ALLOWED = "no token is allowed here: masks and biases exclude the whole vocabulary"
@@ -24,7 +24,7 @@ Finished = tuple[
 ]
 
 
-class Share(msgspec.Struct, frozen=True, gc=False):
+class RowSpan(msgspec.Struct, frozen=True, gc=False):
     """Rows of one item: [first, first + 1 + len(draft_ids)).
 
     One is built per sequence and step; a msgspec struct is cheaper than a dataclass.
@@ -63,7 +63,7 @@ class RawLogprobs:
         part = logits if rows is None else logits[rows]
         return cls(part.log_softmax(dim=-1, dtype=torch.float32), min(num_top, logits.shape[1]))
 
-    def choose(self, token_ids: Tensor, batch: Batch) -> ChosenLogprobs:
+    def choose(self, token_ids: Tensor, batch: SamplingBatch) -> ChosenLogprobs:
         ids = token_ids if batch.logprob_rows is None else token_ids[batch.logprob_rows]
         drawn = self.values.gather(1, ids[:, None]).squeeze(1)
         order = {row: i for i, row in enumerate(batch.with_logprobs.tolist())}
@@ -76,19 +76,19 @@ class RawLogprobs:
 class Sampled:
     """Result of one step; `token_ids` [rows] is on the device and may feed the next step before `finish`."""
 
-    __slots__ = ("_errors", "_ids", "_logprobs", "_peaks", "_ready", "_shares", "token_ids")
+    __slots__ = ("_errors", "_ids", "_logprobs", "_peaks", "_ready", "_spans", "token_ids")
 
     def __init__(
         self,
         token_ids: Tensor,
         host: tuple[Tensor, Tensor, ChosenLogprobs | None],
-        shares: list[Share],
+        spans: list[RowSpan],
         errors: dict[int, str],
         ready: torch.cuda.Event | None,
     ) -> None:
         self.token_ids = token_ids
         self._ids, self._peaks, self._logprobs = host
-        self._shares = shares
+        self._spans = spans
         self._errors = errors
         self._ready = ready
 
@@ -98,12 +98,12 @@ class Sampled:
         token_ids: Tensor,
         peaks: Tensor,
         chosen: ChosenLogprobs | None,
-        shares: list[Share],
+        spans: list[RowSpan],
         errors: dict[int, str],
     ) -> Sampled:
         """Begin the copies to the host; they go to pinned memory, after the work already queued on the device."""
         if token_ids.device.type != "cuda":
-            return cls(token_ids, (token_ids, peaks, chosen), shares, errors, None)
+            return cls(token_ids, (token_ids, peaks, chosen), spans, errors, None)
         if chosen is not None:
             chosen = ChosenLogprobs(
                 chosen.drawn.to("cpu", non_blocking=True),
@@ -114,7 +114,7 @@ class Sampled:
         host = (token_ids.to("cpu", non_blocking=True), peaks.to("cpu", non_blocking=True), chosen)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return cls(token_ids, host, shares, errors, ready)
+        return cls(token_ids, host, spans, errors, ready)
 
     def wait_for(self, row: int) -> int:
         """Wait until this step, and none launched after it, has finished; return one row's token."""
@@ -131,36 +131,36 @@ class Sampled:
         if self._ready is not None:
             self._ready.synchronize()
         ids, peaks = self._ids.tolist(), self._peaks.tolist()
-        is_plain = self._logprobs is None and not self._errors and len(ids) == len(self._shares)
+        is_plain = self._logprobs is None and not self._errors and len(ids) == len(self._spans)
         if is_plain and all(map(math.isfinite, peaks)):
             return tuple(zip(ids, strict=True)), (None,) * len(ids), {}
         logprobs = _Table(self._logprobs) if self._logprobs is not None else None
         errors = dict(self._errors)
         tokens: list[tuple[int, ...]] = []
         scores: list[tuple[TokenLogprob, ...] | None] = []
-        for index, share in enumerate(self._shares):
-            rows = range(share.first, share.first + accepted_rows(ids, share))
+        for index, span in enumerate(self._spans):
+            rows = range(span.first, span.first + accepted_rows(ids, span))
             bad = [peaks[row] for row in rows if not math.isfinite(peaks[row])]
             if bad and index not in errors:
                 errors[index] = NOTHING_ALLOWED if bad[0] == -math.inf else NOT_FINITE
             if index in errors:
                 rows = range(0)
             tokens.append(tuple(ids[row] for row in rows))
-            wanted = logprobs is not None and share.params.wants_logprobs
+            wanted = logprobs is not None and span.params.wants_logprobs
             scores.append(
-                tuple(logprobs.of(row, share.params) for row in rows)
+                tuple(logprobs.of(row, span.params) for row in rows)
                 if wanted and logprobs
                 else None
             )
         return tuple(tokens), tuple(scores), errors
 
 
-def accepted_rows(ids: list[int], share: Share) -> int:
+def accepted_rows(ids: list[int], span: RowSpan) -> int:
     """Count an item's valid rows: up to and including the first one that drew another token than its draft."""
-    for index, draft in enumerate(share.draft_ids):
-        if ids[share.first + index] != draft:
+    for index, draft in enumerate(span.draft_ids):
+        if ids[span.first + index] != draft:
             return index + 1
-    return share.num_rows
+    return span.num_rows
 
 
 class _Table:

@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.plan import ScheduledSequence
-from tokenmill_worker.engine.sampling.batch import Batch, build
-from tokenmill_worker.engine.sampling.draws import Drawer, Kernel, KernelDrawer, TorchDrawer
+from tokenmill_worker.engine.sampling.batch import SamplingBatch, build
+from tokenmill_worker.engine.sampling.draws import (
+    Kernel,
+    KernelSamplingBackend,
+    SamplingBackend,
+    TorchSamplingBackend,
+)
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler
 from tokenmill_worker.engine.sampling.grammar.masks import Grammars, Masks
-from tokenmill_worker.engine.sampling.parameter_table import NUMBERS, RowTable
-from tokenmill_worker.engine.sampling.penalties import Histories, Places
-from tokenmill_worker.engine.sampling.sampled import RawLogprobs, Sampled, Share
+from tokenmill_worker.engine.sampling.parameter_table import NUMBERS, ParameterTable
+from tokenmill_worker.engine.sampling.penalties import Histories, HistoryIndex
+from tokenmill_worker.engine.sampling.sampled import RawLogprobs, RowSpan, Sampled
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -30,15 +35,15 @@ from tokenmill_worker.engine.sequence import Sequence
 class Layout(NamedTuple):
     """Rows of a step's logits: their items, positions and sampling parameters."""
 
-    shares: list[Share]  # each item's rows
+    spans: list[RowSpan]  # each item's rows
     positions: Indices  # in the output, by row
-    batch: Batch
+    batch: SamplingBatch
 
     @property
     def takes_highest(self) -> bool:
         """Return whether every row needs only its highest logit."""
         batch = self.batch
-        return batch.draws.is_greedy and not batch.is_edited and not len(batch.with_logprobs)
+        return batch.prepared.is_greedy and not batch.is_edited and not len(batch.with_logprobs)
 
 
 class Sampler:
@@ -58,14 +63,16 @@ class Sampler:
         """Create a sampler for one device; `kernel`, if given, samples instead of torch."""
         self.vocab_size = vocab_size
         self._device = device
-        self._table = RowTable(vocab_size, eos_token_ids)
+        self._table = ParameterTable(vocab_size, eos_token_ids)
         self._histories = Histories(device)
         self._grammars = Grammars(grammars)
-        self._drawer: Drawer = (
-            TorchDrawer(vocab_size, device) if kernel is None else KernelDrawer(kernel)
+        self._backend: SamplingBackend = (
+            TorchSamplingBackend(vocab_size, device)
+            if kernel is None
+            else KernelSamplingBackend(kernel)
         )
         self._takes_any_dtype = kernel is not None and kernel.takes_any_dtype
-        self._cached: tuple[int, bytes, Batch] | None = None
+        self._cached: tuple[int, bytes, SamplingBatch] | None = None
 
     def prepare(self, items: Seq[ScheduledSequence]) -> None:
         """Start computing the grammars' masks beside the forward pass; call it before waiting for that pass.
@@ -82,25 +89,25 @@ class Sampler:
 
     def lay_out(self, items: Seq[ScheduledSequence]) -> Layout:
         """Prepare the sampling of the planned items that sample; item i owns 1 + len(draft_ids) rows."""
-        shares: list[Share] = []
+        spans: list[RowSpan] = []
         slots: list[int] = []
         positions: list[int] = []
         for item in items:
             sequence, drafts = item.sequence, len(item.draft_ids)
             first = item.start + item.num_tokens - drafts - sequence.num_prompt_tokens
-            shares.append(Share(len(slots), item.draft_ids, sequence.params))
+            spans.append(RowSpan(len(slots), item.draft_ids, sequence.params))
             slots.append(self._table.row(sequence))
             positions.append(first)
             if drafts:
                 slots.extend([slots[-1]] * drafts)
                 positions.extend(range(first + 1, first + drafts + 1))
-        return Layout(shares, np.array(positions, np.int64), self._batch(np.array(slots, np.int64)))
+        return Layout(spans, np.array(positions, np.int64), self._batch(np.array(slots, np.int64)))
 
     def sample(
         self, logits: Tensor, items: Seq[ScheduledSequence], layout: Layout | None = None
     ) -> Sampled:
         """Sample a token for each row; `layout` is that of the items, if it exists already."""
-        shares, positions, batch = layout or self.lay_out(items)
+        spans, positions, batch = layout or self.lay_out(items)
         if logits.shape[0] != len(positions):
             raise ValueError(
                 f"{logits.shape[0]} rows of logits for items that own {len(positions)}"
@@ -113,16 +120,16 @@ class Sampler:
             if len(batch.with_logprobs)
             else None
         )
-        places = self._places(batch, items, shares, positions)
+        history = self._history_index(batch, items, spans, positions)
         work, errors = raw, {}
         if batch.is_edited:
             work = raw.clone()
-            errors = self._edit(work, batch, items, positions, places)
-        token_ids, peaks = batch.draws.draw(work, positions)
-        if places is not None:
-            self._histories.record(token_ids, to_device(batch.penalised, self._device), places)
+            errors = self._edit(work, batch, items, positions, history)
+        token_ids, peaks = batch.prepared.draw(work, positions)
+        if history is not None:
+            self._histories.record(token_ids, to_device(batch.penalised, self._device), history)
         chosen = raw_logprobs.choose(token_ids, batch) if raw_logprobs is not None else None
-        sampled = Sampled.start(token_ids, peaks, chosen, shares, errors)
+        sampled = Sampled.start(token_ids, peaks, chosen, spans, errors)
         self._grammars.launched(sampled, items)
         return sampled
 
@@ -131,41 +138,45 @@ class Sampler:
 
         `token_ids` and `peaks` are [rows].
         """
-        return Sampled.start(token_ids, peaks, None, layout.shares, {})
+        return Sampled.start(token_ids, peaks, None, layout.spans, {})
 
     # ── what is drawn ──
 
-    def _batch(self, slots: Indices) -> Batch:
+    def _batch(self, slots: Indices) -> SamplingBatch:
         signature = slots.tobytes()
         if self._cached is None or self._cached[:2] != (self._table.version, signature):
             self._cached = (
                 self._table.version,
                 signature,
-                build(self._table, slots, self._drawer, self._device),
+                build(self._table, slots, self._backend, self._device),
             )
         return self._cached[2]
 
     # ── edits ──
 
-    def _places(
-        self, batch: Batch, items: Seq[ScheduledSequence], shares: list[Share], positions: Indices
-    ) -> Places | None:
+    def _history_index(
+        self,
+        batch: SamplingBatch,
+        items: Seq[ScheduledSequence],
+        spans: list[RowSpan],
+        positions: Indices,
+    ) -> HistoryIndex | None:
         if batch.penalties is None:
             return None
         penalised = set(batch.penalised.tolist())
         slots: list[int] = []
         prompts: list[int] = []
-        for item, share in zip(items, shares, strict=True):
-            if share.first in penalised:
+        for item, span in zip(items, spans, strict=True):
+            if span.first in penalised:
                 slot, prompt = self._histories.open(
-                    item.sequence, int(positions[share.first]), item.draft_ids
+                    item.sequence, int(positions[span.first]), item.draft_ids
                 )
-                slots.extend([slot] * share.num_rows)
-                prompts.extend([prompt] * share.num_rows)
+                slots.extend([slot] * span.num_rows)
+                prompts.extend([prompt] * span.num_rows)
         repeats = bool(
             (self._table.numbers[batch.row_slots, NUMBERS.index("repetition")] != 1.0).any()
         )
-        return Places.build(
+        return HistoryIndex.build(
             np.array(slots, np.int64),
             positions[batch.penalised],
             np.array(prompts, np.int64),
@@ -176,15 +187,15 @@ class Sampler:
     def _edit(
         self,
         logits: Tensor,
-        batch: Batch,
+        batch: SamplingBatch,
         items: Seq[ScheduledSequence],
         positions: Indices,
-        places: Places | None,
+        history: HistoryIndex | None,
     ) -> dict[int, str]:
         """Apply penalties, biases, then masks, in place; return the items whose grammar failed."""
-        if places is not None and batch.penalties is not None:
+        if history is not None and batch.penalties is not None:
             self._histories.apply(
-                logits, to_device(batch.penalised, self._device), places, batch.penalties
+                logits, to_device(batch.penalised, self._device), history, batch.penalties
             )
         if batch.bias is not None:
             logits.index_put_(
@@ -195,7 +206,9 @@ class Sampler:
         masks.apply(logits)
         return masks.errors
 
-    def _hold_back(self, logits: Tensor, batch: Batch, positions: Indices, masks: Masks) -> None:
+    def _hold_back(
+        self, logits: Tensor, batch: SamplingBatch, positions: Indices, masks: Masks
+    ) -> None:
         """Mask the ids that would end a sequence short of its min_tokens, unless its grammar allows nothing else."""
         rows: list[int] = []
         ids: list[int] = []

@@ -27,7 +27,7 @@ _DEVICE_ELEMENTS = 1 << 22  # rows are sorted in chunks of this size: a bound on
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TruncationLimits:
     """Truncation parameters of each row, on the device.
 
     `max_top_k` is the largest top-k (0: none); `bounded` says that each row has one.
@@ -39,13 +39,13 @@ class Limits:
     max_top_k: int
     bounded: bool
 
-    def take(self, rows: Tensor | slice) -> Limits:
-        return Limits(
+    def take(self, rows: Tensor | slice) -> TruncationLimits:
+        return TruncationLimits(
             self.top_k[rows], self.top_p[rows], self.log_min_p[rows], self.max_top_k, self.bounded
         )
 
 
-def draw(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+def draw(scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor) -> Tensor:
     """Sample one token id per row.
 
     `scaled` is [rows, vocab]; `vocabulary` is arange(vocab), int32.
@@ -56,7 +56,7 @@ def draw(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Te
 
 
 def draw_sorted_in_chunks(
-    scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor, max_elements: int
+    scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor, max_elements: int
 ) -> Tensor:
     step = max(1, max_elements // scaled.shape[1])
     parts = [slice(first, first + step) for first in range(0, scaled.shape[0], step)]
@@ -65,7 +65,9 @@ def draw_sorted_in_chunks(
     )
 
 
-def draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+def draw_sorted(
+    scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor
+) -> Tensor:
     count = min(limits.max_top_k, scaled.shape[1]) if limits.bounded else scaled.shape[1]
     if count == scaled.shape[1]:
         values = scaled.sort(dim=-1, descending=True).values
@@ -75,7 +77,9 @@ def draw_sorted(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor
     return race(scaled.masked_fill(scaled < floor, -torch.inf), keys, vocabulary)
 
 
-def draw_on_host(scaled: Tensor, limits: Limits, keys: Tensor, vocabulary: Tensor) -> Tensor:
+def draw_on_host(
+    scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor
+) -> Tensor:
     """Sample on the CPU: a few hundred candidates decide most rows, and a whole-row search the others."""
     vocab = scaled.shape[1]
     # one more than needed, to see whether equal values follow
@@ -127,7 +131,7 @@ def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min
     return float(inside[min(place, len(inside) - 1)])
 
 
-def find_floor(values: Tensor, scaled: Tensor, limits: Limits) -> Tensor:
+def find_floor(values: Tensor, scaled: Tensor, limits: TruncationLimits) -> Tensor:
     """Find the floor per row [rows, 1] from the row's highest values in descending order [rows, count].
 
     The floor is exact if it is above the last of the values, or if they are the whole row; the

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.fused.layer_calls import LayerCalls, LayerParts, Scratch
-from tokenmill_worker.engine.cpu.kernels.program import RowArguments, Step, move_rows
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall, RowArguments, move_rows
 
 
 class LastLayerCalls(LayerCalls):
@@ -32,7 +32,7 @@ class LastLayerCalls(LayerCalls):
         self._outputs = RowArguments(width=parts.hidden)
         self.num_steps_for_cache = 0
 
-    def steps(self, backend: CpuAttention) -> list[Step]:
+    def steps(self, backend: CpuAttention) -> list[KernelCall]:
         steps = super().steps(backend)
         attend = next(index for index, step in enumerate(steps) if step.arguments is self.attend)
         self.num_steps_for_cache = attend
@@ -64,12 +64,12 @@ class LastLayerCalls(LayerCalls):
         self.attend.num_tokens = count
 
     def use(self, hidden: int, metadata: AttentionMetadata) -> None:
-        """Set the address of the layer's input, to which it adds, and the metadata made by `of_rows`."""
+        """Set the address of the layer's input, to which it adds, and the metadata made by `metadata_of_rows`."""
         self.qkv.x = self._inputs.source = self._outputs.target = hidden
         self.read(metadata)
 
 
-def of_rows(metadata: AttentionMetadata, rows: Tensor) -> AttentionMetadata:
+def metadata_of_rows(metadata: AttentionMetadata, rows: Tensor) -> AttentionMetadata:
     """Return metadata in which each row is a sequence of its own that ends with it.
 
     The slots stay those of all tokens.

@@ -1,7 +1,7 @@
 """Replacements for a decoder layer, and for a model's list of layers, that run as one kernel call.
 
 They run the layers' own modules, whose parts were replaced already, where the kernels do not
-support a step, or while `is_whole` is off. Then code that was inserted between the parts runs as
+support a step, or while `can_fuse` is off. Then code that was inserted between the parts runs as
 well.
 """
 
@@ -16,7 +16,7 @@ from tokenmill_worker.engine.cpu.fused.layer_calls import LayerParts, Scratch
 from tokenmill_worker.engine.cpu.fused.layer_run import LayerRun
 
 
-class Wholeness:
+class FusionSwitch:
     """Counts the layers of a model that must not run as one call."""
 
     def __init__(self) -> None:
@@ -33,23 +33,23 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.parts = parts
-        self._is_whole, self._wholeness = True, Wholeness()
+        self._can_fuse, self._switch = True, FusionSwitch()
         self._run = LayerRun([parts], scratch)
 
     @property
-    def is_whole(self) -> bool:
+    def can_fuse(self) -> bool:
         """Return whether the layer may run as one call."""
-        return self._is_whole
+        return self._can_fuse
 
-    @is_whole.setter
-    def is_whole(self, value: bool) -> None:
-        self._wholeness.num_apart += int(self._is_whole) - int(value)
-        self._is_whole = value
+    @can_fuse.setter
+    def can_fuse(self, value: bool) -> None:
+        self._switch.num_apart += int(self._can_fuse) - int(value)
+        self._can_fuse = value
 
-    def count_in(self, wholeness: Wholeness) -> None:
-        """Count this layer in `wholeness` from now on."""
-        wholeness.num_apart += not self._is_whole
-        self._wholeness = wholeness
+    def count_in(self, switch: FusionSwitch) -> None:
+        """Count this layer in `switch` from now on."""
+        switch.num_apart += not self._can_fuse
+        self._switch = switch
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -58,7 +58,7 @@ class FusedLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = self._run(hidden_states, kwargs) if self.is_whole and not args else None
+        out = self._run(hidden_states, kwargs) if self.can_fuse and not args else None
         return self.layer(hidden_states, *args, **kwargs) if out is None else out
 
 
@@ -68,11 +68,11 @@ class FusedList(nn.ModuleList):
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__(layers)
         self._rows = (
-            FusedRow(layers, scratch),
+            FusedStack(layers, scratch),
         )  # in a tuple: its layers are children of this list already
 
     @property
-    def row(self) -> FusedRow:
+    def row(self) -> FusedStack:
         return self._rows[0]
 
     def __getitem__(self, index: Any) -> Any:
@@ -81,15 +81,15 @@ class FusedList(nn.ModuleList):
         return super().__getitem__(index)
 
 
-class FusedRow(nn.Module):
+class FusedStack(nn.Module):
     """All layers as one module; other attributes are those of the first layer."""
 
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__()
         self._layers = tuple(layers)
-        self._wholeness = Wholeness()
+        self._switch = FusionSwitch()
         for layer in layers:
-            layer.count_in(self._wholeness)
+            layer.count_in(self._switch)
         self.scratch = scratch
         self._run = LayerRun(self.parts, scratch)
 
@@ -98,8 +98,8 @@ class FusedRow(nn.Module):
         return [layer.parts for layer in self._layers]
 
     @property
-    def is_whole(self) -> bool:
-        return self._wholeness.num_apart == 0
+    def can_fuse(self) -> bool:
+        return self._switch.num_apart == 0
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -107,12 +107,12 @@ class FusedRow(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_layers"][0], name)
 
-    def at_once(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    def run_fused(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
         """Run all layers as one call; return None where they have to be called one by one."""
-        return self._run(hidden_states, kwargs) if self.is_whole else None
+        return self._run(hidden_states, kwargs) if self.can_fuse else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = None if args else self.at_once(hidden_states, kwargs)
+        out = None if args else self.run_fused(hidden_states, kwargs)
         if out is not None:
             return out
         for layer in self._layers:

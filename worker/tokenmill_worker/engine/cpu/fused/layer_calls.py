@@ -27,7 +27,7 @@ from tokenmill_worker.engine.cpu.kernels.linear import (
     NormArguments,
     PackedWeight,
 )
-from tokenmill_worker.engine.cpu.kernels.program import Step
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall
 from tokenmill_worker.engine.model.paged_attention import LayerBinding
 
 FLOAT_BYTES = 4
@@ -142,24 +142,24 @@ class LayerCalls:
         self._sinks = attention.sinks
         self.attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
 
-    def steps(self, backend: CpuAttention) -> list[Step]:
+    def steps(self, backend: CpuAttention) -> list[KernelCall]:
         parts = self._parts
         write, attend = backend.members
         self.attend.uses_amx = backend.uses_amx
         norm = parts.before[0].member
 
-        def behind(index: int) -> list[Step]:
-            return [Step(norm, self.after[index])] if self.after else []
+        def behind(index: int) -> list[KernelCall]:
+            return [KernelCall(norm, self.after[index])] if self.after else []
 
         return [
-            Step(parts.attention.qkv.member, self.qkv),
-            *(Step(norm, arguments) for arguments, _ in self.heads),
-            Step(write, self.write),
-            Step(attend, self.attend),
-            Step(parts.attention.out.member, self.out),
+            KernelCall(parts.attention.qkv.member, self.qkv),
+            *(KernelCall(norm, arguments) for arguments, _ in self.heads),
+            KernelCall(write, self.write),
+            KernelCall(attend, self.attend),
+            KernelCall(parts.attention.out.member, self.out),
             *behind(0),
-            Step(parts.mlp.gate_up.member, self.gate_up),
-            Step(parts.mlp.down.member, self.down),
+            KernelCall(parts.mlp.gate_up.member, self.gate_up),
+            KernelCall(parts.mlp.down.member, self.down),
             *behind(1),
         ]
 
@@ -178,7 +178,7 @@ class LayerCalls:
         if self.after:
             self.out.y = self.down.y = self.after[0].x = self.after[1].x = scratch.at("raw")
 
-    def look_ahead(self, attend: AttendArguments, then: AttendArguments | None) -> None:
+    def prefetch_next(self, attend: AttendArguments, then: AttendArguments | None) -> None:
         """Set the attention that follows the first product, and the one that follows the layer's other products.
 
         The kernels prefetch its keys and values.
@@ -227,9 +227,9 @@ class LayerTable:
         self._writes = _join(every, "write")
         self._attends = _join(layers, "attend")
         for calls, then in zip(layers, (*layers[1:], None), strict=True):
-            calls.look_ahead(calls.attend, None if then is None else then.attend)
+            calls.prefetch_next(calls.attend, None if then is None else then.attend)
         if narrow is not None:
-            narrow.look_ahead(layers[-1].attend, None)
+            narrow.prefetch_next(layers[-1].attend, None)
         self._first, gate_up = _join(layers, "qkv")["x"], _join(layers, "gate_up")
         out, down = _join(layers, "out"), _join(layers, "down")
         self._on_out = [gate_up["x"]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.cpu.attention import CpuAttention
-from tokenmill_worker.engine.cpu.fused.last_layer import LastLayerCalls, of_rows
+from tokenmill_worker.engine.cpu.fused.last_layer import LastLayerCalls, metadata_of_rows
 from tokenmill_worker.engine.cpu.fused.layer_calls import (
     LayerCalls,
     LayerParts,
@@ -21,7 +21,7 @@ from tokenmill_worker.engine.cpu.fused.layer_calls import (
     Rotation,
     Scratch,
 )
-from tokenmill_worker.engine.cpu.kernels.program import KernelTimes, Program, Step
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall, KernelTimes, Program
 from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
 
 
@@ -32,8 +32,8 @@ class LayerRun:
         self,
         parts: Sequence[LayerParts],
         scratch: Scratch,
-        before: Sequence[Step] = (),
-        after: Sequence[Step] = (),
+        before: Sequence[KernelCall] = (),
+        after: Sequence[KernelCall] = (),
     ) -> None:
         """Reserve the buffers; `before` and `after` are further kernel calls of the same pass."""
         self._scratch = scratch
@@ -94,7 +94,9 @@ class LayerRun:
             self._program.run(torch.get_num_threads(), self._give_workspace)
             return
         assert step.rows is not None
-        metadata = of_rows(step.metadata[self._group], step.rows)  # kept while the kernels read it
+        metadata = metadata_of_rows(
+            step.metadata[self._group], step.rows
+        )  # kept while the kernels read it
         narrow.narrow(step.rows)
         narrow.use(out, metadata)
         stop = None if step.rows.numel() else self._without_last + narrow.num_steps_for_cache

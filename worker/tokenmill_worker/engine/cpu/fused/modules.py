@@ -1,7 +1,7 @@
 """Packed and fused replacements for a decoder's linear layers, norms, MLP and attention, on the CPU in float32.
 
 Each is built from the module that it replaces and takes the same call. Hidden states are packed,
-`[1, num_tokens, hidden]`. They depend on no model family: `swap.py` finds the modules that fit and
+`[1, num_tokens, hidden]`. They depend on no model family: `replace.py` finds the modules that fit and
 checks each replacement.
 """
 

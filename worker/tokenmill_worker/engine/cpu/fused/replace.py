@@ -26,7 +26,7 @@ from tokenmill_worker.engine.cpu.fused.modules import (
 )
 from tokenmill_worker.engine.cpu.fused.packing import Packing
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, Packer
-from tokenmill_worker.engine.model.equivalence import agree, call_attention
+from tokenmill_worker.engine.model.equivalence import call_attention, is_equivalent
 
 log = logging.getLogger(__name__)
 
@@ -38,23 +38,23 @@ _ACTIVATIONS = {
 }
 
 
-def swap_modules(model: nn.Module, packing: Packing) -> Counter[str]:
+def replace_modules(model: nn.Module, packing: Packing) -> Counter[str]:
     """Replace fitting modules in place; return the number of replacements by kind."""
-    swapped: Counter[str] = Counter()
+    replaced: Counter[str] = Counter()
     for build in (_attention, _mlp, _norm, _linear):
         for parent, name, module in list(_children(model)):
             if _reads_weight_of(parent, name):
                 continue
-            stand_in = build(_for(packing, model, module), module)
-            if stand_in is not None:
-                setattr(parent, name, stand_in)
-                swapped[type(stand_in).__name__] += 1
-    swapped += fuse_layers(model)
+            replacement = build(_for(packing, model, module), module)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+                replaced[type(replacement).__name__] += 1
+    replaced += fuse_layers(model)
     log.info(
         "fused modules: %s",
-        ", ".join(f"{count} {kind}" for kind, count in swapped.items()) or "none",
+        ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none",
     )
-    return swapped
+    return replaced
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -89,7 +89,7 @@ def _checked(
     Only the form of the computation is compared, not the error of quantisation.
     """
     candidate = build(packing.exact)
-    if not agree(original, candidate, width):
+    if not is_equivalent(original, candidate, width):
         return None
     return candidate if packing.is_exact else build(packing.body)
 
@@ -122,7 +122,7 @@ def _norm(packing: Packing, module: nn.Module) -> nn.Module | None:
     ):
         return None
     candidates = (FusedNorm(packing.kernels, weight, eps, offset) for offset in (0.0, 1.0))
-    return next((norm for norm in candidates if agree(module, norm, weight.shape[0])), None)
+    return next((norm for norm in candidates if is_equivalent(module, norm, weight.shape[0])), None)
 
 
 def _mlp(packing: Packing, module: nn.Module) -> nn.Module | None:
@@ -185,7 +185,7 @@ def _attention(packing: Packing, module: nn.Module) -> nn.Module | None:
 
     candidate = build(packing.exact)
     found = call_attention(candidate, weight.shape[1], rotary_dim)
-    if found is None or not found.agrees_with(call):
+    if found is None or not found.is_equivalent_to(call):
         return None
     return candidate if packing.is_exact else build(packing.body)
 

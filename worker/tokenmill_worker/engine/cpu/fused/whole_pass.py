@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmill_worker.engine.cpu.attention import CpuAttention
-from tokenmill_worker.engine.cpu.fused.layer import FusedList, FusedRow
+from tokenmill_worker.engine.cpu.fused.layer import FusedList, FusedStack
 from tokenmill_worker.engine.cpu.fused.layer_calls import (
     FLOAT_BYTES,
     LayerParts,
@@ -28,7 +28,12 @@ from tokenmill_worker.engine.cpu.fused.layer_run import LayerRun, is_plain
 from tokenmill_worker.engine.cpu.fused.modules import FusedNorm, PackedLinear
 from tokenmill_worker.engine.cpu.kernels.highest import HighestOutputs
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue
-from tokenmill_worker.engine.cpu.kernels.program import KernelTimes, RowArguments, Step, move_rows
+from tokenmill_worker.engine.cpu.kernels.program import (
+    KernelCall,
+    KernelTimes,
+    RowArguments,
+    move_rows,
+)
 from tokenmill_worker.engine.model.equivalence import two_prompts
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, PagedStep
 
@@ -62,14 +67,14 @@ class RotaryTable:
         return torch.cat([cos[0], sin[0]], dim=1).contiguous()
 
 
-class DirectForward:
+class WholePass:
     """Embedding, layers, last norm and head of one model as one call into the kernels."""
 
     def __init__(
         self,
         embed: nn.Embedding,
         rotary: RotaryTable,
-        layers: FusedRow,
+        layers: FusedStack,
         norm: FusedNorm,
         head: PackedLinear,
     ) -> None:
@@ -91,7 +96,11 @@ class DirectForward:
             layers.parts,
             self._scratch,
             before=[move_rows(self._embed), move_rows(self._rotate)],
-            after=[move_rows(self._read), Step(head.packed.member, self._head), self._highest.step],
+            after=[
+                move_rows(self._read),
+                KernelCall(head.packed.member, self._head),
+                self._highest.step,
+            ],
         )
         self._logits = torch.empty(0, self.num_logits)
         self._version = -1
@@ -140,7 +149,7 @@ class DirectForward:
         return (
             isinstance(step, PagedStep)
             and isinstance(step.backend, CpuAttention)
-            and self._is_whole()
+            and self._can_fuse()
         )
 
     def _pass(
@@ -183,34 +192,34 @@ class DirectForward:
         self._head.workspace = at("work")
         self._version = self._scratch.version
 
-    def _is_whole(self) -> bool:
-        return self._layers.is_whole and not any(
+    def _can_fuse(self) -> bool:
+        return self._layers.can_fuse and not any(
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
             for module in self._around
         )
 
 
-def find_direct(model: nn.Module) -> DirectForward | None:
-    """Build the direct pass; return None where the model is no such decoder or the logits differ.
+def find_whole_pass(model: nn.Module) -> WholePass | None:
+    """Build the whole pass; return None where the model is no such decoder or the logits differ.
 
     They differ where code between the model's parts changes them.
     """
     found = _built(model)
     if found is None:
         return None
-    direct, parts = found
+    whole_pass, parts = found
     step = small_step(parts)
     if step is None:
         return None
     try:
-        agrees = _agrees(model, direct, step)
+        is_equivalent = _is_equivalent(model, whole_pass, step)
     except Exception as error:  # an unusual call: the model stays as it is
         log.debug("not called directly: %s", error)
         return None
-    return direct if agrees else None
+    return whole_pass if is_equivalent else None
 
 
-def _built(model: Any) -> tuple[DirectForward, list[LayerParts]] | None:
+def _built(model: Any) -> tuple[WholePass, list[LayerParts]] | None:
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     layers, norm, rotary = (getattr(base, name, None) for name in ("layers", "norm", "rotary_emb"))
     if (
@@ -232,11 +241,11 @@ def _built(model: Any) -> tuple[DirectForward, list[LayerParts]] | None:
     except Exception as error:
         log.debug("no rotary tables: %s", error)
         return None
-    return DirectForward(embed, table, layers.row, norm, head), layers.row.parts
+    return WholePass(embed, table, layers.row, norm, head), layers.row.parts
 
 
 @torch.inference_mode()
-def _agrees(model: Any, direct: DirectForward, step: PagedStep) -> bool:
+def _is_equivalent(model: Any, whole_pass: WholePass, step: PagedStep) -> bool:
     """Compare both passes on two prompts of random tokens, for all rows and for some.
 
     The positions are far apart, and two of them reach the end of the first rotary table.
@@ -252,8 +261,8 @@ def _agrees(model: Any, direct: DirectForward, step: PagedStep) -> bool:
         input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=step
     ).logits[0]
     for rows in (torch.arange(count), torch.tensor([1, count - 1])):
-        found = direct(input_ids, positions, rows, step)
-        highest = direct.highest(input_ids, positions, rows, step)
+        found = whole_pass(input_ids, positions, rows, step)
+        highest = whole_pass.highest(input_ids, positions, rows, step)
         if found is None or highest is None or not torch.equal(found, wanted[rows]):
             return False
         if not torch.equal(highest[1], wanted[rows].amax(dim=1)):

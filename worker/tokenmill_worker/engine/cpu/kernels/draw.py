@@ -25,7 +25,7 @@ from tokenmill_worker.engine.sampling.draws import SamplingArrays
 _TURNS = 3  # two steps may be in flight while a third begins
 
 
-class _Arguments(ctypes.Structure):
+class _DrawArguments(ctypes.Structure):
     """Arguments of the sampling kernel; the fields match the struct in draw.cpp."""
 
     _fields_: ClassVar = [
@@ -38,7 +38,7 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-class Turns:
+class RotatingBuffers:
     """Rotating result buffers for `num_rows` rows; a result stays valid during the next two calls."""
 
     def __init__(self, num_rows: int) -> None:
@@ -68,8 +68,8 @@ class Buffers:
     def __init__(self, arrays: SamplingArrays) -> None:
         num_rows = len(arrays.top_k)
         self._keys = np.zeros((num_rows, 2), np.int32)
-        self._turns = Turns(num_rows)
-        self.arguments = _Arguments(
+        self._buffers = RotatingBuffers(num_rows)
+        self.arguments = _DrawArguments(
             inverse_temperature=arrays.inverse_temperature.ctypes.data, log_min_p=arrays.log_min_p.ctypes.data,
             top_p=arrays.top_p.ctypes.data, top_k=arrays.top_k.ctypes.data, keys=self._keys.ctypes.data,
             num_rows=num_rows,
@@ -78,7 +78,7 @@ class Buffers:
     def turn(self, keys: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         """Set the keys and return the token ids and peaks to be written next."""
         self._keys[...] = keys
-        token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = self._turns.next()
+        token_ids, peaks, self.arguments.token_ids, self.arguments.peaks = self._buffers.next()
         return token_ids, peaks
 
 

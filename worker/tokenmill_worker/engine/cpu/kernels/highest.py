@@ -9,15 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cpu.kernels.draw import Turns
+from tokenmill_worker.engine.cpu.kernels.draw import RotatingBuffers
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearArguments
-from tokenmill_worker.engine.cpu.kernels.program import Step
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall
 
 _ALIGNMENT = 64
 
 
-class _Arguments(ctypes.Structure):
+class _ArgmaxArguments(ctypes.Structure):
     """Arguments of the argmax kernel; the fields match the struct in draw.cpp."""
 
     _fields_: ClassVar = [(name, c_void_p) for name in ("seen", "token_ids", "peaks")] + [
@@ -37,9 +37,9 @@ class HighestOutputs:
         self._bytes: int = library.tokenmill_highest_bytes()  # per thread
         self.most_rows: int = library.tokenmill_highest_rows()
         self._seen = torch.zeros(0, dtype=torch.uint8)
-        self._arguments = _Arguments()
-        self._turns = Turns(0)
-        self.step = Step(library.tokenmill_highest_member, self._arguments)
+        self._arguments = _ArgmaxArguments()
+        self._buffers = RotatingBuffers(0)
+        self.step = KernelCall(library.tokenmill_highest_member, self._arguments)
 
     def ask(self, layer: LinearArguments, num_rows: int, num_threads: int) -> tuple[Tensor, Tensor]:
         """Make the next run compute the argmax of each row; return the tensors that it will fill.
@@ -52,12 +52,12 @@ class HighestOutputs:
             self._seen = torch.zeros(num_threads * self._bytes + _ALIGNMENT, dtype=torch.uint8)
         start = self._seen.data_ptr()
         start += -start % _ALIGNMENT
-        if self._turns.num_rows != num_rows:
-            self._turns = Turns(num_rows)
+        if self._buffers.num_rows != num_rows:
+            self._buffers = RotatingBuffers(num_rows)
         layer.epilogue, layer.y = int(Epilogue.HIGHEST), start
         arguments = self._arguments
         arguments.seen, arguments.num_rows = start, num_rows
-        token_ids, peaks, arguments.token_ids, arguments.peaks = self._turns.next()
+        token_ids, peaks, arguments.token_ids, arguments.peaks = self._buffers.next()
         return token_ids, peaks
 
     def dismiss(self, layer: LinearArguments) -> None:

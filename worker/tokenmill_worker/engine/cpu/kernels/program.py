@@ -20,7 +20,7 @@ from tokenmill_worker.engine.cpu.kernels.library import load
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class KernelCall:
     """One kernel call of a program; `member` is the kernel's `tokenmill_…_member`, run by each thread."""
 
     member: Any
@@ -40,8 +40,8 @@ class RowArguments(ctypes.Structure):
     ]
 
 
-def move_rows(arguments: RowArguments) -> Step:
-    return Step(load("program").tokenmill_move_rows_member, arguments)
+def move_rows(arguments: RowArguments) -> KernelCall:
+    return KernelCall(load("program").tokenmill_move_rows_member, arguments)
 
 
 class _Call(ctypes.Structure):
@@ -102,7 +102,7 @@ class Program:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[KernelCall],
         cache_dir: Path | None = None,
         march: str = "native",
         times: KernelTimes | None = None,

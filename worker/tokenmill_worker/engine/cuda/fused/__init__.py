@@ -27,6 +27,6 @@ def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
     if find_spec("triton") is None:
         log.warning("the model runs on Transformers' own modules: Triton is not installed")
         return
-    from tokenmill_worker.engine.cuda.fused.replace import fuse_on_device
+    from tokenmill_worker.engine.cuda.fused.replace import replace_modules
 
-    fuse_on_device(model)
+    replace_modules(model)

@@ -22,7 +22,7 @@ _BLOCK_SIZE = 4
 
 
 @torch.inference_mode()
-def of_rows(original: nn.Module, candidate: Any) -> bool:
+def rows_are_equivalent(original: nn.Module, candidate: Any) -> bool:
     """Compare modules that map hidden states to hidden states."""
     weight = next(original.parameters())
     rows = random_rows(weight.shape[-1], weight.device)
@@ -31,13 +31,15 @@ def of_rows(original: nn.Module, candidate: Any) -> bool:
 
 
 @torch.inference_mode()
-def of_attention(original: nn.Module, candidate: Any) -> bool:
-    return _agree(original, candidate, candidate)
+def attention_is_equivalent(original: nn.Module, candidate: Any) -> bool:
+    return _is_equivalent(original, candidate, candidate)
 
 
 @torch.inference_mode()
-def of_layers(original: nn.Module, candidate: Any) -> bool:
-    return isinstance(candidate, DeviceLayer) and _agree(original, candidate, candidate.self_attn)
+def layers_are_equivalent(original: nn.Module, candidate: Any) -> bool:
+    return isinstance(candidate, DeviceLayer) and _is_equivalent(
+        original, candidate, candidate.self_attn
+    )
 
 
 @torch.inference_mode()
@@ -74,7 +76,7 @@ class _Listener(Probe):
         return super().attend(module, query, key, value, scale, extras)
 
 
-def _agree(original: nn.Module, candidate: nn.Module, attention: DeviceAttention) -> bool:
+def _is_equivalent(original: nn.Module, candidate: nn.Module, attention: DeviceAttention) -> bool:
     heads, device = attention.heads, attention.weight.device
     rows = random_rows(attention.weight.shape[1], device)
     arguments = {

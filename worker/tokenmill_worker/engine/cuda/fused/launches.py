@@ -42,7 +42,7 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CacheTarget:
     """A layer's cache view and the slots of a step's tokens; strides are in elements, within a block."""
 
     cache: Tensor
@@ -85,7 +85,7 @@ def rotate_and_write(
     heads: Heads,
     tables: tuple[Tensor, Tensor],
     norms: HeadNorms | None,
-    target: Target,
+    target: CacheTarget,
 ) -> Tensor:
     """Write rotated keys and values to the cache; return the rotated queries `[num_tokens, num_heads, head_dim]`.
 

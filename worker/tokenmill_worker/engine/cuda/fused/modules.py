@@ -1,7 +1,7 @@
 """Replacements for a decoder's norms, MLP, attention and layers, over the Triton kernels of this package.
 
 Each is built from the module that it replaces and takes the same call. They depend on no model
-family: `swap.py` finds the modules that fit and checks each replacement.
+family: `replace.py` finds the modules that fit and checks each replacement.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tokenmill_worker.engine.cuda.fused.launches import (
+    CacheTarget,
     HeadNorms,
     Heads,
-    Target,
     add_and_norm,
     gate,
     rotate_and_write,
@@ -113,7 +113,7 @@ class DeviceAttention(nn.Module):
         if strides is None:
             return None
         metadata = step.metadata[binding.group]
-        target = Target(binding.cache, metadata.slot_mapping, metadata.block_size, *strides)
+        target = CacheTarget(binding.cache, metadata.slot_mapping, metadata.block_size, *strides)
         query = rotate_and_write(packed, self.heads, tables, self.norms, target)
         return step.backend.attend(query, binding.cache, metadata, binding.shape)
 
@@ -168,7 +168,7 @@ class DeviceLayers(nn.ModuleList):
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:
         super().__init__(layers)
         self._whole = (
-            WholeStack(layers),
+            DeviceStack(layers),
         )  # in a tuple: its layers are children of this list already
 
     def __getitem__(self, index: Any) -> Any:
@@ -177,7 +177,7 @@ class DeviceLayers(nn.ModuleList):
         return super().__getitem__(index)
 
 
-class WholeStack(nn.Module):
+class DeviceStack(nn.Module):
     """All layers as one module; the addition at a layer's end is fused with the next layer's first norm."""
 
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:

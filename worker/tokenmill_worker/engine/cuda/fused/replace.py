@@ -33,31 +33,31 @@ _IS_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGE
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Build = Callable[[Any], nn.Module | None]
-Agrees = Callable[[nn.Module, nn.Module], bool]
+IsEquivalent = Callable[[nn.Module, nn.Module], bool]
 
 
-def fuse_on_device(model: nn.Module) -> Counter[str]:
+def replace_modules(model: nn.Module) -> Counter[str]:
     """Replace fitting modules in place; return the number of replacements by kind."""
-    swapped: Counter[str] = Counter()
+    replaced: Counter[str] = Counter()
     failed: set[str] = set()
-    steps: tuple[tuple[Build, Agrees], ...] = (
-        (_norm, equivalence.of_rows),
-        (_mlp, equivalence.of_rows),
-        (_attention, equivalence.of_attention),
-        (_layer, equivalence.of_layers),
+    steps: tuple[tuple[Build, IsEquivalent], ...] = (
+        (_norm, equivalence.rows_are_equivalent),
+        (_mlp, equivalence.rows_are_equivalent),
+        (_attention, equivalence.attention_is_equivalent),
+        (_layer, equivalence.layers_are_equivalent),
     )
-    for build, agrees in steps:
+    for build, is_equivalent in steps:
         for parent, name, module in list(_children(model)):
             if (weight := next(module.parameters(), None)) is None or weight.dtype not in _DTYPES:
                 continue
-            stand_in = _checked(module, build, agrees, failed)
-            if stand_in is not None:
-                setattr(parent, name, stand_in)
-                swapped[type(stand_in).__name__] += 1
+            replacement = _checked(module, build, is_equivalent, failed)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+                replaced[type(replacement).__name__] += 1
     _join(model)
-    listed = ", ".join(f"{count} {kind}" for kind, count in swapped.items()) or "none"
+    listed = ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none"
     log.info("fused modules on %s: %s", next(model.parameters()).device, listed)
-    return swapped
+    return replaced
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -68,22 +68,24 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     ]
 
 
-def _checked(module: nn.Module, build: Build, agrees: Agrees, failed: set[str]) -> nn.Module | None:
+def _checked(
+    module: nn.Module, build: Build, is_equivalent: IsEquivalent, failed: set[str]
+) -> nn.Module | None:
     """Build and check a replacement; return None where there is none or it differs.
 
     `failed` collects the warnings already logged, so that each is logged once.
     """
     try:
-        stand_in = build(module)
+        replacement = build(module)
     except Exception as error:  # an unusual structure: this module stays as it is
         log.debug("not fused: %s: %s", type(error).__name__, error)
         return None
-    if stand_in is None:
+    if replacement is None:
         return None
     try:
         original = copy.deepcopy(module).float()
         candidate = build(original)
-        if candidate is None or not agrees(original, candidate):
+        if candidate is None or not is_equivalent(original, candidate):
             return None
     except Exception as error:  # an unusual signature, or a kernel that fails
         said = f"{type(module).__name__} is not fused: {type(error).__name__}: {error}"
@@ -91,7 +93,7 @@ def _checked(module: nn.Module, build: Build, agrees: Agrees, failed: set[str]) 
             failed.add(said)
             log.warning("%s", said)
         return None
-    return stand_in
+    return replacement
 
 
 def _join(model: nn.Module) -> None:

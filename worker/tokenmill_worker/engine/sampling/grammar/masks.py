@@ -58,7 +58,7 @@ class Masks:
 
 
 @dataclass(slots=True)
-class _State:
+class _MatcherState:
     matcher: Any
     epoch: int
     num_read: int = 0  # output tokens that the matcher has read; they do not change within an epoch
@@ -69,7 +69,7 @@ class Grammars:
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
-        self._states: dict[Sequence, _State] = {}
+        self._states: dict[Sequence, _MatcherState] = {}
         self._launched: dict[
             Sequence, tuple[Sampled, int, int]
         ] = {}  # step, its row, output position
@@ -187,14 +187,14 @@ class Grammars:
     def _vocab_size(self) -> int:
         return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
 
-    def _state_of(self, sequence: Sequence) -> _State:
+    def _state_of(self, sequence: Sequence) -> _MatcherState:
         """Return the sequence's state, or a new one if its epoch has changed, since tokens may have been withdrawn."""
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch:
-            state = self._states[sequence] = _State(self._start(sequence), sequence.epoch)
+            state = self._states[sequence] = _MatcherState(self._start(sequence), sequence.epoch)
         return state
 
-    def _unread(self, sequence: Sequence, state: _State) -> list[int]:
+    def _unread(self, sequence: Sequence, state: _MatcherState) -> list[int]:
         """Return output tokens that the matcher has not read; it may have read the one in flight already."""
         position = sequence.num_prompt_tokens + state.num_read
         new = sequence.token_ids[position:]
@@ -223,7 +223,7 @@ class Grammars:
         return sequence.grammar()
 
 
-def _read(state: _State, new: list[int]) -> None:
+def _read(state: _MatcherState, new: list[int]) -> None:
     """Advance the matcher by new tokens; raises GrammarError for a token that the grammar refuses."""
     for token_id in new:
         # after its end only end tokens follow (ignore_eos), which the matcher need not see

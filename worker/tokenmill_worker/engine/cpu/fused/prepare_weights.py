@@ -11,7 +11,7 @@ from torch import nn
 
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, Quantization
 from tokenmill_worker.engine.cpu.fused.packing import Packing
-from tokenmill_worker.engine.cpu.fused.replace import swap_modules
+from tokenmill_worker.engine.cpu.fused.replace import replace_modules
 from tokenmill_worker.engine.cpu.kernels.linear import PackedWeight
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 from tokenmill_worker.engine.device import cannot_quantize
@@ -19,7 +19,7 @@ from tokenmill_worker.engine.device import cannot_quantize
 log = logging.getLogger(__name__)
 
 
-def optimise(
+def prepare_weights(
     model: nn.Module,
     config: EngineConfig,
     choose: Callable[[Quantization | None, bool, bool], Packing] = Packing.choose,
@@ -45,7 +45,7 @@ def optimise(
             ) from None
         log.warning("the model runs on torch's own linear layers: %s", error)
         return model
-    swapped = swap_modules(model, packing)
+    replaced = replace_modules(model, packing)
     if packing.kernels.has_amx:
         log.info("products of many rows run in the CPU's matrix registers (AMX)")
     if config.quantization is None:
@@ -54,7 +54,7 @@ def optimise(
         )
         log.info("weights in memory, each the same bits as in float32: %s", forms or "none packed")
     else:
-        _report_the_rest(model, config, swapped)
+        _report_the_rest(model, config, replaced)
     return model
 
 
@@ -68,9 +68,9 @@ def _forms(model: nn.Module) -> Counter[str]:
     return found
 
 
-def _report_the_rest(model: nn.Module, config: EngineConfig, swapped: Counter[str]) -> None:
+def _report_the_rest(model: nn.Module, config: EngineConfig, replaced: Counter[str]) -> None:
     """Log the weights that stay float32 because no replacement took them; raises EngineConfigError if all do."""
-    if not swapped["FusedAttention"] + swapped["FusedMLP"] + swapped["PackedLinear"]:
+    if not replaced["FusedAttention"] + replaced["FusedMLP"] + replaced["PackedLinear"]:
         raise EngineConfigError([f"no layer of {config.model} can be quantised"])
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
