@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
+class ResultRecorder(Protocol):
     """The part of a store that the finalizer uses; implemented by ResultStore."""
 
     async def record(self, finished: Sequence[FinishedJob]) -> RecordReport: ...
@@ -93,7 +93,7 @@ class Finalizer:
 
     def __init__(
         self,
-        store: Recorder,
+        store: ResultRecorder,
         acknowledger: Acknowledger,
         limits: FinalizerLimits = FinalizerLimits(),
         *,
