@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer
 
-from tests.support.worker import QUEUE, database_url, running_worker
+from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from tokenmill import webhooks
 from tokenmill.cli import app
 from tokenmill.testing import InMemoryQueue
@@ -66,6 +66,41 @@ async def test_python_in_the_guides_runs(
                 exec, compile(at(code, redis_url, database), name, "exec"), names
             )
     assert ("completed {" if name == "bulk.md" else "completion_tokens=") in printed.getvalue()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("max_tokens", [1, 400])
+async def test_the_reader_of_the_protocol_page_reads_what_the_result_holds(
+    max_tokens: int, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # where the scripts are
+    code = "\n".join(blocks(ROOT / "ops" / "guides" / "protocol.md", "python"))
+    database = database_url(tmp_path)
+    names: dict[str, Any] = {}
+
+    def read(job: str, **fields: Any) -> list[str]:
+        texts = [""] * fields.get("n", 1)
+
+        def emit(choice: int, text: str) -> None:
+            texts[choice] += text
+
+        names["Reader"](job, emit).read()
+        return texts
+
+    async with running_worker(redis_url, database, model="synthetic?mean_tokens=200"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            await asyncio.to_thread(exec, at(code, redis_url, database), names)
+        async with client_of(redis_url, database) as client:
+            for n in (1, 3):
+                job = await asyncio.to_thread(names["submit"], "Go", max_tokens, f"key-{n}", n)
+                live = await asyncio.to_thread(read, job, n=n)
+                late = await asyncio.to_thread(read, job, n=n)
+                result = await client.result(job, timeout=30)
+                assert live == late == [choice.text for choice in result.choices]
+                again = await asyncio.to_thread(names["submit"], "Go", max_tokens, f"key-{n}", n)
+                assert again == job
+        with pytest.raises(LookupError):
+            await asyncio.to_thread(read, "no-such-job")
 
 
 def test_an_adapter_is_named_as_the_guide_says() -> None:
