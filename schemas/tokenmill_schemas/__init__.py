@@ -1,5 +1,8 @@
 """Structs that producers, workers and subscribers exchange: msgspec structs, sent as
 MessagePack.
+
+Belongs here: what has to mean the same to both sides: messages, keys, limits, checks, tables. Code
+that connects to a server belongs elsewhere.
 """
 
 from tokenmill_schemas.chunk import Chunk
