@@ -46,8 +46,8 @@ def _name(name: str, size: int = 255, **more: Any) -> Column[str]:
     return Column(name, String(size), nullable=False, **more)
 
 
-def _whose() -> tuple[Column[str], ...]:
-    """Return the columns that say whose a job, its usage or a batch is."""
+def _owner_columns() -> tuple[Column[str], ...]:
+    """Return the columns of the queue, the model and the tenant."""
     return _name("queue"), _name("model"), _name("tenant", default="")
 
 
@@ -70,7 +70,7 @@ jobs: Final = Table(
     "jobs",
     metadata,
     Column("id", String(255), primary_key=True),
-    *_whose(),
+    *_owner_columns(),
     _name("priority", 16),
     _name("state", 16),  # a final JobStatus; "dead" may be replaced after a redrive
     Column("finish_reason", String(16)),  # of the first choice, as are text, token_ids and logprobs
@@ -114,7 +114,7 @@ usage: Final = Table(
     "usage",
     metadata,
     Column("job_id", String(255), primary_key=True),  # no foreign key: usage outlives its job's row
-    *_whose(),
+    *_owner_columns(),
     _name("state", 16),
     _name("day", 10),  # of finished_ms, UTC, ISO
     _number("finished_ms"),
@@ -172,7 +172,7 @@ batches: Final = Table(
     "batches",
     metadata,
     Column("id", String(255), primary_key=True),
-    *_whose(),
+    *_owner_columns(),
     _name("state", 16),  # validating, failed, in_progress, finalizing, completed, …
     _name("endpoint", 64),
     Column("input_file", Text),

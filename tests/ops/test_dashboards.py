@@ -82,7 +82,7 @@ async def _work_and_scrape(redis_url: str, folder: Path) -> str:
         ]
         for job in jobs:
             await client.result(job, timeout=60)
-        url = f"http://127.0.0.1:{worker.watch_port}/metrics"
+        url = f"http://127.0.0.1:{worker.health_port}/metrics"
         async with asyncio.timeout(60):
             while True:
                 text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())

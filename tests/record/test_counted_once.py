@@ -30,7 +30,7 @@ async def test_a_commit_whose_answer_came_too_late_is_counted_once(rig: Rig) -> 
         for number in range(5):
             await finalizer.submit(finished(f"job-{number}"))
         assert await finalizer.drain(60) == []
-    assert sorted(rig.told) == ["job-0", "job-2", "job-3", "job-4"]
+    assert sorted(rig.reported) == ["job-0", "job-2", "job-3", "job-4"]
     assert (finalizer.stats.recorded, finalizer.stats.recorded_before) == (4, 1)
     assert len(rig.redis.done) == 5
 
@@ -41,7 +41,7 @@ async def test_a_job_that_is_there_twice_is_counted_once(rig: Rig) -> None:
         for token in (2, 1):
             await finalizer.submit(finished("job-0", token=token))
         assert await finalizer.drain(60) == []
-    assert (rig.told, finalizer.stats.recorded) == (["job-0"], 1)
+    assert (rig.reported, finalizer.stats.recorded) == (["job-0"], 1)
 
 
 async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> None:
@@ -55,7 +55,7 @@ async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> 
         await finalizer.submit(outcome)
         assert await finalizer.drain(60) == []
     assert rig.redis.done["job-0"].token == 2
-    assert (rig.told, rig.store.groups, finalizer.stats.recorded_before) == ([], [], 1)
+    assert (rig.reported, rig.store.groups, finalizer.stats.recorded_before) == ([], [], 1)
 
 
 async def test_a_late_commit_of_a_real_database_is_counted_once(url: str) -> None:
@@ -68,8 +68,8 @@ async def test_a_late_commit_of_a_real_database_is_counted_once(url: str) -> Non
         time.sleep(pauses.pop() if pauses else 0.0)
 
     store = ResultStore(url, queue="q", engine=engine, answer_timeout_s=0.3)
-    told: list[FinishedJob] = []
-    finalizer = Finalizer(store, FakeRedis(), LIMITS, on_recorded=told.extend)
+    reported: list[FinishedJob] = []
+    finalizer = Finalizer(store, FakeRedis(), LIMITS, on_recorded=reported.extend)
     task = asyncio.create_task(finalizer.run())
     for number in range(3):
         await finalizer.submit(finished(f"job-{number}"))
@@ -78,5 +78,5 @@ async def test_a_late_commit_of_a_real_database_is_counted_once(url: str) -> Non
     await asyncio.gather(task, return_exceptions=True)
     await store.close()
     assert finalizer.stats.record_failures
-    assert sorted(item.result.job_id for item in told) == ["job-0", "job-1", "job-2"]
+    assert sorted(item.result.job_id for item in reported) == ["job-0", "job-1", "job-2"]
     assert counts(url) == (3, 3, 3, 3)

@@ -68,7 +68,7 @@ class FakeStore:
 class Rig:
     store: FakeStore = field(default_factory=FakeStore)
     redis: FakeRedis = field(default_factory=FakeRedis)
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
 
     @asynccontextmanager
     async def running(self, **limits: object) -> AsyncIterator[Finalizer]:
@@ -80,7 +80,7 @@ class Rig:
                 acknowledge_backoff=FAST,
                 **({"linger_s": 0.0} | limits),  # type: ignore[arg-type]
             ),
-            on_recorded=lambda jobs: self.told.extend(job.result.job_id for job in jobs),
+            on_recorded=lambda jobs: self.reported.extend(job.result.job_id for job in jobs),
         )
         task = asyncio.create_task(finalizer.run())
         try:
@@ -108,7 +108,7 @@ async def test_a_job_is_acknowledged_after_it_was_recorded(rig: Rig) -> None:
     async with rig.running() as finalizer:
         await _submit(finalizer, 5)
         assert await finalizer.drain(60) == []
-    assert list(rig.redis.done) == [f"job-{number}" for number in range(5)] == rig.told
+    assert list(rig.redis.done) == [f"job-{number}" for number in range(5)] == rig.reported
     assert set(rig.redis.done) == set(rig.store.recorded)
     assert (finalizer.stats.recorded, finalizer.stats.acknowledged, finalizer.stats.lost) == (
         5,
@@ -242,14 +242,14 @@ async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> 
         early_end = msgspec.structs.replace(late.final_chunk, index=0)
         await finalizer.submit(replace(late, final_chunk=early_end))
         assert await finalizer.drain(60) == []
-    told = rig.redis.done["job-0"]
-    assert told.result == first.result
-    assert told.token == 2  # under our lease
-    assert told.final_chunk.usage == first.result.usage
+    reported = rig.redis.done["job-0"]
+    assert reported.result == first.result
+    assert reported.token == 2  # under our lease
+    assert reported.final_chunk.usage == first.result.usage
     # A subscriber with fewer tokens than SQL must see a gap, and not the end.
-    assert told.final_chunk.index == len(first.result.token_ids)
-    assert told.final_chunk.finish_reason == first.result.finish_reason
-    assert rig.told == []  # it was counted when it was recorded
+    assert reported.final_chunk.index == len(first.result.token_ids)
+    assert reported.final_chunk.finish_reason == first.result.finish_reason
+    assert rig.reported == []  # it was counted when it was recorded
 
 
 def came_back(recorded: FinishedJob, **changes: Any) -> AdmittedJob:

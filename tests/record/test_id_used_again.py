@@ -42,15 +42,15 @@ async def ended(
     store: ResultStore, *jobs: FinishedJob
 ) -> tuple[list[FinishedJob], list[FinishedJob]]:
     """Record the jobs and return those acknowledged to Redis and those counted in the metrics."""
-    redis, told = FakeRedis(), []
-    finalizer = Finalizer(store, redis, LIMITS, on_recorded=lambda items: told.extend(items))
+    redis, reported = FakeRedis(), []
+    finalizer = Finalizer(store, redis, LIMITS, on_recorded=lambda items: reported.extend(items))
     task = asyncio.create_task(finalizer.run())
     for job in jobs:
         await finalizer.submit(job)
     assert await finalizer.drain(60) == []
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return list(redis.done.values()), told
+    return list(redis.done.values()), reported
 
 
 @pytest.mark.parametrize("tenant", ["acme", "another"])
@@ -59,7 +59,7 @@ async def test_the_second_job_of_an_id_ends_as_failed(
 ) -> None:
     await store.record([of_no_batch(finished("a"))])
     beside = finished("b")
-    done, told = await ended(store, later(tenant=tenant), beside)
+    done, reported = await ended(store, later(tenant=tenant), beside)
     end, other = sorted(done, key=lambda item: item.result.job_id)
     result, chunk = end.result, end.final_chunk
     assert (result.status, result.choices, result.text) == (JobStatus.FAILED, (), "")
@@ -75,7 +75,7 @@ async def test_the_second_job_of_an_id_ends_as_failed(
         later().final_chunk.index,
     )
     assert other.result == beside.result
-    assert sorted((item.result.job_id, item.result.status) for item in told) == [
+    assert sorted((item.result.job_id, item.result.status) for item in reported) == [
         ("a", JobStatus.FAILED),
         ("b", JobStatus.SUCCEEDED),
     ]

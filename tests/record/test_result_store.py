@@ -106,8 +106,10 @@ async def test_writers_that_race_for_the_same_jobs_record_each_once(url: str) ->
     assert sum(len(report.written) for report in reports) == 60
     assert all(len(report.written) + len(report.existing) == 60 for report in reports)
     assert counts(url) == (60, 60, 60, 60)
-    told = {job_id: end.worker_id for report in reports for job_id, end in report.existing.items()}
-    assert told == {
+    reported = {
+        job_id: end.worker_id for report in reports for job_id, end in report.existing.items()
+    }
+    assert reported == {
         row["id"]: row["worker_id"] for row in rows(url, "SELECT id, worker_id FROM jobs")
     }
     for store in stores:

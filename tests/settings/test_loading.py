@@ -44,8 +44,8 @@ def test_settings_that_cannot_work_together_are_told_with_the_others() -> None:
         default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2", webhook_retry_seconds="30",
         webhook_max_retry_seconds="10", tensor_parallel="true", cuda_graphs="true", async_batching="true",
     )  # fmt: skip
-    told = sorted(line.split(" ")[0] for line in problems)
-    assert told == [
+    named = sorted(line.split(" ")[0] for line in problems)
+    assert named == [
         "--async-batching", "--cpu-offload-gib", "--cuda-graphs", "--default-max-tokens", "--max-long-partial-prefills",
         "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds", "--webhook-retry-seconds",
     ]  # fmt: skip

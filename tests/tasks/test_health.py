@@ -169,9 +169,9 @@ def test_a_broker_that_goes_away_makes_it_unready_and_no_more(
         eventually(lambda: "beat cannot start its tasks: " in log.read_text())
         server.start()
         eventually(is_ready)
-    told = log.read_text()
-    assert "Traceback" not in told, "a sweep fails every 0.2 s; one line says it"
-    assert told.count("beat cannot start its tasks: ") <= 5
+    logged = log.read_text()
+    assert "Traceback" not in logged, "a sweep fails every 0.2 s; one line says it"
+    assert logged.count("beat cannot start its tasks: ") <= 5
 
 
 @pytest.mark.slow

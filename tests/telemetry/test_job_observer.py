@@ -41,11 +41,11 @@ async def test_every_step_is_counted_at_its_own_time(ask: Callable[[Observer], N
     observer.started([job])
     for token in "abc":
         observer.stepped(Frame(events=(event(token),), capacity=ROOM))
-    tally = metrics.inter_token.of("standard")
-    assert sum(tally.counts) == 0, "as long as nobody asks"
+    histogram = metrics.inter_token.of("standard")
+    assert sum(histogram.counts) == 0, "as long as nobody asks"
     ask(observer)
-    assert sum(tally.counts) == 2
-    assert tally.total == pytest.approx(2 * STEP_NS / 1e9), "not when they were counted"
+    assert sum(histogram.counts) == 2
+    assert histogram.total == pytest.approx(2 * STEP_NS / 1e9), "not when they were counted"
     assert observer.tokens.total == 3
     ask(observer)
     assert observer.tokens.total == 3, "each once"

@@ -81,15 +81,15 @@ async def test_log_lines_are_json_name_the_job_and_hold_no_text(
         broken = await client.submit(prompt=f"{SECRET} [[fail]]", max_tokens=9)
         answers = [await client.result(job, timeout=60) for job in (good, bad, broken)]
     lines = [json.loads(line) for line in json_log.getvalue().splitlines()]
-    told = {line["job_id"]: line for line in lines if line["logger"] == "tokenmill_worker.jobs"}
-    assert {good, bad, broken} <= set(told)
-    assert (told[good]["message"], told[good]["completion_tokens"], told[good]["tenant"]) == (
+    logged = {line["job_id"]: line for line in lines if line["logger"] == "tokenmill_worker.jobs"}
+    assert {good, bad, broken} <= set(logged)
+    assert (logged[good]["message"], logged[good]["completion_tokens"], logged[good]["tenant"]) == (
         "job succeeded",
         40,
         "acme",
     )
-    assert told[bad]["error"] == "model_not_found"
-    assert told[broken]["error"] == "engine_error"
+    assert logged[bad]["error"] == "model_not_found"
+    assert logged[broken]["error"] == "engine_error"
     assert all(line["worker"] == "w1" for line in lines)
     assert SECRET not in json_log.getvalue()
     assert answers[0].text[:12] not in json_log.getvalue()
@@ -102,7 +102,7 @@ async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> Non
         running_worker(redis_url, database, metrics_port=0, **options) as worker,
         client_of(redis_url) as client,
     ):
-        assert worker.watch_port is not None
+        assert worker.health_port is not None
         jobs = [
             await client.submit(prompt="a", max_tokens=30, ignore_eos=True, tenant=t)
             for t in ("acme", "acme", "")
@@ -111,8 +111,8 @@ async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> Non
         for job in jobs:
             async for _ in client.stream(job):
                 statuses += await client.workers() if len(statuses) < 60 else []
-        text = await asyncio.to_thread(scrape, worker.watch_port)
-        ready = json.loads(await asyncio.to_thread(scrape, worker.watch_port, "/readyz"))
+        text = await asyncio.to_thread(scrape, worker.health_port)
+        ready = json.loads(await asyncio.to_thread(scrape, worker.health_port, "/readyz"))
     assert ready["checks"] == dict.fromkeys(
         ("engine", "steps", "claims", "redis", "sql", "buffer", "drain"), "ok"
     )

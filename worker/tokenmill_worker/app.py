@@ -80,7 +80,7 @@ class Worker:
         self.settings = settings
         self._has_process = has_process
         self.ready = asyncio.Event()
-        self.watch_port: int | None = None  # the port of /metrics, once it is served
+        self.health_port: int | None = None  # the port of /metrics, once it is served
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         config = self._config = settings.engine_config()
@@ -293,7 +293,7 @@ class Worker:
             self.reporter.checks(),
         )
         await server.start()
-        self.watch_port = server.port
+        self.health_port = server.port
         undo.push_async_callback(server.stop)
         await self._read_queue_metrics(undo)
         log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
