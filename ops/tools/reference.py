@@ -54,11 +54,13 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        f"Written by `{COMMAND}` from `worker/tokenmill_worker/settings/`; a test fails when it is stale.",
+        "This page lists every setting of the worker, the engine and the background tasks, with its type and default.",
+        f"`{COMMAND}` writes it from `worker/tokenmill_worker/settings/`; a test fails when it is stale.",
         "",
-        f"Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
-        "Flags win over variables, variables over defaults. There is no settings file. A misspelt or impossible",
-        "setting stops the start, and every problem is named at once. Durations are seconds; `none` unsets.",
+        f"- Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
+        "- Flags win over variables, variables over defaults. There is no settings file.",
+        "- A misspelt or impossible setting stops the start. All problems are listed together.",
+        "- Durations are in seconds. `none` unsets a setting.",
     ]
     for title, fields in panels.items():
         lines += ["", f"## {title}", "", *_settings_table(fields)]

@@ -47,6 +47,11 @@ def test_the_first_page_is_short() -> None:
     assert len(README.split()) <= 900
 
 
+def test_the_first_page_links_every_guide() -> None:
+    guides = {f"ops/guides/{page.name}" for page in (ROOT / "ops" / "guides").glob("*.md")}
+    assert guides <= set(re.findall(r"\]\(([\w/.-]+)\)", README))
+
+
 def test_the_bar_chart_shows_the_table_of_speed() -> None:
     rows = pictures.speed_rows(README)
     assert [row.workload for row in rows] == ["decode", "mixed", "prefix", "prefill", "single"]
