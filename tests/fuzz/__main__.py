@@ -104,12 +104,14 @@ def _parent(options: argparse.Namespace) -> int:
         total += report.inputs
         how = "" if report.guided else "  (not guided)"
         print(
-            f"{target.name:<16}{report.inputs:>10,}{report.read:>10,}{report.refused:>10,}{report.slowest_ms:>9.1f} ms"
+            f"{target.name:<16}{report.inputs:>10,}{report.read:>10,}{report.refused:>10,}"
+            f"{report.slowest_ms:>9.1f} ms"
             f"{report.seconds:>8.0f} s{how}",
             flush=True,
         )
     print(
-        f"{total:,} inputs in {time.monotonic() - started:.0f} s, seed {options.seed}, findings: {findings}"
+        f"{total:,} inputs in {time.monotonic() - started:.0f} s, seed {options.seed}, "
+        f"findings: {findings}"
     )
     return 1 if findings else 0
 

@@ -35,11 +35,13 @@ _CAPACITY = Capacity(
     free_sequences=3, free_blocks=9, waiting=1, running=2, block_size=16, max_model_len=4096
 )
 _REQUEST = GenerationRequest(
-    request_id="job", prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=9, n=2, seed=1), priority=0, tenant="a",
+    request_id="job", prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=9, n=2, seed=1),
+    priority=0, tenant="a",
     cache_salt="a", deadline=4e9, resumed=((4, 5), ()), done=(1,),
 )  # fmt: skip
 _EVENT = TokenEvent(
-    request_id="job", choice=1, token_ids=(4, 5), logprobs=LOGPROBS, finish_reason=FinishReason.STOP,
+    request_id="job", choice=1, token_ids=(4, 5), logprobs=LOGPROBS,
+    finish_reason=FinishReason.STOP,
     num_cached_tokens=2, preemptions=1, error="no", error_code="engine_error",
 )  # fmt: skip
 
@@ -59,7 +61,8 @@ def command_seeds(*, bare: bool = False) -> list[bytes]:
 def report_seeds() -> list[bytes]:
     """Frames from the engine process."""
     ready = Ready(
-        model="m", max_model_len=4096, vocab_size=1000, eos_token_ids=(2,), model_path="/m", description="d",
+        model="m", max_model_len=4096, vocab_size=1000, eos_token_ids=(2,), model_path="/m",
+        description="d",
         capacity=_CAPACITY,
     )  # fmt: skip
     frame = Frame(events=(_EVENT,), capacity=_CAPACITY, stats=EngineStats(steps=4, busy_s=0.5))
@@ -75,8 +78,10 @@ def report_seeds() -> list[bytes]:
 def admission_seeds() -> list[bytes]:
     """[request, verdict, log…]: fresh, resumed, and ended ones."""
     base = JobRequest(
-        job_id="job", messages=(Message("user", "Why?"),), metadata={"a": "b"}, deadline_ms=CREATED_MS * 2,
-        params=SamplingParams(max_tokens=9, stop=("x",), logit_bias={3: 1.0}, n=2, seed=1, temperature=0.5),
+        job_id="job", messages=(Message("user", "Why?"),), metadata={"a": "b"},
+        deadline_ms=CREATED_MS * 2,
+        params=SamplingParams(max_tokens=9, stop=("x",), logit_bias={3: 1.0}, n=2, seed=1,
+            temperature=0.5),
     )  # fmt: skip
     probed = msgspec.structs.replace(
         base,

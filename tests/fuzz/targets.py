@@ -88,7 +88,7 @@ def _bytes(parts: Iterable[Any]) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Processing:
-    """The worker's input processor: nothing may raise, nor reach the safety net behind the checks."""
+    """The worker's input processor: nothing may raise or reach the safety net behind the checks."""
 
     processor: InputProcessor = field(
         default_factory=lambda: InputProcessor(byte_level(), MODEL, clock=Clock())
@@ -223,7 +223,8 @@ _ARGUMENTS = {
     "n": 2,
 }
 _URLS = (
-    b"redis://user:pw@host:6379/0", b"redis+sentinel://:pw@a:1,b:2/main/0", b"rediss+cluster://[::1]:7,b", b"unix:///s",
+    b"redis://user:pw@host:6379/0", b"redis+sentinel://:pw@a:1,b:2/main/0",
+    b"rediss+cluster://[::1]:7,b", b"unix:///s",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A user's Celery application, as `celery -A tests.client.celery.backend_app` and a test import it."""
+"""A user's Celery application; `celery -A tests.client.celery.backend_app` and a test import it."""
 
 import os
 from typing import Any

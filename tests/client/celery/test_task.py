@@ -177,7 +177,8 @@ class TestWithWorkers:
             with pytest.raises(celery.exceptions.TaskRevokedError, match="was cancelled"):
                 result.get(timeout=WAIT_S)
         assert answer.state == "REVOKED"
-        if in_chain:  # the Celery worker, which waits for the job, stores it as well: for those who do not ask the job
+        # the Celery worker, which waits for the job, stores the result as well
+        if in_chain:
             until = time.monotonic() + WAIT_S
             while {app.backend.get_task_meta(one.id)["status"] for one in (answer, last)} != {
                 "REVOKED"

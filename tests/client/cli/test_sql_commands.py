@@ -142,7 +142,8 @@ def test_webhooks_are_listed_and_redriven(database: str) -> None:
     with engine.begin() as connection:
         connection.execute(
             sa.text(
-                "UPDATE webhooks SET state = 'dead', attempts = 10, last_error = 'gone' WHERE job_id != 'c'"
+                "UPDATE webhooks SET state = 'dead', attempts = 10, last_error = 'gone' "
+                "WHERE job_id != 'c'"
             )
         )
     engine.dispose()
@@ -222,7 +223,8 @@ def test_looking_at_a_database_that_is_not_there_makes_none(tmp_path: Path) -> N
         ("none.db", "there is no database at {}/none.db\n"),
         (
             "folder",
-            "the database {}/folder cannot be opened: it must be a file, in a folder that this user may write to\n",
+            "the database {}/folder cannot be opened: "
+            "it must be a file, in a folder that this user may write to\n",
         ),
     ],
 )

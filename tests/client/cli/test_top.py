@@ -27,19 +27,24 @@ from tokenmill_schemas.control import WorkerStatus
 
 NOW_MS = 1_795_000_000_000
 EMPTY = QueueState(
-    queue="chat", classes={name: ClassState() for name in ("interactive", "standard", "bulk")}, running=0, scheduled=0,
+    queue="chat", classes={name: ClassState() for name in ("interactive", "standard", "bulk")},
+    running=0, scheduled=0,
     unrecorded=0, dead=0, submitted=0, finished={}, entries_dropped=0, tenants=[], workers=[],
 )  # fmt: skip
 WORKER = WorkerStatus(
-    worker_id="a-node-with-a-long-name-12345", model="m", started_ms=NOW_MS - 3_700_000, running=58, waiting=3,
+    worker_id="a-node-with-a-long-name-12345", model="m", started_ms=NOW_MS - 3_700_000, running=58,
+    waiting=3,
     max_running=64, total_blocks=4096, free_blocks=1024, tokens_per_s=1834.2, prefix_hits=0.42,
     first_token_ms=(131.0, 420.0), token_ms=(18.0, 31.0), queue_ms=(12.0, 80.0), to_record=4,
 )  # fmt: skip
 BUSY = msgspec.structs.replace(
     EMPTY, classes={"interactive": ClassState(waiting=12, waiting_tokens=4_800, oldest_ms=16_000),
-                    "bulk": ClassState(waiting=1_234_567, waiting_tokens=2_345_000_000, oldest_ms=7_200_000)},
-    running=120, scheduled=7, dead=2, submitted=9_000_000, finished={"succeeded": 8_000_000}, workers=[WORKER],
-    tenants=[TenantState(tenant="acme", waiting=9, running=60, tokens_per_s=1200.0), TenantState(tenant="", running=1)],
+                    "bulk": ClassState(waiting=1_234_567, waiting_tokens=2_345_000_000,
+                        oldest_ms=7_200_000)},
+    running=120, scheduled=7, dead=2, submitted=9_000_000, finished={"succeeded": 8_000_000},
+        workers=[WORKER],
+    tenants=[TenantState(tenant="acme", waiting=9, running=60, tokens_per_s=1200.0),
+        TenantState(tenant="", running=1)],
 )  # fmt: skip
 JOB = JobInfo(
     job_id="0193a1b2-7c3d-7e4f-8a5b-000000000001",

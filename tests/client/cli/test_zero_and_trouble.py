@@ -79,7 +79,8 @@ async def listens(client: AsyncClient, job_id: str) -> bool:
 async def test_a_server_that_goes_away_is_spoken_of_at_once(make_valkey, tmp_path: Path):
     server = make_valkey()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tokenmill.cli", "submit", "hi", "--stream", "--redis-url", server.url, "--queue", "q",
+        sys.executable, "-m", "tokenmill.cli", "submit", "hi", "--stream", "--redis-url",
+        server.url, "--queue", "q",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=tmp_path,
     )  # fmt: skip
     assert process.stderr is not None
@@ -111,8 +112,8 @@ def test_a_wrong_password_is_no_server_that_is_elsewhere(redis_url: str) -> None
     error, hint = done.stderr.splitlines()
     assert (done.exit_code, "invalid username-password pair" in error) == (1, True)
     assert (
-        hint
-        == "Hint: the URL has them: redis://user:password@host:6379/0 (--redis-url, TOKENMILL_REDIS_URL)"
+        hint == "Hint: the URL has them: redis://user:password@host:6379/0 "
+        "(--redis-url, TOKENMILL_REDIS_URL)"
     )
 
 

@@ -157,7 +157,8 @@ def test_a_jobs_cost_grows_with_prompt_and_answer() -> None:
         ("unix:///run/redis.sock?db=1", "single", (), "", {}),
         ("redis+sentinel://a:1,b/main/3", "sentinel", (("a", 1), ("b", 26379)), "main", {"db": 3}),
         (
-            "rediss+cluster://u:p%40@a:1,[::1]:2?ssl_ca_certs=/ca", "cluster", (("a", 1), ("::1", 2)), "",
+            "rediss+cluster://u:p%40@a:1,[::1]:2?ssl_ca_certs=/ca", "cluster",
+            (("a", 1), ("::1", 2)), "",
             {"ssl": True, "username": "u", "password": "p@", "ssl_ca_certs": "/ca"},
         ),
     ],

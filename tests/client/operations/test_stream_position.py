@@ -110,7 +110,7 @@ def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
 
 
 def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
-    """The server forgot the last two chunks; the worker sends the same tokens again in one piece."""
+    """The server lost the last two chunks; the worker sends the same tokens again in one piece."""
     cursor = StreamPosition(JOB)
     told = list(cursor.accept_log(cut(4, [1, 2, 3])))
     again = Chunk(

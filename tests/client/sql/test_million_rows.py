@@ -29,14 +29,16 @@ MIDDLE_MS = (FIRST_DAY + DAYS // 2) * DAY_MS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _SERIES = {
-    "sqlite": f"WITH RECURSIVE s(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM s WHERE n < {ROWS - 1}) ",
+    "sqlite": "WITH RECURSIVE s(n) AS "
+    f"(SELECT 0 UNION ALL SELECT n + 1 FROM s WHERE n < {ROWS - 1}) ",
     "postgresql": f"WITH s(n) AS (SELECT generate_series(0, {ROWS - 1})) ",
 }
 _DAY = {
     "sqlite": f"date({FIRST_DAY} + n / {ROWS // DAYS} + 2440587.5)",
     "postgresql": f"to_char(DATE '1970-01-01' + {FIRST_DAY} + n / {ROWS // DAYS}, 'YYYY-MM-DD')",
 }
-# Spread by primes, so that the columns do not go together. Few have payloads left, as after a purge of old ones.
+# Primes spread the values, so that columns are independent. Few rows have payloads left, as after
+# a purge of old ones.
 _NAMES = {
     "queue": "'q' || (n % 3)",
     "model": "'m' || (n % 7)",
@@ -46,7 +48,8 @@ _NAMES = {
 }
 _JOBS = {
     "id": "'job-' || n", **_NAMES, "priority": "'standard'", "attempts": "1", "worker_id": "'w'",
-    "created_ms": "0", "started_ms": "0", "batch_id": "CASE WHEN n % 50 = 0 THEN 'batch-' || (n % 1000) END",
+    "created_ms": "0", "started_ms": "0",
+    "batch_id": "CASE WHEN n % 50 = 0 THEN 'batch-' || (n % 1000) END",
 }  # fmt: skip
 _NUMBERS = (
     "prompt_tokens",
@@ -64,9 +67,11 @@ def fill(engine: sa.Engine) -> None:
     dialect = engine.dialect.name
     values = {
         jobs: {**_JOBS, "result": f"CASE WHEN n > {ROWS - 1000} THEN {_blob(dialect)} END"},
-        usage: {"job_id": "'job-' || n", **_NAMES, "day": _DAY[dialect], **dict.fromkeys(_NUMBERS, "n % 10")},
+        usage: {"job_id": "'job-' || n", **_NAMES, "day": _DAY[dialect],
+            **dict.fromkeys(_NUMBERS, "n % 10")},
         webhooks: {
-            "id": "'msg-' || n", "job_id": "'job-' || n", "queue": "'q'", "tenant": "'t'", "event": "'e'", "url": "'u'",
+            "id": "'msg-' || n", "job_id": "'job-' || n", "queue": "'q'", "tenant": "'t'",
+            "event": "'e'", "url": "'u'",
             "host": "'h' || (n % 5)", "attempts": "1", "ended_ms": "n", "due_ms": "n",
             "state": "CASE WHEN n % 10000 = 0 THEN 'pending' ELSE 'delivered' END",
         },
