@@ -256,9 +256,8 @@ class AsyncIODriver:
             with reraise_cancellation():
                 self.answer = await self._perform(request)
         except Exception as error:
-            check_open(
-                self._client
-            )  # if another task closed the client, redis-py raises arbitrary errors
+            # if another task closed the client, redis-py raises arbitrary errors
+            check_open(self._client)
             if not isinstance(error, SERVER_TROUBLE):
                 raise
             self._trouble = translate(error)
@@ -313,7 +312,6 @@ class AsyncIODriver:
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()
-        if (
-            self._client.is_closed
-        ):  # closed meanwhile: connections returned to the pool since are open
+        # closed meanwhile: connections returned to the pool since are open
+        if self._client.is_closed:
             await self._redis.aclose()

@@ -275,9 +275,8 @@ class Client(ClientBase):
                     else:
                         answer = driver.perform(request)
                 except Exception as error:
-                    check_open(
-                        self
-                    )  # if another thread closed the client, redis-py raises arbitrary errors
+                    # if another thread closed the client, redis-py raises arbitrary errors
+                    check_open(self)
                     if not isinstance(error, SERVER_TROUBLE):
                         raise
                     trouble = translate(error)
@@ -336,7 +335,6 @@ class IODriver:
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None
-        if (
-            self._client.is_closed
-        ):  # closed meanwhile: connections returned to the pool since are open
+        # closed meanwhile: connections returned to the pool since are open
+        if self._client.is_closed:
             self._redis.close()

@@ -132,9 +132,8 @@ async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: 
         assert_told(await collect(client, job), 5)
         assert await client.result(job, timeout=60)
     channels = await queue.redis.pubsub_channels("*chunks*")
-    assert channels == [] or isinstance(
-        client, Threaded
-    )  # a thread's generator closes with the garbage
+    # a thread's generator closes with the garbage
+    assert channels == [] or isinstance(client, Threaded)
 
 
 async def test_status_tells_the_way_of_a_job(client: Any, queue: Queue) -> None:

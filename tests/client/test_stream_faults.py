@@ -106,9 +106,8 @@ async def test_a_subscription_that_was_made_anew_is_no_silence(
     first = asyncio.create_task(anext(stream))
     await asyncio.sleep(0.3)
     item = token(delivery, 0)
-    await worker.append(
-        [msgspec.structs.replace(item, checkpoint=True)]
-    )  # in the log, and never published
+    # in the log, and never published
+    await worker.append([msgspec.structs.replace(item, checkpoint=True)])
     assert await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
     async with asyncio.timeout(8):
         told = [await first]

@@ -120,9 +120,8 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
         for result in job_queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
     every = [*([known] if known else []), batch.totals, totals]
-    return max(
-        every, key=lambda each: each.ended
-    )  # the queue drops jobs whose answers are in a run's files
+    # the queue drops jobs whose answers are in a run's files
+    return max(every, key=lambda each: each.ended)
 
 
 def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:

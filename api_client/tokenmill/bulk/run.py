@@ -120,9 +120,8 @@ def run_batch(
             limits=limits,
             is_resumed=before is not None,
         )
-        if (
-            batch.state is not BatchState.IN_PROGRESS or feeder.is_late
-        ):  # collect the jobs that ended since the last run
+        # collect the jobs that ended since the last run
+        if batch.state is not BatchState.IN_PROGRESS or feeder.is_late:
             fill(client, store, batch, collector)
         if batch.state.is_final:  # another process ended it
             feeder.reject_rest(path, REASONS[batch.state])

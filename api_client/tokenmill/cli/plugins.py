@@ -47,9 +47,8 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except TokenmillError as error:
             complain(str(error))
-            if isinstance(
-                error.__cause__, redis.exceptions.AuthenticationError
-            ):  # a ConnectionError
+            # a ConnectionError
+            if isinstance(error.__cause__, redis.exceptions.AuthenticationError):
                 complain(
                     "the URL has them: redis://user:password@host:6379/0 "
                     "(--redis-url, TOKENMILL_REDIS_URL)",

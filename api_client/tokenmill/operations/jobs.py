@@ -108,40 +108,39 @@ def follow(
         starting_after: a chunk's position, or a number of tokens.
         timeout: seconds without a new chunk after which ResultTimeout is raised; None: no limit.
     """
-    cursor = StreamPosition(job_id, starting_after)
+    position = StreamPosition(job_id, starting_after)
     window = RetryWindow(context, job_id, timeout)
-    values_of = functools.partial(_delivered_by, cursor)
-    while not cursor.is_over:
+    values_of = functools.partial(_delivered_by, position)
+    while not position.is_over:
         try:
             yield Subscribe(context.keys.chunks(job_id))
-            yield from _catch_up(context, cursor, window)
-            while not cursor.is_over:
+            yield from _catch_up(context, position, window)
+            while not position.is_over:
                 message = yield StreamMessages(window.next_wait_s(), values_of, window.progress)
                 chunk = _chunk_of(message)
-                delivered = cursor.accept(chunk) if chunk is not None else None
+                delivered = position.accept(chunk) if chunk is not None else None
                 if delivered is None:
-                    yield from _look_again(context, cursor, window, was_silent=message is None)
+                    yield from _look_again(context, position, window, was_silent=message is None)
                     continue
                 yield from _emit(delivered)
                 window.progress()
         except (QueueUnavailable, JobNotFound) as trouble:
             result = yield QueryDatabase(job_id)
             if result is not None:
-                yield from _emit(cursor.accept_result(result))
+                yield from _emit(position.accept_result(result))
             else:
                 yield Sleep(window.pause_s(trouble))
 
 
 def _look_again(
-    context: QueueContext, cursor: StreamPosition, window: RetryWindow, *, was_silent: bool
+    context: QueueContext, position: StreamPosition, window: RetryWindow, *, was_silent: bool
 ) -> Operation[None]:
     """Read the log when the messages do not show how the answer continues."""
-    before = cursor.num_tokens
-    yield from _catch_up(context, cursor, window)
-    if (
-        was_silent and cursor.num_tokens > before
-    ):  # the log had tokens without a message: the subscription is dead
-        yield Subscribe(context.keys.chunks(cursor.job_id))
+    before = position.num_tokens
+    yield from _catch_up(context, position, window)
+    # the log had tokens without a message: the subscription is dead
+    if was_silent and position.num_tokens > before:
+        yield Subscribe(context.keys.chunks(position.job_id))
 
 
 def _chunk_of(message: object) -> Chunk | None:
@@ -154,41 +153,41 @@ def _chunk_of(message: object) -> Chunk | None:
         return None
 
 
-def _delivered_by(cursor: StreamPosition, message: object) -> list[Chunk] | None:
+def _delivered_by(position: StreamPosition, message: object) -> list[Chunk] | None:
     """Return the chunks in a message that the subscriber does not have yet.
 
     Returns None if a chunk before them is missing, and for the job's last chunk.
     """
     chunk = _chunk_of(message)
-    return cursor.accept(chunk) if chunk is not None and not chunk.is_last else None
+    return position.accept(chunk) if chunk is not None and not chunk.is_last else None
 
 
 def _catch_up(
-    context: QueueContext, cursor: StreamPosition, window: RetryWindow
+    context: QueueContext, position: StreamPosition, window: RetryWindow
 ) -> Operation[None]:
     """Emit the missing chunks from the log, and from the result if the job has ended.
 
     The log is read first: when it is deleted, the result exists already.
     """
-    keys, start = context.keys, cursor.log_start
-    while not cursor.is_over:
+    keys, start = context.keys, position.log_start
+    while not position.is_over:
         entries, values = yield from _ask_of_log(
-            ("XRANGE", keys.log(cursor.job_id), start, "+", "COUNT", LOG_PAGE),
-            ("HMGET", keys.job(cursor.job_id), *FIELDS),
+            ("XRANGE", keys.log(position.job_id), start, "+", "COUNT", LOG_PAGE),
+            ("HMGET", keys.job(position.job_id), *FIELDS),
         )
-        for chunk in cursor.accept_log(read_log(entries, cursor.has)):
+        for chunk in position.accept_log(read_log(entries, position.has)):
             yield Emit(chunk)
             window.progress()
         if len(entries) == LOG_PAGE:
             start = b"(" + entries[-1][0]
             continue
-        record = read_record(cursor.job_id, values)
+        record = read_record(position.job_id, values)
         if record is None:
-            raise JobNotFound(cursor.job_id)
+            raise JobNotFound(position.job_id)
         window.was_known = True
         window.succeeded()
         if record.is_over:
-            yield from _emit(cursor.accept_result(record.outcome()))
+            yield from _emit(position.accept_result(record.outcome()))
         else:
             yield from window.check_served(record.info)
         return
@@ -221,9 +220,8 @@ def wait(context: QueueContext, job_id: str, timeout: float | None) -> Operation
             if listens:
                 yield from _until_last(window)
             else:
-                yield Subscribe(
-                    context.keys.chunks(job_id)
-                )  # then read again: the job may have ended meanwhile
+                # then read again: the job may have ended meanwhile
+                yield Subscribe(context.keys.chunks(job_id))
                 listens = True
         except (QueueUnavailable, JobNotFound) as trouble:
             listens = False

@@ -62,13 +62,14 @@ class StreamPosition:
         missing.
         """
         has = self._has
+        # the usual case
         if (
             chunk.index == has[0]
             and chunk.status is None
             and chunk.token_ids
             and not (chunk.choice or self.is_over)
             and chunk.n == self._num_choices == 1
-        ):  # the usual case
+        ):
             has[0] += len(chunk.token_ids)
             return [chunk]
         if self.is_over or not 0 <= chunk.choice < MAX_CHOICES:

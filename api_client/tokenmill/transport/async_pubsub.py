@@ -85,9 +85,8 @@ class MultiplexedSubscription:
         try:
             message = await waiter
         except asyncio.CancelledError:
-            if (
-                not waiter.cancelled() and (message := waiter.result()) is not None
-            ):  # a message came too
+            # a message came too
+            if not waiter.cancelled() and (message := waiter.result()) is not None:
                 self._messages.appendleft(message)
             raise
         finally:

@@ -99,9 +99,8 @@ def parse_url(url: str) -> Endpoint:
             raise ConfigurationError(
                 "the path of a Redis URL is a database number: redis://host:6379/0"
             )
-        return Endpoint(
-            "single", url.strip()
-        )  # kept as it is: rebuilding would lose a slash of unix://
+        # kept as it is: rebuilding would lose a slash of unix://
+        return Endpoint("single", url.strip())
     options: dict[str, Any] = dict(parse_qsl(parts.query))
     if scheme == "rediss":
         options["ssl"] = True

@@ -56,9 +56,8 @@ class RawRedisProtocol(asyncio.BufferedProtocol):
         """
         transport = getattr(getattr(connection, "_writer", None), "transport", None)
         make_error = getattr(getattr(connection, "_parser", None), "parse_error", None)
-        if hasattr(transport, "set_protocol") and callable(
-            make_error
-        ):  # uvloop's have no common base class
+        # uvloop's have no common base class
+        if hasattr(transport, "set_protocol") and callable(make_error):
             return cls(transport, make_error, on_reply, on_end)
         return None
 

@@ -58,9 +58,8 @@ class Subscription:
                 raise QueueUnavailable("the server ended a subscription: its slot has moved")
 
     def close(self) -> None:
-        with contextlib.suppress(
-            *SERVER_TROUBLE
-        ):  # a lost connection has ended the subscription already
+        # a lost connection has ended the subscription already
+        with contextlib.suppress(*SERVER_TROUBLE):
             self._pubsub.close()
 
     def _next(self, timeout: float) -> dict[str, Any] | None:

@@ -240,9 +240,8 @@ def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
         any_client.set_queue_limit(20)
     else:
         any_client.set_limits("*", rate=0.001, burst=20)
-        any_client.submit_many(
-            [{"prompt": "x"}] * 10
-        )  # a full bucket would let a larger group pass
+        # a full bucket would let a larger group pass
+        any_client.submit_many([{"prompt": "x"}] * 10)
     path = write_many(tmp_path / "in.jsonl", 60)
     with pytest.raises(Interrupted):
         import_batch(

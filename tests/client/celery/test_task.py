@@ -207,9 +207,8 @@ class TestWithWorkers:
         for written, real in (("smollm2-135m-instruct", QUEUE), ("redis://localhost:6379/0", url)):
             assert f'"{written}"' in code
             code = code.replace(f'"{written}"', f'"{real}"')
-        reader = Celery(
-            "reader", broker=url, backend=url, set_as_current=False
-        )  # beside the one that has the name
+        # beside the one that has the name
+        reader = Celery("reader", broker=url, backend=url, set_as_current=False)
         shared = (
             "broker_transport_options",
             "result_backend_transport_options",
@@ -233,9 +232,8 @@ class TestWithWorkers:
         )
         elsewhere = task(app).AsyncResult(answer.id)
         assert elsewhere.get(timeout=WAIT_S) == value
-        assert (
-            app.backend.get_task_meta(answer.id)["status"] == "PENDING"
-        )  # Celery had no part in it
+        # Celery had no part in it
+        assert app.backend.get_task_meta(answer.id)["status"] == "PENDING"
 
 
 def test_by_itself_it_is_on_the_stream_at_once(

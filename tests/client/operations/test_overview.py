@@ -52,16 +52,18 @@ async def test_what_waits_runs_and_ended_is_told_apart(queue: Queue) -> None:
     (first,) = [d for d in await worker.claim(1) if d.outcome == "run"]
     state = await queue.client.overview()
     waiting = {name: one.waiting for name, one in state.classes.items()}
+    # the one that waits for its time is scheduled
     assert waiting == {
         "interactive": 1,
         "standard": 1,
         "bulk": 1,
-    }  # the one that waits for its time is scheduled
+    }
+    # the cancelled one is being written down
     assert (state.running, state.scheduled, state.submitted) == (
         2,
         1,
         6,
-    )  # the cancelled one is being written down
+    )
     tenants = {one.tenant: (one.waiting, one.running, one.tokens_per_s) for one in state.tenants}
     assert tenants["acme"][1:] == (2, 9.5)
     assert sum(one[0] for one in tenants.values()) == 3

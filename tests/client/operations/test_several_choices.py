@@ -73,9 +73,8 @@ def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_a
 ) -> None:
     result = answer_of_several(lengths)
     reader, log = Reader(rng), list[Chunk]()
-    for _ in range(
-        rng.randint(0, 3)
-    ):  # workers, after each of which the server lost the log's tail
+    # workers, after each of which the server lost the log's tail
+    for _ in range(rng.randint(0, 3)):
         made = logged(result, log, rng)
         for chunk in made[: rng.randint(0, len(made))]:
             log.append(chunk)

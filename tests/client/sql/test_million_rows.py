@@ -96,9 +96,8 @@ def fill(engine: sa.Engine) -> None:
             insert = f"INSERT INTO {table.name} ({names}) "
             series = _SERIES[dialect]
             if dialect == "postgresql":
-                statement = f"{insert}{series}SELECT {selected} FROM s{number}".replace(
-                    "%", "%%"
-                )  # the driver's escape
+                # the driver's escape
+                statement = f"{insert}{series}SELECT {selected} FROM s{number}".replace("%", "%%")
             else:
                 statement = f"{series}{insert}SELECT {selected} FROM s{number}"
             connection.exec_driver_sql(statement)

@@ -228,9 +228,8 @@ async def test_the_real_worker_says_the_same_of_a_job(redis_url: str, tmp_path: 
             chunks, result = await ask(real)
             if len(chunks) == num_tokens + 1:
                 break
-    unhurried = Answer(
-        "a b c d e f", pause_s=0.05
-    )  # else the stream starts after the end, and comes from the result
+    # else the stream starts after the end, and comes from the result
+    unhurried = Answer("a b c d e f", pause_s=0.05)
     with InMemoryQueue(QUEUE, default=unhurried) as queue:
         async with queue.async_client() as client:
             ours, our_result = await ask(client)

@@ -46,10 +46,11 @@ async def test_without_one_nothing_happens() -> None:
         await asyncio.sleep(0)
     with pytest.raises(ConnectionError), reraise_cancellation():
         raise ConnectionError
+    # a time limit cancels too, and takes it back
     with (
         pytest.raises(TimeoutError),
         reraise_cancellation(),
-    ):  # a time limit cancels too, and takes it back
+    ):
         async with asyncio.timeout(0.001):
             await asyncio.sleep(10)
 

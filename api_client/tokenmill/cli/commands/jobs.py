@@ -176,9 +176,8 @@ def jobs(
     json: Json = False,
 ) -> None:
     """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
-    connection = replace(
-        connection, queue=connection.queue_name
-    )  # an invalid name fails here, not as an error of one source
+    # an invalid name fails here, not as an error of one source
+    connection = replace(connection, queue=connection.queue_name)
     what = JobFilter(
         wanted,
         tenant,
