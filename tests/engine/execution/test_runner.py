@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 
 from tests.engine.support import ChunkingPlanner, execute, make_sequence
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.cpu.device import CpuDevice
-from tokenmill_worker.engine.execution.build import load_model_runner, resolved
+from tokenmill_worker.engine.execution.build import load_model_runner
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
@@ -205,20 +203,6 @@ def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Pa
         load(llama, num_blocks=None, max_memory_gib=1e-6)
     with pytest.raises(EngineConfigError, match="holds no KV cache beside the activations"):
         load(llama, num_blocks=None, max_memory_percent=1e-9)
-
-
-def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:
-    device = CpuDevice()
-    device.is_asynchronous = True
-    on_cuda = dataclasses.replace(load(llama)._loaded, device=device)
-    assert resolved(EngineConfig(model="any"), on_cuda).async_batching is True
-    assert (
-        resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
-    )
-    with pytest.raises(
-        EngineConfigError, match="speculative_tokens cannot be used with async_batching"
-    ):
-        EngineConfig(model="any", speculative_tokens=3, async_batching=True)
 
 
 def test_a_setting_that_is_none_of_its_choices_is_named_with_them() -> None:

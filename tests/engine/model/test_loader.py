@@ -15,7 +15,6 @@ from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.device import Device
-from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.model import loader
 from tokenmill_worker.engine.model.loader import load_model
 from tokenmill_worker.engine.model.paged_attention import Probe
@@ -96,11 +95,3 @@ def test_auto_means_float32_on_cpu_and_half_precision_elsewhere() -> None:
     assert loader.pick_dtype("auto", cuda, torch.float16) is torch.float16
     assert loader.pick_dtype("auto", cuda, torch.float32) is torch.bfloat16
     assert loader.pick_dtype("float32", cuda, torch.bfloat16) is torch.float32
-
-
-def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(EngineConfigError, match="'quantum' is not a device"):
-        pick_device("quantum")
-    if not torch.cuda.is_available():
-        with pytest.raises(EngineConfigError, match="sees no CUDA device"):
-            pick_device("cuda:0")

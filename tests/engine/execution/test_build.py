@@ -1,0 +1,60 @@
+"""A device is picked by name, and every "auto" of the settings is resolved for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.cpu.device import CpuDevice
+from tokenmill_worker.engine.device import Device
+from tokenmill_worker.engine.execution.build import pick_device, resolved
+from tokenmill_worker.engine.model.loader import load_model
+
+
+def test_a_device_has_the_contract_of_its_kind() -> None:
+    assert isinstance(pick_device("cpu"), CpuDevice)
+    assert type(pick_device("meta")) is Device
+    assert pick_device("auto").uses_host_memory is not torch.cuda.is_available()
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(EngineConfigError, match="'quantum' is not a device"):
+        pick_device("quantum")
+    if not torch.cuda.is_available():
+        with pytest.raises(EngineConfigError, match="sees no CUDA device"):
+            pick_device("cuda:0")
+
+
+def test_a_device_without_code_of_its_own_runs_torch_s_operators() -> None:
+    device, config = Device(torch.device("cpu")), EngineConfig(model="none")
+    arrays = [np.arange(3), np.arange(8).reshape(2, 4)]
+    uploaded = device.upload(arrays, np.int32)
+    assert [tensor.tolist() for tensor in uploaded] == [array.tolist() for array in arrays]
+    assert uploaded[0].dtype == torch.int32
+    assert device.allocate(5).tolist() == [0] * 5
+    assert device.replace_modules(nn.Linear(2, 2), config) is None
+    assert device.token_kernel(config) is None
+    with pytest.raises(EngineConfigError, match="quantization 'int8' runs on the CPU"):
+        device.replace_modules(nn.Linear(2, 2), config.replace(quantization="int8"))
+
+
+def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:
+    device = CpuDevice()
+    device.is_asynchronous = True
+    on_cuda = dataclasses.replace(
+        load_model(llama, EngineConfig(model=str(llama)), CpuDevice()), device=device
+    )
+    assert resolved(EngineConfig(model="any"), on_cuda).async_batching is True
+    assert (
+        resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
+    )
+    with pytest.raises(
+        EngineConfigError, match="speculative_tokens cannot be used with async_batching"
+    ):
+        EngineConfig(model="any", speculative_tokens=3, async_batching=True)
