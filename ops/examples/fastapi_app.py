@@ -1,6 +1,6 @@
 """A web backend to copy: prompts in, tokens out as server-sent events, cancel, history and usage.
 
-    python -m ops.examples.fastapi_app        # http://127.0.0.1:8000, for the worker of `tokenmill dev`
+    python -m ops.examples.fastapi_app        # http://127.0.0.1:8000, beside `tokenmill dev`
 
 It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. The id of
 an event is its chunk's position, so a browser that reconnects (Last-Event-ID) resumes where it was,
@@ -59,8 +59,12 @@ SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 STATUS_CODES: dict[type[TokenmillError], int] = {
-    InvalidRequest: 422, IdempotencyConflict: 409, JobNotFound: 404, RateLimited: 429, QueueFull: 503,
-}  # fmt: skip
+    InvalidRequest: 422,
+    IdempotencyConflict: 409,
+    JobNotFound: 404,
+    RateLimited: 429,
+    QueueFull: 503,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,7 @@ def as_event(chunk: Chunk) -> ServerSentEvent:
 
 
 def add_record_routes(app: FastAPI) -> None:
-    """Add handlers that FastAPI runs in threads, so that a slow database blocks no other request."""
+    """Add handlers that FastAPI runs in threads: a slow database blocks no other request."""
 
     @app.get("/api/history")
     def history(
@@ -216,7 +220,7 @@ def add_page(app: FastAPI) -> None:
 
 
 async def explain(_: Request, error: Exception) -> JSONResponse:
-    """Answer an error of the client with its HTTP status; errors for the operator are also logged."""
+    """Answer a client error with its HTTP status. Errors for the operator are also logged."""
     if isinstance(error, QueueUnavailable | ConfigurationError):
         log.error("the queue or the database cannot be used: %s", error)
         return JSONResponse({"detail": f"{AWAY} Try again in a moment."}, 503)

@@ -196,7 +196,8 @@ def chart(rows: Sequence[Row]) -> str:
             length = max(1.0, (WIDTH - LEFT - RIGHT) * rate / max(row.rates))
             y = top + place * BAR
             parts.append(
-                f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR - 2}" fill="{COLOURS[place]}"/>'
+                f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR - 2}"'
+                f' fill="{COLOURS[place]}"/>'
             )
             parts.append(f'<text x="{LEFT + length + 6:.1f}" y="{y + 10}">{rate:,.0f}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -4,7 +4,7 @@ These are ops/guides/settings.md, and the tables and bytes between the markers o
 ops/guides/protocol.md.
 
     python -m ops.tools.reference            # write them
-    python -m ops.tools.reference --check    # report whether they are up to date; a test does the same
+    python -m ops.tools.reference --check    # report whether they are up to date, as a test does
 
 It covers settings, structs, keys and limits; every other word of the guides is written by hand.
 """
@@ -37,8 +37,9 @@ COMMAND = "python -m ops.tools.reference"
 _SECTION = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS: dict[type[shapes.Type], str] = {
-    shapes.StrType: "str", shapes.IntType: "int", shapes.FloatType: "float", shapes.BoolType: "bool",
-    shapes.NoneType: "nil", shapes.AnyType: "any", shapes.BytesType: "bin",
+    shapes.StrType: "str", shapes.IntType: "int", shapes.FloatType: "float",
+    shapes.BoolType: "bool", shapes.NoneType: "nil", shapes.AnyType: "any",
+    shapes.BytesType: "bin",
 }  # fmt: skip
 
 
@@ -54,10 +55,13 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "This page lists every setting of the worker, the engine and the background tasks, with its type and default.",
-        f"`{COMMAND}` writes it from `worker/tokenmill_worker/settings/`; a test fails when it is stale.",
+        "This page lists every setting of the worker, the engine and the background tasks, with"
+        " its type and default.",
+        f"`{COMMAND}` writes it from `worker/tokenmill_worker/settings/`;"
+        " a test fails when it is stale.",
         "",
-        f"- Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is `{PREFIX}MAX_NUM_SEQS`.",
+        "- Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is"
+        f" `{PREFIX}MAX_NUM_SEQS`.",
         "- Flags win over variables, variables over defaults. There is no settings file.",
         "- A misspelt or impossible setting stops the start. All problems are listed together.",
         "- Durations are in seconds. `none` unsets a setting.",
@@ -74,7 +78,8 @@ def _settings_table(fields: dict[str, FieldInfo]) -> Iterator[str]:
         words = re.sub(r"\s*\(default: .*\)$", "", field.description or "")
         special = re.search(r"\(default: (.*)\)$", field.description or "")
         default = special[1] if special else _plain_default(field.default)
-        yield f"| `--{name.replace('_', '-')}` | {_setting_type(field)} | {default} | {_cell(words)} |"
+        flag = f"`--{name.replace('_', '-')}`"
+        yield f"| {flag} | {_setting_type(field)} | {default} | {_cell(words)} |"
 
 
 def _plain_default(value: Any) -> str:
@@ -114,9 +119,8 @@ def struct_table(struct: type[msgspec.Struct]) -> str:
         lines.append(f'| `{info.tag_field}` | str | must be there | always "{info.tag}" |')
     for field in info.fields:
         default = "must be there" if field.required else _default(field)
-        lines.append(
-            f"| `{field.encode_name}` | {shape(field.type)} | {default} | {_cell(meanings.get(field.name, ''))} |"
-        )
+        meaning = _cell(meanings.get(field.name, ""))
+        lines.append(f"| `{field.encode_name}` | {shape(field.type)} | {default} | {meaning} |")
     return "\n".join(lines)
 
 
@@ -170,8 +174,8 @@ def limits_table() -> str:
 
 
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
-    JobRequest, Message, SamplingParams, ResponseFormat, RetryPolicy, Chunk, TokenLogprob, JobResult, ChoiceResult,
-    Usage, JobError, Cancel, Drain, WakeUp, WorkerStatus, TenantLoad,
+    JobRequest, Message, SamplingParams, ResponseFormat, RetryPolicy, Chunk, TokenLogprob,
+    JobResult, ChoiceResult, Usage, JobError, Cancel, Drain, WakeUp, WorkerStatus, TenantLoad,
 )  # fmt: skip
 SECTIONS: dict[str, Callable[[], str]] = {
     "keys": keys_table,
@@ -215,8 +219,10 @@ def pages() -> dict[Path, str]:
 
 def main(arguments: list[str]) -> int:
     stale = [
-        path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]  # fmt: skip
+        path
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     names = ", ".join(path.name for path in stale)
     if "--check" in arguments:
         print(f"stale: {names}; run `{COMMAND}`" if stale else "up to date")

@@ -31,17 +31,26 @@ EXAMPLES: dict[str, Any] = {
     "JobRequest": REQUEST,
     "Chunk": Chunk(job_id=JOB_ID, index=0, token_ids=(72,), text="h"),
     "last Chunk": Chunk(
-        job_id=JOB_ID, index=2, finish_reason=FinishReason.STOP, status=JobStatus.SUCCEEDED, usage=_USAGE
+        job_id=JOB_ID,
+        index=2,
+        finish_reason=FinishReason.STOP,
+        status=JobStatus.SUCCEEDED,
+        usage=_USAGE,
     ),
     "refused Chunk": Chunk(
-        job_id=JOB_ID, index=0, status=JobStatus.FAILED, error=JobError("invalid_request", "prompt is empty")
+        job_id=JOB_ID,
+        index=0,
+        status=JobStatus.FAILED,
+        error=JobError("invalid_request", "prompt is empty"),
     ),
     "JobResult": JobResult(
         job_id=JOB_ID,
         status=JobStatus.SUCCEEDED,
         model="smollm2-135m-instruct",
         choices=(
-            ChoiceResult(text="hé", token_ids=(72, 380), text_ends=(1, 2), finish_reason=FinishReason.STOP),
+            ChoiceResult(
+                text="hé", token_ids=(72, 380), text_ends=(1, 2), finish_reason=FinishReason.STOP
+            ),
         ),
         usage=_USAGE,
         worker_id="gpu-7",

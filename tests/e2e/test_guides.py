@@ -115,9 +115,10 @@ def test_an_adapter_is_named_as_the_guide_says() -> None:
 
 def test_a_webhook_is_verified_as_the_guide_says() -> None:
     code = blocks(ROOT / "ops" / "guides" / "celery.md", "python")[0]
-    job = {
-        "job_id": "j", "status": "failed", "queue": "q", "model": "m", "tenant": "", "choices": [], "usage": None,
-        "error": None, "attempt": 1, "created_ms": 0, "started_ms": 0, "finished_ms": 0, "metadata": {},
+    job: dict[str, Any] = {
+        "job_id": "j", "status": "failed", "queue": "q", "model": "m", "tenant": "", "choices": [],
+        "usage": None, "error": None, "attempt": 1, "created_ms": 0, "started_ms": 0,
+        "finished_ms": 0, "metadata": {},
     }  # fmt: skip
     event = {"type": "job.failed", "timestamp": "2026-01-01T00:00:00Z", "data": job}
     body, secret, now = json.dumps(event).encode(), webhooks.new_secret(), int(time.time())

@@ -1,4 +1,4 @@
-"""The producer in JavaScript against a real queue and worker: same ids, same tokens, same result as Python's client."""
+"""The producer in JavaScript gives the ids, tokens and results of the Python client."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, databa
         assert text_of(chunks) == ours.text
         assert [chunk["index"] for chunk in chunks] == [*range(80), 80]
         assert chunks[-1]["status"] == "succeeded"
-        # the same again is the same job; from the result, after its log is gone, its chunks are the same
+        # the same request is the same job; its chunks come from the result, and are the same
         again, retold, _ = await collect(
             *url, "--max-tokens", "80", "--idempotency-key", "k", "Grüße, 🌍"
         )
@@ -201,7 +201,7 @@ async def test_refusals_and_cancelled_jobs_are_said(redis_url: str, database: st
 
 SUBMITS = """
 import { pathToFileURL } from "node:url";
-const [url, queue, request, file] = process.argv.slice(1); // the file first would be the one that is run
+const [url, queue, request, file] = process.argv.slice(1); // the first file would be run
 const { Producer } = await import(pathToFileURL(file).href);
 const producer = new Producer(url, queue);
 console.log(await producer.submit(JSON.parse(request)));
@@ -243,7 +243,7 @@ async def test_without_a_queue_nothing_is_submitted(redis_url: str) -> None:
 
 
 def test_the_scripts_it_joins_are_ours() -> None:
-    """Common helpers, one line feed, the script: the SHA-1 of any other text would be another script's."""
+    """The text is the helpers, one line feed and the script; any other has another SHA-1."""
     text = "\n".join(
         (EXAMPLES.parents[1] / "api_client" / "tokenmill" / "lua" / f"{name}.lua").read_text()
         for name in ("common", "submit")

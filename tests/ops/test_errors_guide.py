@@ -1,4 +1,4 @@
-"""The page of errors names every code that a user can receive, and quotes only sentences of ours."""
+"""The page of errors names every code that a user can receive; its sentences are in the source."""
 
 import ast
 import functools

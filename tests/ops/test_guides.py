@@ -1,4 +1,4 @@
-"""The guides say what the code does: generated parts are fresh, bytes are real, and what they call exists."""
+"""The guides describe the code: generated parts are fresh, bytes are real, named calls exist."""
 
 import inspect
 import json
@@ -27,8 +27,11 @@ from tokenmill_schemas.validation import problems
 GUIDES = Path(__file__).parents[2] / "ops" / "guides"
 PROTOCOL = (GUIDES / "protocol.md").read_text(encoding="utf-8")
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "JobRequest": decode_request, "JobResult": decode_result, "Cancel": decode_control, "WorkerStatus": decode_status,
-}  # fmt: skip
+    "JobRequest": decode_request,
+    "JobResult": decode_result,
+    "Cancel": decode_control,
+    "WorkerStatus": decode_status,
+}
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in reference.pages()))
