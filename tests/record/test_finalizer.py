@@ -143,7 +143,7 @@ async def test_lines_of_a_batch_wait_for_a_full_group_or_for_somebody_who_waits(
     assert rig.store.groups == [4, 3]
 
 
-async def test_lines_that_nobody_joins_go_after_a_moment(rig: Rig) -> None:
+async def test_lines_of_a_batch_wait_for_others_only_a_moment(rig: Rig) -> None:
     async with rig.running(linger_s=0.01) as finalizer:
         await finalizer.submit(_line("line"))
         assert await finalizer.drain(60) == []

@@ -45,9 +45,7 @@ def test_sqlite_is_durable_and_lets_readers_read(sqlite_url: str) -> None:
         ("connection refused", False),
     ],
 )
-def test_what_no_later_try_can_help_is_told_from_what_may_come_back(
-    words: str, is_final: bool
-) -> None:
+def test_an_error_that_retries_cannot_repair_is_recognised(words: str, is_final: bool) -> None:
     assert is_misconfigured(OSError(words)) is is_final
 
 

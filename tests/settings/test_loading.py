@@ -38,7 +38,7 @@ def test_the_defaults_work() -> None:
     assert settings.heartbeat_interval == pytest.approx(settings.lease_seconds / 3)
 
 
-def test_settings_that_cannot_work_together_are_told_with_the_others() -> None:
+def test_settings_that_contradict_each_other_are_reported_with_the_others() -> None:
     problems = _problems(
         max_long_partial_prefills="2", max_num_batched_tokens="10", cpu_offload_gib="4000", max_model_len="100",
         default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2", webhook_retry_seconds="30",
@@ -111,7 +111,7 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert settings.engine_config().max_num_seqs == 8
 
 
-def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_problem_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {
         "LEASE_SECONDS": "soon",
         "LEASE_SECOND": "3",

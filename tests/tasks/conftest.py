@@ -1,12 +1,13 @@
 """Each test of the tasks' SQL runs on both databases, freshly migrated."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from tokenmill.sql.engine import open_engine
+from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import upgrade
 
 
@@ -33,3 +34,10 @@ def sqlite_url(tmp_path: Path) -> str:
     url = f"sqlite:///{tmp_path}/t.db"
     upgrade(url)
     return url
+
+
+@pytest.fixture
+async def store(url: str) -> AsyncIterator[ResultStore]:
+    store = ResultStore(url, queue="q")
+    yield store
+    await store.close()

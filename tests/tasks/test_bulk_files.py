@@ -19,7 +19,7 @@ from tokenmill_worker.tasks.resources import TaskResources
         ({"batch_id": "mine"}, "has no batch_id"),
     ],
 )
-def test_an_order_with_other_terms_is_said_in_a_sentence(
+def test_an_import_with_unknown_terms_fails_with_one_sentence(
     sqlite_url: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -42,7 +42,7 @@ def test_an_order_with_other_terms_is_said_in_a_sentence(
 
 @pytest.mark.redis
 @pytest.mark.parametrize("name", ["none.jsonl", "."])
-def test_a_file_that_cannot_be_read_is_said_in_a_sentence(
+def test_a_file_that_cannot_be_read_fails_with_one_sentence(
     sqlite_url: str, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     app = build_app(

@@ -123,7 +123,7 @@ def retention(engine: sa.Engine, **limits: Any) -> Retention:
     return Retention(engine, Limits(batch=3, pause_s=0, **limits), RollUp(engine, clock()), clock())
 
 
-def test_what_a_job_said_goes_first_then_the_job(url: str, engine: sa.Engine) -> None:
+def test_payloads_are_removed_first_then_the_job(url: str, engine: sa.Engine) -> None:
     record(url, *(finished(f"a{n}", finished_ms=at(TODAY - n)) for n in range(20)))
     said = {
         "prompt": "a secret",

@@ -161,7 +161,7 @@ async def test_refused_tokens_and_failed_calls_are_counted(queue: Queue) -> None
     ]
 
 
-async def test_a_look_that_fails_in_any_way_is_told_and_tried_again(
+async def test_a_read_that_fails_in_any_way_is_logged_once_and_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Odd(AsyncClient):

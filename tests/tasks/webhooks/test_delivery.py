@@ -81,7 +81,7 @@ def test_what_can_never_be_delivered_is_set_aside_at_once(
     assert ("410" if gone else "TOKENMILL_WEBHOOK_NETWORKS") in row["last_error"]
 
 
-def test_a_claim_that_nobody_began_is_due_again(url: str, engine: sa.Engine) -> None:
+def test_a_lease_that_was_not_begun_is_due_again(url: str, engine: sa.Engine) -> None:
     clock = Clock()
     with Receiver() as receiver:
         record(url, with_webhook("a", receiver.url))

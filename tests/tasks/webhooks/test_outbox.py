@@ -47,7 +47,7 @@ async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: Res
     )
 
 
-async def test_a_job_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
+async def test_a_job_that_is_recorded_twice_has_one_message(url: str, store: ResultStore) -> None:
     await store.record([with_webhook(finished("a", finished_ms=50))])
     await store.record(
         [with_webhook(finished("a", token=2, finished_ms=60))]
@@ -55,14 +55,14 @@ async def test_a_job_that_is_recorded_twice_is_told_once(url: str, store: Result
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
 
 
-async def test_a_death_that_is_recorded_twice_is_told_once(url: str, store: ResultStore) -> None:
+async def test_a_death_that_is_recorded_twice_has_one_message(url: str, store: ResultStore) -> None:
     """The first worker to record it died before it could acknowledge."""
     await store.record([with_webhook(failed("a", status=JobStatus.DEAD, finished_ms=50))])
     await store.record([with_webhook(failed("a", status=JobStatus.DEAD, finished_ms=60))])
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
 
 
-async def test_a_redriven_job_is_told_again(url: str, store: ResultStore) -> None:
+async def test_a_redriven_job_has_another_message(url: str, store: ResultStore) -> None:
     await store.record([with_webhook(failed("a", status=JobStatus.DEAD, finished_ms=50))])
     await store.record([with_webhook(finished("a", token=2, finished_ms=60))])
     found = rows(url, "SELECT event FROM webhooks ORDER BY ended_ms")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -31,6 +30,7 @@ from tokenmill_worker.record.already_recorded import (
     recorded_by_us,
     unless_recorded,
 )
+from tokenmill_worker.record.finalizer_stats import FinalizerStats
 from tokenmill_worker.record.job_size import size_of
 from tokenmill_worker.record.result_store import RecordReport
 from tokenmill_worker.record.retry_queue import RetryQueue
@@ -57,33 +57,6 @@ class FinalizerLimits:
     linger_s: float = 0.25  # how long lines of a batch wait for others to share a transaction
     record_backoff: Backoff = field(default_factory=Backoff)
     acknowledge_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
-
-
-@dataclass(slots=True)
-class FinalizerStats:
-    """Counters since the start. `record_down_since` and `acknowledge_down_since` are monotonic
-    seconds; None while the step works.
-    """
-
-    submitted: int = 0
-    recorded: int = 0
-    recorded_before: int = 0  # another attempt's row was there: a redelivered job
-    sanitised: int = 0  # stored after removing what the database cannot hold
-    refused: int = 0  # tries in which the database refused a job that was alone
-    acknowledged: int = 0
-    lost: int = 0  # recorded, but owned by another worker at the acknowledgement
-    groups: int = 0
-    record_failures: int = 0
-    record_down_since: float | None = None
-    acknowledge_down_since: float | None = None
-    last_error: str = ""
-    # of the transactions since they were last taken
-    commit_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-
-    def take_commit_seconds(self) -> list[float]:
-        taken = list(self.commit_seconds)
-        self.commit_seconds.clear()
-        return taken
 
 
 class Finalizer:
