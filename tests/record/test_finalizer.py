@@ -26,7 +26,7 @@ FAST = Backoff(first_s=0.001, longest_s=0.01)
 
 @dataclass
 class FakeStore:
-    """A Recorder: the first write of an id counts."""
+    """A ResultRecorder: the first write of an id counts."""
 
     recorded: dict[str, FinishedJob] = field(default_factory=dict)
     groups: list[int] = field(default_factory=list)
