@@ -14,9 +14,9 @@ from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
 
-def told(telling: PlanEncoder, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:
+def told(plans: PlanEncoder, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:
     """Return the plan as another rank decodes it, and its number of bytes."""
-    message = msgspec.msgpack.encode(telling.describe(plan))
+    message = msgspec.msgpack.encode(plans.describe(plan))
     return rebuild(msgspec.msgpack.decode(message, type=BroadcastStep), others), len(message)
 
 
@@ -27,11 +27,11 @@ def test_the_others_have_every_block_that_is_looked_at(
 ) -> None:
     cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
     loop = Loop.build(cache, max_num_batched_tokens=16, max_num_seqs=4)
-    telling, others = PlanEncoder(), dict[int, Sequence]()
+    plans, others = PlanEncoder(), dict[int, Sequence]()
     kv, shared = loop.scheduler.kv, list(range(1, 10))
 
     def differs(plan: StepPlan) -> bool:
-        theirs, _ = told(telling, plan, others)
+        theirs, _ = told(plans, plan, others)
         assert (theirs.swap_out, theirs.swap_in) == (plan.swap_out, plan.swap_in)
         for mine, item in zip(plan.scheduled, theirs.scheduled, strict=True):
             assert (item.start, item.num_tokens, item.samples) == (
@@ -50,7 +50,7 @@ def test_the_others_have_every_block_that_is_looked_at(
         loop.add(make_sequence(f"r{number}", [*shared, number + 10], 20, params=params))
     while loop.scheduler.has_work:
         loop.step()
-        for key in telling.forget(loop.runner.take_released()):
+        for key in plans.forget(loop.runner.take_released()):
             del others[key]
     assert loop.scheduler.stats.preemptions
     assert not others
@@ -59,9 +59,9 @@ def test_the_others_have_every_block_that_is_looked_at(
 def test_a_decode_is_told_in_as_many_bytes_after_a_long_prompt() -> None:
     sizes = []
     for length in (8, 200):
-        loop, telling, others = Loop.build(make_cache(100)), PlanEncoder(), dict[int, Sequence]()
+        loop, plans, others = Loop.build(make_cache(100)), PlanEncoder(), dict[int, Sequence]()
         loop.add(make_sequence("a", [index % 40 + 1 for index in range(length)], 4))
         for _ in range(2):
             loop.step()
-        sizes += [told(telling, plan, others)[1] for plan in loop.plans[:2]][1:]
+        sizes += [told(plans, plan, others)[1] for plan in loop.plans[:2]][1:]
     assert sizes[1] <= sizes[0] + 8
