@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from tokenmill.bulk.pages import paged
 from tokenmill.client import Client
 from tokenmill.errors import UnreadableRecord
 from tokenmill.operations.io_requests import Commands, Operation, RunScript
@@ -23,7 +24,6 @@ from tokenmill_schemas.result import JobResult, JobStatus
 
 log = logging.getLogger(__name__)
 
-PAGE: Final = 500
 COLLECTED_TTL_S: Final = 60  # how long Redis keeps a job after its result was written to a file
 MAX_COLLECTED_BYTES: Final = 16 * 1024 * 1024
 _OVER: Final = frozenset(status.value.encode() for status in JobStatus if status.is_final)
@@ -96,7 +96,7 @@ def is_over(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
     runs and counts as over.
     """
     found: dict[str, bool] = {}
-    for page in _pages(job_ids):
+    for page in paged(job_ids):
         replies = client.perform(
             ask_each([("HGET", client.keys.job(job_id), "state") for job_id in page])
         )
@@ -112,7 +112,7 @@ def results(client: Client, job_ids: Sequence[str]) -> Iterator[JobResult]:
     A job that ended without a worker gets the metadata of its request. A job whose record cannot be
     read is left out, with a warning.
     """
-    for page in _pages(job_ids):
+    for page in paged(job_ids):
         over = [record for record in _records(client, page) if record.is_over]
         yield from (record.result for record in over if record.result is not None)
         yield from _unrecorded(client, [record for record in over if record.result is None])
@@ -145,14 +145,9 @@ def _unrecorded(client: Client, records: Sequence[Record]) -> Iterator[JobResult
 
 def cancel(client: Client, job_ids: Sequence[str]) -> None:
     """Cancel all of these jobs that are not over."""
-    for page in _pages(job_ids):
+    for page in paged(job_ids):
         client.perform(_cancel(page))
 
 
 def _cancel(job_ids: Sequence[str]) -> Operation[None]:
     yield RunScript(CANCEL, tuple(job_ids))
-
-
-def _pages(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(job_ids), PAGE):
-        yield job_ids[start : start + PAGE]

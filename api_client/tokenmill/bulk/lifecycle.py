@@ -7,9 +7,9 @@ they have ended. Only lines that were never submitted need a process with the in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -26,16 +26,14 @@ from tokenmill.bulk.formats.output_line import (
     of_result,
     unanswered,
 )
+from tokenmill.bulk.pages import paged
 from tokenmill.bulk.progress import WINDOW
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
 from tokenmill_schemas.openai import LineError
 
-T = TypeVar("T")
-
 _ALIVE_MS: Final = 15_000  # a process that submits lines updates `seen_ms` every second
-_PAGE: Final = 500
 REASONS: Final[dict[BatchState, LineError]] = {
     BatchState.COMPLETED: LOST,
     BatchState.FAILED: LOST,
@@ -81,7 +79,7 @@ def _unsettled(batch: Batch) -> Iterator[list[str]]:
     submitted since the last progress was written.
     """
     last = min(batch.last_line, batch.submitted + 2 * WINDOW)
-    for lines in _pages(range(batch.over_line + 1, last + 1)):
+    for lines in paged(range(batch.over_line + 1, last + 1)):
         yield [job_id(batch.id, line) for line in lines]
 
 
@@ -116,7 +114,7 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
     totals = Totals()
     for bad in store.rejected(batch.id):
         totals = totals.plus(of_bad_line(batch.id, bad).share)
-    for page in _pages(range(1, batch.submitted + 1)):
+    for page in paged(range(1, batch.submitted + 1)):
         for result in job_queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
     every = [*([known] if known else []), batch.totals, totals]
@@ -167,12 +165,12 @@ def export_batch(
 
 def fill(client: Client, store: BatchStore, batch: Batch, collector: Collector) -> None:
     """Collect every answer that the store or the queue has, each once."""
-    for results in _paged(store.results(batch.id)):
+    for results in paged(store.results(batch.id)):
         collector.take(results)
-    for bad in _paged(store.rejected(batch.id)):
+    for bad in paged(store.rejected(batch.id)):
         collector.take_bad(bad)
     last = min(batch.last_line, batch.submitted + 2 * WINDOW)
-    for lines in _pages(range(1, last + 1)):
+    for lines in paged(range(1, last + 1)):
         missing = [job_id(batch.id, line) for line in lines if not collector.has(line)]
         if missing:
             collector.take(list(job_queries.results(client, missing)))
@@ -186,23 +184,7 @@ def _fill_rest(batch: Batch, collector: Collector, source: Path) -> None:
             for line in read(source)
             if not collector.has(line.line) and line.line <= batch.last_line
         )
-        for page in _paged(unanswered(line.line, line.custom_id, why) for line in rest):
+        for page in paged(unanswered(line.line, line.custom_id, why) for line in rest):
             collector.take_bad(page)
     except ConfigurationError:  # the input file is on another machine, and with it the names
         return
-
-
-def _pages(lines: range) -> Iterator[range]:
-    for start in range(0, len(lines), _PAGE):
-        yield lines[start : start + _PAGE]
-
-
-def _paged(items: Iterator[T]) -> Iterator[Sequence[T]]:
-    page: list[T] = []
-    for item in items:
-        page.append(item)
-        if len(page) >= _PAGE:
-            yield page
-            page = []
-    if page:
-        yield page

@@ -14,12 +14,12 @@ import msgspec
 from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.job_queries import send_commands
+from tokenmill.bulk.pages import paged
 from tokenmill.client import Client
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.result import JobResult
 
 KEPT_S: Final = 30 * 86_400
-_PAGE: Final = 500
 _MOVE: Final = """
 local state = redis.call('HGET', KEYS[1], 'state')
 for place = 4, #ARGV do
@@ -110,16 +110,13 @@ class RedisBatchStore:
 
     def reject(self, batch_id: str, lines: Sequence[BadLine]) -> None:
         key = self._keys.refused(batch_id)
-        for start in range(0, len(lines), _PAGE):
-            pairs = [
-                part for bad in lines[start : start + _PAGE] for part in (bad.line, _json(bad))
-            ]
+        for page in paged(lines):
+            pairs = [part for bad in page for part in (bad.line, _json(bad))]
             self._do(("HSET", key, *pairs), ("EXPIRE", key, KEPT_S))
 
     def rejected(self, batch_id: str) -> Iterator[BadLine]:
         last = self.get(batch_id).last_line
-        for start in range(1, last + 1, _PAGE):
-            numbers = range(start, min(start + _PAGE, last + 1))
+        for numbers in paged(range(1, last + 1)):
             (values,) = self._do(("HMGET", self._keys.refused(batch_id), *numbers))
             yield from (_bad_line(value) for value in values if value is not None)
 

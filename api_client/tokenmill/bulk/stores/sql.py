@@ -16,6 +16,7 @@ import msgspec
 from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
+from tokenmill.bulk.pages import PAGE, paged
 from tokenmill.sql.database import Database
 from tokenmill.sql.storable import storable
 from tokenmill_schemas.codec import DecodeError, decode_result
@@ -60,7 +61,6 @@ _MOMENTS: Final = {
     BatchState.FINALIZING: "finalizing_ms",
     BatchState.CANCELLING: "cancelling_ms",
 }
-_PAGE: Final = 500
 _REFUSED = "refused"  # a bad request, as the API would reject it
 _INVALID = "invalid"  # no request at all
 PURGED: Final = JobError(
@@ -153,8 +153,8 @@ class SqlBatchStore:
     # ── lines without a job ──
 
     def reject(self, batch_id: str, lines: Sequence[BadLine]) -> None:
-        for start in range(0, len(lines), _PAGE):
-            page = {bad.line: bad for bad in lines[start : start + _PAGE]}
+        for part in paged(lines):
+            page = {bad.line: bad for bad in part}
             items = self._items
             with self._database.connection() as connection:
                 known = self._sql.select(items.c.line).where(
@@ -173,10 +173,10 @@ class SqlBatchStore:
             statement = self._select(items, _ITEMS).where(
                 items.c.batch_id == batch_id, items.c.line > last
             )
-            rows = self._rows(statement.order_by(items.c.line).limit(_PAGE))
+            rows = self._rows(statement.order_by(items.c.line).limit(PAGE))
             for row in rows:
                 yield _bad_line(row)
-            if len(rows) < _PAGE:
+            if len(rows) < PAGE:
                 return
             last = rows[-1]["line"]
 
@@ -190,18 +190,16 @@ class SqlBatchStore:
             statement = self._select(jobs, _JOBS).where(
                 jobs.c.batch_id == batch_id, pair > self._sql.tuple_(*last)
             )
-            rows = self._rows(statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(_PAGE))
+            rows = self._rows(statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(PAGE))
             yield from map(_result, rows)
-            if len(rows) < _PAGE:
+            if len(rows) < PAGE:
                 return
             last = (rows[-1]["finished_ms"], rows[-1]["id"])
 
     def recorded(self, job_ids: Sequence[str]) -> dict[str, JobResult]:
         found: dict[str, JobResult] = {}
-        for start in range(0, len(job_ids), _PAGE):
-            statement = self._select(self._jobs, _JOBS).where(
-                self._jobs.c.id.in_(job_ids[start : start + _PAGE])
-            )
+        for page in paged(job_ids):
+            statement = self._select(self._jobs, _JOBS).where(self._jobs.c.id.in_(page))
             found |= {row["id"]: _result(row) for row in self._rows(statement)}
         return found
 
