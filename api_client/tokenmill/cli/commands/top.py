@@ -1,6 +1,4 @@
-"""`top`: queues, their workers and tenants, refreshed until `q` or Ctrl-C. top_view.py and
-top_queues.py draw them.
-"""
+"""`top`: queues, their workers and tenants, refreshed until `q` or Ctrl-C; `views` draws them."""
 
 from __future__ import annotations
 
