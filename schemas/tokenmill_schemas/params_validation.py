@@ -1,4 +1,4 @@
-"""Checks of sampling parameters that need no model: ranges, stop strings, biases, response format."""
+"""Checks sampling parameters without a model: ranges, stop strings, biases, response format."""
 
 from collections.abc import Iterator
 from typing import Final

@@ -57,7 +57,7 @@ def downgrade() -> None:
 
 
 def _change(new: list[tuple[str, list[str]]], old: list[tuple[str, list[str]]]) -> None:
-    """Create the new indexes before the old ones are dropped, so that an index exists at any time."""
+    """Create the new indexes before the old ones are dropped: an index exists at any time."""
     with _outside_a_transaction():
         for table, columns in new:
             _drop(_index(table, columns), table)

@@ -38,7 +38,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove lines that the older tables cannot hold: those without a name or with a repeated one."""
+    """Remove lines that the older tables cannot hold: without a name, or with a repeated one."""
     op.execute("DELETE FROM batch_items WHERE custom_id IS NULL OR length(custom_id) > 255")
     op.execute(
         "DELETE FROM batch_items WHERE EXISTS (SELECT 1 FROM batch_items AS o WHERE o.batch_id = "
