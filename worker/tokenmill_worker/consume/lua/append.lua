@@ -16,21 +16,21 @@
 --   start  the number of the log's last entry before this one; 0 if there is none. A chunk with
 --          start 0 restarts the log.
 --   size   how much the number grows: by the chunk's tokens, or by one for a chunk that only ends a
---          choice. The entry's id is `<start + size>-0`, so a repeated append finds its chunk there,
+--          choice. The entry's id is `<start + size>-0`, so a repeated append finds its chunk,
 --          and an append that would leave a gap is refused.
---   how    1: publish the chunk as well. 2: an earlier call has shown this worker, under this token,
---          that the log holds everything before the chunk. 3: both.
+--   how    1: publish the chunk as well. 2: an earlier call has shown this worker that, under this
+--          token, the log holds everything before the chunk. 3: both.
 --
--- Reply    empty if every chunk was simply logged. Else three values for each other chunk: its index
---          in the call, a word of tokenmill_worker.jobs.AppendReply, and the number of the log's last
---          entry after the call. If the versions differed, -1, 'version', 0 come before them.
+-- Reply    empty if every chunk was simply logged. Else three values for each other chunk: its
+--          index in the call, a word of tokenmill_worker.jobs.AppendReply, and the number of the
+--          log's last entry after the call. If the versions differed, -1, 'version', 0 come before.
 -- Error    INVALID, with the name of the first invalid argument; nothing was written then.
 --
 -- The ownership version is a number that each call of a worker raises by one. Every script that
 -- changes which jobs a worker owns deletes it (see ownership.lua), and a server that lost its last
 -- writes has an older one. If it equals ARGV[5], each job with how >= 2 still belongs to the worker
--- and its log ends at start, so nothing is checked. If not, every job is checked, and the version is
--- set to ARGV[5] if the worker owns any of them.
+-- and its log ends at start, so nothing is checked. If not, every job is checked, and the version
+-- is set to ARGV[5] if the worker owns any of them.
 local base, announce, log_ttl, worker, call, try = ARGV[1] or '', ARGV[2], ARGV[3], ARGV[4], redis.call, redis.pcall
 local jobs, logs, channels, versions = base .. 'job:', base .. 'log:', base .. 'chunks:', base .. 'vouchers'
 local is_packed, chunks = pcall(cmsgpack.unpack, ARGV[6])
@@ -38,9 +38,10 @@ local reply = {}
 
 local function is_whole(value) return value and value >= 0 and value <= 2 ^ 53 and value % 1 == 0 end
 
--- Comparing a value of another type raises an error. That costs less than calling `type` for each value.
+-- Comparing a value of another type raises an error. That costs less than a call of `type` each.
 local function check_chunks()
-  if next(chunks, #chunks > 0 and #chunks or nil) ~= nil then error('') end  -- a map, or a list with a nil in it
+  -- A map, or a list with a nil in it.
+  if next(chunks, #chunks > 0 and #chunks or nil) ~= nil then error('') end
   for first = 1, #chunks, 6 do
     local start, size, how = chunks[first + 2], chunks[first + 3], chunks[first + 4]
     if not (chunks[first] >= '' and chunks[first + 1] >= '' and chunks[first + 5] >= ''
@@ -110,7 +111,8 @@ local function append(id, token, start, size, how, chunk)
   if start == 0 and last > 0 then
     call('DEL', log)
   elseif start ~= last then
-    if last == 0 or stop <= last then return reset_log(log) end  -- another program has written to the log
+    -- Another program has written to the log.
+    if last == 0 or stop <= last then return reset_log(log) end
     return 'gap', last
   end
   if not ask('XADD', log, entry, 'chunk', chunk) then return reset_log(log) end
@@ -146,5 +148,6 @@ for first = 1, #chunks, 6 do
     end
   end
 end
-if begins and owns_any then try('HSET', versions, worker, ARGV[5]) end  -- a worker that owns no job leaves no key
+-- A worker that owns no job leaves no key.
+if begins and owns_any then try('HSET', versions, worker, ARGV[5]) end
 return reply

@@ -82,7 +82,8 @@ local is_whole, trouble = pcall(function()
   if credits > 0 or urgent > 0 then deliver_from_streams() end
   register_idle('ready', credits)
   register_idle('ready:urgent', credits > 0 and 0 or urgent)
-  if is_full then redis.call(announce, base .. 'control:' .. worker, WAKE_UP) end  -- more jobs wait than fit a reply
+  -- More jobs wait than fit a reply.
+  if is_full then redis.call(announce, base .. 'control:' .. worker, WAKE_UP) end
 end)
 write_counts()
 if is_whole then reset_idle_counters() end

@@ -56,8 +56,8 @@ local function read_job(id)
   }
 end
 
--- Returns a job's log: chunks, bytes, number of the last entry. If another program wrote the key, it
--- is deleted and the job starts again.
+-- Returns a job's log: chunks, bytes, number of the last entry. A key that another program wrote
+-- is deleted, and the job starts again.
 local function read_log(id)
   local chunks, size, index = {}, 0, 0
   local entries = redis.pcall('XRANGE', log_key(id), '-', '+')

@@ -4,13 +4,15 @@
 -- that was served least comes first. The fair-share index orders a class's tenants by their virtual
 -- time: the estimated number of tokens served, divided by the tenant's weight.
 local MAX_STREAMS = 1024
-local SHARE = {standard = 4, bulk = bulk_every}  -- while jobs of the class wait, it gets one job in this many
+-- While jobs of the class wait, it gets one job in this many.
+local SHARE = {standard = 4, bulk = bulk_every}
 
 local function read_entry(stream)
   local reply = redis.pcall('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', stream, '>')
   if type(reply) == 'table' and reply.err then
     if redis.call('EXISTS', stream) == 0 then return nil end
-    redis.call('XGROUP', 'CREATE', stream, GROUP, '0')  -- the stream was made by hand and lacks its group
+    -- The stream was made by hand and has no group yet.
+    redis.call('XGROUP', 'CREATE', stream, GROUP, '0')
     reply = redis.call('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', stream, '>')
   end
   return reply and reply[1] and reply[1][2] and reply[1][2][1] or nil
@@ -103,7 +105,8 @@ local function next_of(class)
       local id, job = read_job_of(class.name, stream.tenant, entry)
       if id then return id, job, stream end
     elseif entry == false then
-      table.remove(class.streams, 1)  -- the tenant is at its limit: its stream stays for a later claim
+      -- The tenant is at its limit: its stream stays for a later claim.
+      table.remove(class.streams, 1)
     else
       drop_stream(class, stream)
     end
@@ -125,7 +128,8 @@ local function deliver_next(classes)
   for _, class in ipairs(order_of(classes)) do
     local id, job, stream = next_of(class)
     if id then
-      if not deliver(id, job) then  -- the reply is full, but the entry is read: the job comes first next time
+      -- The reply is full, but the entry is read: the job comes first next time.
+      if not deliver(id, job) then
         leave_stream(id, job.class, job.tenant, redis.call('HGET', job_key(id), 'entry'))
         requeue_at_head(id, job.class, job.created)
         return false

@@ -51,7 +51,7 @@ local function leave_streams()
   end
 end
 
--- The claim charged a tenant the job's estimated tokens; this adds the difference to the tokens served.
+-- Adds the difference between the tokens served and the estimate that the claim charged.
 local function settle_costs()
   for class, tenants in pairs(served_more) do
     for tenant, difference in pairs(tenants) do

@@ -23,7 +23,8 @@ local cancelled, lost, unacknowledged, known = {}, {}, {}, {}
 for first = 7, #ARGV, 2 do
   local id = ARGV[first]
   known[id] = true
-  local job = redis.pcall('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')  -- no valid hash: lost
+  -- Without a valid hash this fails, and the job counts as lost.
+  local job = redis.pcall('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')
   if job.err or job[1] ~= ARGV[first + 1] or job[2] ~= worker or job[4] then
     lost[#lost + 1] = id
   elseif job[3] then

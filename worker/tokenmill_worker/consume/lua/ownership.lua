@@ -1,5 +1,5 @@
--- Shared by the worker's scripts, after common.lua: releases owned jobs, and sweeps the jobs of dead
--- workers. A worker is alive while its lease key `worker:<id>` exists.
+-- Shared by the worker's scripts, after common.lua: releases owned jobs, and sweeps the jobs of
+-- dead workers. A worker is alive while its lease key `worker:<id>` exists.
 local HISTORY_LINES = 20
 
 local function tenant_running(tenant, change)
@@ -70,7 +70,7 @@ local function give_back(id, now, how, alone, delay_ms, note)
   end
 end
 
--- Gives back every job of a worker and removes the worker from all sets. Returns how many jobs it owned.
+-- Gives back every job of a worker, and removes it from all sets. Returns how many jobs it owned.
 local function deregister_worker(worker, now, how)
   local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
   for _, id in ipairs(ids) do give_back(id, now, how, #ids == 1, 0, '') end
@@ -102,7 +102,8 @@ local function expire_waiting(now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'deadlines', '-inf', whole(now), 'LIMIT', 0, 200)) do
     redis.call('ZREM', base .. 'deadlines', id)  -- the engine expires a running job
     local state = redis.call('HGET', job_key(id), 'state')
-    if (state == 'queued' or state == 'scheduled') and not is_requeued(id) then  -- else the next claim finds it expired
+    -- The next claim finds a requeued job expired.
+    if (state == 'queued' or state == 'scheduled') and not is_requeued(id) then
       end_waiting(id, 'expired', 'deadline_exceeded', 'the deadline passed before the job was claimed', now)
     end
   end
@@ -115,8 +116,8 @@ local OUTAGE_AFTER_LEASE_SHARE = 0.6
 local function is_registered(worker) return redis.call('SISMEMBER', base .. 'workers', worker) == 1 end
 
 -- Sweeps the queue at most once per interval, in the first call that is due. Returns how many
--- orphans it freed. `returns`: the calling worker was registered before. If such a worker finds that
--- no sweep ran for a while, the other workers get one lease to come back as well. A new worker
+-- orphans it freed. `returns`: the calling worker was registered before. If such a worker finds
+-- that no sweep ran for a while, the other workers get one lease to come back as well. A new worker
 -- sweeps at once: workers that are missing then are dead.
 local function sweep(now, interval_ms, lease_ms, returns)
   promote(now)
