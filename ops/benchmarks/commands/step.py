@@ -30,7 +30,7 @@ PARTS = {
     "tokenmill_write_member": "rotation, cache write",
     "tokenmill_rms_norm_member": "norms of their own",
     "tokenmill_move_rows_member": "rows moved (embedding, head)",
-    "tokenmill_highest_member": "highest logits joined",
+    "tokenmill_argmax_member": "highest logits joined",
 }
 AROUND, WHOLE, OUTSIDE = (
     "around the kernels",

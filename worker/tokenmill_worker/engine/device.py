@@ -51,7 +51,7 @@ class FusedPass(Protocol):
         """Return logits `[num_rows, num_logits]`, or None."""
         ...
 
-    def highest(
+    def argmax(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: Any
     ) -> tuple[Tensor, Tensor] | None:
         """Return each row's argmax token and its logit, or None."""

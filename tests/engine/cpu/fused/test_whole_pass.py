@@ -174,10 +174,10 @@ def test_what_is_called_without_transformers_frame(
             found = whole_pass(input_ids, positions, rows, step)
             assert found is not None
             assert torch.equal(found, wanted[rows])
-            highest = whole_pass.highest(input_ids, positions, rows, step)
-            assert highest is not None
-            assert torch.equal(highest[0], wanted[rows].argmax(dim=1))
-            assert torch.equal(highest[1], wanted[rows].amax(dim=1))
+            found_argmax = whole_pass.argmax(input_ids, positions, rows, step)
+            assert found_argmax is not None
+            assert torch.equal(found_argmax[0], wanted[rows].argmax(dim=1))
+            assert torch.equal(found_argmax[1], wanted[rows].amax(dim=1))
         with pytest.raises(IndexError):
             whole_pass(
                 torch.tensor([5, 6, 7, 8, model.config.vocab_size]),

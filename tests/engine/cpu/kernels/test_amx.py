@@ -1,4 +1,4 @@
-"""Products in the matrix registers: as exact as float32, and a row's bits its own. Few rows of codes: test_dots.py."""
+"""Products in the matrix registers are as exact as float32, and a row has the same bits in every batch."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.kernels.test_narrow import FORMS
+from tests.engine.cpu.kernels.test_exact_pack import FORMS
+from tokenmill_worker.engine.cpu.kernels.exact_pack import ExactPacker
 from tokenmill_worker.engine.cpu.kernels.linear import (
     Epilogue,
     LinearKernels,
     PackedWeight,
     pack_gated,
 )
-from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
 from tokenmill_worker.engine.cpu.kernels.quantized import Int8Packer
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
@@ -24,14 +24,14 @@ EPSILON = 2.0**-24
 
 
 @pytest.fixture(scope="module")
-def packer() -> NarrowPacker:
+def packer() -> ExactPacker:
     try:
         kernels = LinearKernels()
     except KernelUnavailableError as error:
         pytest.skip(str(error))
     if not kernels.has_amx:
         pytest.skip("this CPU has no matrix registers (AMX)")
-    return NarrowPacker(kernels)
+    return ExactPacker(kernels)
 
 
 def error_of(packed: PackedWeight, weight: Tensor, x: Tensor) -> float:
@@ -43,7 +43,7 @@ def error_of(packed: PackedWeight, weight: Tensor, x: Tensor) -> float:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), [(64, 32), (200, 576), (103, 96), (70, 4192)])
 def test_a_product_is_as_exact_as_a_chain_of_float32(
-    packer: NarrowPacker, form: str, n: int, k: int
+    packer: ExactPacker, form: str, n: int, k: int
 ) -> None:
     """A part that was left out would show: its errors are tens of roundings."""
     torch.manual_seed(n)
@@ -60,7 +60,7 @@ def test_a_product_is_as_exact_as_a_chain_of_float32(
         )
 
 
-def assert_fused(packer: NarrowPacker, form: str, rows: Sequence[int]) -> None:
+def assert_fused(packer: ExactPacker, form: str, rows: Sequence[int]) -> None:
     """Bias, residual and gates stand behind the product, also of rows with a stride of their own."""
     weight, bias = FORMS[form](100, 64), torch.randn(100)
     packed = packer.pack(weight, bias)
@@ -78,13 +78,13 @@ def assert_fused(packer: NarrowPacker, form: str, rows: Sequence[int]) -> None:
         torch.testing.assert_close(gated(x, Epilogue.SWIGLU).double(), silu, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_fused_to_a_product(packer: NarrowPacker) -> None:
+def test_what_is_fused_to_a_product(packer: ExactPacker) -> None:
     torch.manual_seed(1)
     assert_fused(packer, "float32", ROWS)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_is_bitwise_the_same_in_every_batch_of_many(packer: NarrowPacker, form: str) -> None:
+def test_a_row_is_bitwise_the_same_in_every_batch_of_many(packer: ExactPacker, form: str) -> None:
     """… and on any number of threads."""
     torch.manual_seed(2)
     packed, x = packer.pack(FORMS[form](200, 96)), torch.randn(300, 96)
@@ -100,7 +100,7 @@ def test_a_row_is_bitwise_the_same_in_every_batch_of_many(packer: NarrowPacker, 
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
-def test_parts_that_are_left_out_were_zero(packer: NarrowPacker, form: str) -> None:
+def test_parts_that_are_left_out_were_zero(packer: ExactPacker, form: str) -> None:
     """Weights in half precision give the bits of the same weights in float32."""
     torch.manual_seed(3)
     weight, x = FORMS[form](200, 576), torch.randn(131, 576)
@@ -108,7 +108,7 @@ def test_parts_that_are_left_out_were_zero(packer: NarrowPacker, form: str) -> N
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_that_is_not_finite_spoils_no_other(packer: NarrowPacker, form: str) -> None:
+def test_a_row_that_is_not_finite_spoils_no_other(packer: ExactPacker, form: str) -> None:
     torch.manual_seed(4)
     packed, x = packer.pack(FORMS[form](96, 64)), torch.randn(70, 64)
     clean = packed(x)
@@ -126,7 +126,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(packer: NarrowPacker, form: st
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e15, 1e30])
-def test_large_and_small_numbers(packer: NarrowPacker, size: float) -> None:
+def test_large_and_small_numbers(packer: ExactPacker, size: float) -> None:
     """Parts of a number may lie far below it; what is below the smallest normal number counts as zero."""
     torch.manual_seed(5)
     weight, x = torch.randn(64, 96), torch.randn(70, 96)
@@ -138,7 +138,7 @@ def test_large_and_small_numbers(packer: NarrowPacker, size: float) -> None:
 # ── integers ──
 
 
-def test_integer_products_are_the_same_with_and_without(packer: NarrowPacker) -> None:
+def test_integer_products_are_the_same_with_and_without(packer: ExactPacker) -> None:
     torch.manual_seed(6)
     for n, k in ((96, 64), (200, 576), (70, 4160), (33, 100)):
         weight = torch.randn(n, k)
@@ -148,7 +148,7 @@ def test_integer_products_are_the_same_with_and_without(packer: NarrowPacker) ->
             assert torch.equal(with_amx(x), without(x)), (n, k, m)
 
 
-def test_inputs_that_fill_no_register_take_the_chains(packer: NarrowPacker) -> None:
+def test_inputs_that_fill_no_register_take_the_chains(packer: ExactPacker) -> None:
     torch.manual_seed(7)
     weight, x = torch.randn(64, 72), torch.randn(100, 72)
     assert torch.equal(packer.pack(weight)(x), LinearKernels(uses_amx=False).pack(weight)(x))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.cpu.kernels.layer import arguments_of, refuse
+from tokenmill_worker.engine.cpu.kernels.exact_pack import ExactPacker
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight
-from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
 from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
 from tokenmill_worker.engine.cpu.kernels.quantized import Int4Packer, Int8Packer
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
@@ -25,7 +25,7 @@ def make(form: str, march: str, uses_amx: bool) -> tuple[LinearKernels, PackedWe
     kernels = LinearKernels(march=march, uses_amx=uses_amx)
     makers: dict[str, Callable[[], PackedWeight]] = {
         "float32": lambda: kernels.pack(weight),
-        "bfloat16": lambda: NarrowPacker(kernels, march=march).pack(weight.bfloat16().float()),
+        "bfloat16": lambda: ExactPacker(kernels, march=march).pack(weight.bfloat16().float()),
         "8 bits": lambda: Int8Packer(march=march, uses_amx=uses_amx).pack(weight),
         "4 bits": lambda: Int4Packer(march=march, uses_amx=uses_amx).pack(weight),
     }

@@ -102,8 +102,8 @@ class ModelRunner:
         graphs = None if is_adapted else self.graphs  # a graph would replay another step's adapters
         layout = self._sampler.lay_out(items) if items else None
         sampled = None
-        if graphs is None and layout is not None and layout.takes_highest:
-            sampled = self._highest(inputs, layout)
+        if graphs is None and layout is not None and layout.takes_argmax:
+            sampled = self._argmax(inputs, layout)
         if sampled is None:
             logits = self.forward(inputs) if graphs is None else graphs.run(inputs)
             if layout is None:
@@ -141,11 +141,11 @@ class ModelRunner:
             inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs)
         )
 
-    def _highest(self, inputs: StepInputs, layout: Layout) -> Sampled | None:
-        found = self._loaded.highest(
+    def _argmax(self, inputs: StepInputs, layout: Layout) -> Sampled | None:
+        found = self._loaded.argmax(
             inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs)
         )
-        return None if found is None else self._sampler.take_highest(*found, layout)
+        return None if found is None else self._sampler.take_argmax(*found, layout)
 
     def _paged(self, inputs: StepInputs) -> PagedStep:
         return PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows)

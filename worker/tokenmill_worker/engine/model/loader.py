@@ -70,7 +70,7 @@ class LoadedModel:
             return logits
         return _logits(self.model, self.keeps_rows, input_ids, positions, rows, step)
 
-    def highest(
+    def argmax(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
     ) -> tuple[Tensor, Tensor] | None:
         """Return each row's argmax token and its logit, both `[num_rows]`.
@@ -80,7 +80,7 @@ class LoadedModel:
         """
         if self.fused_pass is None or self.fused_pass.num_logits != self.vocab_size:
             return None
-        return self.fused_pass.highest(input_ids, positions, rows, step)
+        return self.fused_pass.argmax(input_ids, positions, rows, step)
 
 
 def load_model(path: Path, config: EngineConfig, device: Device) -> LoadedModel:

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     batch: SamplingBatch
 
     @property
-    def takes_highest(self) -> bool:
+    def takes_argmax(self) -> bool:
         """Return whether every row needs only its highest logit."""
         batch = self.batch
         return batch.prepared.is_greedy and not batch.is_edited and not len(batch.with_logprobs)
@@ -133,7 +133,7 @@ class Sampler:
         self._grammars.launched(sampled, items)
         return sampled
 
-    def take_highest(self, token_ids: Tensor, peaks: Tensor, layout: Layout) -> Sampled:
+    def take_argmax(self, token_ids: Tensor, peaks: Tensor, layout: Layout) -> Sampled:
         """Build the result for a layout that takes only the highest logits, whose argmax the caller has computed.
 
         `token_ids` and `peaks` are [rows].

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokenmill_worker.engine.config import Quantization
+from tokenmill_worker.engine.cpu.kernels.exact_pack import ExactPacker
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight, Packer
-from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
 from tokenmill_worker.engine.cpu.kernels.quantized import (
     INT4_GROUP,
     MAX_INT8_DEPTH,
@@ -43,7 +43,7 @@ class Packing:
             amx: use the CPU's matrix registers.
         """
         kernels = LinearKernels(uses_amx=amx)
-        exact = NarrowPacker(kernels) if narrow else kernels
+        exact = ExactPacker(kernels) if narrow else kernels
         if quantization is None:
             return cls(kernels, exact, exact, exact)
         int8 = _Fitting(kernels, Int8Packer(uses_amx=amx))

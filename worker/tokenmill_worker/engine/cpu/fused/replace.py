@@ -27,22 +27,24 @@ from tokenmill_worker.engine.cpu.fused.modules import (
 from tokenmill_worker.engine.cpu.fused.packing import Packing
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, Packer
 from tokenmill_worker.engine.model.equivalence import call_attention, is_equivalent
+from tokenmill_worker.engine.model.replacement import (
+    Activation,
+    activation_of,
+    children_of,
+    describe_norm,
+    rotary_dim_of,
+)
 
 log = logging.getLogger(__name__)
 
-_ACTIVATIONS = {
-    "SiLU": Epilogue.SWIGLU,
-    "SiLUActivation": Epilogue.SWIGLU,
-    "GELUTanh": Epilogue.GEGLU_TANH,
-    "PytorchGELUTanh": Epilogue.GEGLU_TANH,
-}
+_EPILOGUES = {Activation.SILU: Epilogue.SWIGLU, Activation.GELU_TANH: Epilogue.GEGLU_TANH}
 
 
 def replace_modules(model: nn.Module, packing: Packing) -> Counter[str]:
     """Replace fitting modules in place; return the number of replacements by kind."""
     replaced: Counter[str] = Counter()
     for build in (_attention, _mlp, _norm, _linear):
-        for parent, name, module in list(_children(model)):
+        for parent, name, module in list(children_of(model)):
             if _reads_weight_of(parent, name):
                 continue
             replacement = build(_for(packing, model, module), module)
@@ -55,14 +57,6 @@ def replace_modules(model: nn.Module, packing: Packing) -> Counter[str]:
         ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none",
     )
     return replaced
-
-
-def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    ]
 
 
 def _reads_weight_of(parent: nn.Module, child: str) -> bool:
@@ -113,27 +107,22 @@ def _linear(packing: Packing, module: nn.Module) -> nn.Module | None:
 
 
 def _norm(packing: Packing, module: nn.Module) -> nn.Module | None:
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if (
-        "RMSNorm" not in type(module).__name__
-        or not isinstance(weight, Tensor)
-        or not isinstance(eps, float)
-    ):
+    found = describe_norm(module)
+    if found is None:
         return None
+    weight, eps = found
     candidates = (FusedNorm(packing.kernels, weight, eps, offset) for offset in (0.0, 1.0))
     return next((norm for norm in candidates if is_equivalent(module, norm, weight.shape[0])), None)
 
 
 def _mlp(packing: Packing, module: nn.Module) -> nn.Module | None:
-    epilogue = _ACTIVATIONS.get(
-        type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__
-    )
+    activation = activation_of(module)
     down = getattr(module, "down_proj", None)
     halves = _gate_and_up(module)
-    if epilogue is None or halves is None or not isinstance(down, nn.Linear):
+    if activation is None or halves is None or not isinstance(down, nn.Linear):
         return None
     gate, up = halves
+    epilogue = _EPILOGUES[activation]
     if gate.shape[0] % (packing.exact.panel_width // 2):
         return None
     return _checked(
@@ -173,7 +162,7 @@ def _attention(packing: Packing, module: nn.Module) -> nn.Module | None:
     ):
         return None
     weight, bias, query_size, key_size = projections
-    rotary_dim = _rotary_dim(module)
+    rotary_dim = rotary_dim_of(module)
     call = call_attention(module, weight.shape[1], rotary_dim)
     if call is None:
         return None
@@ -215,13 +204,3 @@ def _qkv(module: nn.Module) -> tuple[Tensor, Tensor | None, int, int] | None:
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts))
-
-
-def _rotary_dim(module: nn.Module) -> int:
-    config = getattr(module, "config", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor = getattr(config, "partial_rotary_factor", None) or (
-        rope.get("partial_rotary_factor") or 1.0
-    )
-    head_dim: int = module.head_dim  # type: ignore[assignment]
-    return int(head_dim * factor)

@@ -26,7 +26,7 @@ from tokenmill_worker.engine.cpu.fused.layer_calls import (
 from tokenmill_worker.engine.cpu.fused.layer_matching import BLOCK_SIZE, small_step
 from tokenmill_worker.engine.cpu.fused.layer_run import LayerRun, is_plain
 from tokenmill_worker.engine.cpu.fused.modules import FusedNorm, PackedLinear
-from tokenmill_worker.engine.cpu.kernels.highest import HighestOutputs
+from tokenmill_worker.engine.cpu.kernels.argmax import ArgmaxOutputs
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue
 from tokenmill_worker.engine.cpu.kernels.program import (
     KernelCall,
@@ -91,7 +91,7 @@ class WholePass:
         self._rotate = RowArguments(width=2 * rotary.width)
         self._read = RowArguments(width=hidden)
         self._head = linear_arguments(head.packed, Epilogue.PLAIN, self.num_logits, norm)
-        self._highest = HighestOutputs()
+        self._argmax = ArgmaxOutputs()
         self._run = LayerRun(
             layers.parts,
             self._scratch,
@@ -99,7 +99,7 @@ class WholePass:
             after=[
                 move_rows(self._read),
                 KernelCall(head.packed.member, self._head),
-                self._highest.step,
+                self._argmax.step,
             ],
         )
         self._logits = torch.empty(0, self.num_logits)
@@ -124,7 +124,7 @@ class WholePass:
         self._pass(input_ids, positions, rows, step)
         return self._logits
 
-    def highest(
+    def argmax(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor, step: AttentionStep
     ) -> tuple[Tensor, Tensor] | None:
         """Return each row's first highest logit like `__call__`, without the other logits.
@@ -132,13 +132,13 @@ class WholePass:
         Returns token ids `[num_rows]` and logits `[num_rows]`, NaN for a row that holds one, or
         None as for a call or for too many rows. Both tensors stay valid during the next two calls.
         """
-        if rows.numel() > self._highest.most_rows or not self._takes(step):
+        if rows.numel() > self._argmax.most_rows or not self._takes(step):
             return None
-        found = self._highest.ask(self._head, rows.numel(), torch.get_num_threads())
+        found = self._argmax.ask(self._head, rows.numel(), torch.get_num_threads())
         try:
             self._pass(input_ids, positions, rows, step)
         finally:
-            self._highest.dismiss(self._head)
+            self._argmax.dismiss(self._head)
         return found
 
     def watch(self, times: KernelTimes | None) -> None:
@@ -262,9 +262,9 @@ def _is_equivalent(model: Any, whole_pass: WholePass, step: PagedStep) -> bool:
     ).logits[0]
     for rows in (torch.arange(count), torch.tensor([1, count - 1])):
         found = whole_pass(input_ids, positions, rows, step)
-        highest = whole_pass.highest(input_ids, positions, rows, step)
-        if found is None or highest is None or not torch.equal(found, wanted[rows]):
+        found_argmax = whole_pass.argmax(input_ids, positions, rows, step)
+        if found is None or found_argmax is None or not torch.equal(found, wanted[rows]):
             return False
-        if not torch.equal(highest[1], wanted[rows].amax(dim=1)):
+        if not torch.equal(found_argmax[1], wanted[rows].amax(dim=1)):
             return False
     return True

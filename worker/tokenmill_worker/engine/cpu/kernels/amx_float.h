@@ -16,13 +16,13 @@ struct AmxLinear {
 
     // Rows [first_row, end_row), the first of a tile.
     static void one_panel(const SplitRows &rows, int64_t first_row, int64_t end_row, const Form &panel, const Form &ahead,
-                          uint32_t *lanes, float *sums, TileShapes &shapes, Reading &reading) {
+                          uint32_t *lanes, float *sums, TileShapes &shapes, Prefetch &prefetch) {
         const int64_t blocks = rows.k / AMX_DEPTH, deep = AMX_DEEP / AMX_DEPTH;
         const int64_t kept = end_row - first_row > 2 * AMX_ROWS ? -1 : AHEAD;
         for (int64_t first = 0; first < blocks; first += deep) {
             const int64_t last = first + deep < blocks ? first + deep : blocks;
-            const AmxTiles<Form, true> two{rows, panel, ahead, lanes, first, last, kept, shapes, STEP, &reading};
-            const AmxTiles<Form, false> one{rows, panel, ahead, lanes, first, last, kept, shapes, STEP, &reading};
+            const AmxTiles<Form, true> two{rows, panel, ahead, lanes, first, last, kept, shapes, STEP, &prefetch};
+            const AmxTiles<Form, false> one{rows, panel, ahead, lanes, first, last, kept, shapes, STEP, &prefetch};
             for (int64_t row = first_row; row < end_row; row += 2 * AMX_ROWS) {
                 float *to = sums + (row - first_row) * STEP;
                 const int64_t high = rows.height(row), low = rows.height(row + AMX_ROWS);
@@ -59,14 +59,14 @@ struct AmxLinear {
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
         TileShapes shapes;
-        Reading &reading = read_ahead(a, team);
+        Prefetch &prefetch = read_ahead(a, team);
         each_columns<2 * AMX_ROWS, true>(behind, team, most, rest_floats * sizeof(float),
                            [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *rest) {
             const Columns then = next.count ? next : mine;
             const int64_t row = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride;
             for (int64_t q = 0; q < mine.count; ++q)
                 one_panel(rows, row, row + some.m, Form::at(a, mine.panel + q), Form::at(a, then.panel + q % then.count),
-                          (uint32_t *)rest, sums + q * NR, shapes, reading);
+                          (uint32_t *)rest, sums + q * NR, shapes, prefetch);
         });
     }
 };

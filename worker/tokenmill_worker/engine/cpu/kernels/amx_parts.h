@@ -5,7 +5,7 @@
 //         static void store_codes(const Chunk &, uint32_t *to);                      brings into right factors,
 //         static void scales_of(const Group &, vf *scale, vf *zero);                 with HAS_ZEROS or without
 //     IS_FACTOR     its weights lie as right factors do, at `lanes`
-//     FEW           rows up to which vectors are sooner done; at most DIRECT (decoded.h), but for float32 itself
+//     FEW           rows up to which vectors are sooner done; at most DIRECT (decode_weights.h), but for float32 itself
 #pragma once
 
 #include "amx.h"

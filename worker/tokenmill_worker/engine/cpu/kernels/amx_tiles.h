@@ -32,7 +32,7 @@ struct AmxTiles {
     int64_t kept;         // all bits set: all blocks, for the tiles behind these; else AHEAD: in turns
     TileShapes &shapes;
     const int64_t stride = STEP;
-    Reading *const reading = nullptr;  // of a linear layer
+    Prefetch *const prefetch = nullptr;  // of a linear layer
 
     INLINE_MEMBER int64_t apart() const { return HAS_STRIDE ? stride : STEP; }
     INLINE_MEMBER void load_rows(int64_t block, int part, int64_t row, int64_t second) const {
@@ -164,7 +164,7 @@ struct AmxTiles {
             store_first();
             const auto between = [&](int piece) __attribute__((always_inline)) {
                 if constexpr (!HAS_STRIDE)
-                    if (piece == 0) reading->fetch();  // twice as often, its lines are in the way of the rows' own
+                    if (piece == 0) prefetch->fetch();  // twice as often, its lines are in the way of the rows' own
                 if (!IS_MADE && block + AHEAD < last) make_piece(block + AHEAD, piece, at(block + AHEAD));
                 if constexpr (IS_CODED)
                     if (block > first + 1)

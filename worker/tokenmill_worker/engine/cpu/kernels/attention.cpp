@@ -172,7 +172,7 @@ struct Attention {
     }
 
     // What to fetch into the cache while working on strip s: the strip four further on, then the values, then `next`.
-    void look_ahead(const KeyTile<T> &tile, const Item *next, const T **ahead) const {
+    void prefetch_next(const KeyTile<T> &tile, const Item *next, const T **ahead) const {
         const int strip0 = tile.first / STRIP, strip1 = rounded(tile.last, STRIP) / STRIP;
         const T *order[2 * TILE_STRIPS + 4];
         int n = 0;
@@ -203,7 +203,7 @@ struct Attention {
         if (in_place && (sizeof(T) == sizeof(float) || rows <= 2 * MAX_ROWS)) {
             const T *ahead[2 * TILE_STRIPS];
             if (rows <= 2 * MAX_ROWS) {
-                look_ahead(tile, next, ahead);
+                prefetch_next(tile, next, ahead);
                 compute<T, true>(u, t, tile, ahead, query, scores, max, sum, values);
             } else {
                 memset(ahead, 0, sizeof ahead);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention_tile.h"
-#include "team.h"
+#include "work_stealing.h"
 #include <new>
 #include <stdlib.h>
 

@@ -2,7 +2,7 @@
 //
 // The layout is the one that attention.cpp reads: keys in strips [head_dim][16 tokens], values [token][head_dim].
 
-#include "team.h"
+#include "work_stealing.h"
 #include "vectors.h"
 
 #define AT_ONCE 4  // tokens

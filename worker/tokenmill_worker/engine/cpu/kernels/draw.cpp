@@ -6,7 +6,7 @@
 // The floor that a token must reach is looked for among the tokens near the peak, further down only if need be.
 // A row is worked by one thread and depends on nothing but itself.
 
-#include "highest.h"
+#include "argmax.h"
 
 #include <algorithm>
 #include <functional>
@@ -249,27 +249,27 @@ extern "C" int64_t tokenmill_draw_member(const DrawArguments *arguments, Team *t
     return 0;
 }
 
-// What threads have kept of a head's outputs (highest.h) → as draw for greedy rows. No rows: nothing is done.
-struct HighestArguments {
-    char *seen;  // [threads] HighestSeen
+// What threads have kept of a head's outputs (argmax.h) → as draw for greedy rows. No rows: nothing is done.
+struct ArgmaxArguments {
+    char *seen;  // [threads] ArgmaxSeen
     int64_t *token_ids;
     float *peaks;
     int64_t num_rows;
 };
 
-extern "C" int64_t tokenmill_highest_bytes() { return sizeof(HighestSeen); }
+extern "C" int64_t tokenmill_argmax_bytes() { return sizeof(ArgmaxSeen); }
 
-extern "C" int64_t tokenmill_highest_rows() { return HIGHEST_ROWS; }
+extern "C" int64_t tokenmill_argmax_rows() { return ARGMAX_ROWS; }
 
-extern "C" int64_t tokenmill_highest_member(const HighestArguments *arguments, Team *team) {
-    const HighestArguments &a = *arguments;
+extern "C" int64_t tokenmill_argmax_member(const ArgmaxArguments *arguments, Team *team) {
+    const ArgmaxArguments &a = *arguments;
     if (!a.num_rows) return 0;
     team->each(a.num_rows, 8, [&](int64_t first, int64_t count, int64_t) {
         for (int64_t r = first; r < first + count; ++r) {
             float peak = -INFINITY;
             int64_t token = INT64_MAX;
             for (int32_t part = 0; part < team->parts; ++part) {
-                const HighestSeen &seen = HighestSeen::of(a.seen, part);
+                const ArgmaxSeen &seen = ArgmaxSeen::of(a.seen, part);
                 if (!seen.is_open(team->row())) continue;
                 for (int j = 0; j < VW; ++j) {
                     const float value = seen.rows[r].value[j];

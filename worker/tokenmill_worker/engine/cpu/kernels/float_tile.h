@@ -22,7 +22,7 @@
 #endif
 #define AT_ONCE (16 * SIDE_MR)  // rows of a block, where rows are many
 #define OWN_NORMS 8  // times threads
-#define READING_STEPS 8  // of k, between what is fetched for attention
+#define PREFETCH_STEPS 8  // of k, between what is fetched for attention
 #define STEP (SIDE * NR)  // floats from one step of k to the next
 
 namespace {  // tables of templates are shared between libraries otherwise, whatever machine these were compiled for
@@ -37,7 +37,7 @@ struct Tile {
     Output out[SIDE];
     const char *ahead;    // what this tile fetches: FETCHES lines for each step of k, `ahead_stride` bytes apart
     int64_t ahead_stride;
-    Reading *reading;
+    Prefetch *prefetch;
 };
 
 // NEAR: the panels are in the first-level cache already.
@@ -61,7 +61,7 @@ void tile(const Tile &t) {
             if (!NEAR) __builtin_prefetch(w + 8 * STEP + v * VW);
         }
         for (int f = 0; f < FETCHES<NEAR>; ++f, ahead += t.ahead_stride) __builtin_prefetch(ahead, 0, 2);
-        if (i % READING_STEPS == 0) t.reading->fetch();
+        if (i % PREFETCH_STEPS == 0) t.prefetch->fetch();
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const vf x = splat(t.x[r * t.x_stride + i]);
@@ -116,12 +116,12 @@ struct Depth {
 // `finishes`: those of the last steps become outputs.
 template <bool NEAR>
 void all_rows(const LinearArguments &a, Columns columns, Depth depth, const float *weights, float *sums, bool finishes,
-              const void *ahead, int64_t ahead_bytes, Reading &reading) {
+              const void *ahead, int64_t ahead_bytes, Prefetch &prefetch) {
     const bool both = columns.count > 1;
     const int64_t height = both ? SIDE_MR : MR, tiles = (a.m + height - 1) / height;
     const int64_t base = a.m / tiles, extra = a.m % tiles, lines = FETCHES<NEAR> * tiles * depth.count;
     Tile t{a.x + depth.first, weights, a.x_stride, depth.count, sums, depth.first == 0, finishes && depth.first + depth.count == a.k,
-           {}, (const char *)ahead, (ahead_bytes + lines - 1) / lines, &reading};
+           {}, (const char *)ahead, (ahead_bytes + lines - 1) / lines, &prefetch};
     outputs(a, columns, t.out);
     for (int64_t index = 0; index < tiles; ++index) {
         const int64_t rows = base + (index < extra);

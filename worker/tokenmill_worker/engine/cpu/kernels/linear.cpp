@@ -66,10 +66,10 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
     const auto weights = [&](const Columns &c) {
         return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
     };
-    Reading &reading = read_ahead(a, team);
+    Prefetch &prefetch = read_ahead(a, team);
     each_columns(a, team, AT_ONCE, 0, [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
         all_rows<false>(some, mine, {0, a.k}, weights(mine), sums, !sums, weights(next),
-                        next.count * NR * a.k * sizeof(float), reading);
+                        next.count * NR * a.k * sizeof(float), prefetch);
     });
     return 0;
 }

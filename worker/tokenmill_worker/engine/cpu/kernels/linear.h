@@ -4,17 +4,17 @@
 // epilogues take VW gate columns beside VW up columns and store VW results.
 #pragma once
 
-#include "highest.h"
+#include "argmax.h"
 #include "norm.h"
 
 #define NR (2 * VW)
 #define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
-#define READING_ROWS 8
-static_assert(HIGHEST_ROWS <= HANDED_IN_ROWS, "what is highest is seen once, when sums are handed in");
+#define PREFETCH_ROWS 8
+static_assert(ARGMAX_ROWS <= HANDED_IN_ROWS, "what is highest is seen once, when sums are handed in");
 
 INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
 
-enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3, HIGHEST = 4 };
+enum Epilogue { PLAIN = 0, ADD = 1, SWIGLU = 2, GEGLU_TANH = 3, ARGMAX = 4 };
 
 struct LinearArguments {
     const float *x;        // [m, k] rows
@@ -22,7 +22,7 @@ struct LinearArguments {
     const void *scale;     // of quantised weights
     const float *bias;     // [n], padded to whole panels, or null
     const float *residual; // [m, n] for ADD, with y's stride
-    float *y;              // [m, n], or [m, n / 2] for the gated epilogues, or [threads] HighestSeen for HIGHEST
+    float *y;              // [m, n], or [m, n / 2] for the gated epilogues, or [threads] ArgmaxSeen for ARGMAX
     char *workspace;       // shared by all threads, as large as the kernel says, or null where it says 0
     int64_t x_stride, y_stride;
     int64_t m, n, k;
@@ -33,7 +33,7 @@ struct LinearArguments {
 };
 
 // What a product of these rows has the time to fetch: few of them wait for memory themselves.
-INLINE Reading &read_ahead(const LinearArguments &a, Team *team) { return team->reading(a.m >= READING_ROWS ? a.ahead : nullptr); }
+INLINE Prefetch &read_ahead(const LinearArguments &a, Team *team) { return team->prefetch(a.m >= PREFETCH_ROWS ? a.ahead : nullptr); }
 
 // A row as the weights meet it; `room` for k floats. `goes_on`: the next row comes after it.
 INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_on, float *room) {
@@ -45,8 +45,8 @@ INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_o
 
 // The arguments as this thread reads them: where it keeps what is highest, if that is all that is asked for.
 INLINE LinearArguments of_thread(LinearArguments a, Team *team) {
-    if (a.epilogue != HIGHEST) return a;
-    HighestSeen &seen = HighestSeen::of(a.y, team->part);
+    if (a.epilogue != ARGMAX) return a;
+    ArgmaxSeen &seen = ArgmaxSeen::of(a.y, team->part);
     seen.open(a.m, team->row());
     a.y = (float *)seen.rows;
     return a;
@@ -64,7 +64,7 @@ struct Output {
 INLINE Output at_panel(Output out, int64_t panel, int64_t n) {
     const int64_t column = panel * (out.epilogue == SWIGLU || out.epilogue == GEGLU_TANH ? VW : NR);
     out.vector = (int32_t)(2 * panel);
-    if (out.epilogue != HIGHEST) out.y += column;
+    if (out.epilogue != ARGMAX) out.y += column;
     if (out.bias) out.bias += panel * NR;
     if (out.residual) out.residual += column;
     out.width = (int)(n - panel * NR < NR ? n - panel * NR : NR);
@@ -93,18 +93,18 @@ INLINE vf gate(vf g, vf up, int epilogue) {
     return splat(0.5f) * g * (splat(2.0f) * sigmoid(z + z)) * up;
 }
 
-INLINE void keep_highest(const Output &t, vf a, vf b, int64_t row) {
+INLINE void keep_argmax(const Output &t, vf a, vf b, int64_t row) {
     if (t.bias) a += load(t.bias), b += load(t.bias + VW);
     if (t.width < NR) {
         a = select((vi)(lanes() < t.width - vi{}), a, splat(-INFINITY));
         b = select((vi)(lanes() + VW < t.width - vi{}), b, splat(-INFINITY));
     }
-    ((Highest *)t.y)[row].see(a, b, t.vector);
+    ((Argmax *)t.y)[row].see(a, b, t.vector);
 }
 
 template <int EPILOGUE>
 INLINE void finish_row(const Output &t, vf a, vf b, int64_t row) {
-    if (EPILOGUE == HIGHEST) return keep_highest(t, a, b, row);
+    if (EPILOGUE == ARGMAX) return keep_argmax(t, a, b, row);
     float *y = t.y + row * t.y_stride;
     if (EPILOGUE == SWIGLU || EPILOGUE == GEGLU_TANH) {
         if (t.bias) a += load(t.bias), b += load(t.bias + VW);
@@ -147,6 +147,6 @@ static __attribute__((noinline, unused)) void finish_rows(const Output *out, int
         case ADD: return finish_all<ADD>(out, count, sums, stride, rows);
         case SWIGLU: return finish_all<SWIGLU>(out, count, sums, stride, rows);
         case GEGLU_TANH: return finish_all<GEGLU_TANH>(out, count, sums, stride, rows);
-        default: return finish_all<HIGHEST>(out, count, sums, stride, rows);
+        default: return finish_all<ARGMAX>(out, count, sums, stride, rows);
     }
 }

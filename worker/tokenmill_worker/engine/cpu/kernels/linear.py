@@ -1,7 +1,7 @@
 """Packed linear layers and RMS norms on the CPU, for modules that replace a model's own.
 
 `PackedWeight` holds a weight in the kernel's panels. It computes in float32, or by sums that are as
-exact (amx_float.h, dots.h). `model/fused` decides which weights are packed and fused.
+exact (amx_float.h, byte_dot.h). `model/fused` decides which weights are packed and fused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Epilogue(IntEnum):
     ADD = 1  # plus the residual
     SWIGLU = 2  # silu(gate) · up
     GEGLU_TANH = 3  # gelu_tanh(gate) · up
-    HIGHEST = 4  # not stored: each thread keeps its highest output (highest.h)
+    ARGMAX = 4  # not stored: each thread keeps its highest output (argmax.h)
 
 
 _NORM: list[tuple[str, type]] = [
@@ -184,7 +184,7 @@ class LinearKernels:
     """The loaded float32 library; raises KernelUnavailableError where it cannot be compiled.
 
     With `uses_amx`, products of more than a few rows use the CPU's matrix registers, where it has
-    them (amx_float.h); where not, weights of 4 and 8 bits are multiplied as bytes (dots.h). Without
+    them (amx_float.h); where not, weights of 4 and 8 bits are multiplied as bytes (byte_dot.h). Without
     `uses_amx`, all sums are chains of float32 and the bits of a row's result are the same in every
     batch.
     """

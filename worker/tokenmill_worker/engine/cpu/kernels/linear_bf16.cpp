@@ -3,7 +3,7 @@
 //
 // A 32-bit lane holds two steps of k of one column. Panels are [n / NR][k / 2][NR] lanes; there are no scales.
 
-#include "decoded.h"
+#include "decode_weights.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 // Panels are [n / NR][k][NR] bytes, scales [n / NR][k / 32][NR] half floats, behind which the columns' lengths lie: [n] floats, up
 // to a whole panel.
 
-#include "dots.h"
+#include "byte_dot.h"
 
 namespace {
 
@@ -55,7 +55,7 @@ struct Byte {
     static INLINE_MEMBER void scales_of(const Group &group, vf *scale, vf *) {
         for (int half = 0; half < 2; ++half) scale[half] = group.scale[half];
     }
-#if DOTS
+#if BYTE_DOT
     INLINE_MEMBER void quads(int64_t i, int quad, __m512i *to) const {
 #define LANE(column) column, 64 + column, 32 + column, 96 + column
 #define LANES(column) LANE(column), LANE(column + 1), LANE(column + 2), LANE(column + 3)

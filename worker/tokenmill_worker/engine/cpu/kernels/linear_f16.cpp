@@ -3,7 +3,7 @@
 //
 // Panels are [n / NR][k][NR] half floats; there are no scales.
 
-#include "decoded.h"
+#include "decode_weights.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 // A 32-bit lane holds eight codes of one column, so that one load feeds eight steps of k. Panels are
 // [n / NR][k / 8][NR], scales [n / NR][k / 32][2][NR] half floats (scales, then zeros).
 
-#include "dots.h"
+#include "byte_dot.h"
 
 #define CODES 8  // in one lane
 
@@ -57,7 +57,7 @@ struct Int4 {
         for (int half = 0; half < 2; ++half)
             scale[half] = group.scale[half], zero[half] = fma(splat((float)OFFSET), group.scale[half], group.zero[half]);
     }
-#if DOTS
+#if BYTE_DOT
     INLINE_MEMBER void quads(int64_t i, int quad, __m512i *to) const {
         const Chunk c = chunk(i);
         for (int half = 0; half < 2; ++half)

@@ -2,13 +2,13 @@
 // place where kernels get their threads from.
 //
 // Each calling thread has helpers of its own. They join a row when they get to it and leave it when they are through;
-// nobody waits for one to come (team.h), so a row with sleeping helpers begins at once.
+// nobody waits for one to come (work_stealing.h), so a row with sleeping helpers begins at once.
 
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
 
-#include "team.h"
+#include "work_stealing.h"
 
 #define LOOK_NS 200000  // a helper looks so long for the next row before it sleeps: from layers to the head, not a whole gap
 
@@ -29,8 +29,8 @@ struct Row {
     int64_t stopped, answer;  // told by part 0
     int64_t *ended;           // when each call was over, ns; null: nobody asks
 
-    void run(Gate *gate, int32_t part, Scratch *scratch) {
-        Team team(gate, part, parts, scratch);
+    void run(Barrier *barrier, int32_t part, Scratch *scratch) {
+        Team team(barrier, part, parts, scratch);
         for (int64_t i = first; i < count; ++i) {
             const int64_t number = calls[i].member(calls[i].arguments, &team);
             if (ended && part == 0) ended[i] = now_ns();
@@ -57,7 +57,7 @@ class Pool {
         __atomic_store_n(&is_ending_, true, __ATOMIC_SEQ_CST);
         open_or_close();
         for (int32_t i = 0; i < size_; ++i) pthread_join(helpers_[i]->thread, nullptr), delete helpers_[i];
-        free(gate_.hands);
+        free(barrier_.slots);
         free(helpers_);
     }
 
@@ -65,13 +65,13 @@ class Pool {
         if (born_ != num_forks) born_ = num_forks, size_ = inside_ = sleepers_ = 0;
         if (row.parts > 1) row.parts = grown_to(row.parts);
         static int64_t num_rows = 0;
-        gate_.row = __atomic_add_fetch(&num_rows, 1, __ATOMIC_RELAXED);
-        gate_.phase = gate_.answered = 0;
-        if (row.parts == 1) return row.run(&gate_, 0, &scratch_);
-        memset((void *)gate_.hands, 0, sizeof(Hand) * row.parts);
+        barrier_.row = __atomic_add_fetch(&num_rows, 1, __ATOMIC_RELAXED);
+        barrier_.phase = barrier_.answered = 0;
+        if (row.parts == 1) return row.run(&barrier_, 0, &scratch_);
+        memset((void *)barrier_.slots, 0, sizeof(WorkerSlot) * row.parts);
         row_ = &row;
         open_or_close();
-        row.run(&gate_, 0, &scratch_);
+        row.run(&barrier_, 0, &scratch_);
         open_or_close();
         for (int i = 0; __atomic_load_n(&inside_, __ATOMIC_SEQ_CST); relax())
             if (++i > 4096) sched_yield();
@@ -85,7 +85,7 @@ class Pool {
         Scratch scratch;
     };
 
-    Gate gate_{};
+    Barrier barrier_{};
     Row *row_ = nullptr;
     Scratch scratch_;
     Helper **helpers_ = nullptr;
@@ -98,7 +98,7 @@ class Pool {
     // How many threads there are at most, the caller among them.
     int32_t grown_to(int32_t parts) {
         if (parts <= size_ + 1) return parts;
-        gate_.hands = (Hand *)realloc_aligned(gate_.hands, sizeof(Hand) * parts);
+        barrier_.slots = (WorkerSlot *)realloc_aligned(barrier_.slots, sizeof(WorkerSlot) * parts);
         helpers_ = (Helper **)realloc(helpers_, sizeof(Helper *) * (parts - 1));
         sigset_t all, before;
         sigfillset(&all);
@@ -118,7 +118,7 @@ class Pool {
 
     static void *realloc_aligned(void *old, int64_t bytes) {
         free(old);
-        return aligned_alloc(alignof(Hand), bytes);
+        return aligned_alloc(alignof(WorkerSlot), bytes);
     }
 
     void open_or_close() {
@@ -134,7 +134,7 @@ class Pool {
             if (__atomic_load_n(&pool.is_ending_, __ATOMIC_SEQ_CST)) return nullptr;
             __atomic_add_fetch(&pool.inside_, 1, __ATOMIC_SEQ_CST);
             if (__atomic_load_n(&pool.turn_, __ATOMIC_SEQ_CST) == turn && me.part < pool.row_->parts)
-                pool.row_->run(&pool.gate_, me.part, &me.scratch);
+                pool.row_->run(&pool.barrier_, me.part, &me.scratch);
             __atomic_sub_fetch(&pool.inside_, 1, __ATOMIC_SEQ_CST);
             seen = turn;
         }

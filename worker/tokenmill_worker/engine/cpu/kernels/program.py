@@ -2,7 +2,7 @@
 
 The arguments belong to the caller, who fills them in before each run. Every calling thread has
 helper threads of its own in C++ (`program.cpp`). A run ends when its units of work are done, not
-when its threads are: a helper without a core delays no run (`team.h`).
+when its threads are: a helper without a core delays no run (`work_stealing.h`).
 """
 
 from __future__ import annotations

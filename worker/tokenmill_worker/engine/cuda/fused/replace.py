@@ -26,10 +26,16 @@ from tokenmill_worker.engine.cuda.fused.modules import (
     DeviceMLP,
     DeviceNorm,
 )
+from tokenmill_worker.engine.model.replacement import (
+    Activation,
+    activation_of,
+    children_of,
+    describe_norm,
+    rotary_dim_of,
+)
 
 log = logging.getLogger(__name__)
 
-_IS_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Build = Callable[[Any], nn.Module | None]
@@ -47,7 +53,7 @@ def replace_modules(model: nn.Module) -> Counter[str]:
         (_layer, equivalence.layers_are_equivalent),
     )
     for build, is_equivalent in steps:
-        for parent, name, module in list(_children(model)):
+        for parent, name, module in list(children_of(model)):
             if (weight := next(module.parameters(), None)) is None or weight.dtype not in _DTYPES:
                 continue
             replacement = _checked(module, build, is_equivalent, failed)
@@ -58,14 +64,6 @@ def replace_modules(model: nn.Module) -> Counter[str]:
     listed = ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none"
     log.info("fused modules on %s: %s", next(model.parameters()).device, listed)
     return replaced
-
-
-def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    ]
 
 
 def _checked(
@@ -98,7 +96,7 @@ def _checked(
 
 def _join(model: nn.Module) -> None:
     """Replace each list whose layers are all of one kind by `DeviceLayers`."""
-    for parent, name, stack in _children(model):
+    for parent, name, stack in children_of(model):
         layers = [layer for layer in stack.children() if isinstance(layer, DeviceLayer)]
         if not isinstance(stack, nn.ModuleList) or len(layers) < max(len(stack), 2):
             continue
@@ -118,14 +116,10 @@ def _join(model: nn.Module) -> None:
 
 
 def _norm(module: Any) -> nn.Module | None:
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if (
-        "RMSNorm" not in type(module).__name__
-        or not isinstance(weight, Tensor)
-        or not isinstance(eps, float)
-    ):
+    found = describe_norm(module)
+    if found is None:
         return None
+    weight, eps = found
     # a norm that adds 1 to its weight (Gemma's) shows a nonzero output for a weight of zeros
     ones = torch.ones(1, weight.shape[0], device=weight.device, dtype=weight.dtype)
     bare = copy.copy(module)
@@ -137,11 +131,9 @@ def _norm(module: Any) -> nn.Module | None:
 
 
 def _mlp(module: Any) -> nn.Module | None:
-    is_gelu = _IS_GELU.get(
-        type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__
-    )
+    activation = activation_of(module)
     down, both = getattr(module, "down_proj", None), getattr(module, "gate_up_proj", None)
-    if is_gelu is None or type(down) is not nn.Linear:
+    if activation is None or type(down) is not nn.Linear:
         return None
     parts = (
         [both]
@@ -150,7 +142,8 @@ def _mlp(module: Any) -> nn.Module | None:
     )
     if any(type(part) is not nn.Linear or _bias(part) is not None for part in parts):
         return None
-    return DeviceMLP(_joined([part.weight for part in parts]), down, is_gelu)  # type: ignore[union-attr]
+    gate_up = _joined([part.weight for part in parts])  # type: ignore[union-attr]
+    return DeviceMLP(gate_up, down, activation is Activation.GELU_TANH)
 
 
 def _attention(module: Any) -> nn.Module | None:
@@ -175,9 +168,7 @@ def _attention(module: Any) -> nn.Module | None:
     if len(biases) not in (0, len(parts)):
         return None
     weight = _joined([part.weight for part in parts])  # type: ignore[union-attr]
-    heads = Heads(
-        query_size // head_dim, key_size // head_dim, head_dim, _rotary_dim(module, head_dim)
-    )
+    heads = Heads(query_size // head_dim, key_size // head_dim, head_dim, rotary_dim_of(module))
     extras = equivalence.extras_of(module, heads, weight.shape[1])
     if extras is None:
         return None
@@ -212,15 +203,6 @@ def _head_norms(module: Any) -> HeadNorms | None:
     if (query.eps, query.offset, query.weight.shape) != (key.eps, key.offset, (module.head_dim,)):
         raise TypeError("head norms that differ, or go over several heads")
     return HeadNorms(query.weight, key.weight, query.eps, query.offset)
-
-
-def _rotary_dim(module: Any, head_dim: int) -> int:
-    config = getattr(module, "config", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor = (
-        getattr(config, "partial_rotary_factor", None) or rope.get("partial_rotary_factor") or 1.0
-    )
-    return int(head_dim * float(factor))
 
 
 def _bias(linear: Any) -> Tensor | None:

@@ -6,10 +6,10 @@
 // ports of their own; on Intel's they would take its place. Two of a number's three parts are multiplied so and the lowest one
 // by one, side by side: then the ports of products and those of additions have the same to do.
 //
-// Everything is exact in 32 bits, so bits are those of `dots` over the same numbers.
+// Everything is exact in 32 bits, so bits are those of `byte_dot` over the same numbers.
 #pragma once
 
-#include "dots.h"
+#include "byte_dot.h"
 
 #define PAIR_HEIGHT 4   // rows of a tile at most, against one panel
 #define PAIR_ROWS 5     // from so many on
@@ -63,10 +63,10 @@ inline bool pairs_pay() {
     return are_amds;
 }
 
-// One panel against R rows from `row` on; sums [R, STEP]; `fetched` as for `dots`.
+// One panel against R rows from `row` on; sums [R, STEP]; `fetched` as for `byte_dot`.
 template <int R, class Form>
-void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &paired, const Form &ahead, unsigned fetched,
-           Reading &reading, float *sums) {
+void winograd_pairs(const Int24RowsOf<Form, 7> &rows, int64_t row, const PairedCodes<Form> &paired, const Form &ahead, unsigned fetched,
+           Prefetch &prefetch, float *sums) {
     const __m512i *codes = paired.codes;
     const int64_t num_groups = rows.num_groups;
     const int32_t *x[R];
@@ -74,7 +74,7 @@ void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &pa
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) x[r] = rows.quads(row + r), acc[r][0] = acc[r][1] = vf{};
     for (int64_t g = 0; g < num_groups; ++g, codes += PairedCodes<Form>::GROUP_VECTORS) {
-        reading.fetch();
+        prefetch.fetch();
         if (fetched & 1) ahead.fetch_group(g * DOT_GROUP);
         if (fetched)
             for (int64_t eight = 0; eight < DOT_GROUP / 8; ++eight)
@@ -130,15 +130,15 @@ void pairs(const Wholes<Form, 7> &rows, int64_t row, const PairedCodes<Form> &pa
 
 // Rows [first, end), in tiles of nearly equal height.
 template <class Form>
-void pairs_of_rows(const Wholes<Form, 7> &rows, int64_t first, int64_t end, const PairedCodes<Form> &codes, const Form &ahead,
-                   Reading &reading, float *sums) {
-    typedef void (*Tile)(const Wholes<Form, 7> &, int64_t, const PairedCodes<Form> &, const Form &, unsigned, Reading &, float *);
-    static constexpr Tile TILES[] = {nullptr, pairs<1, Form>, pairs<2, Form>, pairs<3, Form>, pairs<4, Form>};
+void winograd_pairs_of_rows(const Int24RowsOf<Form, 7> &rows, int64_t first, int64_t end, const PairedCodes<Form> &codes, const Form &ahead,
+                   Prefetch &prefetch, float *sums) {
+    typedef void (*Tile)(const Int24RowsOf<Form, 7> &, int64_t, const PairedCodes<Form> &, const Form &, unsigned, Prefetch &, float *);
+    static constexpr Tile TILES[] = {nullptr, winograd_pairs<1, Form>, winograd_pairs<2, Form>, winograd_pairs<3, Form>, winograd_pairs<4, Form>};
     const bool is_few = end - first <= DOT_FEW;
     unsigned fetched = is_few ? 15 : 1;
     for (int64_t left = (end - first + PAIR_HEIGHT - 1) / PAIR_HEIGHT; left; --left, fetched <<= !is_few) {
         const int64_t height = (end - first + left - 1) / left;
-        TILES[height](rows, first, codes, ahead, fetched & 15, reading, sums);
+        TILES[height](rows, first, codes, ahead, fetched & 15, prefetch, sums);
         first += height, sums += height * STEP;
     }
 }

@@ -1,5 +1,5 @@
-// Members that count how often each of their units is done, for test_team.py.
-#include "team.h"
+// Members that count how often each of their units is done, for test_work_stealing.py.
+#include "work_stealing.h"
 
 struct CountArguments {
     int32_t *counts;          // [units], how often each was done

@@ -1,4 +1,4 @@
-// The highest output of a row, where only that is asked for (highest.h), by the highest byte of its numbers first.
+// The highest output of a row, where only that is asked for (argmax.h), by the highest byte of its numbers first.
 //
 // Two thirds of a product's work are the lower bytes. By what they can move an output is bounded by the length of its column and
 // that of what they add to the row (Cauchy and Schwarz): a hundredth of the two vectors' lengths or so. Outputs that stay below
@@ -10,7 +10,7 @@
 // Bounding what a search need not look at is branch and bound (Land and Doig 1960).
 #pragma once
 
-#include "dots.h"
+#include "byte_dot.h"
 
 #define SEARCH_HEIGHT 4     // rows of a tile, against one panel
 #define SEARCH_DEPTH 8192   // steps of k at most
@@ -18,12 +18,12 @@
 namespace {
 
 template <class Form>
-class HighestSearch {
-    typedef Wholes<Form> Rows;
+class ArgmaxSearch {
+    typedef Int24RowsOf<Form> Rows;
 
   public:
     static bool takes(const LinearArguments &a) {
-        return Form::HAS_LENGTHS && a.epilogue == HIGHEST && !a.bias && a.k <= SEARCH_DEPTH;
+        return Form::HAS_LENGTHS && a.epilogue == ARGMAX && !a.bias && a.k <= SEARCH_DEPTH;
     }
 
     // For all rows, which are rounded.
@@ -41,14 +41,14 @@ class HighestSearch {
     // What the other threads have seen of this row of kernels.
     void hear(const LinearArguments &a, const Team &team) {
         for (int32_t part = 0; part < team.parts; ++part) {
-            const HighestSeen &seen = HighestSeen::of(a.y, part);
+            const ArgmaxSeen &seen = ArgmaxSeen::of(a.y, part);
             if (part == team.part || !seen.is_open(team.row())) continue;
             for (int64_t r = 0; r < a.m; ++r)
                 if (seen.told(r) > best_[r]) best_[r] = seen.told(r);
         }
     }
 
-    // Sums [a.m, STEP]: what `dots` gives, or -infinity for all of a row that can not hold its highest output.
+    // Sums [a.m, STEP]: what `byte_dot` gives, or -infinity for all of a row that can not hold its highest output.
     void one_panel(const Rows &rows, const LinearArguments &a, const Team &team, int64_t panel_number, const Ordered &codes,
                    const Form &panel, const Form &ahead, float *sums) {
         const int64_t width = a.n - panel_number * NR;
@@ -72,19 +72,19 @@ class HighestSearch {
                     store(to, splat(-INFINITY)), store(to + VW, splat(-INFINITY));
                     continue;
                 }
-                dots<1, 1>(rows, row + r, &codes, &panel, &panel, 0, to);
+                byte_dot<1, 1>(rows, row + r, &codes, &panel, &panel, 0, to);
                 const float highest = max_lanes(larger(load(to), load(to + VW)));
                 // What no column has does not count, nor what is so small that its bounds are no numbers.
                 if (width >= NR && fabsf(highest) > TINY && highest * UNIT > best_[row + r])
-                    HighestSeen::of(a.y, team.part).tell(row + r, best_[row + r] = highest * UNIT);
+                    ArgmaxSeen::of(a.y, team.part).tell(row + r, best_[row + r] = highest * UNIT);
             }
         }
     }
 
   private:
     static constexpr float UNIT = 1.0f / 65536, TINY = 1e-20f;  // UNIT: of the highest parts
-    float best_[HIGHEST_ROWS];   // that this thread knows of, times UNIT
-    float moves_[HIGHEST_ROWS];  // by how much the lower parts move an output of length 1 at most, times UNIT
+    float best_[ARGMAX_ROWS];   // that this thread knows of, times UNIT
+    float moves_[ARGMAX_ROWS];  // by how much the lower parts move an output of length 1 at most, times UNIT
 
     // NaN reaches everything.
     static bool reaches(vf left, vf right, float best) {

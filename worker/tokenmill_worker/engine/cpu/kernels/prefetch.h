@@ -1,9 +1,9 @@
-// The arguments of paged attention, and what it is going to read, fetched while the products before it are computed.
+// Arguments of paged attention, and a prefetch of what it reads while the products before it are computed.
 //
-// A step of many decodes reads its keys and values from memory once, and attention can do little but wait for them, while
-// products leave memory alone: their rows and weights come from the caches. So a product that knows which attention comes next
-// fetches a few lines for it beside every few of its steps, each thread for its share of the sequences; what the second-level
-// cache cannot hold stays in the third.
+// In a step of many decodes, attention reads its keys and values from memory once and waits for them. Products before it
+// leave memory idle: their rows and weights come from the caches. So a product that knows the next attention fetches a few
+// lines for it beside every few of its own steps, each thread for its share of the sequences. Lines that the second-level
+// cache cannot hold stay in the third.
 #pragma once
 
 #include <stdint.h>
@@ -24,10 +24,10 @@ struct AttendArguments {
     mutable struct Plan *plan;  // of the row that runs
 };
 
-// One thread's.
-class Reading {
+// Prefetch of one thread.
+class Prefetch {
   public:
-    // What `a` reads in this row of kernels, from where it was left; null: nothing.
+    // Continue with what `a` reads in this row of kernels; null: fetch nothing.
     void open(const AttendArguments *a, int64_t row, int32_t part, int32_t parts) {
         if (a == of_ && row == row_) return;
         of_ = a, row_ = row;
@@ -40,7 +40,7 @@ class Reading {
         seq_ = first_ - 1, block_ = num_blocks_ = 0;
     }
 
-    // The next few lines, into the second-level cache.
+    // Fetch the next few lines into the second-level cache.
     __attribute__((always_inline)) void fetch() {
         if (at_ >= end_ && ((bytes_left_ <= 0 && !values_) || !next())) return;
 #pragma GCC unroll 4
@@ -57,7 +57,7 @@ class Reading {
     int64_t row_ = 0, bytes_left_ = 0, item_ = 0;
     int32_t first_ = 0, end_seq_ = 0, seq_ = 0, block_ = 0, num_blocks_ = 0;
 
-    // The next block's keys, or the values behind them. A prompt that begins like the one before has its blocks fetched already.
+    // Go on to the values of this block or the keys of the next. Blocks shared with the previous sequence are skipped.
     __attribute__((noinline)) bool next() {
         const AttendArguments &a = *of_;
         const int64_t bytes = (int64_t)a.num_kv_heads * a.block_size * a.head_dim * item_;

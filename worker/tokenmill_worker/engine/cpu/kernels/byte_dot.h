@@ -9,9 +9,9 @@
 //     OFFSET        its codes c, counted from 0, stand for scale · (c − OFFSET) + zero
 //     FITS          a group's sum of products fits 32 bits
 //     IN_PLACE      its codes come in order at once; else they are brought into it before, where rows are more than a few
-//     HAS_LENGTHS   knows the lengths of its columns, for highest_dots.h, as
+//     HAS_LENGTHS   knows the lengths of its columns, for argmax_byte_dot.h, as
 //         static const float *lengths(const LinearArguments &);    [n] of vectors of k weights
-//     PAIRS         its codes leave room beside parts of 7 bits, for pairs.h
+//     PAIRS         its codes leave room beside parts of 7 bits, for winograd_pairs.h
 //     DOT_ROWS      rows up to which this is sooner done than by the matrix registers, where these are there
 //     void quads(int64_t i, int quad, __m512i *to) const;    codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
 //     static void scales_of(const Group &, vf *scale, vf *zero);
@@ -19,10 +19,10 @@
 // A row's bits depend neither on its batch nor on the thread, but are not those of the chains in float_tile.h.
 #pragma once
 
-#include "decoded.h"
-#include "whole_rows.h"
+#include "decode_weights.h"
+#include "int24_rows.h"
 
-#if DOTS
+#if BYTE_DOT
 #define DOT_HEIGHT 2         // rows of a tile, against one panel
 #define DOT_FEW 8            // rows up to which all tiles fetch all of the panel ahead, else the first four a quarter each
 #define DOT_BYTES (1 << 17)  // of a block of whole rows, where rows are many: their sums stay near the first-level cache
@@ -34,7 +34,7 @@ namespace {
 INLINE void add_dots(__m512i &sum, __m512i codes, __m512i bytes) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes)); }
 
 template <class Form, int SHIFT = 8>
-using Wholes = WholeRows<Form::OFFSET, Form::FITS, SHIFT>;
+using Int24RowsOf = Int24Rows<Form::OFFSET, Form::FITS, SHIFT>;
 
 // A panel's codes as they come.
 template <class Form>
@@ -58,7 +58,7 @@ struct Ordered {
 // P panels against R rows from `row` on; sums [R, STEP]. `fetched`: a bit for each eight of a group's steps that are fetched of
 // the panels ahead, the first with the group's scales.
 template <int R, int P, int SHIFT, class Codes, class Form>
-void dots(const Wholes<Form, SHIFT> &rows, int64_t row, const Codes *codes_of, const Form *panels, const Form *ahead, unsigned fetched,
+void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *codes_of, const Form *panels, const Form *ahead, unsigned fetched,
           float *sums) {
     constexpr int V = 2 * P;
     const int64_t num_groups = rows.num_groups;
@@ -138,13 +138,13 @@ void dots(const Wholes<Form, SHIFT> &rows, int64_t row, const Codes *codes_of, c
 
 }  // namespace
 
-#include "highest_dots.h"
-#include "pairs.h"
+#include "argmax_byte_dot.h"
+#include "winograd_pairs.h"
 
 namespace {
 
 template <class Form>
-struct DotLinear {
+struct ByteDotLinear {
     static int64_t most_rows() { return may_use_amx() ? Form::DOT_ROWS : INT64_MAX; }
     static bool takes(const LinearArguments &a) { return a.uses_amx && a.m <= most_rows(); }
 
@@ -155,8 +155,8 @@ struct DotLinear {
         const bool is_few = end - first <= DOT_FEW;
         unsigned fetched = is_few ? 15 : 1;
         for (; end - first >= DOT_HEIGHT; first += DOT_HEIGHT, sums += DOT_HEIGHT * STEP, fetched <<= !is_few)
-            dots<DOT_HEIGHT, 1>(rows, first, &codes, &panel, &ahead, fetched & 15, sums);
-        if (first < end) dots<1, 1>(rows, first, &codes, &panel, &ahead, fetched & 15, sums);
+            byte_dot<DOT_HEIGHT, 1>(rows, first, &codes, &panel, &ahead, fetched & 15, sums);
+        if (first < end) byte_dot<1, 1>(rows, first, &codes, &panel, &ahead, fetched & 15, sums);
     }
 
     static void member(const LinearArguments &a, Team *team) {
@@ -167,7 +167,7 @@ struct DotLinear {
 
     template <int SHIFT>
     static void run(const LinearArguments &a, Team *team) {
-        typedef Wholes<Form, SHIFT> Rows;
+        typedef Int24RowsOf<Form, SHIFT> Rows;
         constexpr bool PAIRED = SHIFT == 7;
         const int64_t one_row = (a.k + 15) & ~(int64_t)15;
         const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
@@ -193,11 +193,11 @@ struct DotLinear {
             team->each(a.m, 4, round);
         else if (blocks == 1)
             round(held = 0, a.m, -1);
-        Reading &reading = read_ahead(a, team);
+        Prefetch &prefetch = read_ahead(a, team);
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
-        const bool searches = HighestSearch<Form>::takes(a);
-        HighestSearch<Form> search;
+        const bool searches = ArgmaxSearch<Form>::takes(a);
+        ArgmaxSearch<Form> search;
         if constexpr (Form::HAS_LENGTHS)
             if (searches) search.open(rows, a);
         each_columns<DOT_HEIGHT, true>(behind, team, most, (lanes + one_row + own) * sizeof(float),
@@ -212,14 +212,14 @@ struct DotLinear {
                 if (searches) search.hear(a, *team);
             if (a.m == 1 && mine.count == SIDE) {
                 const InPlace<Form> both[SIDE] = {{panels[0]}, {panels[1]}};
-                return dots<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
+                return byte_dot<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
             }
             const int64_t block = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride, row = is_own ? 0 : block;
             if (is_own && held != block) round(held = block, some.m, -1);
             for (int64_t q = 0; q < mine.count; ++q) {
                 if constexpr (PAIRED) if (is_paired) {
                     PairedCodes<Form>::make(panels[q], a.k, ordered);
-                    pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, ahead[q], reading, sums + q * NR);
+                    winograd_pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, ahead[q], prefetch, sums + q * NR);
                     continue;
                 }
                 if (Form::IN_PLACE || some.m <= DOT_FEW / 2) {
@@ -242,7 +242,7 @@ struct DotLinear {
 #else
 
 template <class Form>
-struct DotLinear {
+struct ByteDotLinear {
     static int64_t most_rows() { return 0; }
     static bool takes(const LinearArguments &) { return false; }
     static void member(const LinearArguments &, Team *) {}
@@ -255,13 +255,13 @@ namespace {
 template <class Form>
 struct Coded {
     static void member(const LinearArguments &a, Team *team) {
-        DotLinear<Form>::takes(a) ? DotLinear<Form>::member(a, team) : Decoded<Form>::member(a, team);
+        ByteDotLinear<Form>::takes(a) ? ByteDotLinear<Form>::member(a, team) : DecodedLinear<Form>::member(a, team);
     }
 };
 
 }  // namespace
 
-// In place of DECODED_LINEAR (decoded.h). `tokenmill_dot_rows`: up to so many rows are multiplied as bytes.
+// In place of DECODED_LINEAR (decode_weights.h). `tokenmill_dot_rows`: up to so many rows are multiplied as bytes.
 #define CODED_LINEAR(form)                                                                          \
     LINEAR_MEMBERS(Coded<form>)                                                                     \
-    extern "C" int64_t tokenmill_dot_rows() { return DotLinear<form>::most_rows(); }
+    extern "C" int64_t tokenmill_dot_rows() { return ByteDotLinear<form>::most_rows(); }

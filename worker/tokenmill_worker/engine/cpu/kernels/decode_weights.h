@@ -46,7 +46,7 @@ void direct(const LinearArguments &a, const Form *panels, const Form *ahead, flo
 }
 
 template <class Form>
-struct Decoded {
+struct DecodedLinear {
     typedef void (*Direct)(const LinearArguments &, const Form *, const Form *, float *);
 
     static void few_rows(const LinearArguments &a, int64_t count, const Form *panels, const Form *ahead, float *sums) {
@@ -66,7 +66,7 @@ struct Decoded {
     // The codes behind `ahead` are fetched by the tiles, which have the time. `is_decoded`: the weights are, all of them.
     static void some_rows(const LinearArguments &a, const Columns &columns, const Form *panels, const Form &ahead,
                           int64_t num_ahead, float *sums, bool finishes, float *decoded, int64_t block, bool is_decoded,
-                          Reading &reading) {
+                          Prefetch &prefetch) {
         for (int64_t first = 0; first < a.k; first += block) {
             const Depth depth{first, a.k - first < block ? a.k - first : block};
             for (int q = 0; q < columns.count && !is_decoded; ++q)
@@ -76,7 +76,7 @@ struct Decoded {
                 });
             const char *codes = (const char *)ahead.start() + num_ahead * Form::bytes(first);
             const auto multiply = block < a.k ? all_rows<true> : all_rows<false>;
-            multiply(a, columns, depth, decoded, sums, finishes, codes, num_ahead * Form::bytes(depth.count), reading);
+            multiply(a, columns, depth, decoded, sums, finishes, codes, num_ahead * Form::bytes(depth.count), prefetch);
         }
     }
 
@@ -86,7 +86,7 @@ struct Decoded {
         const int64_t block = is_deep || (hands_in && a.k > BLOCK) ? BLOCK : a.k;
         const int64_t most = is_deep ? HANDED_IN_ROWS : AT_ONCE;
         const int64_t spare = is_deep && !hands_in ? (most + SIDE_MR) * STEP : 0;  // sums between blocks of k
-        Reading &reading = read_ahead(a, team);
+        Prefetch &prefetch = read_ahead(a, team);
         int64_t held = -1;  // the panel from which on weights are decoded, all of them
         each_columns(a, team, most, (spare + block * STEP) * sizeof(float),
                      [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *rest) {
@@ -99,7 +99,7 @@ struct Decoded {
             if (a.m <= DIRECT) return few_rows(some, mine.count, panels, ahead, sums);
             float *decoded = (float *)rest + spare;
             some_rows(some, mine, panels, ahead[0], next.count, sums ? sums : spare ? (float *)rest : nullptr, !sums, decoded,
-                      block, !hands_in && block == a.k && held == mine.panel, reading);
+                      block, !hands_in && block == a.k && held == mine.panel, prefetch);
             held = mine.panel;
         });
     }
@@ -114,4 +114,4 @@ struct Decoded {
         kernel::member(*arguments, team);                                                           \
         return 0;                                                                                   \
     }
-#define DECODED_LINEAR(form) LINEAR_MEMBERS(Decoded<form>)
+#define DECODED_LINEAR(form) LINEAR_MEMBERS(DecodedLinear<form>)

@@ -1,20 +1,20 @@
-// The highest output of each row, for a head whose other outputs nobody asks for: logits of 32 rows are megabytes, which
-// would be stored and read again for a token each.
+// Finds the highest output of each row of a head whose other outputs are not needed: the logits of 32 rows are megabytes,
+// which would be stored and read again for one token each.
 //
-// Each thread keeps what it has seen by lanes, in memory of its own; draw.cpp finds the highest of them all.
+// Each thread keeps the highest outputs that it computed, by lanes, in its own memory; draw.cpp joins the threads' results.
 #pragma once
 
-#include "team.h"
+#include "work_stealing.h"
 #include "vectors.h"
 
-#define HIGHEST_ROWS 64  // at most
+#define ARGMAX_ROWS 64  // at most
 
-// Of one row: by lanes the highest value, or NaN once there is one, and the vector that it was in, the first of equal ones.
-struct Highest {
+// One row: by lanes the highest value (NaN once one is NaN) and the first vector that held it.
+struct Argmax {
     vf value;
     vi vector;
 
-    // Two vectors of outputs, of which `left` is the number `at`.
+    // Take two vectors of outputs; `left` has the number `at`.
     INLINE_MEMBER void see(vf left, vf right, int32_t at) {
         if (!reaches(left) && !reaches(right)) return;  // most do not
         take(left, at);
@@ -37,13 +37,13 @@ struct Highest {
     }
 };
 
-// What one thread has seen. Only what was opened in a row of kernels counts in it: a thread may not have come at all.
-struct HighestSeen {
+// Result of one thread. It counts only if it was opened in this row of kernels: a late thread may have computed nothing.
+struct ArgmaxSeen {
     alignas(64) int64_t row;
-    alignas(64) float best[HIGHEST_ROWS];  // where threads tell each other (highest_dots.h): an output of each row
-    alignas(64) Highest rows[HIGHEST_ROWS];
+    alignas(64) float best[ARGMAX_ROWS];  // an output of each row, read by other threads (argmax_byte_dot.h)
+    alignas(64) Argmax rows[ARGMAX_ROWS];
 
-    static HighestSeen &of(void *memory, int32_t part) { return ((HighestSeen *)memory)[part]; }
+    static ArgmaxSeen &of(void *memory, int32_t part) { return ((ArgmaxSeen *)memory)[part]; }
 
     void open(int64_t count, int64_t number) {
         for (int64_t r = 0; r < count; ++r) rows[r] = {splat(-INFINITY), INT32_MAX - vi{}}, tell(r, -INFINITY);

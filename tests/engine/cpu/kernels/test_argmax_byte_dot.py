@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.kernels.test_dots import rows_of
-from tests.engine.cpu.kernels.test_highest import Head, same
-from tests.engine.cpu.kernels.test_narrow import q8_0
+from tests.engine.cpu.kernels.test_argmax import Head, same
+from tests.engine.cpu.kernels.test_byte_dot import rows_of
+from tests.engine.cpu.kernels.test_exact_pack import q8_0
+from tokenmill_worker.engine.cpu.kernels.exact_pack import ExactPacker
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight
-from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 K = 576
@@ -18,15 +18,15 @@ ROWS = [2, 4, 5, 6, 7, 8, 33, 64]
 
 
 @pytest.fixture(scope="module")
-def packer() -> NarrowPacker:
+def packer() -> ExactPacker:
     """Return the packer, or skip: without its instructions the head computes all of its outputs."""
     try:
-        return NarrowPacker(LinearKernels())
+        return ExactPacker(LinearKernels())
     except KernelUnavailableError as error:
         pytest.skip(str(error))
 
 
-def head(packer: NarrowPacker, weight: Tensor) -> PackedWeight:
+def head(packer: ExactPacker, weight: Tensor) -> PackedWeight:
     packed = packer.pack(weight)
     assert packed.form == "8 bits"
     return packed
@@ -48,7 +48,7 @@ def by_highest_bytes(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [7, 32, 200, 5000])
-def test_it_is_the_first_highest_of_all_outputs(packer: NarrowPacker, n: int) -> None:
+def test_it_is_the_first_highest_of_all_outputs(packer: ExactPacker, n: int) -> None:
     torch.manual_seed(n)
     weight = q8_0(n, K)
     weight[n // 2] = weight[n // 3]  # two that tie
@@ -60,7 +60,7 @@ def test_it_is_the_first_highest_of_all_outputs(packer: NarrowPacker, n: int) ->
         check(packed, x)
 
 
-def test_outputs_that_lower_bytes_set_apart(packer: NarrowPacker) -> None:
+def test_outputs_that_lower_bytes_set_apart(packer: ExactPacker) -> None:
     """Columns near each other, as those of rare tokens are: by the highest bytes alone they are all the same."""
     torch.manual_seed(1)
     codes = torch.randint(-126, 127, (K // 32, 32)).float()
@@ -82,7 +82,7 @@ def test_outputs_that_lower_bytes_set_apart(packer: NarrowPacker) -> None:
         check(packed, x)
 
 
-def test_bytes_that_all_add_up(packer: NarrowPacker) -> None:
+def test_bytes_that_all_add_up(packer: ExactPacker) -> None:
     """The last column's output is in the lower bytes alone, as great as they come and each of its weight's sign."""
     torch.manual_seed(4)
     weight = q8_0(300, K) * 2.0**-6
@@ -98,7 +98,7 @@ def test_bytes_that_all_add_up(packer: NarrowPacker) -> None:
     check(packed, x)
 
 
-def test_rows_that_are_no_numbers_or_nothing(packer: NarrowPacker) -> None:
+def test_rows_that_are_no_numbers_or_nothing(packer: ExactPacker) -> None:
     torch.manual_seed(2)
     packed, x = head(packer, q8_0(300, K)), torch.randn(9, K)
     x[1, 3], x[3, 7], x[4], x[5], x[6] = math.nan, math.inf, 0.0, x[5] * 1e-38, x[6] * 1e-30
@@ -111,7 +111,7 @@ def test_rows_that_are_no_numbers_or_nothing(packer: NarrowPacker) -> None:
         assert torch.equal(token_ids[fine], outputs.argmax(dim=1)[fine])
 
 
-def test_a_head_with_a_bias(packer: NarrowPacker) -> None:
+def test_a_head_with_a_bias(packer: ExactPacker) -> None:
     torch.manual_seed(3)
     bias = torch.randn(300) * 10
     packed, x = packer.pack(q8_0(300, K), bias), torch.randn(20, K)

@@ -64,7 +64,7 @@ class Phase:
 
 
 def library() -> ctypes.CDLL:
-    return compiled("team_members")
+    return compiled("work_stealing_members")
 
 
 def run(phases: list[Phase], threads: int) -> None:
@@ -154,7 +154,7 @@ def test_callers_have_threads_of_their_own() -> None:
 def test_a_forked_process_makes_threads_of_its_own() -> None:
     script = """
 import os, sys
-from tests.engine.cpu.kernels.test_team import Phase, run
+from tests.engine.cpu.kernels.test_work_stealing import Phase, run
 run([Phase(100)], 3)
 child = os.fork()
 run([Phase(100, handed_in=True)], 3)

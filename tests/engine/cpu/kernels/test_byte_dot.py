@@ -1,4 +1,4 @@
-"""Rows against codes as dot products of bytes (dots.h, pairs.h): as exact as float32; a row's bits its own."""
+"""Byte dot products (byte_dot.h, winograd_pairs.h) are as exact as float32, whatever the batch."""
 
 from ctypes import c_int64
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.engine.cpu.kernels.test_amx import EPSILON, assert_fused, error_of
-from tests.engine.cpu.kernels.test_narrow import FORMS
+from tests.engine.cpu.kernels.test_exact_pack import FORMS
+from tokenmill_worker.engine.cpu.kernels.exact_pack import ExactPacker
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels
-from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 66, 131, 300]
@@ -17,19 +17,19 @@ SOURCES = {"4 bits": "linear_int4", "8 bits": "linear_byte"}
 DEPTHS = [
     96,
     288,
-]  # of codes of 4 bits, these are multiplied one by one and in pairs (pairs.h), where that pays
+]  # of codes of 4 bits, these are multiplied one by one and in pairs (winograd_pairs.h), where that pays
 
 
 @pytest.fixture(scope="module")
-def packer() -> NarrowPacker:
+def packer() -> ExactPacker:
     try:
-        return NarrowPacker(LinearKernels())
+        return ExactPacker(LinearKernels())
     except KernelUnavailableError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module", params=SOURCES)
-def form(request: pytest.FixtureRequest, packer: NarrowPacker) -> str:
+def form(request: pytest.FixtureRequest, packer: ExactPacker) -> str:
     name: str = request.param
     if not rows_of(name):
         pytest.skip(
@@ -51,7 +51,7 @@ def rows_of(form: str) -> list[int]:
 
 @pytest.mark.parametrize(("n", "k"), [(64, 32), (200, 576), (103, 96), (70, 4192)])
 def test_a_product_is_as_exact_as_a_chain_of_float32(
-    packer: NarrowPacker, form: str, n: int, k: int
+    packer: ExactPacker, form: str, n: int, k: int
 ) -> None:
     torch.manual_seed(n)
     weight = FORMS[form](n, k)
@@ -68,7 +68,7 @@ def test_a_product_is_as_exact_as_a_chain_of_float32(
 
 
 @pytest.mark.parametrize("k", DEPTHS)
-def test_a_row_is_bitwise_the_same_in_every_batch(packer: NarrowPacker, form: str, k: int) -> None:
+def test_a_row_is_bitwise_the_same_in_every_batch(packer: ExactPacker, form: str, k: int) -> None:
     """… and on any number of threads, whether each of them rounds all rows or its share."""
     torch.manual_seed(8)
     rows = rows_of(form)
@@ -86,12 +86,12 @@ def test_a_row_is_bitwise_the_same_in_every_batch(packer: NarrowPacker, form: st
         torch.set_num_threads(threads)
 
 
-def test_what_is_fused_to_it(packer: NarrowPacker, form: str) -> None:
+def test_what_is_fused_to_it(packer: ExactPacker, form: str) -> None:
     torch.manual_seed(1)
     assert_fused(packer, form, rows_of(form))
 
 
-def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, form: str) -> None:
+def test_numbers_far_below_the_greatest_of_their_group(packer: ExactPacker, form: str) -> None:
     """They are rounded beside it, to a half of 2^-22 of it at worst, in pairs of 2^-21.9; groups without it lose
     nothing to it.
     """
@@ -115,7 +115,7 @@ def test_numbers_far_below_the_greatest_of_their_group(packer: NarrowPacker, for
 
 @pytest.mark.parametrize("k", [32, 512])
 def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(
-    packer: NarrowPacker, form: str, k: int
+    packer: ExactPacker, form: str, k: int
 ) -> None:
     """The greatest number's highest byte is at its limit, and so are the weights' codes."""
     torch.manual_seed(12)
@@ -134,7 +134,7 @@ def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(
 
 
 @pytest.mark.parametrize("k", [64, 512])
-def test_sums_as_great_as_they_come(packer: NarrowPacker, form: str, k: int) -> None:
+def test_sums_as_great_as_they_come(packer: ExactPacker, form: str, k: int) -> None:
     """All codes at one end and all numbers at theirs: what is least away from more than 32 bits hold."""
     least, most = {"4 bits": (-8.0, 7.0), "8 bits": (-127.0, 127.0)}[form]
     weight = torch.full((64, k), least)
@@ -151,7 +151,7 @@ def test_sums_as_great_as_they_come(packer: NarrowPacker, form: str, k: int) -> 
 
 @pytest.mark.parametrize("k", DEPTHS)
 @pytest.mark.parametrize("size", [1e-28, 1e-10, 1e15, 1e30])
-def test_large_and_small_numbers(packer: NarrowPacker, form: str, size: float, k: int) -> None:
+def test_large_and_small_numbers(packer: ExactPacker, form: str, size: float, k: int) -> None:
     torch.manual_seed(10)
     weight = FORMS[form](64, k)
     packed = packer.pack(weight)
@@ -164,7 +164,7 @@ def test_large_and_small_numbers(packer: NarrowPacker, form: str, size: float, k
 @pytest.mark.parametrize("k", DEPTHS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_not_finite_spoils_no_other(
-    packer: NarrowPacker, form: str, bad: float, k: int
+    packer: ExactPacker, form: str, bad: float, k: int
 ) -> None:
     torch.manual_seed(11)
     packed = packer.pack(FORMS[form](96, k))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenmill_worker.engine.cpu.kernels.exact_pack import ExactPacker, find_bytes, find_int4, fits
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
-from tokenmill_worker.engine.cpu.kernels.narrow import NarrowPacker, find_bytes, find_int4, fits
 from tokenmill_worker.engine.cpu.kernels.quantized import round_int4
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
@@ -85,7 +85,7 @@ def test_every_sum_is_that_of_float32(
     torch.manual_seed(n)
     plain, march = kernels
     weight, bias = FORMS[form](n, k), torch.randn(n)
-    narrow = NarrowPacker(plain, march=march)
+    narrow = ExactPacker(plain, march=march)
     packed, wanted = narrow.pack(weight, bias), plain.pack(weight, bias)
     assert packed.form == form
     for m in ROWS:
@@ -101,7 +101,7 @@ def test_deep_products_and_gates(kernels: tuple[LinearKernels, str], form: str) 
     """Use more inputs than a panel in the cache holds; gate and up rows lie side by side."""
     torch.manual_seed(1)
     plain, march = kernels
-    narrow = NarrowPacker(plain, march=march)
+    narrow = ExactPacker(plain, march=march)
     weight = FORMS[form](70, 4192)
     packed, wanted = narrow.pack(weight), plain.pack(weight)
     for m in (1, 3, 40, 64, 131):
@@ -121,7 +121,7 @@ def test_one_weight_that_does_not_fit_is_enough(kernels: tuple[LinearKernels, st
         weight = make(2000, 64)
         weight[1999, 3] *= 1.0 + 2**-23
         weight[1999, 2] = 1000.0  # not the value on which a group's scale rests
-        assert NarrowPacker(plain, march=march).pack(weight).form == "float32", form
+        assert ExactPacker(plain, march=march).pack(weight).form == "float32", form
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
@@ -131,7 +131,7 @@ def test_an_odd_number_of_inputs_stays_float32(
     """Kernels of half precision take two steps at a time."""
     plain, march = kernels
     weight, x = FORMS[form](40, 33), torch.randn(9, 33)
-    packed = NarrowPacker(plain, march=march).pack(weight)
+    packed = ExactPacker(plain, march=march).pack(weight)
     assert packed.form == "float32"
     torch.testing.assert_close(
         packed(x).double(), x.double() @ weight.double().T, rtol=2e-5, atol=2e-5
@@ -191,7 +191,7 @@ def test_groups_without_a_range(kernels: tuple[LinearKernels, str]) -> None:
     weight[0], weight[1, :32], weight[2] = 0.0, 0.5, -0.0
     x = torch.randn(20, 64)
     assert find_int4(weight) is not None
-    assert torch.equal(NarrowPacker(plain, march=march).pack(weight)(x), plain.pack(weight)(x))
+    assert torch.equal(ExactPacker(plain, march=march).pack(weight)(x), plain.pack(weight)(x))
     weight[3, 5] = 1e-30
     assert find_int4(weight) is None
 
@@ -206,7 +206,7 @@ def test_where_a_form_cannot_be_compiled_a_weight_stays_float32(
     def unavailable(*_: object) -> None:
         raise KernelUnavailableError("no room on the disk")
 
-    monkeypatch.setattr("tokenmill_worker.engine.cpu.kernels.narrow.load", unavailable)
-    packed = NarrowPacker(plain, march=march).pack(bfloat16(40, 64))
+    monkeypatch.setattr("tokenmill_worker.engine.cpu.kernels.exact_pack.load", unavailable)
+    packed = ExactPacker(plain, march=march).pack(bfloat16(40, 64))
     assert packed.form == "float32"
     assert "a weight that could be narrower stays float32: no room on the disk" in caplog.text

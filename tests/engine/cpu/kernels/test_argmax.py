@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.cpu.kernels.layer import arguments_of, refuse
-from tokenmill_worker.engine.cpu.kernels.highest import HighestOutputs
+from tokenmill_worker.engine.cpu.kernels.argmax import ArgmaxOutputs
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels, PackedWeight, Packer
 from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
@@ -40,11 +40,11 @@ class Head:
     def __init__(self, packed: PackedWeight, x: Tensor) -> None:
         self.x = x
         self.arguments, self.workspace = arguments_of(packed, x)
-        self.highest = HighestOutputs()
-        self.program = Program([KernelCall(packed.member, self.arguments), self.highest.step])
+        self.argmax = ArgmaxOutputs()
+        self.program = Program([KernelCall(packed.member, self.arguments), self.argmax.step])
 
     def run(self, threads: int) -> tuple[Tensor, Tensor]:
-        found = self.highest.ask(self.arguments, self.arguments.m, threads)
+        found = self.argmax.ask(self.arguments, self.arguments.m, threads)
         self.program.run(threads, refuse)
         return found
 
@@ -91,7 +91,7 @@ def test_results_stay_for_two_calls_more_and_runs_may_take_turns(pack: Pack) -> 
     x.copy_(torch.randn(4, K))
     head.run(2)
     outputs = torch.empty(4, 100)
-    head.highest.dismiss(head.arguments)
+    head.argmax.dismiss(head.arguments)
     head.arguments.y, head.arguments.y_stride = outputs.data_ptr(), 100
     head.program.run(2, refuse)
     assert torch.equal(outputs, packed(x))

@@ -1,4 +1,4 @@
-"""Argmax of each row of a linear layer, computed without storing the layer's outputs (highest.h)."""
+"""Argmax of each row of a linear layer, computed without storing the layer's outputs (argmax.h)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _ArgmaxArguments(ctypes.Structure):
     ]
 
 
-class HighestOutputs:
+class ArgmaxOutputs:
     """The argmax kernel of a program; raises KernelUnavailableError where it cannot be compiled.
 
     `step` follows the layer in a program. It does nothing unless `ask` was called before the run.
@@ -33,13 +33,13 @@ class HighestOutputs:
 
     def __init__(self) -> None:
         library = load("draw")
-        library.tokenmill_highest_bytes.restype = library.tokenmill_highest_rows.restype = c_int64
-        self._bytes: int = library.tokenmill_highest_bytes()  # per thread
-        self.most_rows: int = library.tokenmill_highest_rows()
+        library.tokenmill_argmax_bytes.restype = library.tokenmill_argmax_rows.restype = c_int64
+        self._bytes: int = library.tokenmill_argmax_bytes()  # per thread
+        self.most_rows: int = library.tokenmill_argmax_rows()
         self._seen = torch.zeros(0, dtype=torch.uint8)
         self._arguments = _ArgmaxArguments()
         self._buffers = RotatingBuffers(0)
-        self.step = KernelCall(library.tokenmill_highest_member, self._arguments)
+        self.step = KernelCall(library.tokenmill_argmax_member, self._arguments)
 
     def ask(self, layer: LinearArguments, num_rows: int, num_threads: int) -> tuple[Tensor, Tensor]:
         """Make the next run compute the argmax of each row; return the tensors that it will fill.
@@ -54,7 +54,7 @@ class HighestOutputs:
         start += -start % _ALIGNMENT
         if self._buffers.num_rows != num_rows:
             self._buffers = RotatingBuffers(num_rows)
-        layer.epilogue, layer.y = int(Epilogue.HIGHEST), start
+        layer.epilogue, layer.y = int(Epilogue.ARGMAX), start
         arguments = self._arguments
         arguments.seen, arguments.num_rows = start, num_rows
         token_ids, peaks, arguments.token_ids, arguments.peaks = self._buffers.next()

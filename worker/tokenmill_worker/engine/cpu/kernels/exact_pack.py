@@ -7,7 +7,7 @@ original form is found from a weight's values, whatever file it came from. A wei
 form stays float32.
 
 Activations are float32 throughout. So are products and sums, except in matrix registers
-(amx_float.h) and in the byte dot products of 4- and 8-bit weights (dots.h).
+(amx_float.h) and in the byte dot products of 4- and 8-bit weights (byte_dot.h).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROWS_AT_ONCE = 1024
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class NarrowPacker:
+class ExactPacker:
     """Packs a weight into its narrowest exact form: 4 bits, 8 bits, half precision, float32."""
 
     def __init__(

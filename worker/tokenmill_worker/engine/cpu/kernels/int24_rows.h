@@ -1,13 +1,13 @@
 // Rows of float32 numbers as integers in three signed bytes, and what 1 stands for in each group of 32.
 //
 // As exact, beside the greatest of a group, as float32 sums are. Products with codes are sums of bytes' products then
-// (dots.h, pairs.h), which are exact in 32 bits.
+// (byte_dot.h, winograd_pairs.h), which are exact in 32 bits.
 #pragma once
 
 #include "linear.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
-#define DOTS 1
+#define BYTE_DOT 1
 
 namespace {
 
@@ -17,17 +17,17 @@ constexpr int64_t DOT_GROUP = 32, DOT_PARTS = 3;
 // parts are never apart. SHIFT: the bits of the middle part; 8: 24 bits in all, and what 1 stands for is a power of two; 7: 23
 // bits, the middle part from -64 to 63 and the highest from -120 to 119, so that both leave room for a code.
 template <int OFFSET, bool FITS, int SHIFT>
-struct WholeRows {
+struct Int24Rows {
     static_assert(SHIFT == 8 || (SHIFT == 7 && FITS), "parts that are apart are of 8 bits");
     static constexpr int64_t QUADS = DOT_GROUP / 4 * DOT_PARTS;
     static constexpr int MANY = 16, FEW = 4;  // groups at once
 
     char *memory;  // [m] rows of row_bytes(k)
     int64_t num_groups;
-    bool is_paired;  // SHIFT 7: for pairs.h, which takes lowest parts, and the first quads of the others, as bytes from -128 on
+    bool is_paired;  // SHIFT 7: for winograd_pairs.h, which takes lowest parts, and the first quads of the others, as bytes from -128 on
 
     static int64_t row_bytes(int64_t k) { return k / DOT_GROUP * (int64_t)(QUADS * sizeof(int32_t) + 5 * sizeof(float)); }
-    static WholeRows at(char *memory, int64_t k, bool is_paired) { return {memory, k / DOT_GROUP, is_paired}; }
+    static Int24Rows at(char *memory, int64_t k, bool is_paired) { return {memory, k / DOT_GROUP, is_paired}; }
     INLINE_MEMBER int64_t apart() const { return row_bytes(num_groups * DOT_GROUP) / (int64_t)sizeof(int32_t); }
 
     // [groups][eight steps of k][parts, the highest first][2]: steps 0, 4, 1, 5, then 2, 6, 3, 7 of the eight.
@@ -38,7 +38,7 @@ struct WholeRows {
     INLINE_MEMBER float *sums(int64_t row) const { return units(row) + num_groups; }
     INLINE_MEMBER int32_t *lowest_starts(int64_t row) const { return (int32_t *)(sums(row) + num_groups); }
     INLINE_MEMBER int32_t *upper_starts(int64_t row) const { return lowest_starts(row) + num_groups; }
-    // Of parts in pairs, what pairs.h takes from its sums.
+    // Of parts in pairs, what winograd_pairs.h takes from its sums.
     INLINE_MEMBER int32_t *pair_starts(int64_t row) const { return upper_starts(row); }
     // The same for the highest parts alone.
     INLINE_MEMBER int32_t *highest_starts(int64_t row) const { return upper_starts(row) + num_groups; }
@@ -190,5 +190,5 @@ struct WholeRows {
 }  // namespace
 
 #else
-#define DOTS 0
+#define BYTE_DOT 0
 #endif

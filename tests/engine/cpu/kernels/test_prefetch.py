@@ -1,4 +1,4 @@
-"""The prefetch (reading.h) fetches all blocks that attention reads, once, and no others."""
+"""The prefetch (prefetch.h) fetches all blocks that attention reads, once, and no others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fetched(
         head_dim=HEAD_DIM, block_size=BLOCK_SIZE, window=window, kv_type=kv_type,
     )  # fmt: skip
     addresses = (c_void_p * (parts * calls * 4))()
-    lines_of = compiled("reading_lines").lines_of
+    lines_of = compiled("prefetch_lines").lines_of
     lines_of.restype = c_int64
     number = lines_of(
         byref(attention), c_int64(next(ROWS)), c_int32(parts), c_int64(calls), addresses
