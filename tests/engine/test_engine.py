@@ -244,7 +244,7 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 
 @pytest.mark.parametrize("max_model_len", [None, 4096])
 def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, caplog):
-    """A job that sets no max_tokens gets what is left of the engine's length: that must fit the pool."""
+    """Without max_tokens a request gets the rest of the engine's length: that must fit the pool."""
     with caplog.at_level("INFO", "tokenmill_worker.engine"):
         engine = Engine.load(
             EngineConfig(
@@ -310,10 +310,12 @@ def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
 @pytest.mark.parametrize(
     "words",
     [
-        "an illegal memory access was encountered", "misaligned address", "an illegal instruction was encountered",
-        "unknown error", "invalid program counter", "the launch timed out and was terminated", "hardware stack error",
-        "uncorrectable NVLink error detected during the execution", "uncorrectable ECC error encountered",
-        "device-side assert triggered", "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+        "an illegal memory access was encountered", "misaligned address",
+        "an illegal instruction was encountered", "unknown error", "invalid program counter",
+        "the launch timed out and was terminated", "hardware stack error",
+        "uncorrectable NVLink error detected during the execution",
+        "uncorrectable ECC error encountered", "device-side assert triggered",
+        "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
     ],
 )  # fmt: skip
 def test_a_device_that_is_lost_says_so_in_many_words(words):

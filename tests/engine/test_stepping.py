@@ -26,7 +26,7 @@ def holds(plan: StepPlan, *names: str) -> bool:
 
 
 class Faulty(SyntheticRunner):
-    """`fails(plan)` says whether a step raises, `spoils(plan)` whether none of its logits are finite."""
+    """`fails(plan)`: the step raises. `spoils(plan)`: none of its logits are finite."""
 
     fails: Callable[[StepPlan], bool]
     spoils: Callable[[StepPlan], bool]
@@ -194,7 +194,8 @@ def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(
     Each sequence runs again.
     """
     scheduler = Scheduler(
-        EngineConfig(model="fake", block_size=4), make_cache(), max_model_len=256, eos_token_ids=frozenset({0}),
+        EngineConfig(model="fake", block_size=4), make_cache(), max_model_len=256,
+        eos_token_ids=frozenset({0}),
         clock=Clock(), async_depth=1,
     )  # fmt: skip
     steps = StepExecutor(Ahead(launches, finishes), scheduler)  # type: ignore[arg-type]

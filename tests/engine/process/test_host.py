@@ -98,7 +98,10 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
 
 
 async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    """Killed once more before its status is read, it would be reaped twice; asyncio complains and makes one up."""
+    """Killing it again before its status is read must not reap it twice.
+
+    Asyncio would complain and make a status up.
+    """
     host = EngineProcess(CONFIG)
     await host.start()
     assert host.pid is not None

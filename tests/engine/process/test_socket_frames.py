@@ -1,4 +1,4 @@
-"""The socket between the engine's process and the worker: whole reports, in order, whatever the socket takes."""
+"""Tests of the socket between engine process and worker: reports arrive whole and in order."""
 
 import asyncio
 import socket

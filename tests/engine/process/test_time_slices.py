@@ -1,4 +1,4 @@
-"""The engine's threads get longer scheduler slices at the same CPU share, where the kernel shows it."""
+"""Tests that compute threads get longer slices at the same CPU share, where the kernel shows it."""
 
 import os
 import platform

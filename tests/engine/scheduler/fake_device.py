@@ -1,8 +1,8 @@
-"""A device without a model, for tests: slots hold what they stand for, so that wrong bookkeeping is wrong content.
+"""A device without a model, for tests: wrong bookkeeping gives wrong content.
 
-The "KV" of a position is a digest of all tokens up to it. Before a sequence's tokens are computed, every
-slot that they would attend to is read through its block tables and compared. The next token is a function
-of the tokens alone. Steps are computed in the order of their launch, like a device's.
+The "KV" of a position is a digest of all tokens up to it. Before a sequence's tokens are computed,
+every slot that they would attend to is read through its block tables and compared. The next token
+is a function of the tokens alone. Steps are computed in the order of their launch, like a device's.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ Block = list[bytes | None]
 
 @dataclass(slots=True)
 class FakeDevice:
-    """`fails(plan)` says whether a step breaks, before or (half of the copies done) after it moved blocks."""
+    """Executes plans over slots.
+
+    `fails(plan)` returns whether a step fails, before or, with half of the copies done, after it
+    copied blocks.
+    """
 
     cache: CacheConfig
     fails: Callable[[StepPlan], bool] = lambda plan: False
@@ -113,7 +117,7 @@ class FakeDevice:
     def _copy(
         self, copies: list[BlockCopy], sources: list[list[Block]], targets: list[list[Block]]
     ) -> None:
-        """Copy block by block in the host's order: the smallest parts in which the offloader may move them."""
+        """Copy block by block in the host's order: the smallest parts that are possible."""
         seen = {(copy.group, copy.target) for copy in copies}
         if len(seen) < len(copies):
             raise WrongContentError("two copies of one step have the same target")

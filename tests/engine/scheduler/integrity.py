@@ -86,7 +86,8 @@ def _check_lists(state: SchedulerState) -> None:
     waiting = sum(1 for entry in state.entries.values() if entry.queued)
     _require(
         len(state.queue) == waiting == by_status[WAITING] + by_status[OFFLOADED],
-        f"queue {len(state.queue)}, marked {waiting}, by state {by_status[WAITING]} + {by_status[OFFLOADED]}",
+        f"queue {len(state.queue)}, marked {waiting}, "
+        f"by state {by_status[WAITING]} + {by_status[OFFLOADED]}",
     )
     _require(state.num_offloaded == by_status[OFFLOADED], "the count of offloaded sequences is off")
     preemptible = sum(map(is_preemptible, [*state.decoding, *state.prefilling]))

@@ -1,4 +1,7 @@
-"""Drives a scheduler and the fake device through the engine's own `StepExecutor`, synchronously or one step ahead."""
+"""Drives a scheduler and the fake device through the engine's own `StepExecutor`.
+
+Steps run synchronously or one step ahead.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,12 @@ class Clock:
 
 
 def make_cache(
-    num_blocks: int = 64, block_size: int = 4, windows: tuple[int | None, ...] = (None,), num_host_blocks: int = 0,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    windows: tuple[int | None, ...] = (None,),
+    num_host_blocks: int = 0,
     prefix_cache: bool = True,
-) -> CacheConfig:  # fmt: skip
+) -> CacheConfig:
     groups = tuple(LayerGroup((index,), 1, 1, window) for index, window in enumerate(windows))
     count = len(groups)
     return CacheConfig(
@@ -63,9 +69,9 @@ def make_sequence(
 
 
 class FakeRunner:
-    """The fake device as `StepExecutor` sees a runner: it launches in order, and a step on top of a failed one is void.
+    """The fake device as a runner: it launches in order, and voids a step on top of a failed one.
 
-    On an asynchronous device every second failure is raised at launch, the others when the result is asked for.
+    On an asynchronous device every second failure is raised at launch, the others by `finish`.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -128,7 +134,7 @@ class Loop:
     device: FakeDevice
     clock: Clock
     is_async: bool = False
-    checks: bool = True  # of the scheduler's books, before each launch and after each step
+    checks: bool = True  # of the scheduler's integrity, before each launch and after each step
     events: list[TokenEvent] = field(default_factory=list)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
@@ -144,9 +150,14 @@ class Loop:
 
     @classmethod
     def build(
-        cls, cache: CacheConfig | None = None, *, is_async: bool = False, proposer: Proposer | None = None,
-        ageing_s: float = 30.0, **settings: object,
-    ) -> Loop:  # fmt: skip
+        cls,
+        cache: CacheConfig | None = None,
+        *,
+        is_async: bool = False,
+        proposer: Proposer | None = None,
+        ageing_s: float = 30.0,
+        **settings: object,
+    ) -> Loop:
         cache = cache or make_cache()
         defaults: dict[str, object] = {"safety_margin": 0.0, "block_size": cache.block_size}
         config = EngineConfig(model="fake", **{**defaults, **settings})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Planning one step ahead: placeholders, ends found late, stale results, blocks that wait for a step to be over."""
+"""Tests of planning one step ahead: placeholders, late ends, stale results, deferred blocks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_step_is_planned_past_the_last_token() -> None:
 
 
 def test_an_end_found_one_step_late_costs_one_token_and_leaves_no_trace() -> None:
-    """A stop token is seen when the next step is in flight: its result is dropped, its block freed after it."""
+    """A stop token is found while the next step is in flight: that step's result is dropped."""
     sequence = endless("a", 1, 4, 20)
     token = _first_token(loop := ahead(sequence))
     sequence.params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=(token,))
@@ -102,7 +102,7 @@ def _first_token(loop: Loop) -> int:
 
 @pytest.mark.parametrize("when", ["before the step", "in flight", "two in flight"])
 def test_a_cancelled_request_says_nothing_more_and_the_loop_goes_on(when: str) -> None:
-    """Cancelling while the step that completes a block is in flight has ended other engines' loops."""
+    """A cancel while the step that completes a block is in flight does not end the loop."""
     loop = ahead(endless("a", 1, 3, 9), endless("b", 2, 3, 9))
     steps = {"before the step": 0, "in flight": 1, "two in flight": 2}[when]
     pending = [launched(loop) for _ in range(steps)]

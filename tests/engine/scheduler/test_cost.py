@@ -1,4 +1,4 @@
-"""A step's cost grows with the batch, not with the backlog: counted in Python calls, so no clock can be blamed."""
+"""Tests that a step's cost, in Python calls, grows with the batch and not with the backlog."""
 
 from __future__ import annotations
 

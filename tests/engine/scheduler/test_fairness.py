@@ -197,7 +197,10 @@ def test_fifo_does_not_preempt_to_admit() -> None:
 @pytest.mark.parametrize("preempt", ["least_wasted", "newest", "oldest"])
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 def test_under_unending_load_every_request_finishes(policy: str, preempt: str) -> None:
-    """More arrives than can be served, of all classes and sizes, in a tight pool; the first hundred must all end."""
+    """More requests of all classes and sizes arrive than a tight pool can serve.
+
+    The first hundred must all end.
+    """
     rng = random.Random(3)
     loop = Loop.build(
         make_cache(17),

@@ -159,7 +159,10 @@ def test_short_requests_without_end_leave_a_long_one_its_reads(
 
 
 def test_the_read_budget_serves_two_long_bulk_decodes_in_turns() -> None:
-    """A step has reads for one of them. The one that a step favours has had its turn and is not first in the next."""
+    """A step has reads for one of them.
+
+    The one that runs first in a step is not first in the next.
+    """
     loop = Loop.build(
         make_cache(400),
         policy="priority",
@@ -195,7 +198,8 @@ def test_states_follow_the_life_of_a_request(policy: str, budget: int) -> None:
         if sequence.status is not seen[-1]:
             seen.append(sequence.status)
     waiting, prefilling, decoding, finished = (
-        SequenceStatus.WAITING, SequenceStatus.PREFILLING, SequenceStatus.DECODING, SequenceStatus.FINISHED,
+        SequenceStatus.WAITING, SequenceStatus.PREFILLING, SequenceStatus.DECODING,
+        SequenceStatus.FINISHED,
     )  # fmt: skip
     chunked = [waiting, prefilling, decoding, finished]
     assert seen == (chunked if budget < 12 else [waiting, decoding, finished])

@@ -144,7 +144,7 @@ def test_the_cache_can_be_off() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,)])
 def test_choices_share_their_prompts_full_blocks(windows: tuple[int | None, ...]) -> None:
-    """10 tokens in blocks of 4: two blocks are shared, and each choice computes the two tokens after them."""
+    """Of 10 tokens in blocks of 4, two blocks are shared; each choice computes 2 tokens."""
     loop = Loop.build(make_cache(64, windows=windows))
     loop.add(
         *[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)]
@@ -172,11 +172,15 @@ def test_without_the_prefix_cache_every_choice_computes_the_prompt() -> None:
 
 
 def test_a_batch_is_ordered_for_hits() -> None:
-    """Requests with a common beginning run side by side, the longest first; unrelated ones keep their order."""
+    """Requests with a common beginning run side by side, the longest first.
+
+    Unrelated ones keep their order.
+    """
     loop = Loop.build(make_cache(64), max_num_seqs=1)
     a, b = tokens(1, 12), tokens(2, 12)
     loop.add(
-        one_token("a short", a[:6]), one_token("b", b), one_token("a long", a), one_token("b too", b),
+        one_token("a short", a[:6]), one_token("b", b),
+        one_token("a long", a), one_token("b too", b),
         one_token("c", tokens(3, 5)),
     )  # fmt: skip
     loop.run()

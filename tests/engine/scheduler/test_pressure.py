@@ -77,7 +77,10 @@ def test_with_a_host_pool_the_victim_is_offloaded_and_nothing_recomputed() -> No
 
 
 def test_a_block_that_came_back_half_filled_is_shared_only_once_it_is_full() -> None:
-    """Preempted in the middle of its prompt, back for a step that does not fill the block, and cancelled."""
+    """The sequence is preempted in its prompt and returns for a step that does not fill the block.
+
+    Then it is cancelled.
+    """
     loop = Loop.build(make_cache(8, num_host_blocks=12), max_num_batched_tokens=3, max_num_seqs=4)
     loop.add(
         *[long_one(name, seed, 1, length) for name, seed, length in (("a", 30, 6), ("b", 31, 9))]
@@ -197,7 +200,7 @@ def test_decodes_keep_going_below_the_safety_margin_but_nothing_new_starts() -> 
 
 
 def test_what_a_failed_step_was_to_copy_to_the_host_is_not_trusted() -> None:
-    """The step that needs the blocks of "a" evicts them to the host, and breaks before it has copied them.
+    """The step that needs the blocks of "a" evicts them to the host, and fails before the copies.
     Run once more, it has nothing to copy."""
     loop = Loop.build(make_cache(9, num_host_blocks=16))
     loop.add(make_sequence("a", prompt(1, 17), 1))

@@ -107,7 +107,8 @@ class Schedules(RuleBasedStateMachine):
         adapter=st.sampled_from(["", "", "a", "b", "c"]),
     )
     def add(
-        self, shared: int, own: list[int], max_tokens: int, resumed: list[int], choices: int, priority: int,
+        self, shared: int, own: list[int], max_tokens: int, resumed: list[int], choices: int,
+        priority: int,
         deadline: float | None, is_poison: bool, burst: int, adapter: str,
     ) -> None:  # fmt: skip
         assert self.loop is not None
@@ -120,7 +121,8 @@ class Schedules(RuleBasedStateMachine):
             until = None if deadline is None else self.loop.clock.now + deadline
             batch += [
                 make_sequence(
-                    name, [*SHARED[:shared], *own] or [7], max_tokens + len(resumed), tuple(resumed), choice,
+                    name, [*SHARED[:shared], *own] or [7], max_tokens + len(resumed),
+                    tuple(resumed), choice,
                     seed=self.count % 2 + choice, priority=priority, deadline=until,
                     tenant=f"t{self.count % 2}", cache_salt=f"t{self.count % 2}", adapter=adapter,
                 )

@@ -1,4 +1,4 @@
-"""A short prompt that arrives while a long one is computed starts in the next step; the long one goes on beside it."""
+"""Tests that a short prompt starts in the next step beside a long one that is being computed."""
 
 from __future__ import annotations
 

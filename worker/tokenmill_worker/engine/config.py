@@ -1,4 +1,4 @@
-"""The engine's settings: one frozen value, validated as a whole; all problems are reported together.
+"""The engine's settings: one frozen value, validated as a whole; all problems are reported at once.
 
 Names are those of vLLM and Transformers where the meaning is the same.
 """
@@ -161,11 +161,13 @@ class EngineConfig:
             )
         require(
             self.max_cached_loras >= self.max_loras,
-            f"max_cached_loras ({self.max_cached_loras}) must be at least max_loras ({self.max_loras})",
+            f"max_cached_loras ({self.max_cached_loras}) must be at least "
+            f"max_loras ({self.max_loras})",
         )
         require(
             not (self.speculative_tokens and self.async_batching),
-            "speculative_tokens cannot be used with async_batching: drafts follow a token that must be known",
+            "speculative_tokens cannot be used with async_batching: "
+            "drafts follow a token that must be known",
         )
         for name in ("adapters", "cuda_graphs", "async_batching"):
             require(
@@ -185,13 +187,15 @@ class EngineConfig:
             found.append(f"max_memory_gib must be positive, not {cap}")
         if cap is not None and self.num_blocks is not None:
             found.append(
-                f"max_memory_gib ({cap:g}) does nothing beside num_blocks ({self.num_blocks}): set one of them"
+                f"max_memory_gib ({cap:g}) does nothing beside num_blocks ({self.num_blocks}): "
+                "set one of them"
             )
         if not 0 <= offload < math.inf:
             found.append(f"cpu_offload_gib must not be negative, not {offload}")
         elif offload and (total := total_memory()) is not None and offload * GIB > total:
             found.append(
-                f"cpu_offload_gib ({offload:g}) is more than the machine's memory of {total / GIB:.1f} GiB"
+                f"cpu_offload_gib ({offload:g}) is more than the machine's memory of "
+                f"{total / GIB:.1f} GiB"
             )
         return found
 
@@ -201,8 +205,8 @@ class EngineConfig:
         threshold, longest = self.long_prefill_token_threshold, self.max_model_len
         if self.max_long_partial_prefills and not threshold and self.max_num_partial_prefills < 2:
             found.append(
-                f"max_long_partial_prefills ({self.max_long_partial_prefills}) does nothing without "
-                "long_prefill_token_threshold: no prompt counts as long"
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) does nothing "
+                "without long_prefill_token_threshold: no prompt counts as long"
             )
         if longest is not None and threshold > longest:
             found.append(threshold_problem(threshold, longest))
@@ -222,7 +226,10 @@ class EngineConfig:
 
 
 def threshold_problem(threshold: int, max_model_len: int) -> str:
-    return f"long_prefill_token_threshold ({threshold}) exceeds the model's length of {max_model_len}: nothing is long"
+    return (
+        f"long_prefill_token_threshold ({threshold}) exceeds the model's length of "
+        f"{max_model_len}: nothing is long"
+    )
 
 
 @lru_cache

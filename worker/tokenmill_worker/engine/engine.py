@@ -80,13 +80,12 @@ class Engine(DirectCalls):
             proposer=runner.info.proposer,
             async_depth=1 if runner.info.is_asynchronous else 0,
         )
-        longest, threshold = (
-            scheduler.max_model_len,
-            runner.info.config.long_prefill_token_threshold,
-        )
+        longest = scheduler.max_model_len
+        threshold = runner.info.config.long_prefill_token_threshold
         if longest < runner.info.max_model_len:
             log.info(
-                "the longest sequence has %d tokens, not %d: the %d blocks of num_blocks hold no longer one",
+                "the longest sequence has %d tokens, not %d: "
+                "the %d blocks of num_blocks hold no longer one",
                 longest, runner.info.max_model_len, min(runner.info.cache_config.num_blocks),
             )  # fmt: skip
         if threshold > longest:
@@ -125,7 +124,7 @@ class Engine(DirectCalls):
         return bool(events)
 
     def _deliver_early(self, events: list[TokenEvent]) -> None:
-        """Deliver events to the outputs now; the next step returns them without delivering them again."""
+        """Deliver events to the outputs now; the next step only returns them."""
         self._outputs.deliver(events)
         self._early += events
 
@@ -174,7 +173,7 @@ class Engine(DirectCalls):
 
     @property
     def waits_only(self) -> bool:
-        """Return whether all requests wait for a grammar or an adapter, so that a step would do nothing."""
+        """Return whether all requests wait for a grammar or adapter: a step would do nothing."""
         return bool(self._pending) and not self._can_step
 
     @property

@@ -14,7 +14,7 @@ class EngineError(RuntimeError):
 
 
 class StepsFailError(EngineError):
-    """Every step fails, whatever it holds: no memory or disk, or the model gives no finite logits."""
+    """Every step fails, whatever it holds: memory or disk is full, or no logits are finite."""
 
 
 def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> TokenEvent:
@@ -43,9 +43,9 @@ def sentence_of(error: BaseException) -> str:
 
 SIGNS_OF_LOSS = (
     "device-side assert", "illegal memory access", "misaligned address", "illegal instruction",
-    "invalid program counter", "hardware stack error", "unspecified launch failure", "launch timed out",
-    "cuda error: unknown error", "cublas_status_execution_failed", "ecc error", "nvlink error", "device lost",
-    "failed in a step",
+    "invalid program counter", "hardware stack error", "unspecified launch failure",
+    "launch timed out", "cuda error: unknown error", "cublas_status_execution_failed", "ecc error",
+    "nvlink error", "device lost", "failed in a step",
 )  # fmt: skip
 
 

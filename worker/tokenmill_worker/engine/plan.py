@@ -1,4 +1,4 @@
-"""The plan of one step: built once by the scheduler, frozen, executed by the runner; plain Python."""
+"""The plan of one step: built by the scheduler, frozen, executed by the runner; plain Python."""
 
 from dataclasses import dataclass
 

@@ -30,9 +30,8 @@ class StepExecutor:
         self._runner = runner
         self._scheduler = scheduler
         self._in_flight: tuple[StepPlan, Any] | None = None
-        self._failed: set[str] = (
-            set()
-        )  # request ids that ended with an error since a step last succeeded
+        # ids of requests that ended with an error since a step last succeeded
+        self._failed: set[str] = set()
         self.num_begun = self.num_failed = 0
 
     @property
@@ -58,7 +57,8 @@ class StepExecutor:
         """Launch step N+1 with placeholders for N's tokens, then wait for step N and commit it."""
         previous, self._in_flight = self._in_flight, None
         plan = self._scheduler.plan()
-        # Release before the launch: a sequence that this plan preempted may be admitted again in it, with a new row.
+        # Release before the launch: a sequence that this plan preempted may be admitted again in
+        # it, with a new row.
         self._runner.release(self._scheduler.take_released())
         failure: Exception | None = None
         try:

@@ -60,7 +60,7 @@ class KVManager:
     # ── what would fit ──
 
     def max_tokens_alone(self, limit: int) -> int:
-        """Return how many tokens (≤ limit) a sequence can compute if it has every pool to itself."""
+        """Return how many tokens (≤ limit) a sequence can compute when it runs alone."""
         for pool, window in zip(self.pools, self.windows, strict=True):
             if window is None or pool.num_usable < -(-window // self.block_size) + 2:
                 limit = min(limit, pool.num_usable * self.block_size)

@@ -1,4 +1,4 @@
-"""The main of the engine process: `python -m tokenmill_worker.engine.process.child FD`, with a Unix socket as FD.
+"""The main module of the engine process; its argument is the descriptor of a Unix socket.
 
 The main thread owns the device, runs the engine loop and sends reports. A second thread reads
 commands into the mailbox. A third sends what the socket does not accept at once. When the socket
@@ -44,8 +44,9 @@ class _Start(msgspec.Struct):
 
 def main(descriptor: int) -> int:
     """Load the engine and serve until a Stop command; return 0 only then."""
-    # Torch's OpenMP reads this when it is loaded. Threads that spin at barriers take cores from the worker's I/O
-    # and from other processes, and then wait for those: on a shared machine steps became ten times slower.
+    # Torch's OpenMP reads this when it is loaded. Threads that spin at barriers take cores from
+    # the worker's I/O and from other processes, and then wait for those: on a shared machine steps
+    # became ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - a library reads it, we do not
     faulthandler.enable()  # if a kernel or library crashes, the log shows the stack
     for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides when its engine ends

@@ -85,7 +85,7 @@ class EngineHost(Protocol):
 
 
 class _Reports:
-    """The part that both hosts share: ordered reports, the last capacity, the end, detection of hangs.
+    """The shared part of both hosts: ordered reports, last capacity, the end, detection of hangs.
 
     An engine reports at every step, and twice a second while idle. A ready engine that sends no
     report for `stall_s` seconds hangs.

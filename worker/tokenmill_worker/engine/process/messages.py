@@ -1,4 +1,4 @@
-"""The messages between worker and engine: commands to the engine, reports from it; and their decoding."""
+"""The messages between worker and engine, commands and reports, and their decoding."""
 
 from __future__ import annotations
 

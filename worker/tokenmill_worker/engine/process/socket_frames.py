@@ -77,13 +77,13 @@ class FrameWriter:
 
 
 class FrameReader(asyncio.Protocol):
-    """The worker's end of the socket; passes on each report as it is read, without a task in between.
+    """The worker's end of the socket; passes on each report from the read callback, without a task.
 
     The last value passed on is an EngineFailed or None, however the stream ends.
     """
 
-    def __init__(self, hand_on: Callable[[Report | None], None]) -> None:
-        self._hand_on = hand_on
+    def __init__(self, on_report: Callable[[Report | None], None]) -> None:
+        self._on_report = on_report
         self._buffer = bytearray()
         self._transport: asyncio.WriteTransport | None = None
         self.ended = asyncio.Event()
@@ -126,10 +126,10 @@ class FrameReader(asyncio.Protocol):
             if len(buffer) - body < length:
                 break
             start = body + length
-            self._hand_on(read_report(bytes(buffer[body:start])))
+            self._on_report(read_report(bytes(buffer[body:start])))
         del buffer[:start]
 
     def _end(self, last: EngineFailed | None) -> None:
         if not self.ended.is_set():
             self.ended.set()
-            self._hand_on(last)
+            self._on_report(last)

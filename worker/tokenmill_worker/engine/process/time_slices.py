@@ -1,4 +1,4 @@
-"""Requests longer scheduler slices for compute threads, so that waking I/O threads preempt them at once.
+"""Requests longer time slices for compute threads, so that waking I/O threads preempt them at once.
 
 Compute threads hold all cores. The I/O process, the queue's server and subscribers wake for a
 moment per step, and without longer slices wait at each token until the scheduler frees a core.

@@ -87,7 +87,8 @@ class DirectCalls(ABC):
         ids = list(request_ids) if request_ids is not None else [None] * len(prompts)
         if not len(prompts) == len(each) == len(ids):
             raise ValueError(
-                f"{len(prompts)} prompts, {len(each)} sampling parameters and {len(ids)} ids do not match"
+                f"{len(prompts)} prompts, {len(each)} sampling parameters and "
+                f"{len(ids)} ids do not match"
             )
         requests = [
             GenerationRequest(
@@ -157,7 +158,10 @@ class DirectCalls(ABC):
     def generate_batch(
         self, prompts: Seq[Seq[int]], params: Seq[SamplingParams] | SamplingParams | None = None
     ) -> list[GenerationOutput]:
-        """Continue every prompt; return outputs in prompt order. Raises RequestError if one is refused."""
+        """Continue every prompt and return the outputs in prompt order.
+
+        Raises RequestError if one of them is refused.
+        """
         request_ids = self.add_requests(prompts, params)
         outputs = []
         for request_id in request_ids:

@@ -87,7 +87,7 @@ class Outputs:
         return self._requests[request_id].is_finished
 
     def read(self, request_id: str, cursors: dict[int, int]) -> Iterator[TokenEvent]:
-        """Yield one event per choice with what arrived since the last call, and advance the cursors.
+        """Yield one event per choice with what it got since the last call; advance the cursors.
 
         A cursor is the number of tokens read, or -1 after the end. Raises KeyError if the request
         is unknown.

@@ -1,7 +1,7 @@
-"""Requests that wait for a grammar being compiled or an adapter being loaded, both outside the step.
+"""Requests that wait until their grammar is compiled and their adapter is loaded, outside of steps.
 
-What is ready already causes no wait. A request whose grammar or adapter fails is refused with the
-reason; one whose deadline passes meanwhile ends; the others continue.
+A request whose grammar and adapter are ready does not wait. A request whose grammar or adapter
+fails is refused with the reason; one whose deadline passes meanwhile ends; the others continue.
 """
 
 from __future__ import annotations

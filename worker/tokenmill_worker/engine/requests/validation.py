@@ -72,8 +72,8 @@ class RequestValidator:
         self._check_ids(request.prompt_ids, "prompt")
         if len(request.prompt_ids) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(request.prompt_ids)} tokens; the model's length is {self.max_model_len}, "
-                "and at least one token is generated",
+                f"the prompt has {len(request.prompt_ids)} tokens; the model's length is "
+                f"{self.max_model_len}, and at least one token is generated",
                 code="context_length_exceeded",
             )
 
@@ -102,7 +102,8 @@ class RequestValidator:
         problems = engine_problems(params, self.vocab_size)
         if params.response_format is not None and not self.can_structure:
             problems.append(
-                "response_format is not available: the engine has no grammar compiler for this model"
+                "response_format is not available: "
+                "the engine has no grammar compiler for this model"
             )
         if problems:
             raise RequestError("; ".join(problems))
@@ -175,7 +176,10 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of one choice; choice 0 keeps the request's seed, so that `n` does not change it."""
+    """Return the seed of one choice.
+
+    Choice 0 keeps the request's seed, so that `n` does not change its tokens.
+    """
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()

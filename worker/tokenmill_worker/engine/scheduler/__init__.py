@@ -1,4 +1,8 @@
-"""Plans what each step computes and applies its result to the sequences; plain Python."""
+"""Plans what each step computes and applies its result to the sequences; plain Python.
+
+Belongs here: the queue, admission, budgets, preemption, commit. Which block holds what belongs to
+`kv`; how a plan is executed belongs to `execution`.
+"""
 
 from tokenmill_worker.engine.scheduler.scheduler import Scheduler
 

@@ -1,9 +1,9 @@
-"""Admits waiting sequences in the queue's order; a bounded number may bypass a head that does not fit.
+"""Admits waiting sequences in the queue's order; a bounded number may bypass a head without room.
 
 At most `max_bypass` sequences may start before a head that does not fit; then all wait until it
 fits. A sequence that only waits for a block that a running step fills is skipped, and skipping it
-is not counted. Under the priority policy an urgent sequence may preempt bulk work. `queues` makes
-the queue's order.
+is not counted. Under the priority policy an urgent sequence may preempt bulk work. `queues` holds
+the order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenmill_worker.engine.scheduler.step_builder import StepBuilder, StepDraf
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import SchedulingPolicy
 
-_SHORT_AT_ONCE = 8
+_SHORT_AT_ONCE = 8  # short prompts that are counted at the head of the queue
 
 
 def num_for_urgent(state: SchedulerState) -> int:
@@ -52,6 +52,12 @@ class AdmissionResult(Enum):
     NO_ROW = auto()
 
 
+# refusals that hold until something changes
+_LASTING = (AdmissionResult.NO_BLOCKS, AdmissionResult.NO_ROW, AdmissionResult.NO_ADAPTER)
+# refusals that make a sequence the head, which others may bypass
+_BLOCKING = (AdmissionResult.NO_BLOCKS, AdmissionResult.NO_READS, AdmissionResult.NO_ADAPTER)
+
+
 class SequenceAdmission:
     """Admits waiting sequences to the step being planned."""
 
@@ -60,7 +66,7 @@ class SequenceAdmission:
         self._builder = builder
         self._config = state.config
         self._may_preempt = self._config.policy is SchedulingPolicy.PRIORITY
-        # max_rank → situation at the last refusal; while it is unchanged, candidates are not tried again
+        # max_rank → situation at the last refusal; candidates are tried again when it has changed
         self._refused_at: dict[int | None, tuple[int, ...]] = {}
 
     def admit(self, step: StepDraft, max_rank: int | None = None) -> None:
@@ -69,9 +75,9 @@ class SequenceAdmission:
         rows = self._config.max_num_seqs - state.num_running
         if not len(state.queue) or step.room <= 0 or (step.has_preempted and step.items):
             return
-        if (rows <= 0 and not self._may_preempt) or self._refused_at.get(
-            max_rank
-        ) == self._situation():
+        if rows <= 0 and not self._may_preempt:
+            return
+        if self._refused_at.get(max_rank) == self._situation():
             return
         skipped: list[QueueEntry] = []
         is_final = self._scan(step, max_rank, max(rows, 0) + self._config.max_bypass + 1, skipped)
@@ -101,20 +107,8 @@ class SequenceAdmission:
                     head.bypassed += 1
             else:
                 skipped.append(entry)
-                is_final = is_final and result in (
-                    AdmissionResult.NO_BLOCKS,
-                    AdmissionResult.NO_ROW,
-                    AdmissionResult.NO_ADAPTER,
-                )
-                if (
-                    result
-                    in (
-                        AdmissionResult.NO_BLOCKS,
-                        AdmissionResult.NO_READS,
-                        AdmissionResult.NO_ADAPTER,
-                    )
-                    and head is None
-                ):
+                is_final = is_final and result in _LASTING
+                if head is None and result in _BLOCKING:
                     head = entry
             if result is AdmissionResult.NO_ROW or (
                 head is not None and head.bypassed >= self._config.max_bypass
@@ -123,7 +117,7 @@ class SequenceAdmission:
             if entry.has_victims and (
                 result is not AdmissionResult.NO_BLOCKS or self._state.kv.has_deferred
             ):
-                break  # blocks freed for this sequence must not go to others, nor back to its victims
+                break  # its victims' blocks must not go to others, nor back to the victims
         return is_final and step.room > 0
 
     def short_waiting(self, step: StepDraft, max_rank: int | None = None) -> int:
@@ -218,7 +212,8 @@ class SequenceAdmission:
         """
         if not num_others:
             return None
-        # a preempted sequence returns only if each running one can also grow: else it is the next victim
+        # a preempted sequence returns only if each running one can also grow; otherwise it would
+        # be the next victim
         return num_others if sequence.preemptions else 0
 
     def _try(self, step: StepDraft, entry: QueueEntry) -> AdmissionResult:

@@ -1,4 +1,4 @@
-"""Applies the result of a step: tokens, ends, registered blocks; or undoes a step that failed.
+"""Applies the result of a step (tokens, ends, block hashes), or undoes a step that failed.
 
 A result is matched by epoch. Results for a sequence that was preempted, cancelled or ended
 meanwhile are stale and dropped. If an end is found while the next step is already in flight, that
@@ -43,7 +43,8 @@ class Committer:
         state = self._state
         if plan.step_id not in state.in_flight or output.step_id != plan.step_id:
             raise ValueError(
-                f"output of step {output.step_id} for step {plan.step_id}, in flight: {[*state.in_flight]}"
+                f"output of step {output.step_id} for step {plan.step_id}, "
+                f"in flight: {[*state.in_flight]}"
             )
         copies = state.in_flight.pop(plan.step_id)
         events: list[TokenEvent] = []
@@ -81,7 +82,7 @@ class Committer:
         tokens: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...] | None,
     ) -> TokenEvent:
-        """Append sampled tokens, commit the computed positions, and finish the sequence at its end."""
+        """Append sampled tokens, commit computed positions, and finish the sequence at its end."""
         state, sequence = self._state, item.sequence
         ids = sequence.token_ids
         is_first = len(ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
@@ -155,9 +156,8 @@ class Committer:
         for item in plan.scheduled:
             if item.sequence.epoch == item.epoch:
                 self._roll_back(item.sequence)
-        for (
-            sequence
-        ) in copies.restored:  # this step's copies fill its blocks, whatever was planned since
+        for sequence in copies.restored:
+            # this step's copies fill its blocks, whatever was planned since
             if sequence.status in (PREFILLING, DECODING):
                 state.reset(sequence)
         for sequence in copies.offloaded:

@@ -1,4 +1,4 @@
-"""Counts the blocks that a waiting sequence lacks, before and after running ones would be preempted.
+"""Counts the blocks that a waiting sequence lacks, also if some running ones were preempted.
 
 The count follows `KVManager`: all layer groups, shared blocks, blocks in the prefix cache. Nothing
 is changed, so that no sequence is preempted in vain.
@@ -23,9 +23,8 @@ class MissingBlocks:
     def __init__(self, kv: KVManager, sequence: Sequence, num_computed: int) -> None:
         groups = range(len(kv.pools))
         self._kv = kv
-        self._gone: list[Counter[int]] = [
-            Counter() for _ in groups
-        ]  # block → how many preempted sequences hold it
+        # block → how many preempted sequences hold it
+        self._gone: list[Counter[int]] = [Counter() for _ in groups]
         self._shared = [_shared(kv, group, sequence, num_computed) for group in groups]
         self._missing = [self._lacks(group, sequence, num_computed) for group in groups]
 

@@ -9,9 +9,7 @@ from tokenmill_worker.engine.scheduler.step_time import BULK, MIN_TOKENS, StepTi
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import SchedulingPolicy
 
-_MAX_STEPS_WITHOUT_PREFILL = (
-    8  # bulk prefills may get nothing beside bulk decodes for so many steps
-)
+_MAX_STEPS_WITHOUT_PREFILL = 8  # after so many, bulk decodes leave tokens to bulk prefills
 
 
 class PolicyOrder:
@@ -49,12 +47,11 @@ class PolicyOrder:
         self._admission.admit(step)
 
     def _by_class(self, step: StepDraft) -> None:
-        """Schedule decodes, then prefills by class; a waiting sequence precedes a running one of a
-        worse class.
+        """Schedule decodes, then prefills by class.
 
-        Where `StepTimeModel` limits bulk work, all of it is scheduled after the other sequences, in the room
-        that is left. Bulk decodes leave a part of that room to bulk prefills if none of these has
-        run for long.
+        A waiting sequence precedes a running one of a worse class. Where `StepTimeModel` limits
+        bulk work, all of it is scheduled after the other sequences, in the room that is left. Bulk
+        decodes leave a part of that room to bulk prefills if none of these ran for many steps.
         """
         state, now = self._state, self._state.clock()
         state.queue.refresh(now)
@@ -95,7 +92,7 @@ class PolicyOrder:
     def _prefill_reserve(
         self, room: int, step_id: int, prefills: list[tuple[int, Sequence]]
     ) -> int:
-        """Return the tokens that bulk decodes leave to bulk prefills, if none of these has run for long."""
+        """Return the tokens that bulk decodes leave to bulk prefills that did not run for long."""
         newest = max((sequence.last_step for _, sequence in prefills), default=step_id)
         is_due = self._step_times.limits_bulk and step_id - newest > _MAX_STEPS_WITHOUT_PREFILL
         return min(MIN_TOKENS, room // 2) if is_due else 0
@@ -109,9 +106,10 @@ class PolicyOrder:
     def _prefills_by_class(
         self, step: StepDraft, ranked: list[tuple[int, Sequence]], admitted_below: int = 0
     ) -> None:
-        """Schedule running prefills by rank; before each rank, admit waiting sequences of better ranks.
+        """Schedule running prefills by rank.
 
-        Waiting sequences of ranks below `admitted_below` were already tried in this step.
+        Before each rank, admit waiting sequences of better ranks. Those of ranks below
+        `admitted_below` were already tried in this step.
         """
         for rank, sequence in ranked:
             if rank > admitted_below:
@@ -122,7 +120,7 @@ class PolicyOrder:
     def _running_prefills(
         self, step: StepDraft, prefills: list[Sequence], max_rank: int | None = None
     ) -> None:
-        """Schedule chunks of running prefills; reserve room for short prompts that wait behind them."""
+        """Schedule chunks of running prefills; reserve room for short prompts that wait."""
         for_short = self._admission.short_waiting(step, max_rank) if prefills else 0
         step.reserve += for_short
         self._builder.schedule_prefills(step, prefills)

@@ -1,4 +1,4 @@
-"""Chooses the sequence to preempt when blocks run out: the lowest class first, then the configured rule.
+"""Chooses the sequence to preempt when blocks run out: lowest class first, then by `preempt`.
 
 - `least_wasted` (default): the fewest computed tokens, which are the cheapest to recompute and the
   smallest to copy; among equals the newest.

@@ -17,7 +17,7 @@ _PROMOTIONS_PER_STEP = 64  # spreads the promotion of a large backlog over sever
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """A sequence's entry in the queue, kept from arrival to end, so that preemption does not lose it.
+    """A sequence's entry in the queue, kept from arrival to end, so that preemption keeps its turn.
 
     `rank` is the class after ageing. `bypassed` counts the sequences that started before it while
     it was at the head.
@@ -119,14 +119,14 @@ class FifoQueue:
 
 @dataclass(slots=True)
 class _Class:
-    """The waiting sequences of one rank: a heap by (due, ticket) per tenant, and tenants by tokens
-    served.
+    """The waiting sequences of one rank.
+
+    Each tenant has a heap by (due, ticket); tenants are ordered by tokens served.
     """
 
     tenants: dict[str, list[tuple[float, int, QueueEntry]]] = field(default_factory=dict)
-    order: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # (tokens served when pushed: a lower bound, tenant)
+    # (tokens served when pushed: a lower bound, tenant)
+    order: list[tuple[int, str]] = field(default_factory=list)
     entered: deque[tuple[float, QueueEntry]] = field(
         default_factory=deque
     )  # by `since`, for ageing

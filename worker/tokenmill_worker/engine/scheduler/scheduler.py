@@ -1,4 +1,4 @@
-"""The scheduler's interface: add, cancel, plan, commit, abandon, fail, expire, and queries of its state.
+"""The scheduler's interface: add, cancel, plan, commit, abandon, fail, expire, and queries.
 
 Plain Python over sequences and block ids, so that policies are tested in milliseconds, without a
 model. Not thread-safe: only the engine's thread calls it.
@@ -125,15 +125,16 @@ class Scheduler:
             raise RequestError("the prompt is empty; it needs at least one token")
         if sequence.num_tokens >= longest:
             raise RequestError(
-                f"{sequence.num_tokens} tokens can never fit: the engine's longest sequence has {longest}",
+                f"{sequence.num_tokens} tokens can never fit: "
+                f"the engine's longest sequence has {longest}",
                 code="context_length_exceeded",
             )
         room = longest - sequence.num_prompt_tokens
         wanted = sequence.max_tokens or sequence.params.max_tokens or room
         if wanted > room and sequence.params.max_tokens is not None:
             raise RequestError(
-                f"{sequence.num_prompt_tokens} prompt tokens and max_tokens={wanted} can never fit: "
-                f"the engine's longest sequence has {longest}",
+                f"{sequence.num_prompt_tokens} prompt tokens and max_tokens={wanted} can never "
+                f"fit: the engine's longest sequence has {longest}",
                 code="context_length_exceeded",
             )
         sequence.max_tokens = min(wanted, room)
@@ -188,9 +189,10 @@ class Scheduler:
             self._committed_at = now
 
     def probe(self, num_tokens: int) -> StepPlan:
-        """Plan a prefill of `num_tokens` dummy tokens, as far as one step and the model's length allow.
+        """Plan a prefill of `num_tokens` dummy tokens.
 
-        Like padding, it writes to the reserved block, which no sequence reads.
+        It is cut to what one step and the model's length allow. Like padding, it writes to the
+        reserved block, which no sequence reads.
         """
         length = max(1, min(num_tokens, self.config.max_num_batched_tokens, self.max_model_len - 1))
         table = [NULL_BLOCK] * (length // self.kv.block_size + 1)
@@ -206,11 +208,11 @@ class Scheduler:
         return plan.step_id in self._state.in_flight
 
     def abandon(self, plan: StepPlan) -> None:
-        """Undo a step that failed, as if it had not been planned; sequences it preempted stay preempted."""
+        """Undo a step that failed; sequences that it preempted stay preempted."""
         self._planned_at.pop(plan.step_id, None)
         self._committer.abandon(plan)
 
-    # ── asking ──
+    # ── queries ──
 
     @property
     def has_work(self) -> bool:

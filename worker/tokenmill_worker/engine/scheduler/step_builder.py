@@ -246,8 +246,9 @@ class StepBuilder:
         """
         kv = self._state.kv
         while not kv.grow(sequence, end):
+            # deferred blocks are released when the step in flight ends: preempt no more for them
             if kv.has_deferred or not may_preempt:
-                return False  # deferred blocks are released when the step in flight ends; preempt no more
+                return False
             victims = self.victims(step)
             if not victims or victims == [sequence]:
                 return False
@@ -257,7 +258,7 @@ class StepBuilder:
         return True
 
     def victims(self, step: StepDraft) -> list[Sequence]:
-        """Return running sequences not admitted in this step; the first to be preempted comes first."""
+        """Return running sequences not admitted in this step, the first to be preempted first."""
         state = self._state
         running = [s for s in (*state.decoding, *state.prefilling) if s not in step.admitted]
         return victims_first(running, state.entries, self._config.preempt)
