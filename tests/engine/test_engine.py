@@ -244,7 +244,7 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 
 @pytest.mark.parametrize("max_model_len", [None, 4096])
 def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, caplog):
-    """Without max_tokens a request gets the rest of the engine's length: that must fit the pool."""
+    """A request without max_tokens gets the rest of the engine's length: that must fit the pool."""
     with caplog.at_level("INFO", "tokenmill_worker.engine"):
         engine = Engine.load(
             EngineConfig(

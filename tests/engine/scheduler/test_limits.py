@@ -83,7 +83,7 @@ def test_several_partial_prefills_make_four_percent_of_the_context_long() -> Non
 
 
 def test_a_bounded_number_may_pass_a_head_that_does_not_fit() -> None:
-    """Of 20 blocks the running sequence holds 8 to 10; the head needs 15, each small one 1."""
+    """The running sequence holds 8 to 10 of 20 blocks; the head needs 15, each small one 1."""
     loop = Loop.build(make_cache(21), max_bypass=3)
     loop.add(endless("runner", 1, 30, 8))
     loop.step()

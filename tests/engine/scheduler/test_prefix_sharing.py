@@ -144,7 +144,7 @@ def test_the_cache_can_be_off() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,)])
 def test_choices_share_their_prompts_full_blocks(windows: tuple[int | None, ...]) -> None:
-    """Of 10 tokens in blocks of 4, two blocks are shared; each choice computes 2 tokens."""
+    """Two blocks of 4 are shared of 10 tokens; each choice computes the other 2."""
     loop = Loop.build(make_cache(64, windows=windows))
     loop.add(
         *[make_sequence("r", tokens(1, 10), 6, choice=choice, seed=choice) for choice in range(4)]
