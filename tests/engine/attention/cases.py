@@ -1,7 +1,7 @@
 """Ragged attention problems, and their answers in dense float64 arithmetic.
 
-A problem's pool is full of NaN wherever nothing was written, its blocks are shuffled, and its tables are
-padded with block 0, which is also where entries that left the window point.
+A problem's pool is full of NaN wherever nothing was written, its blocks are shuffled, and its
+tables are padded with block 0, which is also where entries that left the window point.
 """
 
 from __future__ import annotations

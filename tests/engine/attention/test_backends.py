@@ -1,6 +1,7 @@
-"""Every attention backend against dense float64 attention, over the shapes that models and schedules make.
+"""Every attention backend equals dense float64 attention on the shapes that occur.
 
-The Triton backend runs here on CUDA, or where this process interprets Triton (test_interpreted starts one).
+The Triton backend runs here on CUDA, or where this process interprets Triton (test_interpreted
+starts one).
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize(("name", "device"), TARGETS)
 def test_every_number_is_rounded_to_the_nearest_of_8_bits(name: str, device: str) -> None:
-    """Ties, subnormals, carries and what is too large; a backend's blocks hold what the others' do."""
+    """Ties, subnormals, carries and what is too large; a backend's blocks hold what the others'
+    do.
+    """
     dtype = torch.float8_e4m3fn
     case = Case("rounding", ((64, 64),), num_heads=1, num_kv_heads=1)
     backend = make_backend(name, device, case, dtype)

@@ -41,7 +41,9 @@ def backend() -> CpuAttention:
 
 
 def one_by_one(backend: CpuAttention, case: Case) -> tuple[Tensor, Tensor]:
-    """All rows of a case in one call, and the same rows as one-token steps, a sequence at a time."""
+    """All rows of a case in one call, and the same rows as one-token steps, a sequence at a
+    time.
+    """
     problem = make_problem(case)
     cache = filled_cache(backend, problem)
     together, alone, row = attend(backend, problem, cache), [], 0
@@ -96,7 +98,9 @@ def test_narrow_storage_rounds_keys_and_values_and_nothing_else(
 
 @pytest.mark.parametrize("kv_dtype", NARROW)
 def test_rounding_is_torchs(backend: CpuAttention, kv_dtype: torch.dtype) -> None:
-    """Every exponent, ties, subnormals and overflow; the one value in the cache is also read back as stored."""
+    """Every exponent, ties, subnormals and overflow; the one value in the cache is also read back
+    as stored.
+    """
     bits = torch.arange(0, 2**32, 70_001, dtype=torch.int64).to(torch.uint32)
     ties = torch.arange(0, 2**16, 7, dtype=torch.int64) * 2**16 + 2**15
     values = torch.cat([bits.view(torch.float32), ties.to(torch.uint32).view(torch.float32)])
@@ -161,7 +165,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("march", ["x86-64", "x86-64-v3", "x86-64-v4"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
 def test_every_vector_width_gives_the_result(march: str) -> None:
-    """The paths that this machine would not choose: 128 bits without fused multiply-add, and AVX2."""
+    """The paths that this machine would not choose: 128 bits without fused multiply-add, and
+    AVX2.
+    """
     try:
         backend = CpuAttention(march=march, uses_amx=False)
     except KernelUnavailableError as error:

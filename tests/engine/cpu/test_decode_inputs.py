@@ -1,4 +1,6 @@
-"""Inputs that are counted up are those that would have been made anew, whatever a schedule does between."""
+"""Inputs that are counted up are those that would have been made anew, whatever a schedule does
+between.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ CPU = CpuDevice()
 
 
 class Schedule:
-    """Random steps over sequences that come, go on, stop for a step, fork their last block, lose what left the window,
-    are preempted or offloaded, and fail."""
+    """Random steps over sequences that come, go on, stop for a step, fork their last block, lose
+    what left the window,
+    are preempted or offloaded, and fail.
+    """
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)

@@ -80,7 +80,9 @@ def blocks(first: int, positions: int, block_size: int) -> list[int]:
 def test_a_common_prompt_changes_no_bit(
     backend: CpuAttention, block_size: int, group: int, dtype: torch.dtype
 ) -> None:
-    """Two prompts of two tiles and a bit, in mixed order, and sequences that share nothing or end within a tile."""
+    """Two prompts of two tiles and a bit, in mixed order, and sequences that share nothing or end
+    within a tile.
+    """
     common = {name: blocks(1 + 200 * name, 2 * TILE + 80, block_size) for name in range(2)}
     tables, lens = [], []
     order = random.Random(5)

@@ -1,4 +1,5 @@
-"""The kernel that draws on a device against torch's way: the same floor, the same noise, the same tokens.
+"""The kernel that draws on a device against torch's way: the same floor, the same noise, the same
+tokens.
 
 Runs where there is CUDA, or where this process interprets Triton: test_interpreted starts one.
 """

@@ -1,5 +1,7 @@
-"""Padded shapes, static inputs and the cache of graphs, on a CPU: a fake graph replays by calling the function
-on the static buffers, so that wrong padding or a stale buffer is a wrong token."""
+"""Padded shapes, static inputs and the cache of graphs, on a CPU.
+
+A fake graph calls the function on the static buffers: wrong padding or a stale buffer shows.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,9 @@ def test_padding_of_a_decode_is_one_token_in_the_null_block() -> None:
 
 
 class Recorder:
-    """A forward pass that answers with the sum of ids and positions at the rows; counts its calls."""
+    """A forward pass that answers with the sum of ids and positions at the rows; counts its
+    calls.
+    """
 
     def __init__(self) -> None:
         self.calls: list[int] = []

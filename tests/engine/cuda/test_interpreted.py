@@ -1,6 +1,8 @@
-"""Runs the tests of the Triton kernels in processes that interpret Triton: the variable must be set before its import.
+"""Runs the tests of the Triton kernels in processes that interpret Triton: the variable must be set
+before its import.
 
-A process takes some seconds to import everything: what is fast is together in one, and the rest in two more.
+A process takes some seconds to import everything: what is fast is together in one, and the rest in
+two more.
 """
 
 from __future__ import annotations

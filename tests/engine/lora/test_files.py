@@ -1,4 +1,6 @@
-"""Reading peft's files: scaling as peft computes it, and refusals by name of what would not run as it was trained."""
+"""Reading peft's files: scaling as peft computes it, and refusals by name of what would not run as
+it was trained.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,9 @@ def test_plain_steps_run_the_model_as_it_was(
 def test_quantised_weights_take_adapters_too(
     llama: Path, four: dict[str, Path], quantization: str
 ) -> None:
-    """A strong adapter decides the first token whatever the base's rounding; none leaves the base's own."""
+    """A strong adapter decides the first token whatever the base's rounding; none leaves the base's
+    own.
+    """
     with engine_with(llama, four, **(FUSED | {"quantization": quantization})) as engine:
         answers = {name: ask(engine, name) for name in ("", "a", "b")}
         assert len(set(answers.values())) == 3

@@ -1,4 +1,6 @@
-"""Rows of several adapters and of none in one step: each answers as `PeftModel.generate` does, in float32, greedily."""
+"""Rows of several adapters and of none in one step: each answers as `PeftModel.generate` does, in
+float32, greedily.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Quantised models through the engine: what is packed how, what is refused, and what it costs on a real model."""
+"""Quantised models through the engine: what is packed how, what is refused, and what it costs on a
+real model.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_what_does_not_fit_4_bits_takes_8() -> None:
 def test_a_quantised_family_stays_near(
     name: str, quantization: str, folder_of: Callable[[str], Path]
 ) -> None:
-    """The same likelihood of a text as with weights and activations rounded, within what rounding may cost."""
+    """The same likelihood of a text as with weights and activations rounded, within what rounding
+    may cost.
+    """
     ids = [(7 * i * i + 3) % tiny_models.VOCAB for i in range(60)]
     exact = Scorer(config(folder_of(name), None), 60).nll(ids)
     found = Scorer(config(folder_of(name), quantization), 60).nll(ids)
@@ -179,7 +183,9 @@ def test_ranks_and_quantization_do_not_go_together(folder_of: Callable[[str], Pa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_loss_on_real_text_is_bounded() -> None:
-    """SmolLM2 came out of 4-bit blocks of 32 (GGUF Q4_1): 4 bits cost it little more than the head's rounding."""
+    """SmolLM2 came out of 4-bit blocks of 32 (GGUF Q4_1): 4 bits cost it little more than the
+    head's rounding.
+    """
     name = "smollm2-135m-instruct"
     try:
         resolve(name)

@@ -215,7 +215,9 @@ def test_half_precision_is_compared_in_float32_and_stays_what_it_was(llama: Path
 
 
 def test_layers_that_differ_by_a_flag_are_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM3's every fourth layer does not rotate, which its attention's shape and classes do not tell."""
+    """SmolLM3's every fourth layer does not rotate, which its attention's shape and classes do not
+    tell.
+    """
     model = small.build("smollm3")
     monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
     alike = [LayerKind(AttentionShape(4, 2, 16, 0.25), None)] * len(model.model.layers)

@@ -53,7 +53,9 @@ def plan_item(sequence: Sequence, drafts: tuple[int, ...] = ()) -> ScheduledSequ
 
 
 class ToyModel:
-    """Logits that depend on the last tokens before a position: deterministic, and repetitive at low `spread`."""
+    """Logits that depend on the last tokens before a position: deterministic, and repetitive at low
+    `spread`.
+    """
 
     def __init__(self, vocab_size: int, memory: int = 2, spread: float = 3.0) -> None:
         self.vocab_size, self.memory, self.spread = vocab_size, memory, spread
@@ -81,7 +83,9 @@ def generate(
     num_tokens: int,
     proposer: Proposer | None = None,
 ) -> list[list[int]]:
-    """Run sequences together until each has `num_tokens` output tokens or has drawn EOS; returns the outputs."""
+    """Run sequences together until each has `num_tokens` output tokens or has drawn EOS; returns
+    the outputs.
+    """
     goal = {id(s): s.num_output_tokens + num_tokens for s in sequences}
 
     def is_done(sequence: Sequence) -> bool:

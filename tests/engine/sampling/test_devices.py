@@ -1,4 +1,6 @@
-"""Sampling asks nothing of the device: it runs on one that has no values, and on CUDA gives the CPU's tokens."""
+"""Sampling asks nothing of the device: it runs on one that has no values, and on CUDA gives the
+CPU's tokens.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ def make_compiler() -> GrammarCompiler:
 
 
 def test_no_value_is_read_back_while_sampling() -> None:
-    """Tensors of the "meta" device have shapes only, so an operation that waits for a value raises."""
+    """Tensors of the "meta" device have shapes only, so an operation that waits for a value
+    raises.
+    """
     pytest.importorskip("xgrammar")
     device = torch.device("meta")
     sampler = Sampler(VOCAB, device, frozenset({EOS}), make_compiler())

@@ -1,4 +1,6 @@
-"""The counter-based noise: its definition, its distribution, its independence of how it is computed."""
+"""The counter-based noise: its definition, its distribution, its independence of how it is
+computed.
+"""
 
 import math
 

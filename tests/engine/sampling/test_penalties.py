@@ -1,4 +1,6 @@
-"""Penalties against a loop over tokens, with tokens in flight, abandoned steps, drafts and resumption."""
+"""Penalties against a loop over tokens, with tokens in flight, abandoned steps, drafts and
+resumption.
+"""
 
 import numpy as np
 import torch

@@ -1,4 +1,6 @@
-"""Verification: with drafts, right or wrong, the tokens are those that come without, one for one."""
+"""Verification: with drafts, right or wrong, the tokens are those that come without, one for
+one.
+"""
 
 import itertools
 import random
@@ -79,7 +81,9 @@ def test_right_drafts_save_steps(name: str) -> None:
 
 
 def test_prompt_lookup_drafts_with_batch_mates() -> None:
-    """A repetitive model, so that the lookup finds something; sequences with and without drafts together."""
+    """A repetitive model, so that the lookup finds something; sequences with and without drafts
+    together.
+    """
     sampler, model, proposer = (
         make_sampler(VOCAB),
         ToyModel(VOCAB, memory=1),

@@ -1,4 +1,4 @@
-"""Replaced modules: what is replaced in which family, that the engine's numbers stay, and what is left alone."""
+"""Which modules are replaced in which family, with the engine's numbers unchanged."""
 
 from __future__ import annotations
 

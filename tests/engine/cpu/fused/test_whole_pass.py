@@ -1,4 +1,6 @@
-"""Layers that run as one call, and the whole pass as one: the bits of the model's own code, and when it is not used."""
+"""Layers that run as one call, and the whole pass as one: the bits of the model's own code, and
+when it is not used.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def through_layers(
 def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(
     folder_of: Callable[[str], Path],
 ) -> None:
-    """Bit by bit, through whole layers whose buffers grow, with the smallest batch after the largest."""
+    """Bit by bit, through whole layers whose buffers grow, with the smallest batch after the
+    largest.
+    """
     model = prepare_weights(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
     hidden = torch.randn(1, 40, 64)
     threads = torch.get_num_threads()

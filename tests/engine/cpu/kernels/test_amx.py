@@ -1,4 +1,4 @@
-"""Products in the matrix registers are as exact as float32, and a row has the same bits in every batch."""
+"""Products in the matrix registers are as exact as float32, whatever the batch."""
 
 from collections.abc import Sequence
 
@@ -61,7 +61,9 @@ def test_a_product_is_as_exact_as_a_chain_of_float32(
 
 
 def assert_fused(packer: ExactPacker, form: str, rows: Sequence[int]) -> None:
-    """Bias, residual and gates stand behind the product, also of rows with a stride of their own."""
+    """Bias, residual and gates stand behind the product, also of rows with a stride of their
+    own.
+    """
     weight, bias = FORMS[form](100, 64), torch.randn(100)
     packed = packer.pack(weight, bias)
     gate, up = FORMS[form](96, 64), FORMS[form](96, 64)
@@ -127,7 +129,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(packer: ExactPacker, form: str
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e15, 1e30])
 def test_large_and_small_numbers(packer: ExactPacker, size: float) -> None:
-    """Parts of a number may lie far below it; what is below the smallest normal number counts as zero."""
+    """Parts of a number may lie far below it; what is below the smallest normal number counts as
+    zero.
+    """
     torch.manual_seed(5)
     weight, x = torch.randn(64, 96), torch.randn(70, 96)
     assert error_of(packer.pack(weight), weight, x * size) < 2.0

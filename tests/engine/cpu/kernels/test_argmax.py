@@ -1,4 +1,6 @@
-"""A head that keeps only the highest output of each row finds what it finds when it stores them all."""
+"""A head that keeps only the highest output of each row finds what it finds when it stores them
+all.
+"""
 
 from __future__ import annotations
 

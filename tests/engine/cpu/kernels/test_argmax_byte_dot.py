@@ -1,4 +1,6 @@
-"""A head in 8 bits that looks at the highest bytes first finds what it finds when it stores all outputs."""
+"""A head in 8 bits that looks at the highest bytes first finds what it finds when it stores all
+outputs.
+"""
 
 import math
 
@@ -61,7 +63,9 @@ def test_it_is_the_first_highest_of_all_outputs(packer: ExactPacker, n: int) -> 
 
 
 def test_outputs_that_lower_bytes_set_apart(packer: ExactPacker) -> None:
-    """Columns near each other, as those of rare tokens are: by the highest bytes alone they are all the same."""
+    """Columns near each other, as those of rare tokens are: by the highest bytes alone they are all
+    the same.
+    """
     torch.manual_seed(1)
     codes = torch.randint(-126, 127, (K // 32, 32)).float()
     codes[:, 0] = 127.0
@@ -83,7 +87,9 @@ def test_outputs_that_lower_bytes_set_apart(packer: ExactPacker) -> None:
 
 
 def test_bytes_that_all_add_up(packer: ExactPacker) -> None:
-    """The last column's output is in the lower bytes alone, as great as they come and each of its weight's sign."""
+    """The last column's output is in the lower bytes alone, as great as they come and each of its
+    weight's sign.
+    """
     torch.manual_seed(4)
     weight = q8_0(300, K) * 2.0**-6
     weight[299] = 127.0

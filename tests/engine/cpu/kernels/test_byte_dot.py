@@ -92,7 +92,8 @@ def test_what_is_fused_to_it(packer: ExactPacker, form: str) -> None:
 
 
 def test_numbers_far_below_the_greatest_of_their_group(packer: ExactPacker, form: str) -> None:
-    """They are rounded beside it, to a half of 2^-22 of it at worst, in pairs of 2^-21.9; groups without it lose
+    """They are rounded beside it, to a half of 2^-22 of it at worst, in pairs of 2^-21.9; groups
+    without it lose
     nothing to it.
     """
     torch.manual_seed(9)
@@ -135,7 +136,9 @@ def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(
 
 @pytest.mark.parametrize("k", [64, 512])
 def test_sums_as_great_as_they_come(packer: ExactPacker, form: str, k: int) -> None:
-    """All codes at one end and all numbers at theirs: what is least away from more than 32 bits hold."""
+    """All codes at one end and all numbers at theirs: what is least away from more than 32 bits
+    hold.
+    """
     least, most = {"4 bits": (-8.0, 7.0), "8 bits": (-127.0, 127.0)}[form]
     weight = torch.full((64, k), least)
     weight[:, ::32] = most  # so that a group has a range,

@@ -1,4 +1,6 @@
-"""The kernel draws what torch draws, on every shape of row, with any number of threads; broken rows show."""
+"""The kernel draws what torch draws, on every shape of row, with any number of threads; broken rows
+show.
+"""
 
 from __future__ import annotations
 

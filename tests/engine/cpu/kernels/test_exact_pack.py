@@ -1,4 +1,5 @@
-"""Narrow forms of float32 weights: found from the values alone, and every sum as the float32 kernel has it.
+"""Narrow forms of float32 weights: found from the values alone, and every sum as the float32 kernel
+has it.
 
 Matrix registers: test_amx.py.
 """

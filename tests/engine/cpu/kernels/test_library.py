@@ -1,4 +1,6 @@
-"""Compiling and loading kernels: once, by several processes at a time, on torch's own OpenMP runtime."""
+"""Compiling and loading kernels: once, by several processes at a time, on torch's own OpenMP
+runtime.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Packed linear layers against float64 products; a row never depends on its batch. Matrix registers: test_amx.py."""
+"""Packed linear layers against float64 products; a row never depends on its batch. Matrix
+registers: test_amx.py.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A linear layer whose rows go through a norm first gives what the norm and then the layer give, bit for bit."""
+"""A linear layer whose rows go through a norm first gives what the norm and then the layer give,
+bit for bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Quantised products: exact where integers are exact, bound to float64 elsewhere; a row never depends on its batch."""
+"""Quantised products: exact where integers are exact, bound to float64 elsewhere; a row never
+depends on its batch.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from tokenmill_worker.engine.cpu.kernels.quantized import (
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 ROWS = [1, 2, 5, 9, 13, 37]
-# The best there is, AVX512 with VNNI, AVX512 without, AVX2 with VNNI, AVX2 without, and the narrowest
+# The best there is, AVX512 with VNNI, AVX512 without, AVX2 with VNNI, AVX2 without, and the
+# narrowest
 MARCHES = ["native", "icelake-server", "x86-64-v4", "alderlake", "x86-64-v3", "x86-64"]
 
 
@@ -103,7 +106,9 @@ def test_the_largest_sums_do_not_wrap(int8):
 
 @pytest.mark.parametrize("m", [1, 4, 30])
 def test_rounding_is_the_only_error(int8, m):
-    """Against float64 products of the rounded values; the rounding itself is at most half a step."""
+    """Against float64 products of the rounded values; the rounding itself is at most half a
+    step.
+    """
     torch.manual_seed(m)
     weight, bias, x = (
         torch.randn(100, 200),

@@ -1,7 +1,8 @@
-"""The FlashAttention backends on a CPU: what they hand to the library, checked and answered by a fake of it.
+"""The FlashAttention backends on a CPU: what they hand to the library, checked and answered by a
+fake of it.
 
-Each fake takes the real function's keyword names, refuses what the real one refuses, and computes the true
-result in float64 from the block table and lengths that it was given.
+Each fake takes the real function's keyword names, refuses what the real one refuses, and computes
+the true result in float64 from the block table and lengths that it was given.
 """
 
 from __future__ import annotations
@@ -286,7 +287,9 @@ def test_an_older_torch_is_known_by_its_signature() -> None:
 
 
 def test_in_a_graph_the_device_finds_the_rows_of_nobody() -> None:
-    """Lengths are on the device only: what FlashAttention left in rows behind the last sequence's becomes zeros."""
+    """Lengths are on the device only: what FlashAttention left in rows behind the last sequence's
+    becomes zeros.
+    """
     lens = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
     metadata = AttentionMetadata(lens, lens[1:], lens[None], lens.long(), 8, 64, 16, None)
     out = without_garbage(

@@ -1,6 +1,8 @@
-"""The Triton backend's own ways: split contexts, strided inputs, padded launches, how a launch is planned.
+"""The Triton backend's own ways: split contexts, strided inputs, padded launches, how a launch is
+planned.
 
-Kernels run where there is CUDA, or where this process interprets Triton: test_interpreted starts one.
+Kernels run where there is CUDA, or where this process interprets Triton: test_interpreted starts
+one.
 """
 
 from __future__ import annotations
@@ -125,7 +127,9 @@ def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
 
 @pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process")
 def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is() -> None:
-    """They are parts of one copy: builds by alignment or by width would interrupt the service for seconds each."""
+    """They are parts of one copy: builds by alignment or by width would interrupt the service for
+    seconds each.
+    """
     from tokenmill_worker.engine.cuda.attention.triton_kernels import (
         attend_kernel,
         fold_kernel,

@@ -1,7 +1,8 @@
-"""Compiles the attention kernel for GPUs that need not be here, and reads what the assembler says of it.
+"""Compiles the attention kernel for GPUs that need not be here, and reads what the assembler says
+of it.
 
-The interpreter proves results; this proves that the kernel has types that compile, fits the shared memory
-and keeps its rows in registers, for the launches that the backend plans.
+The interpreter proves results; this proves that the kernel has types that compile, fits the shared
+memory and keeps its rows in registers, for the launches that the backend plans.
 """
 
 from __future__ import annotations
@@ -216,7 +217,9 @@ def assert_loads_are_ahead(program: str) -> None:
 
 
 def test_the_last_tokens_of_a_prompt_start_first() -> None:
-    """They see most keys. Programs are numbered from the end: a grid's first ones are started first."""
+    """They see most keys. Programs are numbered from the end: a grid's first ones are started
+    first.
+    """
     case = WIDE["prompt"]
     source = source_of(LLAMA, planned(*case[:3], "bf16", "bf16", 90), "bf16", 0, False, "bf16")
     program = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]

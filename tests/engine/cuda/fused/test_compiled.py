@@ -1,4 +1,5 @@
-"""Compiles the fused kernels for GPUs that need not be here: the interpreter proves results, this that types compile,
+"""Compiles the fused kernels for GPUs that need not be here: the interpreter proves results, this
+that types compile,
 rows stay in registers, and loads of a row are wide.
 """
 

@@ -1,6 +1,7 @@
 """Fused modules of a CUDA device against Transformers' own modules.
 
-Kernels run where there is CUDA, or where this process interprets Triton: test_interpreted starts one.
+Kernels run where there is CUDA, or where this process interprets Triton: test_interpreted starts
+one.
 """
 
 from __future__ import annotations

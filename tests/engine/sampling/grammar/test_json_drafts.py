@@ -1,4 +1,6 @@
-"""A schema that cannot be read is refused before a token is generated; one of an earlier draft keeps its meaning."""
+"""A schema that cannot be read is refused before a token is generated; one of an earlier draft
+keeps its meaning.
+"""
 
 import jsonschema_rs
 import pytest

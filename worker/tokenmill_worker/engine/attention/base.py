@@ -69,7 +69,9 @@ class AttentionBackend(ABC):
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
     ) -> str | None:
-        """Return one sentence on why this backend cannot serve the layer here, or None if it can."""
+        """Return one sentence on why this backend cannot serve the layer here, or None if it
+        can.
+        """
 
     @abstractmethod
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -94,7 +96,9 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
-        """Store keys and values `[num_tokens, num_kv_heads, head_dim]` in their slots of the layer's cache view."""
+        """Store keys and values `[num_tokens, num_kv_heads, head_dim]` in their slots of the
+        layer's cache view.
+        """
 
     @abstractmethod
     def attend(

@@ -77,7 +77,9 @@ class ReferenceAttention(AttentionBackend):
     def workspace_bytes(
         self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int
     ) -> int:
-        """Return the size of one share's keys and values, and of its scores with their mask or softmax."""
+        """Return the size of one share's keys and values, and of its scores with their mask or
+        softmax.
+        """
         gathered = (
             max(MAX_GATHERED_TOKENS, max_model_len)
             * 2

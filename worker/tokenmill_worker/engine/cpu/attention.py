@@ -105,7 +105,8 @@ def missing_kernel() -> str | None:
 
 
 class CpuAttention(AttentionBackend):
-    """Attention by the loaded kernels, with one workspace per thread that grows to the largest step seen.
+    """Attention by the loaded kernels, with one workspace per thread that grows to the largest step
+    seen.
 
     `members` are the write and attend kernels for use in a program. The program's caller fills in
     their arguments and calls `use_workspace` first.
@@ -154,7 +155,8 @@ class CpuAttention(AttentionBackend):
         cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Rotate queries and keys (half-rotation, as in Llama) and write keys and values, in one pass.
+        """Rotate queries and keys (half-rotation, as in Llama) and write keys and values, in one
+        pass.
 
         `cos` and `sin` are float32 `[num_tokens, rotary_dim]`, rotary_dim ≤ head_dim. Returns the
         rotated queries; the rotated keys are stored only in the cache.

@@ -38,7 +38,9 @@ class DeviceDraw:
     def draw(
         self, logits: Tensor, arrays: SamplingArrays, keys: npt.NDArray[np.int32]
     ) -> tuple[Tensor, Tensor]:
-        """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good row."""
+        """Return token ids `[rows]` int64 and each row's highest logit, which is finite in a good
+        row.
+        """
         num_rows, vocab = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
         peaks = torch.empty(num_rows, dtype=torch.float32, device=self._device)

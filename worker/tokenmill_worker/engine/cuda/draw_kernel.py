@@ -1,4 +1,5 @@
-"""One Triton kernel that samples a row's token from its logits: peak, floor (top-k, top-p, min-p), race.
+"""One Triton kernel that samples a row's token from its logits: peak, floor (top-k, top-p, min-p),
+race.
 
 A program reads one row several times; its logits stay in the second-level cache. A greedy row's
 token is known after the first time. The floor is a distance from the row's peak. Distances are not
@@ -27,7 +28,8 @@ def gumbel_cost(token, first_key, second_key):
     x = x * 0x846CA68B
     x = (x ^ (x >> 16)) & 0x7FFFFFFF
     u = tl.minimum((x.to(tl.float32) + 0.5) * 4.656612873077393e-10, LARGEST_BELOW_ONE)
-    # -log(1 - u): a small u wins, and a device's logarithm near 1 is coarse, so a small u uses the series
+    # -log(1 - u): a small u wins, and a device's logarithm near 1 is coarse, so a small u uses the
+    # series
     series = 1.0 / 5 + u * (1.0 / 6 + u * (1.0 / 7 + u * (1.0 / 8 + u * (1.0 / 9))))
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * series))))
     return tl.log(tl.where(u < 0.1, series, -tl.log(1.0 - u)))
@@ -35,14 +37,18 @@ def gumbel_cost(token, first_key, second_key):
 
 @triton.jit
 def distances(row, token, vocab, peak, inverse_temperature):
-    """Compute how far below the peak each scaled logit lies; beyond the vocabulary that is infinitely far."""
+    """Compute how far below the peak each scaled logit lies; beyond the vocabulary that is
+    infinitely far.
+    """
     logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return -((logits - peak) * inverse_temperature)
 
 
 @triton.jit
 def share(bits, bound, mass, COUNTS: tl.constexpr):
-    """Return what a token adds to the count, or to the mass, of the tokens within the distance `bound`."""
+    """Return what a token adds to the count, or to the mass, of the tokens within the distance
+    `bound`.
+    """
     return tl.where(bits <= bound, 1.0 if COUNTS else mass, 0.0)
 
 
@@ -50,7 +56,8 @@ def share(bits, bound, mass, COUNTS: tl.constexpr):
 def reach(
     row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Count the tokens, or sum the mass, within each of three distances (as integers) and within `nearest`.
+    """Count the tokens, or sum the mass, within each of three distances (as integers) and within
+    `nearest`.
 
     A lane's part is summed in float32, in the order of the tokens, so a larger distance never
     yields less.
@@ -102,14 +109,18 @@ def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TIL
 
 @triton.jit
 def better(best, best_token, values, token):
-    """Return each lane's higher value, of the best so far and the new one, and its token; never NaN."""
+    """Return each lane's higher value, of the best so far and the new one, and its token; never
+    NaN.
+    """
     is_better = values > best
     return tl.where(is_better, values, best), tl.where(is_better, token, best_token)
 
 
 @triton.jit
 def winner_of(best, best_token, vocab):
-    """Return the highest value of all lanes and its token, the first of equals; `vocab` if no lane has one."""
+    """Return the highest value of all lanes and its token, the first of equals; `vocab` if no lane
+    has one.
+    """
     highest = tl.max(best, 0)
     return highest, tl.min(tl.where(best == highest, best_token, vocab), 0)
 

@@ -38,7 +38,9 @@ def is_equivalent(
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Return whether each row is equal within the tolerance, so that large rows do not hide errors of small ones."""
+    """Return whether each row is equal within the tolerance, so that large rows do not hide errors
+    of small ones.
+    """
     if a.shape != b.shape:
         return False
     bound = TOLERANCE * a.abs().amax(dim=-1).clamp_min(1e-12)
@@ -52,7 +54,9 @@ def random_rows(width: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def two_prompts(block_size: int, device: torch.device | str = "cpu") -> AttentionMetadata:
-    """Return the metadata of `random_rows` as prompts of two and three tokens, in blocks 1 and 2."""
+    """Return the metadata of `random_rows` as prompts of two and three tokens, in blocks 1 and
+    2.
+    """
     lens = (2, 3)
     slots = [
         block_size * (1 + index) + offset
@@ -72,7 +76,9 @@ def two_prompts(block_size: int, device: torch.device | str = "cpu") -> Attentio
 
 @dataclass(slots=True)
 class AttentionCall:
-    """A step that records the arguments of attention and returns a function of them, and then the module's output."""
+    """A step that records the arguments of attention and returns a function of them, and then the
+    module's output.
+    """
 
     seen: list[Tensor] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +97,9 @@ class AttentionCall:
         return query * 2.0 + value.mean(dim=1, keepdim=True)
 
     def is_equivalent_to(self, other: AttentionCall) -> bool:
-        """Return whether queries, keys, values, scale, further arguments and output are equal in both calls."""
+        """Return whether queries, keys, values, scale, further arguments and output are equal in
+        both calls.
+        """
         if self.extras.keys() != other.extras.keys() or len(self.seen) != len(other.seen):
             return False
         return all(close(a, b) for a, b in zip(self.seen, other.seen, strict=True))
@@ -106,7 +114,9 @@ def random_tables(rotary_dim: int, device: torch.device | str = "cpu") -> tuple[
 
 @torch.inference_mode()
 def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionCall | None:
-    """Run the module with a recording step; return None where it cannot be called like a decoder's usual attention."""
+    """Run the module with a recording step; return None where it cannot be called like a decoder's
+    usual attention.
+    """
     call = AttentionCall()
     arguments = {
         "hidden_states": random_rows(width),

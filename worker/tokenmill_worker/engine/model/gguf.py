@@ -1,4 +1,5 @@
-"""Converts a GGUF file to a folder that Transformers loads: float32 safetensors, configuration, tokenizer.
+"""Converts a GGUF file to a folder that Transformers loads: float32 safetensors, configuration,
+tokenizer.
 
 Transformers reads the file (metadata, names, dequantisation). This module only builds the model
 around the tensors, without the packages that `from_pretrained(gguf_file=…)` requires.
@@ -21,7 +22,8 @@ _TOLD_EVERY = 10  # percent
 
 
 def gguf_to_folder(source: Path, folder: Path, report: Callable[[float], None]) -> None:
-    """Convert the file; raises ValueError where it is no causal language model that Transformers knows.
+    """Convert the file; raises ValueError where it is no causal language model that Transformers
+    knows.
 
     `report` is called with the share that is done, from 0 to 1.
     """

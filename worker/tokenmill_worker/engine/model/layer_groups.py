@@ -1,4 +1,5 @@
-"""Builds layer groups from the probing pass: layers whose keys and values are stored alike form a group.
+"""Builds layer groups from the probing pass: layers whose keys and values are stored alike form a
+group.
 
 Layers with the same window, key heads and head size share block ids and one pool. A model whose
 keys and values the cache cannot store is refused here, with one sentence per reason.
@@ -105,7 +106,8 @@ def _config_problems(config: Any) -> list[str]:
 
 
 def _window_problems(layers: list[LayerKind], config: Any, length: int) -> list[str]:
-    """Return a problem if the configured window is shorter than `length` and a sliding layer's mask lacks it.
+    """Return a problem if the configured window is shorter than `length` and a sliding layer's mask
+    lacks it.
 
     Transformers' cache drops tokens outside of the configured window, whether or not the layer's
     mask has one.

@@ -164,7 +164,9 @@ def _converted(name: str, files: list[Path], cache: Path, report: ProgressCallba
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the same file system; its remaining contents are removed at the end."""
+    """Yield a temporary folder on the same file system; its remaining contents are removed at the
+    end.
+    """
     outer = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     folder = outer / "model"
     folder.mkdir()
@@ -186,7 +188,9 @@ def _one_file(files: list[Path], folder: Path) -> Path:
 
 
 def _fingerprint(files: list[Path]) -> str:
-    """Hash the sizes and both ends of each file; the head of a GGUF file lists its metadata and tensors."""
+    """Hash the sizes and both ends of each file; the head of a GGUF file lists its metadata and
+    tensors.
+    """
     digest = hashlib.sha256(str(_FORMAT).encode())
     for path in files:
         size = path.stat().st_size

@@ -33,7 +33,9 @@ class AttentionStep(Protocol):
         scale: float,
         extras: dict[str, Any],
     ) -> Tensor:
-        """Return the attended queries; queries, keys and values are `[num_tokens, heads, head_dim]`."""
+        """Return the attended queries; queries, keys and values are `[num_tokens, heads,
+        head_dim]`.
+        """
         ...
 
 
@@ -69,7 +71,9 @@ class StepHolder:
 
     @classmethod
     def attach(cls, model: nn.Module) -> None:
-        """Make each call of the model store its step in a holder that its attention modules read."""
+        """Make each call of the model store its step in a holder that its attention modules
+        read.
+        """
         holder = cls()
         model.register_forward_pre_hook(holder._keep, with_kwargs=True)
         for module in model.modules():
@@ -81,7 +85,9 @@ class StepHolder:
 
 
 def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
-    """Remove the step from the keyword arguments, or read the module's holder; raises StepNotPassedError."""
+    """Remove the step from the keyword arguments, or read the module's holder; raises
+    StepNotPassedError.
+    """
     step: AttentionStep | None = kwargs.pop("paged", None)
     if step is None and (holder := getattr(module, "step_holder", None)) is not None:
         step = holder.step
@@ -93,7 +99,9 @@ def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
 
 
 def register() -> None:
-    """Register `attn_implementation="tokenmill"` with Transformers; calling it again changes nothing."""
+    """Register `attn_implementation="tokenmill"` with Transformers; calling it again changes
+    nothing.
+    """
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
@@ -124,7 +132,8 @@ class RotatingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step: the layers' bindings (the same for every step) and the metadata of each layer group.
+    """One step: the layers' bindings (the same for every step) and the metadata of each layer
+    group.
 
     Only `rows` of the last layer's output are read (int64, ascending; None: all); the others need
     not be computed.
@@ -184,7 +193,9 @@ class PagedStep:
 
 
 def _padded(states: Tensor, head_dim: int) -> Tensor:
-    """Heads of the cache's size: zeros behind queries and keys change no product, those behind values are cut off."""
+    """Heads of the cache's size: zeros behind queries and keys change no product, those behind
+    values are cut off.
+    """
     return nn.functional.pad(states, (0, head_dim - states.shape[-1]))
 
 

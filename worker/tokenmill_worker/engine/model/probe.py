@@ -1,4 +1,5 @@
-"""Records in one pass how each layer of a loaded model calls the attention function, and with which mask.
+"""Records in one pass how each layer of a loaded model calls the attention function, and with which
+mask.
 
 The pass runs before any module of the model is replaced. The attention function returns zeros. The
 mask function returns a tensor filled with a code of the requested mask. So no family's
@@ -63,7 +64,9 @@ def attend_with(model: Any, implementation: str, name: str) -> None:
 
 
 def probe_layers(model: Any, name: str) -> Probe:
-    """Record a pass; raises EngineConfigError for a model whose forward pass fails when called as in the engine."""
+    """Record a pass; raises EngineConfigError for a model whose forward pass fails when called as
+    in the engine.
+    """
     register()
     with attending_with(model, PROBING, name):
         try:
@@ -77,7 +80,9 @@ def probe_layers(model: Any, name: str) -> Probe:
 
 
 def check_positions(model: Any, name: str) -> None:
-    """Check that equal tokens at equal positions are equal rows everywhere; raises EngineConfigError."""
+    """Check that equal tokens at equal positions are equal rows everywhere; raises
+    EngineConfigError.
+    """
     probe = _run(lambda: _record(model, [1, 1, 1], keep_rows=True), name)
     if any(_differ(rows) for rows in probe.rows or ()):
         reason = (
@@ -146,7 +151,9 @@ def _recording_attention(
 
 
 def mask_code(module: nn.Module, mask: Tensor | None) -> float | None:
-    """Return the code of the mask that a layer was given, or None for a mask that the model made itself."""
+    """Return the code of the mask that a layer was given, or None for a mask that the model made
+    itself.
+    """
     if mask is None:
         return _CAUSAL if getattr(module, "is_causal", True) else _OTHER
     code = float(mask.flatten()[0])
@@ -166,7 +173,9 @@ def is_served(code: float) -> bool:
 
 
 def window_of(code: float) -> int | None:
-    """Return the window in tokens of a served mask, or None if a query sees all tokens up to its own."""
+    """Return the window in tokens of a served mask, or None if a query sees all tokens up to its
+    own.
+    """
     return None if code == _CAUSAL else int(-1 - code)
 
 
@@ -188,7 +197,9 @@ def _coded_mask(
 
 
 def _has_form(mask_function: Any, window: int | None, num_tokens: int) -> bool:
-    """Return whether the mask lets a query at position p see (p - window, p], or everything up to p."""
+    """Return whether the mask lets a query at position p see (p - window, p], or everything up to
+    p.
+    """
     length = window or 3
     queries = torch.tensor([0, 1, length - 1, length, length + 1, 2 * length])[:, None]
     keys = torch.arange(2 * length + 2)[None]

@@ -1,4 +1,5 @@
-"""Compares a loaded model's logits in the engine's steps with its own forward pass of each prompt alone.
+"""Compares a loaded model's logits in the engine's steps with its own forward pass of each prompt
+alone.
 
 Three prompts arrive in chunks of unlike lengths, then one decodes while the others continue. The
 model is compared as Transformers built it, in float32, before any module is replaced. Of all but
@@ -65,7 +66,9 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Prompts `[length]`, the steps that feed them, and the model's own logits by prompt and position."""
+    """Prompts `[length]`, the steps that feed them, and the model's own logits by prompt and
+    position.
+    """
 
     prompts: tuple[Tensor, ...]
     steps: tuple[tuple[PromptChunk, ...], ...]
@@ -76,7 +79,8 @@ class Expected:
 def verify(
     model: Any, forward: Forward, layers: Sequence[LayerKind], name: str, max_length: int
 ) -> tuple[Expected, ...]:
-    """Check the engine's steps; return the expected logits of the model's own pass, for `difference`.
+    """Check the engine's steps; return the expected logits of the model's own pass, for
+    `difference`.
 
     Returns () where only the first layers were compared. Raises EngineConfigError where the logits
     differ with every seed.
@@ -103,7 +107,9 @@ def verify(
 def of_all_layers(
     model: Any, layers: Sequence[LayerKind], name: str, max_length: int
 ) -> tuple[Expected, ...]:
-    """Return the logits of the whole model's own pass for the prompt that decodes; () for a model that is too large."""
+    """Return the logits of the whole model's own pass for the prompt that decodes; () for a model
+    that is too large.
+    """
     if sum(p.numel() for p in model.parameters()) > _MAX_WHOLE_WEIGHTS:
         return ()
     return (_expected(model, layers, name, max_length, _SEEDS[0], of=(_DECODES,)),)
@@ -118,7 +124,9 @@ def difference(
     block_size: int = 16,
     tolerance: float = TOLERANCE,
 ) -> str | None:
-    """Return where the steps' logits differ from the expected ones and by how much, or None if they agree."""
+    """Return where the steps' logits differ from the expected ones and by how much, or None if they
+    agree.
+    """
     device = expected.prompts[0].device
     num_blocks = -(-max(len(prompt) for prompt in expected.prompts) // block_size)
     groups = group_layers(list(layers))
@@ -161,7 +169,9 @@ def difference(
 
 
 def _steps(lengths: Sequence[int]) -> tuple[tuple[PromptChunk, ...], ...]:
-    """Return two steps: first chunks, then the last prompt's last token beside the longer rests of the others."""
+    """Return two steps: first chunks, then the last prompt's last token beside the longer rests of
+    the others.
+    """
     starts = (lengths[0] // 3, lengths[1] // 2, lengths[2] - 1)
     first = [
         PromptChunk(i, 0, start, "the first chunk of a prompt")
@@ -269,7 +279,9 @@ def _expected(
 
 
 def _own_logits(model: Any, prompt: Tensor, positions: list[int]) -> Tensor:
-    """Run the model as `generate` does, but without a cache; return float32 logits at `positions`."""
+    """Run the model as `generate` does, but without a cache; return float32 logits at
+    `positions`.
+    """
     known = inspect.signature(model.forward).parameters
     rows = torch.tensor(positions, device=prompt.device)
     inputs = {
@@ -303,7 +315,9 @@ def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...
 
 @contextmanager
 def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
-    """Keep the first layers within the context, down to one of each kind (a tiny model: all); yield their number."""
+    """Keep the first layers within the context, down to one of each kind (a tiny model: all); yield
+    their number.
+    """
     stack = (
         _stack(model, len(layers))
         if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS
@@ -325,7 +339,9 @@ def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
 
 
 def _described(module: nn.Module) -> tuple[type, frozenset[tuple[str, bool | str]]]:
-    """Return the module's class and flags, such as whether its layer rotates; some families keep flags as 0 and 1."""
+    """Return the module's class and flags, such as whether its layer rotates; some families keep
+    flags as 0 and 1.
+    """
     flags = {name: value for name, value in vars(module).items() if isinstance(value, bool | str)}
     flags |= {
         name: bool(value)
@@ -337,7 +353,9 @@ def _described(module: nn.Module) -> tuple[type, frozenset[tuple[str, bool | str
 
 
 def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.ModuleList] | None:
-    """Return the list whose i-th member holds the i-th attention: its parent, its name and itself."""
+    """Return the list whose i-th member holds the i-th attention: its parent, its name and
+    itself.
+    """
     for parent in model.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == num_layers and all(
@@ -350,7 +368,9 @@ def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.Module
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[float]:
-    """Convert the model to float32 within the context, if memory allows; yield the tolerance that then applies."""
+    """Convert the model to float32 within the context, if memory allows; yield the tolerance that
+    then applies.
+    """
     tensors = [
         t
         for t in (*model.parameters(), *model.buffers())

@@ -1,4 +1,6 @@
-"""Sampling: one token per row of the logits, per-request parameters, results independent of the batch."""
+"""Sampling: one token per row of the logits, per-request parameters, results independent of the
+batch.
+"""
 
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup

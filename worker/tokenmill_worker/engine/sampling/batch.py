@@ -1,4 +1,5 @@
-"""Sampling parameters of one batch composition: how each row is sampled, and which rows are edited before.
+"""Sampling parameters of one batch composition: how each row is sampled, and which rows are edited
+before.
 
 A batch is built when the composition changes and reused until the next change. Rows are rows of the
 logits; a sequence with drafts has several.

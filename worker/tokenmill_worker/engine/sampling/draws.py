@@ -35,7 +35,8 @@ class PreparedSampling(Protocol):
         ...
 
     def draw(self, logits: Tensor, positions: Indices) -> tuple[Tensor, Tensor]:
-        """Return token ids [rows] and each row's highest logit [rows], which is finite in a good row.
+        """Return token ids [rows] and each row's highest logit [rows], which is finite in a good
+        row.
 
         `positions` [rows] is each row's output position, which its noise depends on.
         """

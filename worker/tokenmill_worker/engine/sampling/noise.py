@@ -1,4 +1,5 @@
-"""Counter-based noise: a number that depends on (seed, output position, token id) and on nothing else.
+"""Counter-based noise: a number that depends on (seed, output position, token id) and on nothing
+else.
 
 A token is sampled by a race: every token adds Gumbel noise to its scaled logit and the highest
 wins. This samples from the softmax without normalising it. Because the noise is a hash and not a

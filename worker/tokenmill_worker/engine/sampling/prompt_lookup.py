@@ -1,4 +1,5 @@
-"""Draft tokens by prompt lookup: the tokens that followed the last time the sequence ended as it does now.
+"""Draft tokens by prompt lookup: the tokens that followed the last time the sequence ended as it
+does now.
 
 An index from each run of `min_match` tokens to the positions after it grows with the sequence, so a
 proposal costs a few look-ups at any length. Rejected proposals make the next ones shorter and then
@@ -51,7 +52,9 @@ class NgramIndex:
         self.length = max(self.length, min(len(token_ids), self.length + limit))
 
     def continuation(self, token_ids: Seq[int], max_tokens: int) -> tuple[int, ...]:
-        """Return the tokens after the longest earlier match of the sequence's end; the latest of equal matches wins."""
+        """Return the tokens after the longest earlier match of the sequence's end; the latest of
+        equal matches wins.
+        """
         end = len(token_ids)
         if end < self._size or max_tokens < 1:
             return ()
@@ -94,7 +97,9 @@ class _DraftState:
 
 @dataclass(slots=True)
 class PromptLookup:
-    """Proposes drafts for the scheduler, which calls it with a sequence; only one thread may use it."""
+    """Proposes drafts for the scheduler, which calls it with a sequence; only one thread may use
+    it.
+    """
 
     max_tokens: int
     min_match: int = MIN_MATCH

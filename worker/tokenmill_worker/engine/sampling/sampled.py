@@ -53,7 +53,9 @@ class ChosenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Log-softmax of the model's own logits, float32, for the rows that asked for log-probabilities."""
+    """Log-softmax of the model's own logits, float32, for the rows that asked for
+    log-probabilities.
+    """
 
     values: Tensor  # [n, vocab]
     num_top: int
@@ -74,7 +76,9 @@ class RawLogprobs:
 
 
 class Sampled:
-    """Result of one step; `token_ids` [rows] is on the device and may feed the next step before `finish`."""
+    """Result of one step; `token_ids` [rows] is on the device and may feed the next step before
+    `finish`.
+    """
 
     __slots__ = ("_errors", "_ids", "_logprobs", "_peaks", "_ready", "_spans", "token_ids")
 
@@ -101,7 +105,9 @@ class Sampled:
         spans: list[RowSpan],
         errors: dict[int, str],
     ) -> Sampled:
-        """Begin the copies to the host; they go to pinned memory, after the work already queued on the device."""
+        """Begin the copies to the host; they go to pinned memory, after the work already queued on
+        the device.
+        """
         if token_ids.device.type != "cuda":
             return cls(token_ids, (token_ids, peaks, chosen), spans, errors, None)
         if chosen is not None:
@@ -117,7 +123,9 @@ class Sampled:
         return cls(token_ids, host, spans, errors, ready)
 
     def wait_for(self, row: int) -> int:
-        """Wait until this step, and none launched after it, has finished; return one row's token."""
+        """Wait until this step, and none launched after it, has finished; return one row's
+        token.
+        """
         if self._ready is not None:
             self._ready.synchronize()
         return int(self._ids[row])
@@ -156,7 +164,9 @@ class Sampled:
 
 
 def accepted_rows(ids: list[int], span: RowSpan) -> int:
-    """Count an item's valid rows: up to and including the first one that drew another token than its draft."""
+    """Count an item's valid rows: up to and including the first one that drew another token than
+    its draft.
+    """
     for index, draft in enumerate(span.draft_ids):
         if ids[span.first + index] != draft:
             return index + 1

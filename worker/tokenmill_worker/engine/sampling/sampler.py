@@ -47,7 +47,8 @@ class Layout(NamedTuple):
 
 
 class Sampler:
-    """Keeps a row of parameters per sequence, token histories of penalised sequences, and grammar states.
+    """Keeps a row of parameters per sequence, token histories of penalised sequences, and grammar
+    states.
 
     Call `release` when a sequence ends or is preempted.
     """
@@ -75,7 +76,8 @@ class Sampler:
         self._cached: tuple[int, bytes, SamplingBatch] | None = None
 
     def prepare(self, items: Seq[ScheduledSequence]) -> None:
-        """Start computing the grammars' masks beside the forward pass; call it before waiting for that pass.
+        """Start computing the grammars' masks beside the forward pass; call it before waiting for
+        that pass.
 
         Without this call `sample` computes the masks itself.
         """
@@ -88,7 +90,9 @@ class Sampler:
         self._grammars.release(sequence)
 
     def lay_out(self, items: Seq[ScheduledSequence]) -> Layout:
-        """Prepare the sampling of the planned items that sample; item i owns 1 + len(draft_ids) rows."""
+        """Prepare the sampling of the planned items that sample; item i owns 1 + len(draft_ids)
+        rows.
+        """
         spans: list[RowSpan] = []
         slots: list[int] = []
         positions: list[int] = []
@@ -134,7 +138,8 @@ class Sampler:
         return sampled
 
     def take_argmax(self, token_ids: Tensor, peaks: Tensor, layout: Layout) -> Sampled:
-        """Build the result for a layout that takes only the highest logits, whose argmax the caller has computed.
+        """Build the result for a layout that takes only the highest logits, whose argmax the caller
+        has computed.
 
         `token_ids` and `peaks` are [rows].
         """
@@ -209,7 +214,9 @@ class Sampler:
     def _hold_back(
         self, logits: Tensor, batch: SamplingBatch, positions: Indices, masks: Masks
     ) -> None:
-        """Mask the ids that would end a sequence short of its min_tokens, unless its grammar allows nothing else."""
+        """Mask the ids that would end a sequence short of its min_tokens, unless its grammar allows
+        nothing else.
+        """
         rows: list[int] = []
         ids: list[int] = []
         for row in batch.with_min_tokens.tolist():

@@ -80,7 +80,9 @@ def draw_sorted(
 def draw_on_host(
     scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor
 ) -> Tensor:
-    """Sample on the CPU: a few hundred candidates decide most rows, and a whole-row search the others."""
+    """Sample on the CPU: a few hundred candidates decide most rows, and a whole-row search the
+    others.
+    """
     vocab = scaled.shape[1]
     # one more than needed, to see whether equal values follow
     count = min(vocab, 1 + (min(limits.max_top_k, _CANDIDATES) if limits.bounded else _CANDIDATES))
@@ -110,7 +112,9 @@ def draw_on_host(
 
 
 def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min_p: float) -> float:
-    """Find the floor of one row without sorting it: a histogram of the mass, then a sort of one bin."""
+    """Find the floor of one row without sorting it: a histogram of the mass, then a sort of one
+    bin.
+    """
     floor = np.float32(log_min_p)
     if top_k < len(row):
         floor = max(floor, np.partition(row, len(row) - top_k)[len(row) - top_k])
@@ -132,7 +136,8 @@ def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min
 
 
 def find_floor(values: Tensor, scaled: Tensor, limits: TruncationLimits) -> Tensor:
-    """Find the floor per row [rows, 1] from the row's highest values in descending order [rows, count].
+    """Find the floor per row [rows, 1] from the row's highest values in descending order [rows,
+    count].
 
     The floor is exact if it is above the last of the values, or if they are the whole row; the
     caller checks that.

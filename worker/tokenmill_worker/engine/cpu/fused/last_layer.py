@@ -64,7 +64,9 @@ class LastLayerCalls(LayerCalls):
         self.attend.num_tokens = count
 
     def use(self, hidden: int, metadata: AttentionMetadata) -> None:
-        """Set the address of the layer's input, to which it adds, and the metadata made by `metadata_of_rows`."""
+        """Set the address of the layer's input, to which it adds, and the metadata made by
+        `metadata_of_rows`.
+        """
         self.qkv.x = self._inputs.source = self._outputs.target = hidden
         self.read(metadata)
 

@@ -63,7 +63,9 @@ class FusedLayer(nn.Module):
 
 
 class FusedList(nn.ModuleList):
-    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one module."""
+    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one
+    module.
+    """
 
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__(layers)

@@ -179,7 +179,8 @@ class LayerCalls:
             self.out.y = self.down.y = self.after[0].x = self.after[1].x = scratch.at("raw")
 
     def prefetch_next(self, attend: AttendArguments, then: AttendArguments | None) -> None:
-        """Set the attention that follows the first product, and the one that follows the layer's other products.
+        """Set the attention that follows the first product, and the one that follows the layer's
+        other products.
 
         The kernels prefetch its keys and values.
         """

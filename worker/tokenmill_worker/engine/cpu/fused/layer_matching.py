@@ -1,4 +1,5 @@
-"""Finds the decoder layers that can run as one call, and keeps a replacement only if it is equivalent.
+"""Finds the decoder layers that can run as one call, and keeps a replacement only if it is
+equivalent.
 
 Original and replacement run on the same rows with a small cache each; output rows and cache
 contents must be equal. If all layers were replaced and are called in the same way, they become one
@@ -126,7 +127,8 @@ def _parts(layer: nn.Module) -> LayerParts | None:
 
 
 def small_step(parts: Sequence[LayerParts]) -> PagedStep | None:
-    """Return a step of the two prompts of `two_prompts`, with a small cache for each of these layers.
+    """Return a step of the two prompts of `two_prompts`, with a small cache for each of these
+    layers.
 
     Returns None where the CPU attention does not support the layers.
     """

@@ -1,4 +1,5 @@
-"""Runs one or more decoder layers as one call: norms, products, rotation, cache write, attention, additions.
+"""Runs one or more decoder layers as one call: norms, products, rotation, cache write, attention,
+additions.
 
 Each layer works in place on the output of the one before it. The input is packed hidden states, the
 step and the layers' parts.
@@ -39,7 +40,8 @@ class LayerRun:
         self._scratch = scratch
         self._before, self._after = tuple(before), tuple(after)
         self._calls = [LayerCalls(part) for part in parts]
-        # With a single layer, no earlier layer's output would fill the rows of `out` that are left out.
+        # With a single layer, no earlier layer's output would fill the rows of `out` that are left
+        # out.
         self._narrow = LastLayerCalls(parts[-1]) if len(parts) > 1 else None
         self._table = LayerTable(self._calls, self._narrow)
         self._every = list(zip(self._calls, parts, strict=True))
@@ -60,7 +62,8 @@ class LayerRun:
         self._times, self._backend = times, None
 
     def __call__(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return the layers' output for `[1, num_tokens, hidden]`, or None where the kernels do not support the call.
+        """Return the layers' output for `[1, num_tokens, hidden]`, or None where the kernels do not
+        support the call.
 
         The arguments are those of Transformers' decoder layers. Rows that the step does not read
         may hold the output of the last layer but one.
@@ -136,7 +139,9 @@ class LayerRun:
         self._backend = backend
 
     def _give_workspace(self, num_bytes: int) -> None:
-        """Provide the number of bytes that attention needs; raises IndexError for the answer −1 of a row move."""
+        """Provide the number of bytes that attention needs; raises IndexError for the answer −1 of
+        a row move.
+        """
         if num_bytes < 0:
             raise IndexError("a row outside of its table")
         assert self._backend is not None

@@ -1,8 +1,9 @@
-"""Packed and fused replacements for a decoder's linear layers, norms, MLP and attention, on the CPU in float32.
+"""Packed and fused replacements for a decoder's linear layers, norms, MLP and attention, on the CPU
+in float32.
 
 Each is built from the module that it replaces and takes the same call. Hidden states are packed,
-`[1, num_tokens, hidden]`. They depend on no model family: `replace.py` finds the modules that fit and
-checks each replacement.
+`[1, num_tokens, hidden]`. They depend on no model family: `replace.py` finds the modules that fit
+and checks each replacement.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class PackedLinear(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """RMS norm over the last dimension; `offset` is 1 where the checkpoint stores weight − 1 (Gemma)."""
+    """RMS norm over the last dimension; `offset` is 1 where the checkpoint stores weight − 1
+    (Gemma).
+    """
 
     def __init__(self, kernels: LinearKernels, weight: Tensor, eps: float, offset: float) -> None:
         super().__init__()
@@ -51,7 +54,9 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """Computes `down(act(gate(x)) · up(x))` by two kernel calls, the activation inside the first."""
+    """Computes `down(act(gate(x)) · up(x))` by two kernel calls, the activation inside the
+    first.
+    """
 
     def __init__(
         self, packer: Packer, gate: Tensor, up: Tensor, down: nn.Linear, epilogue: Epilogue
@@ -68,7 +73,8 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention with one product for queries, keys and values, and one pass for rotation and cache write.
+    """Attention with one product for queries, keys and values, and one pass for rotation and cache
+    write.
 
     `source` is the model's own attention module. `extras` are the further arguments (window,
     softcap, sinks) that it passes to the attention function. Query and key norms, where the family

@@ -1,4 +1,6 @@
-"""Chooses the kernel that packs each weight: float32, or a quantised form that supports the weight's shape."""
+"""Chooses the kernel that packs each weight: float32, or a quantised form that supports the
+weight's shape.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Packing:
         if quantization is None:
             return cls(kernels, exact, exact, exact)
         int8 = _Fitting(kernels, Int8Packer(uses_amx=amx))
-        # The head of a small model holds a fifth of its weights and decides each token: it keeps 8 bits.
+        # The head of a small model holds a fifth of its weights and decides each token: it keeps 8
+        # bits.
         return cls(
             kernels,
             kernels,
@@ -61,7 +64,9 @@ class Packing:
 
 
 class _Fitting:
-    """Packs weights through `packer` where their shape allows it, and through `otherwise` where not."""
+    """Packs weights through `packer` where their shape allows it, and through `otherwise` where
+    not.
+    """
 
     def __init__(self, otherwise: Packer, packer: Int8Packer | Int4Packer) -> None:
         self.panel_width = packer.panel_width

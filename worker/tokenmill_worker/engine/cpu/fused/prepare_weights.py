@@ -69,7 +69,9 @@ def _forms(model: nn.Module) -> Counter[str]:
 
 
 def _report_the_rest(model: nn.Module, config: EngineConfig, replaced: Counter[str]) -> None:
-    """Log the weights that stay float32 because no replacement took them; raises EngineConfigError if all do."""
+    """Log the weights that stay float32 because no replacement took them; raises EngineConfigError
+    if all do.
+    """
     if not replaced["FusedAttention"] + replaced["FusedMLP"] + replaced["PackedLinear"]:
         raise EngineConfigError([f"no layer of {config.model} can be quantised"])
     embeddings = {

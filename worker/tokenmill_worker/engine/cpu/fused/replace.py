@@ -1,4 +1,5 @@
-"""Finds what can be fused in a loaded model, builds the replacement, and keeps it only if it is equivalent.
+"""Finds what can be fused in a loaded model, builds the replacement, and keeps it only if it is
+equivalent.
 
 No family is matched by name: a module with the right children is tried, and each replacement runs
 against the original on random rows before it is used. A module whose replacement differs stays as
@@ -78,7 +79,8 @@ def _for(packing: Packing, model: nn.Module, module: nn.Module) -> Packing:
 def _checked(
     packing: Packing, original: nn.Module, width: int, build: Callable[[Packer], nn.Module]
 ) -> nn.Module | None:
-    """Build a replacement and compare it in float32, then return it in the form that the model runs on.
+    """Build a replacement and compare it in float32, then return it in the form that the model runs
+    on.
 
     Only the form of the computation is compared, not the error of quantisation.
     """
@@ -131,7 +133,9 @@ def _mlp(packing: Packing, module: nn.Module) -> nn.Module | None:
 
 
 def _gate_and_up(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the weights of gate and up: from two projections, or from one that holds both halves (Phi)."""
+    """Return the weights of gate and up: from two projections, or from one that holds both halves
+    (Phi).
+    """
     both = getattr(module, "gate_up_proj", None)
     if isinstance(both, nn.Linear) and not _has_bias(both):
         gate, up = both.weight.chunk(2, dim=0)

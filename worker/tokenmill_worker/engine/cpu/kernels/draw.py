@@ -39,7 +39,9 @@ class _DrawArguments(ctypes.Structure):
 
 
 class RotatingBuffers:
-    """Rotating result buffers for `num_rows` rows; a result stays valid during the next two calls."""
+    """Rotating result buffers for `num_rows` rows; a result stays valid during the next two
+    calls.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows

@@ -163,7 +163,8 @@ def _affine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _candidates(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield scales and zeros that put a group's least and greatest weight a given number of codes apart.
+    """Yield scales and zeros that put a group's least and greatest weight a given number of codes
+    apart.
 
     The zero is the least weight as in Q4_1, or −8 steps as in Q4_0, whose scale may be negative.
     """
@@ -175,7 +176,8 @@ def _candidates(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def find_bytes(rows: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Find 8-bit codes with scale · code equal to `rows` `[n, k]` float32, each group reaching 127 as in Q8_0.
+    """Find 8-bit codes with scale · code equal to `rows` `[n, k]` float32, each group reaching 127
+    as in Q8_0.
 
     Returns codes `[n, k]` in [-127, 127] and half-precision scales `[n, k / 32]`; None if there are
     none.

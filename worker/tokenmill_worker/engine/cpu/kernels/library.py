@@ -31,7 +31,8 @@ SOURCES = Path(__file__).parent
 
 @lru_cache
 def load(name: str, cache_dir: Path | None = None, march: str = "native") -> ctypes.CDLL:
-    """Load the library made of `<name>.cpp` and every header here; compile it if it is not cached yet.
+    """Load the library made of `<name>.cpp` and every header here; compile it if it is not cached
+    yet.
 
     Each process has one handle per library. Raises KernelUnavailableError.
     """
@@ -46,7 +47,9 @@ def load(name: str, cache_dir: Path | None = None, march: str = "native") -> cty
 
 
 def cache_folder(chosen: Path | None) -> Path:
-    """Return the chosen folder, or one under the home directory, or a temporary one if neither can be written."""
+    """Return the chosen folder, or one under the home directory, or a temporary one if neither can
+    be written.
+    """
     candidates = (
         [chosen]
         if chosen

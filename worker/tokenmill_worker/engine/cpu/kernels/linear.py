@@ -74,7 +74,8 @@ class NormArguments(ctypes.Structure):
 
 
 class PackedWeight:
-    """A weight `[n, k]` in the panels of one kernel, with its bias; call it on float32 rows `[m, k]`.
+    """A weight `[n, k]` in the panels of one kernel, with its bias; call it on float32 rows `[m,
+    k]`.
 
     Scales and biases are padded to whole panels, since kernels load full vectors. `form` names the
     weight's storage format for people. Each row needs `row_bytes` of workspace.
@@ -161,7 +162,9 @@ class Packer(Protocol):
 
 
 def pack_gated(packer: Packer, gate: Tensor, up: Tensor) -> PackedWeight:
-    """Pack gate and up `[n, k]` interleaved half a panel at a time; n must be a multiple of half a panel."""
+    """Pack gate and up `[n, k]` interleaved half a panel at a time; n must be a multiple of half a
+    panel.
+    """
     half = packer.panel_width // 2
     n, k = gate.shape
     mixed = torch.stack([gate.reshape(-1, half, k), up.reshape(-1, half, k)], dim=1)
@@ -184,9 +187,9 @@ class LinearKernels:
     """The loaded float32 library; raises KernelUnavailableError where it cannot be compiled.
 
     With `uses_amx`, products of more than a few rows use the CPU's matrix registers, where it has
-    them (amx_float.h); where not, weights of 4 and 8 bits are multiplied as bytes (byte_dot.h). Without
-    `uses_amx`, all sums are chains of float32 and the bits of a row's result are the same in every
-    batch.
+    them (amx_float.h); where not, weights of 4 and 8 bits are multiplied as bytes (byte_dot.h).
+    Without `uses_amx`, all sums are chains of float32 and the bits of a row's result are the same
+    in every batch.
     """
 
     def __init__(
@@ -227,7 +230,9 @@ class LinearKernels:
         offset: float = 0.0,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Normalise `x` `[m, k]` float32, scale it by `offset + weight`, and add `residual` where given."""
+        """Normalise `x` `[m, k]` float32, scale it by `offset + weight`, and add `residual` where
+        given.
+        """
         y = torch.empty(x.shape, dtype=torch.float32)
         arguments = NormArguments(
             x=x.data_ptr(), norm=weight.data_ptr(), y=y.data_ptr(),

@@ -21,14 +21,17 @@ from tokenmill_worker.engine.cpu.kernels.library import load
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One kernel call of a program; `member` is the kernel's `tokenmill_…_member`, run by each thread."""
+    """One kernel call of a program; `member` is the kernel's `tokenmill_…_member`, run by each
+    thread.
+    """
 
     member: Any
     arguments: ctypes.Structure
 
 
 class RowArguments(ctypes.Structure):
-    """Arguments that move rows from one buffer to another; the fields match the struct in program.cpp.
+    """Arguments that move rows from one buffer to another; the fields match the struct in
+    program.cpp.
 
     Row `from_rows[i]` becomes row `to_rows[i]`; a null pointer stands for row i. `limit` is the
     number of source rows: with one, the call returns −1 where an entry of `from_rows` is beyond it.
@@ -51,7 +54,9 @@ class _Call(ctypes.Structure):
 
 
 class Caller:
-    """Runs one kernel at a time; raises KernelUnavailableError where the program cannot be compiled."""
+    """Runs one kernel at a time; raises KernelUnavailableError where the program cannot be
+    compiled.
+    """
 
     __slots__ = ("_run",)
 
@@ -95,7 +100,8 @@ class KernelTimes:
 
 
 class Program:
-    """A sequence of kernel calls that runs as one; raises KernelUnavailableError where it cannot be compiled.
+    """A sequence of kernel calls that runs as one; raises KernelUnavailableError where it cannot be
+    compiled.
 
     `times`, where given, records every run.
     """

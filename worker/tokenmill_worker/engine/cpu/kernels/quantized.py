@@ -1,4 +1,5 @@
-"""Quantised linear layers on the CPU: 8-bit weights and activations; 4-bit weights with float32 activations.
+"""Quantised linear layers on the CPU: 8-bit weights and activations; 4-bit weights with float32
+activations.
 
 Both pack into the same `PackedWeight` as float32 does and take the same epilogues. With 8 bits a
 row's result does not depend on the batch; with 4 bits it does, as in linear.py.
@@ -24,7 +25,9 @@ _ROWS_AT_ONCE = 1024
 
 
 class Int8Packer:
-    """Packs 8-bit weights with one scale per output; activations are rounded at run time, each row in its own range."""
+    """Packs 8-bit weights with one scale per output; activations are rounded at run time, each row
+    in its own range.
+    """
 
     def __init__(
         self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True
@@ -68,7 +71,9 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int4Packer:
-    """Packs 4-bit weights with a half-precision scale and zero per group of 32 inputs; activations stay float32."""
+    """Packs 4-bit weights with a half-precision scale and zero per group of 32 inputs; activations
+    stay float32.
+    """
 
     def __init__(
         self, cache_dir: Path | None = None, march: str = "native", uses_amx: bool = True

@@ -1,4 +1,5 @@
-"""Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that torch uses.
+"""Finds what compiling a kernel takes: a compiler, the machine's flags, and the OpenMP runtime that
+torch uses.
 
 The code that packs weights shares torch's OpenMP runtime, since two such thread pools compete for
 the same cores. So the file that torch has loaded is linked, not the compiler's own. Kernels that
@@ -71,12 +72,15 @@ def find_toolchain(march: str = "native", compilers: tuple[str, ...] = COMPILERS
 
 
 def loaded_openmp() -> Path:
-    """Return the OpenMP runtime that torch runs on; other packages (e.g. sentencepiece) bring copies of their own."""
+    """Return the OpenMP runtime that torch runs on; other packages (e.g. sentencepiece) bring
+    copies of their own.
+    """
     import torch
 
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        # This symbol comes from torch's own dependencies, whatever other libraries the process has loaded.
+        # This symbol comes from torch's own dependencies, whatever other libraries the process has
+        # loaded.
         address = ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value or 0
     except (OSError, AttributeError) as error:
         raise KernelUnavailableError(

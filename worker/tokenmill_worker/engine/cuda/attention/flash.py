@@ -38,7 +38,9 @@ class FlashLibrary:
 
 @lru_cache
 def installed_library(is_hopper: bool) -> FlashLibrary:
-    """Import flash-attn and return its entry points; raises ImportError where it is not installed."""
+    """Import flash-attn and return its entry points; raises ImportError where it is not
+    installed.
+    """
     if is_hopper:
         try:
             found = import_module("flash_attn_interface")

@@ -70,7 +70,9 @@ def refusal(
 
 
 def window_of(metadata: AttentionMetadata) -> tuple[int, int]:
-    """Return (left, right): positions before and after its own that a query sees; −1: all of them."""
+    """Return (left, right): positions before and after its own that a query sees; −1: all of
+    them.
+    """
     return (-1 if metadata.window is None else metadata.window - 1, 0)
 
 

@@ -1,4 +1,5 @@
-"""Paged attention by torch's own FlashAttention (`torch.nn.attention.varlen`), if it takes block tables.
+"""Paged attention by torch's own FlashAttention (`torch.nn.attention.varlen`), if it takes block
+tables.
 
 The function's signature shows whether this torch does. Contexts are never split (`num_splits=1`):
 the split form with blocks has given wrong results, and without it a row's result does not depend on

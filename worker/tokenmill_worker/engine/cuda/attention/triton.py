@@ -1,4 +1,4 @@
-"""Paged attention by this package's Triton kernel: any block size, prefill and decode in one launch.
+"""Paged attention by a Triton kernel: any block size, prefill and decode in one launch.
 
 It needs no wheel beside Triton. The launch depends only on maxima that the host has (padded tokens,
 sequences, the longest context). The kernel reads the lengths on the device, so a captured CUDA
@@ -40,7 +40,9 @@ NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Grid and tile sizes of one call; a program computes `block_rows` rows (query tokens × group heads)."""
+    """Grid and tile sizes of one call; a program computes `block_rows` rows (query tokens × group
+    heads).
+    """
 
     block_rows: int
     block_tokens: int
@@ -63,7 +65,8 @@ def plan_launch(
     has_warp_groups: bool,
     is_exact: bool,
 ) -> Launch:
-    """Choose few, wide programs for prefill and narrow ones for decode, and decide on split contexts.
+    """Choose few, wide programs for prefill and narrow ones for decode, and decide on split
+    contexts.
 
     Contexts are split where there are too few programs. They are also split where some are long:
     the others may be short, and a step takes as long as its longest context.
@@ -117,7 +120,8 @@ def plan_launch(
 def _split(
     reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool
 ) -> tuple[int, int]:
-    """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a split.
+    """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a
+    split.
 
     `programs` is the number of programs per split. A sequence that is alone in its step has no
     shorter contexts beside it, so it is not split any further than it takes to fill the device.
@@ -146,7 +150,8 @@ class TritonAttention(AttentionBackend):
         if num_multiprocessors is None:
             num_multiprocessors = properties.multi_processor_count if properties else 1
         self._num_multiprocessors = num_multiprocessors
-        # Warp groups multiply from shared memory, which is larger here too; other devices load keys to registers.
+        # Warp groups multiply from shared memory, which is larger here too; other devices load keys
+        # to registers.
         self._has_warp_groups = properties is not None and properties.major in (9, 10)
 
     @classmethod
@@ -181,7 +186,9 @@ class TritonAttention(AttentionBackend):
     def workspace_bytes(
         self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int
     ) -> int:
-        """Return the size of split results: values, with a maximum and a sum per row of at least 16 values."""
+        """Return the size of split results: values, with a maximum and a sum per row of at least 16
+        values.
+        """
         return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
@@ -278,7 +285,9 @@ def write_blocks(
     token_stride: int,
     head_stride: int,
 ) -> None:
-    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, for any order of tokens and heads in a block."""
+    """Store keys and values `[num_tokens, num_kv_heads, head_dim]`, for any order of tokens and
+    heads in a block.
+    """
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return
@@ -324,7 +333,8 @@ def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
 
 
 def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate split results: values [splits, num_tokens, num_heads, head_pad], and each row's maximum and sum.
+    """Allocate split results: values [splits, num_tokens, num_heads, head_pad], and each row's
+    maximum and sum.
 
     A sum of 0 marks a split that saw no key, so only the sums need an initial value.
     """
@@ -336,5 +346,7 @@ def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | N
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Make the dimensions of a head contiguous; tokens and heads keep the strides of a projection's output."""
+    """Make the dimensions of a head contiguous; tokens and heads keep the strides of a projection's
+    output.
+    """
     return x if x.stride(2) == 1 else x.contiguous()

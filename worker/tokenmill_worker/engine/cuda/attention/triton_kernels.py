@@ -15,7 +15,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
-    """Find the sequence of block `program` of query tokens; sequence i has the blocks from start_i // T + i on."""
+    """Find the sequence of block `program` of query tokens; sequence i has the blocks from start_i
+    // T + i on.
+    """
     low = 0
     high = num_seqs
     while low < high:
@@ -30,7 +32,9 @@ def find_sequence(query_start, num_seqs, program, BLOCK_TOKENS: tl.constexpr):
 
 @triton.jit
 def place_of(query_start, num_seqs, BLOCK_TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
-    """Return a program's sequence, its first query row, its number of queries, and the program's first query."""
+    """Return a program's sequence, its first query row, its number of queries, and the program's
+    first query.
+    """
     program = (
         tl.num_programs(0) - 1 - tl.program_id(0)
     )  # a prompt's last tokens see the most keys, so they start first
@@ -69,7 +73,9 @@ def tiles_to_visit(
 
 @triton.jit
 def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Load the block id of each key of a tile, and 0 where there is no key; the tile may be out of range."""
+    """Load the block id of each key of a tile, and 0 where there is no key; the tile may be out of
+    range.
+    """
     key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
     is_key = (key_position >= begin) & (key_position < end)
     return tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0)
@@ -99,7 +105,9 @@ def logits_of_tile(
 
 @triton.jit
 def weights_of(logits, largest, total):
-    """Compute weights relative to the maximum so far, and the factor that rescales the earlier sums."""
+    """Compute weights relative to the maximum so far, and the factor that rescales the earlier
+    sums.
+    """
     grown = tl.maximum(largest, tl.max(logits, 1))
     shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
     weights = tl.exp2(logits - shift[:, None])
@@ -121,7 +129,9 @@ def store_partials(
     NUM_HEADS: tl.constexpr,
     HEAD_PAD: tl.constexpr,
 ):
-    """Store a split's result: maxima, then the sums of all splits behind all maxima, and unnormalised values."""
+    """Store a split's result: maxima, then the sums of all splits behind all maxima, and
+    unnormalised values.
+    """
     rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
     row_at += tl.program_id(2) * rows_of_split
     tl.store(limits + row_at, largest, mask=is_row)
@@ -156,9 +166,10 @@ def store_rows(
     )
 
 
-# Triton would otherwise compile a 1 into the kernel as a constant, and build the kernel again for other values. A
-# step's inputs arrive in one copy, so the alignment of each changes from step to step: no builds for that either.
-# The width of the block table changes too, since it grows with the longest sequence.
+# Triton would otherwise compile a 1 into the kernel as a constant, and build the kernel again for
+# other values. A step's inputs arrive in one copy, so the alignment of each changes from step to
+# step: no builds for that either. The width of the block table changes too, since it grows with the
+# longest sequence.
 @triton.jit(
     do_not_specialize=["num_seqs", "num_tokens", "table_stride", "least_tiles"],
     do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"],
@@ -225,7 +236,8 @@ def attend_kernel(
     values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
     block_table += seq * table_stride
-    # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that depend on each other.
+    # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that
+    # depend on each other.
     next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
     for tile in range(first_tile, last_tile):
         key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
@@ -285,7 +297,9 @@ def fold_kernel(
     HAS_SINKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Fold the splits of one row per program; a split with a sum of 0 saw no key and left its values unwritten."""
+    """Fold the splits of one row per program; a split with a sum of 0 saw no key and left its
+    values unwritten.
+    """
     row = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     splits = tl.arange(0, MAX_SPLITS)
     dims = tl.arange(0, HEAD_PAD)

@@ -1,4 +1,5 @@
-"""Tests whether a replacement computes the same as the original module, both in float32 on the same rows.
+"""Tests whether a replacement computes the same as the original module, both in float32 on the same
+rows.
 
 Rows are small, usual and large: an epsilon shows on small ones, a clamp on large ones. Attention
 and layers run as in the engine, over a cache of three blocks, whose contents must be equal at the
@@ -44,7 +45,8 @@ def layers_are_equivalent(original: nn.Module, candidate: Any) -> bool:
 
 @torch.inference_mode()
 def extras_of(module: Any, heads: Heads, width: int) -> dict[str, Any] | None:
-    """Return the further arguments that a module passes to the attention function, e.g. window and softcap.
+    """Return the further arguments that a module passes to the attention function, e.g. window and
+    softcap.
 
     Returns None where it passes attention sinks, which the replacement does not support.
     """

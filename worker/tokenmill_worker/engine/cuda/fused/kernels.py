@@ -105,7 +105,9 @@ def turn_head(
     HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """Norm a head, rotate it by halves and store it; dimensions beyond the two halves are only normed."""
+    """Norm a head, rotate it by halves and store it; dimensions beyond the two halves are only
+    normed.
+    """
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     low = load_head(source, is_token, 0, HALF, HALF_PAD)
     high = load_head(source, is_token, HALF, HALF, HALF_PAD)
@@ -159,7 +161,9 @@ def rotate_and_write_kernel(
     OFFSET: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Rotate and store a few tokens of one head per program: a query head, or a key head with its value head."""
+    """Rotate and store a few tokens of one head per program: a query head, or a key head with its
+    value head.
+    """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1)
     is_token = token < num_tokens

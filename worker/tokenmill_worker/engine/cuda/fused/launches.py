@@ -43,7 +43,9 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class CacheTarget:
-    """A layer's cache view and the slots of a step's tokens; strides are in elements, within a block."""
+    """A layer's cache view and the slots of a step's tokens; strides are in elements, within a
+    block.
+    """
 
     cache: Tensor
     slots: Tensor
@@ -55,7 +57,9 @@ class CacheTarget:
 def add_and_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the normed rows `[num_rows, width]` and the norm's input: `x`, or its sum with `residual`."""
+    """Return the normed rows `[num_rows, width]` and the norm's input: `x`, or its sum with
+    `residual`.
+    """
     num_rows, width = x.shape
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     sums = x if residual is None else torch.empty_like(out)
@@ -87,7 +91,8 @@ def rotate_and_write(
     norms: HeadNorms | None,
     target: CacheTarget,
 ) -> Tensor:
-    """Write rotated keys and values to the cache; return the rotated queries `[num_tokens, num_heads, head_dim]`.
+    """Write rotated keys and values to the cache; return the rotated queries `[num_tokens,
+    num_heads, head_dim]`.
 
     `tables` are cosines and sines, `[num_tokens, rotary_dim]`.
     """

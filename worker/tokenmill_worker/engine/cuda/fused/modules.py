@@ -1,4 +1,5 @@
-"""Replacements for a decoder's norms, MLP, attention and layers, over the Triton kernels of this package.
+"""Replacements for a decoder's norms, MLP, attention and layers, over the Triton kernels of this
+package.
 
 Each is built from the module that it replaces and takes the same call. They depend on no model
 family: `replace.py` finds the modules that fit and checks each replacement.
@@ -59,7 +60,8 @@ class DeviceMLP(nn.Module):
 
 
 class DeviceAttention(nn.Module):
-    """Attention with one product for queries, keys and values, and one pass for norms, rotation and cache write.
+    """Attention with one product for queries, keys and values, and one pass for norms, rotation and
+    cache write.
 
     `extras` are the further arguments (window, softcap) that the original passes to the attention
     function.
@@ -107,7 +109,9 @@ class DeviceAttention(nn.Module):
         )
 
     def _attend_in_place(self, packed: Tensor, tables: Tables, step: PagedStep) -> Tensor | None:
-        """Attend with the fused cache write, or return None where the backend's block layout does not allow it."""
+        """Attend with the fused cache write, or return None where the backend's block layout does
+        not allow it.
+        """
         binding = step.layers[self.layer_idx]
         strides = step.backend.token_and_head_strides(binding.cache)
         if strides is None:
@@ -136,7 +140,9 @@ class DeviceAttention(nn.Module):
 
 
 class DeviceLayer(nn.Module):
-    """A decoder layer with norms before attention and MLP, each fused with the addition before it."""
+    """A decoder layer with norms before attention and MLP, each fused with the addition before
+    it.
+    """
 
     def __init__(self, source: Any) -> None:
         super().__init__()
@@ -154,7 +160,9 @@ class DeviceLayer(nn.Module):
     def pass_on(
         self, x: Tensor, residual: Tensor | None, tables: Tables, step: Any
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer on `x + residual`; return the MLP's output and the residual still to be added to it."""
+        """Run the layer on `x + residual`; return the MLP's output and the residual still to be
+        added to it.
+        """
         normed, residual = self.input_layernorm.after(x, residual)
         normed, residual = self.post_attention_layernorm.after(
             self.self_attn.attend(normed, tables, step), residual
@@ -163,7 +171,9 @@ class DeviceLayer(nn.Module):
 
 
 class DeviceLayers(nn.ModuleList):
-    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one module."""
+    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one
+    module.
+    """
 
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:
         super().__init__(layers)
@@ -178,7 +188,9 @@ class DeviceLayers(nn.ModuleList):
 
 
 class DeviceStack(nn.Module):
-    """All layers as one module; the addition at a layer's end is fused with the next layer's first norm."""
+    """All layers as one module; the addition at a layer's end is fused with the next layer's first
+    norm.
+    """
 
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:
         super().__init__()

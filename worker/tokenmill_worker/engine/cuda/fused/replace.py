@@ -1,4 +1,5 @@
-"""Finds what can be fused in a loaded model, builds the replacement, and keeps it only if it is equivalent.
+"""Finds what can be fused in a loaded model, builds the replacement, and keeps it only if it is
+equivalent.
 
 No family is matched by name: a module with the right children is tried. Each replacement runs
 against the original before it is used: in float32, on a copy, so that only the form of the

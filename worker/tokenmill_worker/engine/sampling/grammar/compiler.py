@@ -1,4 +1,5 @@
-"""Compiles grammars outside of the step: daemon threads, a time limit, and a cache of recent grammars.
+"""Compiles grammars outside of the step: daemon threads, a time limit, and a cache of recent
+grammars.
 
 A grammar that takes too long fails, and another compilation may start in its place. Its thread
 cannot be stopped, so nothing more is compiled once too many such threads are stuck.

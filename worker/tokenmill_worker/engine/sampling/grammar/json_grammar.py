@@ -103,8 +103,8 @@ class JsonCompiler:
     def compile(self, source: str, *, strict: bool) -> Callable[[], JsonMatcher]:
         """Return a function that makes a matcher for each sequence.
 
-        Raises InvalidSchema for a schema that no answer can be validated against. With `strict`, raises
-        SchemaRefused for a part that cannot be enforced; without, that part stays open.
+        Raises InvalidSchema for a schema that no answer can be validated against. With `strict`,
+        raises SchemaRefused for a part that cannot be enforced; without, that part stays open.
         """
         schema = json.loads(source)
         grammar = self._strict(schema) if strict else self._loose(schema)
@@ -177,7 +177,9 @@ class _Words:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return tokens that stand for exactly these bytes: the model's own, or else the longest that fit."""
+        """Return tokens that stand for exactly these bytes: the model's own, or else the longest
+        that fit.
+        """
         if self._encode is not None:
             ids = list(self._encode(text.decode("utf-8", "replace")))
             if b"".join(self.tokens[i] for i in ids) == text:

@@ -33,7 +33,9 @@ TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the st
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Bit masks of the rows that have a grammar: bit t of a row's words allows token t, for t below `width`."""
+    """Bit masks of the rows that have a grammar: bit t of a row's words allows token t, for t below
+    `width`.
+    """
 
     rows: tuple[int, ...] = ()
     words: Tensor | None = None  # [len(rows), words] int32, on the host
@@ -118,7 +120,9 @@ class Grammars:
             self._launched.pop(sequence, None)
 
     def _wait(self) -> None:
-        """Wait for a computation whose result was not used, since only one thread at a time may change states."""
+        """Wait for a computation whose result was not used, since only one thread at a time may
+        change states.
+        """
         if self._pending is not None:
             self._pending[1].exception()
             self._pending = None
@@ -144,7 +148,8 @@ class Grammars:
         return Masks(tuple(rows), words, self._vocab_size, errors, frozenset(complete))
 
     def _fill(self, item: ScheduledSequence) -> tuple[Tensor, list[int]]:
-        """Return the masks of an item's rows [1 + drafts, words], and its rows at which only the end is allowed.
+        """Return the masks of an item's rows [1 + drafts, words], and its rows at which only the
+        end is allowed.
 
         Rows after a draft that the grammar refuses stay open: that draft is never sampled, so they
         never count. Raises GrammarError, also for a grammar that is too ambiguous: its cost grows
@@ -188,14 +193,18 @@ class Grammars:
         return int(self._compiler.tokenizer_info.vocab_size) if self._compiler else 0
 
     def _state_of(self, sequence: Sequence) -> _MatcherState:
-        """Return the sequence's state, or a new one if its epoch has changed, since tokens may have been withdrawn."""
+        """Return the sequence's state, or a new one if its epoch has changed, since tokens may have
+        been withdrawn.
+        """
         state = self._states.get(sequence)
         if state is None or state.epoch != sequence.epoch:
             state = self._states[sequence] = _MatcherState(self._start(sequence), sequence.epoch)
         return state
 
     def _unread(self, sequence: Sequence, state: _MatcherState) -> list[int]:
-        """Return output tokens that the matcher has not read; it may have read the one in flight already."""
+        """Return output tokens that the matcher has not read; it may have read the one in flight
+        already.
+        """
         position = sequence.num_prompt_tokens + state.num_read
         new = sequence.token_ids[position:]
         return new + self._in_flight(sequence) if position <= len(sequence.token_ids) else new
@@ -224,7 +233,9 @@ class Grammars:
 
 
 def _read(state: _MatcherState, new: list[int]) -> None:
-    """Advance the matcher by new tokens; raises GrammarError for a token that the grammar refuses."""
+    """Advance the matcher by new tokens; raises GrammarError for a token that the grammar
+    refuses.
+    """
     for token_id in new:
         # after its end only end tokens follow (ignore_eos), which the matcher need not see
         if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):

@@ -1,4 +1,6 @@
-"""Negates schemas: the complement admits exactly what a schema refuses, where draft 2020-12 can express it."""
+"""Negates schemas: the complement admits exactly what a schema refuses, where draft 2020-12 can
+express it.
+"""
 
 from __future__ import annotations
 

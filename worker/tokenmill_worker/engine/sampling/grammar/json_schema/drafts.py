@@ -1,7 +1,7 @@
 """Tells the draft that a JSON schema is written in, and gives the same schema in draft 2020-12.
 
-jsonschema-rs, which validates the finished answers, also decides here: a schema that it cannot read is refused before
-a token is generated.
+jsonschema-rs, which validates the finished answers, also decides here: a schema that it cannot read
+is refused before a token is generated.
 """
 
 from __future__ import annotations
@@ -72,14 +72,18 @@ class InvalidSchema(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Modern:
-    """A schema in draft 2020-12. `problems`: one sentence for each keyword whose meaning is lost."""
+    """A schema in draft 2020-12. `problems`: one sentence for each keyword whose meaning is
+    lost.
+    """
 
     schema: Any
     problems: tuple[str, ...]
 
 
 def modern(schema: Any) -> Modern:
-    """Return the schema in draft 2020-12. Raises InvalidSchema where no answer could be validated against it."""
+    """Return the schema in draft 2020-12. Raises InvalidSchema where no answer could be validated
+    against it.
+    """
     validator = _validator_type(schema)
     known = _EARLIER.get(validator)
     try:
@@ -166,7 +170,9 @@ def _nested_drafts(root: Any) -> list[str]:
 
 
 class _Converter:
-    """Writes the schemas of an earlier draft in draft 2020-12. Leaves out keywords that the draft does not know."""
+    """Writes the schemas of an earlier draft in draft 2020-12. Leaves out keywords that the draft
+    does not know.
+    """
 
     def __init__(self, known: frozenset[str], problems: dict[str, None]) -> None:
         self._known = known

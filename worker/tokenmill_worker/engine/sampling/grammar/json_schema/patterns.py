@@ -1,4 +1,6 @@
-"""Translates regular expressions of JSON schemas (ECMA-262, Unicode mode) for the grammar compiler (Rust's `regex`)."""
+"""Translates regular expressions of JSON schemas (ECMA-262, Unicode mode) for the grammar compiler
+(Rust's `regex`).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def translated(pattern: str) -> str:
 
 
 def _in_class(match: re.Match[str], is_first: bool) -> str:
-    """Escape characters that combine classes in the compiler's dialect; in ECMA-262 they are literal."""
+    """Escape characters that combine classes in the compiler's dialect; in ECMA-262 they are
+    literal.
+    """
     text = match[0]
     if text == "^" and is_first:
         return text

@@ -21,7 +21,9 @@ class TooDeep(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A schema, its JSON pointer in the document, and the URI that its own references are relative to."""
+    """A schema, its JSON pointer in the document, and the URI that its own references are relative
+    to.
+    """
 
     schema: Any
     pointer: str

@@ -173,7 +173,9 @@ class _Rewriter:
 
 
 class _Reading:
-    """One schema with keywords; results are collected in `out`, and additional schemas in `parts`."""
+    """One schema with keywords; results are collected in `out`, and additional schemas in
+    `parts`.
+    """
 
     def __init__(
         self, owner: _Rewriter, place: references.Place, depth: int, is_same_value: bool
@@ -221,7 +223,9 @@ class _Reading:
         )
 
     def _resolve(self, reference: str) -> Any:
-        """Return the target of a reference for expansion here; its own references must have the same base."""
+        """Return the target of a reference for expansion here; its own references must have the
+        same base.
+        """
         self.owner._count(0)
         target = self.owner._target(reference, self.place.base, dynamic=True)
         if target.base != self.place.base:

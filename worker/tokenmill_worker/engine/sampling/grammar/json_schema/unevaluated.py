@@ -111,7 +111,9 @@ def _alternatives(schema: Any, resolve: Resolve, depth: int) -> list[_Alternativ
 
 
 def _parts(schema: dict[str, Any], resolve: Resolve, depth: int) -> Iterable[list[_Alternative]]:
-    """Yield, for each keyword that applies schemas in place, the alternatives of a value that it admits."""
+    """Yield, for each keyword that applies schemas in place, the alternatives of a value that it
+    admits.
+    """
     for key in ("$ref", "$dynamicRef"):
         if key in schema:
             try:
@@ -147,7 +149,9 @@ def _parts(schema: dict[str, Any], resolve: Resolve, depth: int) -> Iterable[lis
 
 
 def _some_of(branches: list[list[_Alternative]]) -> list[_Alternative]:
-    """Return one alternative for each choice of branches, since every branch that matches evaluates members."""
+    """Return one alternative for each choice of branches, since every branch that matches evaluates
+    members.
+    """
     if len(branches) > 4:
         raise Inexpressible
     found: list[_Alternative] = []
