@@ -1,4 +1,4 @@
-"""Which modules are replaced in which family, with the engine's numbers unchanged."""
+"""Modules that fit are replaced, by family, and the engine's numbers stay the same."""
 
 from __future__ import annotations
 
