@@ -13,7 +13,7 @@ from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest, Message
 from tokenmill_worker.engine.process.messages import (
-    Cancel,
+    CancelRequest,
     Command,
     EngineFailed,
     Frame,
@@ -52,7 +52,7 @@ def command_seeds(*, bare: bool = False) -> list[bytes]:
         return [encode(_REQUEST), encode(msgspec.structs.replace(_REQUEST, resumed=(), done=()))]
     commands: list[Command] = [
         Submit((_REQUEST,)),
-        Cancel("job", FinishReason.CANCELLED, 1),
+        CancelRequest("job", FinishReason.CANCELLED, 1),
         Stop(),
     ]
     return [encode(command) for command in commands]

@@ -25,7 +25,7 @@ from tokenmill_worker.engine.errors import why
 from tokenmill_worker.engine.execution.interface import FOLLOWS
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
-    Cancel,
+    CancelRequest,
     Command,
     EngineFailed,
     Frame,
@@ -113,7 +113,7 @@ class _Reports:
         self._send(Submit(tuple(requests)))
 
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None:
-        self._send(Cancel(request_id, reason, choice))
+        self._send(CancelRequest(request_id, reason, choice))
 
     def _take_in(self, report: Report | None) -> None:
         if isinstance(report, Logged):

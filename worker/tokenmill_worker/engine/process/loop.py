@@ -15,7 +15,7 @@ from tokenmill_worker.engine.errors import EngineError, StepsFailError, why
 from tokenmill_worker.engine.execution.warm_up import warm_up
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
-    Cancel,
+    CancelRequest,
     Command,
     EngineFailed,
     Frame,
@@ -111,7 +111,7 @@ class EngineLoop:
             match command:
                 case Submit():
                     requests += command.requests
-                case Cancel():
+                case CancelRequest():
                     if requests:  # order matters: a cancel may follow its own submit
                         self._engine.submit(requests)
                         requests = []

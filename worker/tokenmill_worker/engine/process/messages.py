@@ -20,7 +20,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     requests: tuple[GenerationRequest, ...]
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class CancelRequest(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
     reason: FinishReason
     choice: int | None = None
@@ -30,7 +30,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End now; running requests are dropped without an event."""
 
 
-Command = Submit | Cancel | Stop
+Command = Submit | CancelRequest | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

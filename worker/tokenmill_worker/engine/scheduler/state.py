@@ -165,7 +165,7 @@ class SchedulerState:
                     item.sequence.num_inflight += 1
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Return whether a step under way may still write the sequence's blocks."""
+        """Return whether a step in flight may still write the sequence's blocks."""
         return bool(self.in_flight) and sequence.last_step >= next(iter(self.in_flight))
 
     def preempt(self, sequence: Sequence) -> None:
