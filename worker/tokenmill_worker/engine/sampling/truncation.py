@@ -4,26 +4,20 @@ All three keep the most likely tokens, so each is a threshold. Equal logits stay
 the result does not depend on any sort order. min-p is applied first, then top-k, then top-p over
 the rest, renormalised. Scaled logits have their row's maximum at 0.
 
-On the CPU the nucleus is searched among a few hundred candidates. Where these do not suffice, a
-histogram of the row's mass finds its border. On a device, a test whether the candidates suffice
-would wait for it. So there the rows are sorted as far as the parameters alone require.
+Rows are sorted as far as their parameters require, with no test that would wait for a device. The
+kernels of the devices are tested against this code, and it samples where there is no kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.sampling.noise import race
 
-_CANDIDATES = 256
-_BINS = 2048
-_DEEPEST = 64.0  # all tokens below e^-64 of the most likely one share a bin
-_DEVICE_ELEMENTS = 1 << 22  # rows are sorted in chunks of this size: a bound on scratch memory
+_MAX_ELEMENTS = 1 << 22  # rows are sorted in chunks of this size: a bound on scratch memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +44,7 @@ def draw(scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Ten
 
     `scaled` is [rows, vocab]; `vocabulary` is arange(vocab), int32.
     """
-    if scaled.device.type == "cpu":
-        return draw_on_host(scaled, limits, keys, vocabulary)
-    return draw_sorted_in_chunks(scaled, limits, keys, vocabulary, _DEVICE_ELEMENTS)
+    return draw_sorted_in_chunks(scaled, limits, keys, vocabulary, _MAX_ELEMENTS)
 
 
 def draw_sorted_in_chunks(
@@ -75,64 +67,6 @@ def draw_sorted(
         values = scaled.topk(count, dim=-1).values
     floor = find_floor(values, scaled, limits)
     return race(scaled.masked_fill(scaled < floor, -torch.inf), keys, vocabulary)
-
-
-def draw_on_host(
-    scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor
-) -> Tensor:
-    """Sample on the CPU: a few hundred candidates decide most rows, and a whole-row search the
-    others.
-    """
-    vocab = scaled.shape[1]
-    # one more than needed, to see whether equal values follow
-    count = min(vocab, 1 + (min(limits.max_top_k, _CANDIDATES) if limits.bounded else _CANDIDATES))
-    values, ids = scaled.topk(count, dim=-1)
-    floor = find_floor(values, scaled, limits)
-    known = (limits.top_k <= count) | (limits.top_k >= vocab)
-    decided = ((values[:, -1:] < floor) & known).squeeze(1) | (count == vocab)
-    winners = race(values.masked_fill(values < floor, -torch.inf), keys, ids.to(torch.int32))
-    drawn = ids.gather(1, winners[:, None]).squeeze(1)
-    if bool(decided.all()):
-        return drawn
-    rest = torch.nonzero(~decided).squeeze(1)
-    part, share = scaled[rest], limits.take(rest)
-    floors = [
-        search_floor(row, top_k, top_p, log_min_p)
-        for row, top_k, top_p, log_min_p in zip(
-            part.numpy(),
-            share.top_k.squeeze(1).tolist(),
-            share.top_p.squeeze(1).tolist(),
-            share.log_min_p.squeeze(1).tolist(),
-            strict=True,
-        )
-    ]
-    part.masked_fill_(part < torch.tensor(floors, dtype=torch.float32)[:, None], -torch.inf)
-    drawn[rest] = race(part, keys[rest], vocabulary)
-    return drawn
-
-
-def search_floor(row: npt.NDArray[np.float32], top_k: int, top_p: float, log_min_p: float) -> float:
-    """Find the floor of one row without sorting it: a histogram of the mass, then a sort of one
-    bin.
-    """
-    floor = np.float32(log_min_p)
-    if top_k < len(row):
-        floor = max(floor, np.partition(row, len(row) - top_k)[len(row) - top_k])
-    if top_p >= 1.0 or not np.isfinite(row.max()):
-        return float(floor)
-    kept = row[row >= floor]
-    mass = np.exp(kept)
-    lowest = max(float(kept.min()), -_DEEPEST)
-    bins = np.minimum(kept * np.float32((_BINS - 1) / min(lowest, -1e-6)), _BINS - 1).astype(
-        np.int64
-    )
-    reached = np.cumsum(np.bincount(bins, weights=mass, minlength=_BINS))
-    target = top_p * reached[-1]
-    border = min(int(np.searchsorted(reached, target)), _BINS - 1)
-    inside = np.sort(kept[bins == border])[::-1]
-    before = reached[border - 1] if border else 0.0
-    place = int(np.searchsorted(before + np.cumsum(np.exp(inside), dtype=np.float64), target))
-    return float(inside[min(place, len(inside) - 1)])
 
 
 def find_floor(values: Tensor, scaled: Tensor, limits: TruncationLimits) -> Tensor:
@@ -164,8 +98,6 @@ def _total(scaled: Tensor, floor: Tensor, values: Tensor, total: Tensor) -> Tens
     floor.
     """
     inside = values[:, -1:] < floor
-    if scaled.device.type == "cpu" and bool(inside.all()):
-        return total
     whole = (
         scaled.exp().masked_fill_(scaled < floor, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
     )
