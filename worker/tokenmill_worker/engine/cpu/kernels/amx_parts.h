@@ -1,11 +1,11 @@
-// Float32 numbers as parts that the matrix registers take: those of rows, and the factors that a form's weights become.
+// Splits float32 numbers into parts for the matrix registers: rows, and a form's weights as right factors.
 //
-// A form (weight_form.h) tells
+// A form (weight_form.h) has
 //     PARTS         bfloat16 numbers that add up to any of its weights; 0: codes, which
 //         static void store_codes(const Chunk &, uint32_t *to);                      brings into right factors,
 //         static void scales_of(const Group &, vf *scale, vf *zero);                 with HAS_ZEROS or without
 //     IS_FACTOR     its weights lie as right factors do, at `lanes`
-//     FEW           rows up to which vectors are sooner done; at most DIRECT (decode_weights.h), but for float32 itself
+//     FEW           rows up to which vectors are faster; at most DIRECT (decode_weights.h), but for float32 itself
 #pragma once
 
 #include "amx.h"

@@ -1,13 +1,13 @@
-// The highest output of a row, where only that is asked for (argmax.h), by the highest byte of its numbers first.
+// Finds a row's highest output (argmax.h) from the highest byte of the row's numbers, without most of the other products.
 //
-// Two thirds of a product's work are the lower bytes. By what they can move an output is bounded by the length of its column and
-// that of what they add to the row (Cauchy and Schwarz): a hundredth of the two vectors' lengths or so. Outputs that stay below
-// what the row has seen whatever these bytes are need no more; a panel with another one is computed whole. All that is as high
-// as the highest is among those, so what is found is what all outputs would give, bit for bit.
+// The lower bytes make two thirds of a product's work. The length of an output's column and the length of the lower bytes of
+// the row bound how far they can move it (Cauchy and Schwarz): about a hundredth of the two vectors' lengths. An output that
+// stays below the row's best so far, whatever its lower bytes are, needs no more work. A panel with any other output is
+// computed whole. The highest output is always among those, so the result equals that of all outputs, bit for bit.
 //
-// Threads tell each other what they have seen: columns of rare tokens are near each other, and below others.
+// Threads share the best output of each row: columns of rare tokens are near each other, and below others.
 //
-// Bounding what a search need not look at is branch and bound (Land and Doig 1960).
+// Bounding the part of a search that can be skipped is branch and bound (Land and Doig 1960).
 #pragma once
 
 #include "byte_dot.h"
@@ -74,7 +74,7 @@ class ArgmaxSearch {
                 }
                 byte_dot<1, 1>(rows, row + r, &codes, &panel, &panel, 0, to);
                 const float highest = max_lanes(larger(load(to), load(to + VW)));
-                // What no column has does not count, nor what is so small that its bounds are no numbers.
+                // Padding columns do not count, nor outputs so small that their bounds are NaN.
                 if (width >= NR && fabsf(highest) > TINY && highest * UNIT > best_[row + r])
                     ArgmaxSeen::of(a.y, team.part).tell(row + r, best_[row + r] = highest * UNIT);
             }

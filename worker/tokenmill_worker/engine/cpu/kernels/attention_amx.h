@@ -1,8 +1,8 @@
-// A tile of paged attention in the matrix registers, for units of many rows: their queries, and later the weights of their
-// keys, are split rows; keys and values become right factors, once for all rows of the unit.
+// Computes a tile of paged attention in the matrix registers, for units of many rows. Their queries, and later the weights of
+// their keys, are split rows; keys and values become right factors, once for all rows of the unit.
 //
-// The arithmetic is as exact as that of attention_tile.h, but another: which one a row gets depends on how many rows its
-// unit has. Storage in half precision has fewer parts and fewer products (amx_tiles.h).
+// The arithmetic is as exact as that of attention_tile.h but rounds differently. The number of rows of its unit decides which
+// one a row gets. Storage in half precision has fewer parts and fewer products (amx_tiles.h).
 #pragma once
 
 #include "amx_tiles.h"
@@ -140,7 +140,7 @@ class AmxAttention {
         }
     }
 
-    // Values of keys that nobody sees are zero, whatever lies there.
+    // Values of keys that no query sees become zero.
     void make_values(const T *const *strips, int first, int last) {
         const int end = (last + AMX_KEYS - 1) / AMX_KEYS * AMX_KEYS;
         for (int k = first / AMX_KEYS * AMX_KEYS; k < end; k += 2) {

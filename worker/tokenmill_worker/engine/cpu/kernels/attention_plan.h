@@ -1,4 +1,4 @@
-// How the work of one call of paged attention is cut into units and items.
+// Cuts the work of one call of paged attention into units and items.
 #pragma once
 
 #include "attention_tile.h"

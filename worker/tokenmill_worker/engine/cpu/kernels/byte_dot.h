@@ -1,18 +1,18 @@
-// Rows of float32 against codes of 4 or 8 bits, by dot products of bytes.
+// Multiplies rows of float32 by codes of 4 or 8 bits, by dot products of bytes.
 //
-// A float32 chain takes a multiply-add for each weight of a vector's lanes; a number in three bytes takes three quarters of
-// one, since VPDPBUSD adds up the products of four, and its codes need not become floats before. A group's sums are put
-// together, scaled and added in float32; what a code's offset leaves of the group's zero is multiplied by the sum of the
-// row's numbers.
+// A float32 chain takes one multiply-add for each weight of a vector's lanes. A number in three bytes takes three quarters of
+// one, since VPDPBUSD sums the products of four bytes, and codes need no conversion to floats. A group's sums are joined,
+// scaled and added in float32. The rest of the group's zero beside the codes' offset is multiplied by the sum of the row's
+// numbers.
 //
-// A form (weight_form.h) tells
+// A form (weight_form.h) has
 //     OFFSET        its codes c, counted from 0, stand for scale · (c − OFFSET) + zero
 //     FITS          a group's sum of products fits 32 bits
-//     IN_PLACE      its codes come in order at once; else they are brought into it before, where rows are more than a few
-//     HAS_LENGTHS   knows the lengths of its columns, for argmax_byte_dot.h, as
+//     IN_PLACE      its codes lie in order; otherwise they are put in order first, where rows are more than a few
+//     HAS_LENGTHS   has the lengths of its columns, for argmax_byte_dot.h, as
 //         static const float *lengths(const LinearArguments &);    [n] of vectors of k weights
 //     PAIRS         its codes leave room beside parts of 7 bits, for winograd_pairs.h
-//     DOT_ROWS      rows up to which this is sooner done than by the matrix registers, where these are there
+//     DOT_ROWS      rows up to which this is faster than matrix registers
 //     void quads(int64_t i, int quad, __m512i *to) const;    codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
 //     static void scales_of(const Group &, vf *scale, vf *zero);
 //

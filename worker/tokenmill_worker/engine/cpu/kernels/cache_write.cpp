@@ -1,6 +1,6 @@
-// Storing a step's keys and values in their blocks, alone or together with the rotary embedding.
+// Stores a step's keys and values in their blocks, alone or together with the rotary embedding.
 //
-// The layout is the one that attention.cpp reads: keys in strips [head_dim][16 tokens], values [token][head_dim].
+// The layout is that of attention.cpp: keys in strips [head_dim][16 tokens], values [token][head_dim].
 
 #include "work_stealing.h"
 #include "vectors.h"

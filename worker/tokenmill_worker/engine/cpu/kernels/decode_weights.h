@@ -1,8 +1,8 @@
-// Linear layers in float32 over weights that are kept in a narrower form and become floats on the way.
+// Linear layers in float32 over weights in a narrower form, which are decoded to floats during the product.
 //
 // A source describes its form as a struct, one object for each panel of NR columns, then names its members with
-// DECODED_LINEAR(form). Up to DIRECT rows take the weights as they come out of the registers; for more they are written
-// to a scratch once and multiplied from there by the tiles of float_tile.h. The sums are the same chains either way: the
+// DECODED_LINEAR(form). Up to DIRECT rows use the weights from the registers; for more rows they are written
+// to scratch once and multiplied from there by the tiles of float_tile.h. The sums are the same chains either way: the
 // bits of a float32 layer over the decoded weights, whatever the batch.
 //
 // Besides what weight_form.h asks of a form, these have

@@ -1,10 +1,10 @@
-// Drawing a token per row of logits: the highest, or the winner of a race with Gumbel noise among the tokens that
-// min-p, top-k and top-p leave.
+// Samples one token per row of logits: the highest logit, or the winner of a race with Gumbel noise among the tokens that
+// min-p, top-k and top-p keep.
 //
-// The noise is the hash of sampling/noise.py. A token that races must beat the best so far, and -log1p(-u) >= u, so
-// u >= exp(scaled - best) rules a token out with one exponential; the few that are left are computed exactly.
-// The floor that a token must reach is looked for among the tokens near the peak, further down only if need be.
-// A row is worked by one thread and depends on nothing but itself.
+// The noise is the hash of sampling/noise.py. A token must beat the best so far, and -log1p(-u) >= u, so
+// u >= exp(scaled - best) rules a token out with one exponential; the few tokens left are computed exactly.
+// The floor is searched among the tokens near the peak, and further down only if these do not decide it.
+// One thread computes a row, and the result depends on that row alone.
 
 #include "argmax.h"
 
@@ -36,7 +36,7 @@ struct Space {
     float *scaled, *candidates, *border;  // [vocab] each
 };
 
-// The highest value and where it first stands.
+// The highest value and its first position.
 float peak_of(const float *x, int64_t n, int64_t *at) {
     vf best = splat(-INFINITY);
     vi bad = vi{};
@@ -148,7 +148,7 @@ float border_by_bins(Space &space, int64_t count, double target) {
     return border_among(space.border, inside, reached, target);
 }
 
-// What a scaled logit must reach: min-p first, then top-k, then top-p over the mass of what is left.
+// The floor of scaled logits: min-p first, then top-k, then top-p over the remaining mass.
 float find_floor(Space &space, int64_t n, float floor, int64_t top_k, double top_p) {
     const bool has_k = top_k < n, has_p = top_p < 1.0;
     if (!has_k && !has_p) return floor;

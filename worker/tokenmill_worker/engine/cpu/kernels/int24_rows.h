@@ -1,7 +1,7 @@
-// Rows of float32 numbers as integers in three signed bytes, and what 1 stands for in each group of 32.
+// Rows of float32 numbers as integers in three signed bytes, with one unit for each group of 32 numbers.
 //
-// As exact, beside the greatest of a group, as float32 sums are. Products with codes are sums of bytes' products then
-// (byte_dot.h, winograd_pairs.h), which are exact in 32 bits.
+// Relative to the greatest number of a group they are as exact as float32 sums. Products with codes are sums of products of
+// bytes (byte_dot.h, winograd_pairs.h), which are exact in 32 bits.
 #pragma once
 
 #include "linear.h"

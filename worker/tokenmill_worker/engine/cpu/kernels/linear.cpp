@@ -1,4 +1,4 @@
-// Linear layers over weights packed once, with what stands next to them in a decoder fused in.
+// Linear layers over weights packed once, fused with the operations next to them in a decoder.
 //
 // A weight [n, k] is packed into panels of NR columns, so that a product streams it from memory once and in
 // order (float_tile.h). Each output is one chain of fused multiply-adds over k: a row's result

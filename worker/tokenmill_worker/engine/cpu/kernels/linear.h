@@ -1,4 +1,4 @@
-// The arguments of a linear layer and what is done to its sums before they are stored, for every kind of weight.
+// Arguments of a linear layer, and the epilogues applied to its sums before they are stored, for every form of weights.
 //
 // Weights lie in panels of NR columns; a tile of rows × one panel ends here as two vectors per row. Gated
 // epilogues take VW gate columns beside VW up columns and store VW results.
@@ -32,10 +32,10 @@ struct LinearArguments {
     const AttendArguments *ahead;  // the attention that comes next in the row of kernels, or null
 };
 
-// What a product of these rows has the time to fetch: few of them wait for memory themselves.
+// Return the prefetch of the next attention; products of few rows fetch nothing, since they wait for memory themselves.
 INLINE Prefetch &read_ahead(const LinearArguments &a, Team *team) { return team->prefetch(a.m >= PREFETCH_ROWS ? a.ahead : nullptr); }
 
-// A row as the weights meet it; `room` for k floats. `goes_on`: the next row comes after it.
+// Return a row after its norm; `room` holds k floats. `goes_on`: the next row is read after it.
 INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_on, float *room) {
     const float *x = a.x + row * a.x_stride;
     if (!a.norm.weight) return x;
@@ -43,7 +43,7 @@ INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_o
     return room;
 }
 
-// The arguments as this thread reads them: where it keeps what is highest, if that is all that is asked for.
+// Return this thread's arguments: with ARGMAX its own ArgmaxSeen is the output.
 INLINE LinearArguments of_thread(LinearArguments a, Team *team) {
     if (a.epilogue != ARGMAX) return a;
     ArgmaxSeen &seen = ArgmaxSeen::of(a.y, team->part);

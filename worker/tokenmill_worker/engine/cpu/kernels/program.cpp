@@ -1,8 +1,8 @@
-// Kernel calls in a row by a team of threads, so that many decoder layers cost their caller one call; and the only
-// place where kernels get their threads from.
+// Runs a row of kernel calls on a team of threads, so that many decoder layers are one call. All kernels get their threads
+// here.
 //
-// Each calling thread has helpers of its own. They join a row when they get to it and leave it when they are through;
-// nobody waits for one to come (work_stealing.h), so a row with sleeping helpers begins at once.
+// Each calling thread has its own helpers. A helper joins a row when it gets a core and leaves it at the end. No thread waits
+// for a helper to join (work_stealing.h), so a row starts at once while helpers sleep.
 
 #include <pthread.h>
 #include <signal.h>
@@ -10,7 +10,7 @@
 
 #include "work_stealing.h"
 
-#define LOOK_NS 200000  // a helper looks so long for the next row before it sleeps: from layers to the head, not a whole gap
+#define LOOK_NS 200000  // a helper polls this long for the next row before it sleeps: from layers to the head, not a whole gap
 
 struct Call {
     Member member;
@@ -27,7 +27,7 @@ struct Row {
     int64_t first, count;
     int32_t parts;
     int64_t stopped, answer;  // told by part 0
-    int64_t *ended;           // when each call was over, ns; null: nobody asks
+    int64_t *ended;           // end of each call in ns; null: not measured
 
     void run(Barrier *barrier, int32_t part, Scratch *scratch) {
         Team team(barrier, part, parts, scratch);

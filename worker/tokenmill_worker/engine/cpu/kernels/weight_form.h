@@ -1,9 +1,9 @@
-// Weights in a form of their own, which become floats on the way: what a form tells of itself, and its weights step by step.
+// The interface of a weight form, and its weights decoded to floats step by step.
 //
-// A form is a struct, one object for each panel of NR columns. It has GROUP (steps of k that share something, and that k
-// is a multiple of), CHUNK (steps in one load), what amx_float.h wants to know, and
+// A form is a struct, one object for each panel of NR columns. It has GROUP (steps of k that share data; k is a
+// multiple of it), CHUNK (steps in one load), the members that amx_float.h needs, and
 //     static Form at(const LinearArguments &, int64_t panel);
-//     Group group(int64_t i) const;                         what the steps from i on share
+//     Group group(int64_t i) const;                         data shared by the steps from i on
 //     Chunk chunk(int64_t i) const;                         the codes of the steps from i on
 //     void fetch_group(int64_t i) const; void fetch_chunk(int64_t i) const;    the same, into the cache
 //     static vf decode(const Group &, const Chunk &, int step, int half);      VW columns of a step

@@ -1,12 +1,12 @@
-// Many rows against codes of 4 bits with a third fewer products.
+// Multiplies many rows by codes of 4 bits with a third fewer products.
 //
-// For two numbers x and two codes y,  x₁y₁ + x₂y₂ = (x₁ + y₂)(x₂ + y₁) − x₁x₂ − y₁y₂,  where what is taken away is of the row
-// alone or of the column alone (Winograd 1968, inner products). Sums of a byte of 7 bits and a code still fit a byte, so one
-// VPDPBUSD multiplies eight steps of k instead of four. It takes two additions of bytes, which AMD's cores do beside it on
-// ports of their own; on Intel's they would take its place. Two of a number's three parts are multiplied so and the lowest one
-// by one, side by side: then the ports of products and those of additions have the same to do.
+// For two numbers x and two codes y,  x₁y₁ + x₂y₂ = (x₁ + y₂)(x₂ + y₁) − x₁x₂ − y₁y₂.  The subtracted terms depend on the row
+// alone or the column alone (Winograd 1968, inner products). A byte of 7 bits plus a code still fits a byte, so one VPDPBUSD
+// multiplies eight steps of k instead of four. This takes two additions of bytes: AMD's cores do them beside it on separate
+// ports, on Intel's they would take its place. Two of a number's three parts are multiplied in this way and the lowest part
+// one by one, which balances the ports of products and additions.
 //
-// Everything is exact in 32 bits, so bits are those of `byte_dot` over the same numbers.
+// Everything is exact in 32 bits, so the bits equal those of `byte_dot` over the same numbers.
 #pragma once
 
 #include "byte_dot.h"

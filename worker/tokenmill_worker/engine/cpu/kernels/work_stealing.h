@@ -163,7 +163,7 @@ class Team {
         if (is_over()) return;
         WorkerSlot &slot = barrier_->slots[part];
         uint64_t word = __atomic_load_n(&slot.units, __ATOMIC_ACQUIRE);
-        if (Range::of(word).phase < phase_)  // else somebody was here before, and left the rest
+        if (Range::of(word).phase < phase_)  // otherwise another thread has stolen from this range
             __atomic_compare_exchange_n(&slot.units, &word, share(count, part).word(), false, __ATOMIC_ACQ_REL,
                                         __ATOMIC_RELAXED);
         const int64_t started = now_ns();
