@@ -1,5 +1,7 @@
-"""Sampling: one token per row of the logits, per-request parameters, results independent of the
-batch.
+"""Samples one token per row of the logits, by parameters per request, independent of the batch.
+
+Belongs here: parameters, penalties, noise, truncation, grammars, prompt lookup. Kernels that sample
+belong to `cpu` and `cuda`.
 """
 
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError

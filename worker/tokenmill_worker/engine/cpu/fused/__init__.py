@@ -1,4 +1,8 @@
-"""Replaces a decoder's modules at load by packed and fused ones that compute the same."""
+"""Replaces a decoder's modules at load by packed and fused ones that compute the same.
+
+Belongs here: CPU replacements and their choice. The kernels themselves belong to `cpu.kernels`, the
+module walk to `model.replacement`.
+"""
 
 from tokenmill_worker.engine.cpu.fused.packing import Packing
 from tokenmill_worker.engine.cpu.fused.prepare_weights import prepare_weights

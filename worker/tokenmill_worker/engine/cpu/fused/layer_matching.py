@@ -49,7 +49,7 @@ def fuse_layers(model: nn.Module) -> Counter[str]:
     for parent, name, stack in list(_lists(model)):
         for index, layer in enumerate(stack):
             parts = _parts(layer)
-            if parts is not None and _agrees(
+            if parts is not None and _is_equivalent(
                 [layer], candidate := FusedLayer(layer, parts, scratch), [parts]
             ):
                 stack[index] = candidate
@@ -72,7 +72,11 @@ def _joined(model: nn.Module, layers: list[nn.Module], scratch: Scratch) -> Fuse
     if len(fused) < max(len(layers), 2) or not _are_called_alike(model, fused):
         return None
     candidate = FusedList(fused, scratch)
-    return candidate if _agrees(fused, candidate.row, [layer.parts for layer in fused]) else None
+    return (
+        candidate
+        if _is_equivalent(fused, candidate.row, [layer.parts for layer in fused])
+        else None
+    )
 
 
 def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
@@ -148,7 +152,9 @@ def small_step(parts: Sequence[LayerParts]) -> PagedStep | None:
     return PagedStep(backend, bindings, (two_prompts(BLOCK_SIZE),))  # type: ignore[arg-type]
 
 
-def _agrees(layers: Sequence[nn.Module], candidate: nn.Module, parts: Sequence[LayerParts]) -> bool:
+def _is_equivalent(
+    layers: Sequence[nn.Module], candidate: nn.Module, parts: Sequence[LayerParts]
+) -> bool:
     attention = parts[0].attention
     tables = random_tables(attention.rotary_dim)
     expected, found = (

@@ -2,6 +2,8 @@
 
 They are norms with additions, rotation with the cache write, gated activations, and one product for
 queries, keys and values. Only modules imported by this one need Triton.
+
+Belongs here: CUDA replacements and their kernels. The module walk belongs to `model.replacement`.
 """
 
 from __future__ import annotations

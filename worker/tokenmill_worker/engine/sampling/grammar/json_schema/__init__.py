@@ -1,4 +1,7 @@
-"""Rewrites JSON schemas (draft 2020-12 and earlier ones) for the grammar compiler."""
+"""Rewrites JSON schemas (draft 2020-12 and earlier ones) for the grammar compiler.
+
+Belongs here: schema to schema. Grammars and token masks belong to `sampling.grammar`.
+"""
 
 from tokenmill_worker.engine.sampling.grammar.json_schema.drafts import (
     InvalidSchema,
