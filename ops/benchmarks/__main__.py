@@ -49,9 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ops/bench: no command {name}; there are:\n{listing}", file=sys.stderr)
         return 2
     module = _load(name)
-    if module is None:
-        print(f"ops/bench: {name} is not part of this checkout", file=sys.stderr)
-        return 2
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _run(module, name, argv[1:])
@@ -59,13 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _load(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(f"ops.benchmarks.{name}")
-    except ModuleNotFoundError as error:
-        if error.name == f"ops.benchmarks.{name}":
-            return None
-        raise
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"ops.benchmarks.commands.{name}")
 
 
 class _Parser(argparse.ArgumentParser):
