@@ -80,3 +80,12 @@ def test_tests_that_the_pages_name_exist() -> None:
         name for name in set(re.findall(r"`(test_\w+)`", text)) if f"def {name}(" not in sources
     ]
     assert missing == []
+
+
+def test_files_that_the_recipes_name_exist() -> None:
+    text = (ROOT / "ops" / "contributing.md").read_text(encoding="utf-8")
+    names = {name for name in re.findall(r"`([\w.-]+/[\w/.-]*)`", text) if "NAME" not in name}
+    names |= set(re.findall(r"`(builders\.py|app\.py)`", text))
+    assert len(names) > 30
+    roots = (ROOT, ROOT / "worker" / "tokenmill_worker")
+    assert [name for name in names if not any((root / name).exists() for root in roots)] == []
