@@ -12,7 +12,7 @@ from tokenmill.sql.engine import (
 )
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import upgrade
-from tokenmill_worker.record.rows import JobRow
+from tokenmill_worker.record.rows import JobRecord
 from tokenmill_worker.record.sql_errors import ErrorKind, error_kind
 
 pytestmark = pytest.mark.postgres
@@ -27,7 +27,7 @@ async def test_a_frozen_transaction_ends_and_frees_the_job_for_others(postgres_u
     job = finished("a")
     connection = engine.connect()
     transaction = connection.begin()
-    connection.execute(frozen._insert_jobs, [JobRow.of(job, queue="q").job])
+    connection.execute(frozen._insert_jobs, [JobRecord.of(job, queue="q").job])
     report = await other.record([job])  # waits for the lock, ten seconds at most
     assert report.written == {"a"}
     with pytest.raises(sa.exc.DBAPIError) as caught:

@@ -11,7 +11,7 @@ from tests.record.support import counts, failed, finished, result, rows
 from tokenmill_schemas import ChoiceResult, JobStatus, Usage
 from tokenmill_schemas.codec import decode_result
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.rows import JobRow
+from tokenmill_worker.record.rows import JobRecord
 
 
 async def test_a_finished_job_is_one_row_in_each_table(store: ResultStore, url: str) -> None:
@@ -210,13 +210,13 @@ async def test_rows_are_made_beside_the_event_loop(
     store: ResultStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large result takes tens of milliseconds to encode."""
-    threads, make = [], JobRow.of
+    threads, make = [], JobRecord.of
 
-    def of(*arguments: Any, **options: Any) -> JobRow:
+    def of(*arguments: Any, **options: Any) -> JobRecord:
         threads.append(threading.current_thread())
         return make(*arguments, **options)
 
-    monkeypatch.setattr(JobRow, "of", of)
+    monkeypatch.setattr(JobRecord, "of", of)
     await store.record([finished("a")])
     assert threads
     assert threading.current_thread() not in threads

@@ -43,7 +43,7 @@ from tokenmill_worker.telemetry.worker_status import StatusReporter, WorkerParts
 log = logging.getLogger(__name__)
 
 REDIS_LINK = Link(timeout_s=5.0, connect_timeout_s=5.0)
-STARTUP_PATIENCE_S = 60.0
+STARTUP_LIMIT_S = 60.0
 RESIGN_S = 5.0
 
 
@@ -236,7 +236,7 @@ class Worker:
         """Retry while a dependency is not up yet, for a limited time. Returns False if a signal
         came first.
         """
-        deadline, logged = time.monotonic() + STARTUP_PATIENCE_S, ""
+        deadline, logged = time.monotonic() + STARTUP_LIMIT_S, ""
         while not self._stop.is_set():
             trying, stopped = asyncio.create_task(what()), asyncio.create_task(self._stop.wait())
             await asyncio.wait([trying, stopped], return_when=asyncio.FIRST_COMPLETED)

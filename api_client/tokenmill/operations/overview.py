@@ -21,7 +21,7 @@ from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import PRIORITY_ORDER, Priority
 
-MAX_LANES = 200  # streams read per class: those that are served next
+MAX_TENANT_STREAMS = 200  # streams read per class: those that are served next
 _RETURNED_SPAN = 10**13  # range of the scores of one class in `returned`
 
 
@@ -68,7 +68,7 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _TenantStream:
     """The stream of one tenant's jobs of one class. Its pending entries are the jobs that were
     delivered.
     """
@@ -87,18 +87,19 @@ def overview(context: QueueContext) -> Operation[QueueState]:
     counts = (("ZCARD", keys.delayed), ("ZCARD", keys.unrecorded_ends), ("XLEN", keys.dead))
     returned = tuple(_first_returned(context, priority) for priority in PRIORITY_ORDER)
     tenants = tuple(
-        ("ZRANGE", keys.fair_share_index(priority), 0, MAX_LANES - 1) for priority in PRIORITY_ORDER
+        ("ZRANGE", keys.fair_share_index(priority), 0, MAX_TENANT_STREAMS - 1)
+        for priority in PRIORITY_ORDER
     )
     meta, scheduled, unrecorded, dead, *rest = yield Commands(
         (("HGETALL", keys.meta), *counts, *returned, *tenants)
     )
-    lanes = yield from _lanes(context, rest[len(returned) :])
+    streams = yield from _tenant_streams(context, rest[len(returned) :])
     since = _oldest_returned(rest[: len(returned)])
-    yield from _oldest_in_lanes(context, lanes, since)
+    yield from _oldest_in_streams(context, streams, since)
     due = yield from due_jobs(context)
     living = yield from workers(context)
     counts_now = (max(0, int(scheduled) - len(due)), int(unrecorded), int(dead))
-    return _state(context, meta, counts_now, lanes, since, living, due)
+    return _state(context, meta, counts_now, streams, since, living, due)
 
 
 def _first_returned(context: QueueContext, priority: Priority) -> tuple[Argument, ...]:
@@ -115,7 +116,9 @@ def _first_returned(context: QueueContext, priority: Priority) -> tuple[Argument
     )
 
 
-def _lanes(context: QueueContext, tenants: Sequence[Sequence[bytes]]) -> Operation[list[_Lane]]:
+def _tenant_streams(
+    context: QueueContext, tenants: Sequence[Sequence[bytes]]
+) -> Operation[list[_TenantStream]]:
     names = [
         (priority, name.decode("utf-8", "replace"))
         for priority, members in zip(PRIORITY_ORDER, tenants, strict=True)
@@ -123,15 +126,15 @@ def _lanes(context: QueueContext, tenants: Sequence[Sequence[bytes]]) -> Operati
     ]
     asked: list[tuple[Argument, ...]] = []
     for priority, name in names:
-        lane = context.keys.tenant_stream(priority, name)
-        asked += [("XLEN", lane), ("XINFO GROUPS", lane)]
+        stream = context.keys.tenant_stream(priority, name)
+        asked += [("XLEN", stream), ("XINFO GROUPS", stream)]
     replies = yield Commands(tuple(asked), tolerant=True)
     found = []
     for (priority, name), length, groups in zip(names, replies[::2], replies[1::2], strict=True):
         group = _group(groups)
         if group is not None and isinstance(length, int):
             waiting = max(0, length - int(group["pending"]))
-            found.append(_Lane(priority, name, waiting, _text(group["last-delivered-id"])))
+            found.append(_TenantStream(priority, name, waiting, _text(group["last-delivered-id"])))
     return found
 
 
@@ -156,38 +159,38 @@ def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
     return since
 
 
-def _oldest_in_lanes(
-    context: QueueContext, lanes: Sequence[_Lane], since: dict[Priority, int]
+def _oldest_in_streams(
+    context: QueueContext, streams: Sequence[_TenantStream], since: dict[Priority, int]
 ) -> Operation[None]:
     """Lower `since` to the time of the first undelivered entry of each stream. An entry's id begins
     with the time at which it was added.
     """
-    waiting = [lane for lane in lanes if lane.waiting]
+    waiting = [stream for stream in streams if stream.waiting]
     firsts = yield Commands(
         tuple(
             (
                 "XRANGE",
-                context.keys.tenant_stream(lane.priority, lane.tenant),
-                f"({lane.last_delivered}",
+                context.keys.tenant_stream(stream.priority, stream.tenant),
+                f"({stream.last_delivered}",
                 "+",
                 "COUNT",
                 1,
             )
-            for lane in waiting
+            for stream in waiting
         ),
         tolerant=True,
     )
-    for lane, entries in zip(waiting, firsts, strict=True):
+    for stream, entries in zip(waiting, firsts, strict=True):
         if isinstance(entries, list) and entries:
             made_ms = int(_text(entries[0][0]).split("-")[0])
-            since[lane.priority] = min(made_ms, since.get(lane.priority, made_ms))
+            since[stream.priority] = min(made_ms, since.get(stream.priority, made_ms))
 
 
 def _state(
     context: QueueContext,
     meta: Mapping[bytes, bytes],
     counts: tuple[int, int, int],
-    lanes: Sequence[_Lane],
+    streams: Sequence[_TenantStream],
     since: dict[Priority, int],
     living: Sequence[WorkerStatus],
     due: Sequence[DueJob],
@@ -219,7 +222,7 @@ def _state(
         submitted=round(numbers.get("submitted", 0)),
         finished=ended,
         entries_dropped=round(numbers.get("entries_dropped", 0)),
-        tenants=_tenants(lanes, living),
+        tenants=_tenants(streams, living),
         workers=list(living),
     )
 
@@ -235,15 +238,15 @@ def _count_due(
             numbers[f"queued_tokens:{job.priority}"] += job.cost
 
 
-def _tenants(lanes: Sequence[_Lane], living: Sequence[WorkerStatus]) -> list[TenantState]:
+def _tenants(streams: Sequence[_TenantStream], living: Sequence[WorkerStatus]) -> list[TenantState]:
     """Return the load of each tenant, the busiest first. Running jobs and tokens are those of the
     workers' last heartbeats.
     """
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     pace: dict[str, float] = {}
-    for lane in lanes:
-        waiting[lane.tenant] += lane.waiting
+    for stream in streams:
+        waiting[stream.tenant] += stream.waiting
     for worker in living:
         for name, load in worker.tenants.items():
             running[name] += load.running

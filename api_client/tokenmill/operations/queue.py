@@ -166,7 +166,7 @@ def _waiting(context: QueueContext, limit: int) -> Operation[list[str]]:
     tenants = yield Commands(
         tuple(("ZRANGE", keys.fair_share_index(priority), 0, -1) for priority in PRIORITY_ORDER)
     )
-    lanes = [
+    stream_keys = [
         keys.tenant_stream(priority, tenant)
         for priority, names in zip(PRIORITY_ORDER, tenants, strict=True)
         for tenant in dict.fromkeys(["", *(name.decode() for name in names)])
@@ -175,7 +175,7 @@ def _waiting(context: QueueContext, limit: int) -> Operation[list[str]]:
     sets = ((keys.requeued, limit), (keys.unrecorded_ends, limit))
     front = yield Commands(tuple(("ZRANGE", name, 0, count) for name, count in sets))
     streams = yield Commands(
-        tuple(("XRANGE", lane, "-", "+", "COUNT", limit + 1_000) for lane in lanes)
+        tuple(("XRANGE", key, "-", "+", "COUNT", limit + 1_000) for key in stream_keys)
     )
     late = yield Commands(
         (("ZRANGE", keys.delayed, 0, limit), ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit))

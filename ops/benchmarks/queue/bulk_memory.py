@@ -35,7 +35,7 @@ from tokenmill_schemas.openai import COMPLETIONS_URL
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from tokenmill_schemas.tables import jobs
 from tokenmill_worker.jobs import FinishedJob
-from tokenmill_worker.record.rows import JobRow
+from tokenmill_worker.record.rows import JobRecord
 
 _STEP_S = 0.2
 _TOLD_EVERY_S = 60.0
@@ -202,7 +202,7 @@ def _write_rows(database: str, batch: Batch, count: int) -> None:
     engine.dispose()
 
 
-def _row(batch: Batch, line: int) -> JobRow:
+def _row(batch: Batch, line: int) -> JobRecord:
     name, now = f"{batch.id}-{line}", 1_700_000_000_000
     ids = tuple(range(8))
     choice = ChoiceResult(
@@ -227,7 +227,7 @@ def _row(batch: Batch, line: int) -> JobRow:
         status=JobStatus.SUCCEEDED,
         usage=used,
     )
-    return JobRow.of(FinishedJob(1, result, chunk, request=request), queue="bench")
+    return JobRecord.of(FinishedJob(1, result, chunk, request=request), queue="bench")
 
 
 def _num_bytes(path: Path) -> int:

@@ -45,9 +45,9 @@ class Checks:
     async def _check(self, finished: FinishedJob) -> None:
         await self._then(await checked(finished, self._checker))
 
-    async def close(self, patience_s: float) -> None:
+    async def close(self, limit_s: float) -> None:
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=patience_s)
+            await asyncio.wait(self._tasks, timeout=limit_s)
         await self._checker.close()
 
 

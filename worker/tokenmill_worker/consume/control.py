@@ -53,13 +53,13 @@ class ControlChannel:
 
     async def run(self) -> None:
         """Receive messages until cancelled; reconnects without limit."""
-        hub = PubSubMultiplexer(self._client)
+        pubsub = PubSubMultiplexer(self._client)
         try:
             while True:
                 try:
                     async with (
-                        _subscribed(hub, self._wake_channel) as wake_ups,
-                        _subscribed(hub, self._control_channel) as commands,
+                        _subscribed(pubsub, self._wake_channel) as wake_ups,
+                        _subscribed(pubsub, self._control_channel) as commands,
                     ):
                         await asyncio.gather(
                             self._read_wake_ups(wake_ups), self._read_commands(commands)
@@ -68,7 +68,7 @@ class ControlChannel:
                     log.debug("control channel: %s", error)
                 await asyncio.sleep(RECONNECT_S)
         finally:
-            await hub.close()
+            await pubsub.close()
 
     async def _read_wake_ups(self, subscription: MultiplexedSubscription) -> None:
         self._on_wake_all()  # wake-ups from before the subscription
@@ -100,9 +100,9 @@ class ControlChannel:
 
 @contextlib.asynccontextmanager
 async def _subscribed(
-    hub: PubSubMultiplexer, channel: str
+    pubsub: PubSubMultiplexer, channel: str
 ) -> AsyncIterator[MultiplexedSubscription]:
-    subscription = await hub.subscribe(channel)
+    subscription = await pubsub.subscribe(channel)
     try:
         yield subscription
     finally:

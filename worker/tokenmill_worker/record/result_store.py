@@ -30,7 +30,7 @@ from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_schemas.tables import jobs, usage, webhooks
 from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
 from tokenmill_worker.jobs import FinishedJob
-from tokenmill_worker.record.rows import JobRow
+from tokenmill_worker.record.rows import JobRecord
 from tokenmill_worker.record.schema_version import SchemaVersion, read_schema_version
 from tokenmill_worker.record.sql_errors import ErrorKind, error_kind, is_misconfigured
 from tokenmill_worker.record.threads import BlockingCalls
@@ -148,12 +148,12 @@ class ResultStore:
         with self._engine.connect() as connection:
             return read_schema_version(connection)
 
-    def _rows_of(self, items: list[FinishedJob]) -> list[JobRow]:
+    def _rows_of(self, items: list[FinishedJob]) -> list[JobRecord]:
         return [
-            JobRow.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items
+            JobRecord.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items
         ]
 
-    def _record(self, rows: list[JobRow]) -> RecordReport:
+    def _record(self, rows: list[JobRecord]) -> RecordReport:
         if not rows:
             return RecordReport()
         try:
@@ -173,7 +173,7 @@ class ResultStore:
         report.merge(self._record(rows[middle:]))
         return report
 
-    def _record_sanitised(self, row: JobRow, reason: str) -> RecordReport:
+    def _record_sanitised(self, row: JobRecord, reason: str) -> RecordReport:
         for changed in (row.sanitised(), row.minimal()):
             try:
                 report = self._commit([changed])
@@ -191,7 +191,7 @@ class ResultStore:
                 return report
         return RecordReport(refused={row.job_id: reason})
 
-    def _commit(self, rows: list[JobRow]) -> RecordReport:
+    def _commit(self, rows: list[JobRecord]) -> RecordReport:
         report = RecordReport()
         with self._engine.begin() as connection:
             limit_statements(connection)
@@ -211,7 +211,7 @@ class ResultStore:
         return report
 
     def _read_existing(
-        self, connection: Connection, rows: dict[str, JobRow], report: RecordReport
+        self, connection: Connection, rows: dict[str, JobRecord], report: RecordReport
     ) -> None:
         if not rows:
             return

@@ -27,7 +27,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class JobRow:
+class JobRecord:
     """The rows of one job, and the result that they are made of. `webhook` is the webhook message,
     None if the job asks for none.
     """
@@ -42,7 +42,7 @@ class JobRow:
         return str(self.job["id"])
 
     @classmethod
-    def of(cls, finished: FinishedJob, *, queue: str, with_prompt: bool = False) -> JobRow:
+    def of(cls, finished: FinishedJob, *, queue: str, with_prompt: bool = False) -> JobRecord:
         result, request = finished.result, finished.request
         choice = result.choices[0] if result.choices else None
         job: Values = {
@@ -77,7 +77,7 @@ class JobRow:
         }
         return cls(result, job, usage, _webhook(result, request, queue) if request else None)
 
-    def sanitised(self) -> JobRow:
+    def sanitised(self) -> JobRecord:
         """Return the row without what some databases cannot store: NUL characters, lone surrogates,
         numbers beyond 64 bits.
         """
@@ -86,7 +86,7 @@ class JobRow:
         }
         return dataclasses.replace(self, job=_fitted(job), usage=_fitted(storable(self.usage)))
 
-    def minimal(self) -> JobRow:
+    def minimal(self) -> JobRecord:
         """Return the row with identity, state and the encoded result only, which any database can
         store.
         """

@@ -230,7 +230,7 @@ class EngineProcess(_Reports):
                 start_new_session=True,  # the worker, not the engine, handles Ctrl-C
             )  # fmt: skip
         if self._stopping:  # stop() ran while the process was created and could not end it
-            await self._end(patience_s=0.0)
+            await self._end(limit_s=0.0)
             raise EngineDied("the engine was stopped while it started", at_start=True)
         settings = msgspec.to_builtins({"config": self._config, "cache_dir": self._cache_dir})
         self._write(_encoder.encode(settings))
@@ -251,22 +251,22 @@ class EngineProcess(_Reports):
         """
         self._stopping = True
         if self._follows:
-            await self._end(patience_s=None)
+            await self._end(limit_s=None)
             return
         self._send(Stop())
-        await self._end(patience_s=5.0 if self._capacity is not None else 0.0)
+        await self._end(limit_s=5.0 if self._capacity is not None else 0.0)
 
     async def kill(self) -> None:
         self._stopping = True
-        await self._end(patience_s=0.0)
+        await self._end(limit_s=0.0)
 
-    async def _end(self, patience_s: float | None) -> None:
+    async def _end(self, limit_s: float | None) -> None:
         process = self._process
         if process is not None:
-            if patience_s is not None and self._frames is not None and self._frames.ended.is_set():
-                patience_s = max(patience_s, DYING_S)
+            if limit_s is not None and self._frames is not None and self._frames.ended.is_set():
+                limit_s = max(limit_s, DYING_S)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(limit_s):
                     await process.wait()
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

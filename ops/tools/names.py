@@ -1,0 +1,96 @@
+"""Checks names in the product: no retired word comes back, and no class name is defined twice.
+
+A retired word is a term of an earlier version that readers of vLLM, Celery or Redis do not know.
+`RETIRED` says what to write instead. Words that are stored in Redis or printed by another system
+stay, in the files of `EXCEPTIONS` alone.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PRODUCT = ("api_client", "migrations", "schemas", "worker")
+RETIRED = {
+    "bell": "wake-up channel",
+    "bury": "mark dead",
+    "courier": "webhook delivery",
+    "demotion": "failover",
+    "desk": "resources",
+    "detour": "enable adapters",
+    "findable": "cached",
+    "hands": "owned jobs",
+    "intake": "validation",
+    "lane": "tenant stream",
+    "lanes": "tenant streams",
+    "outlet": "frame writer",
+    "patience": "retry window",
+    "pulse": "watchdog",
+    "stray": "unacknowledged delivery",
+    "tally": "histogram",
+    "tether": "child process guard",
+    "untold": "undelivered",
+    "voucher": "ownership version",
+    "vouchers": "ownership versions",
+}
+# Keys in Redis, `ClientOptions.patience_s`, a metric, and lanes of a GPU's warp.
+EXCEPTIONS = {
+    "api_client/tokenmill/base.py": {"patience"},
+    "api_client/tokenmill/cli/connection.py": {"patience"},
+    "api_client/tokenmill/lua/cancel.lua": {"bell", "vouchers"},
+    "api_client/tokenmill/lua/common.lua": {"lanes"},
+    "api_client/tokenmill/lua/redrive.lua": {"bell"},
+    "schemas/tokenmill_schemas/keys.py": {"bell", "lanes", "vouchers"},
+    "worker/tokenmill_worker/consume/lua/append.lua": {"vouchers"},
+    "worker/tokenmill_worker/consume/lua/ownership.lua": {"bell", "hands", "vouchers"},
+    "worker/tokenmill_worker/consume/lua/release.lua": {"bell"},
+    "worker/tokenmill_worker/consume/lua/resign.lua": {"bell"},
+    "worker/tokenmill_worker/engine/cuda/draw_kernel.py": {"lane", "lanes"},
+    "worker/tokenmill_worker/telemetry/worker_status.py": {"findable"},
+}
+# A word stands alone, or is a part of a snake_case or CamelCase name.
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def retired_words(text: str, allowed: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, word) of each retired word that is not allowed in this file."""
+    for number, line in enumerate(text.splitlines(), 1):
+        words = {word.lower() for word in _WORD.findall(line.replace("hands over", "gives"))}
+        for word in sorted(words & RETIRED.keys() - allowed):
+            yield number, word
+
+
+def classes(text: str) -> list[str]:
+    """Return the names of a file's classes."""
+    return [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+
+
+def problems(files: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence for each retired word and each class name of two files, by path and text."""
+    defined: dict[str, list[str]] = defaultdict(list)
+    for name, text in files.items():
+        for line, word in retired_words(text, EXCEPTIONS.get(name, set())):
+            yield f"{name}:{line}: {word!r} is retired: write {RETIRED[word]!r}"
+        if name.endswith(".py"):
+            for found in classes(text):
+                defined[found].append(name)
+    for found, names in sorted(defined.items()):
+        if len(names) > 1:
+            yield f"class {found} is defined in {', '.join(names)}: give each a name of its own"
+
+
+def main(root: Path) -> int:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *PRODUCT]
+    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    paths = [name for name in listed.split("\0") if name.endswith((".py", ".lua"))]
+    files = {name: (root / name).read_text("utf-8") for name in paths if (root / name).exists()}
+    found = list(problems(files))
+    print("\n".join(found) or "no problems")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parents[2]))

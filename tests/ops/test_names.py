@@ -1,0 +1,29 @@
+"""The check of names: retired words and repeated classes are found, exceptions pass."""
+
+from pathlib import Path
+
+import pytest
+
+from ops.tools import names
+
+
+@pytest.mark.parametrize(
+    "line", ["voucher = 1", "def take_voucher(): ...", "class VoucherCount: ...", "-- the voucher"]
+)
+def test_a_retired_word_is_found(line: str) -> None:
+    (found,) = names.problems({"worker/x.lua": f"ok\n{line}"})
+    assert found == "worker/x.lua:2: 'voucher' is retired: write 'ownership version'"
+
+
+def test_other_words_and_exceptions_pass() -> None:
+    assert not list(names.problems({"worker/x.py": "airplane = handsome = 1"}))
+    assert not list(names.problems({"schemas/tokenmill_schemas/keys.py": 'x = "bell"'}))
+
+
+def test_a_class_of_two_files_is_found() -> None:
+    (found,) = names.problems({"a.py": "class Row: ...", "b.py": "class Row: ..."})
+    assert found == "class Row is defined in a.py, b.py: give each a name of its own"
+
+
+def test_this_repository_keeps_to_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert names.main(Path(__file__).parents[2]) == 0, capsys.readouterr().out
