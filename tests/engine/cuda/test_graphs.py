@@ -48,12 +48,8 @@ def failing_capture(run: Callable[[], Tensor]) -> CapturedGraph:
 
 
 def config(**changes: object) -> EngineConfig:
-    settings: dict[str, object] = {
-        "model": "none",
-        "q_padding_interval": 16,
-        "kv_padding_interval": 64,
-    }
-    return EngineConfig(**{**settings, **changes})  # type: ignore[arg-type]
+    settings: dict[str, object] = {"q_padding_interval": 16, "kv_padding_interval": 64}
+    return EngineConfig(**{"model": "none", **settings, **changes})  # type: ignore[arg-type]
 
 
 def step(
@@ -327,16 +323,15 @@ CAPTURES = """
 import torch
 from tokenmill_worker.engine.cuda.graphs import CaptureError, CudaCapture
 
-numbers = torch.ones(3, device="cuda")
-stream, capture = torch.cuda.current_stream(), CudaCapture(numbers.device)
+numbers, stream = torch.ones(3, device="cuda"), torch.cuda.current_stream()
+capture = CudaCapture(numbers.device)
 try:
     capture(lambda: numbers * numbers.sum().item())  # reads a value back
 except CaptureError as refusal:
     print(refusal)
 assert torch.cuda.current_stream() == stream
 assert (numbers + 1).tolist() == [2.0, 2.0, 2.0]
-graph = capture(lambda: numbers * 2)
-graph.replay()
+(graph := capture(lambda: numbers * 2)).replay()
 assert graph.output.tolist() == [2.0, 2.0, 2.0]
 """
 

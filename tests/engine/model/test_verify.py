@@ -20,7 +20,7 @@ from tokenmill_worker.engine.attention import AttentionShape
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cpu.device import CpuDevice
-from tokenmill_worker.engine.model import probe, verify
+from tokenmill_worker.engine.model import probe, shortened, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind
 from tokenmill_worker.engine.model.loader import describe_model, load_model
 
@@ -150,7 +150,7 @@ def test_the_difference_is_float_noise(name: str, folder_of: Callable[[str], Pat
 
 
 def verified(
-    folder: Path, window: int | None = -1, tolerance: float = verify.TOLERANCE
+    folder: Path, window: int | None = -1, tolerance: float = shortened.TOLERANCE
 ) -> str | None:
     """Return the difference found with these windows (-1: the model's own) in all layers."""
     loaded = load_model(folder, config(folder, verify_model=False), CpuDevice())
@@ -186,7 +186,7 @@ def test_a_large_model_is_compared_by_its_first_layers(
 ) -> None:
     """gemma3's second layer is the first with full attention."""
     folder = folder_of("gemma3")
-    monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
+    monkeypatch.setattr(shortened, "_MAX_WEIGHTS", 0)
     model = plain(folder)
     depths: list[int] = []
     model.model.norm.register_forward_hook(lambda *_: depths.append(len(model.model.layers)))
@@ -219,13 +219,13 @@ def test_layers_that_differ_by_a_flag_are_all_compared(monkeypatch: pytest.Monke
     tell.
     """
     model = small.build("smollm3")
-    monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
+    monkeypatch.setattr(shortened, "_MAX_WEIGHTS", 0)
     alike = [LayerKind(AttentionShape(4, 2, 16, 0.25), None)] * len(model.model.layers)
-    with verify.first_layers(model, alike) as depth:
+    with shortened.first_layers(model, alike) as depth:
         assert depth == 4
     for layer in model.model.layers:
         layer.self_attn.use_rope = 1
-    with verify.first_layers(model, alike) as depth:
+    with shortened.first_layers(model, alike) as depth:
         assert depth == len(model.model.layers) == 2
 
 
@@ -254,7 +254,7 @@ def test_a_model_that_fused_modules_break_is_served_without(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if compared == "first layers":
-        monkeypatch.setattr(verify, "_MAX_WEIGHTS", 0)
+        monkeypatch.setattr(shortened, "_MAX_WEIGHTS", 0)
 
     def replace_modules(self: CpuDevice, model: Any, settings: EngineConfig) -> None:
         if settings.fuse:

@@ -133,8 +133,8 @@ def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is
     from tokenmill_worker.engine.cuda.attention.triton_kernels import (
         attend_kernel,
         fold_kernel,
-        write_kernel,
     )
+    from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel
 
     loose = {parameter.name for kernel in (attend_kernel, fold_kernel, write_kernel) for parameter in kernel.params
              if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize}  # fmt: skip

@@ -30,8 +30,8 @@ from tokenmill_worker.engine.cuda.attention.triton import (  # noqa: E402
 from tokenmill_worker.engine.cuda.attention.triton_kernels import (  # noqa: E402
     attend_kernel,
     fold_kernel,
-    write_kernel,
 )
+from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}  # bytes

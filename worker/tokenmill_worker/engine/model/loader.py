@@ -24,7 +24,7 @@ from transformers.utils import logging as progress_bars
 from tokenmill_worker.engine.attention import AttentionShape, choose
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
 from tokenmill_worker.engine.device import Device, FusedPass
-from tokenmill_worker.engine.model import probe, verify
+from tokenmill_worker.engine.model import probe, shortened, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
 
@@ -138,7 +138,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
     layers = describe_layers(
         probe.probe_layers(model, config.model), text_config, config.model, length
     )
-    with verify.first_layers(model, layers):
+    with shortened.first_layers(model, layers):
         probe.check_positions(model, config.model)
     expected: tuple[verify.Expected, ...] = ()
     if config.verify_model:

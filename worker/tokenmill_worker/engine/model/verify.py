@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
@@ -25,20 +24,13 @@ from tokenmill_worker.engine.config import EngineConfigError, LayerGroup
 from tokenmill_worker.engine.model.layer_groups import LayerKind, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, LayerBinding, PagedStep
 from tokenmill_worker.engine.model.probe import OWN, attending_with, failed
+from tokenmill_worker.engine.model.shortened import TOLERANCE, first_layers, in_float32
 
-TOLERANCE = 1e-3  # share of a row's largest distance from its mean; float32 sums reordered differ by about 1e-5
-_NARROW_TOLERANCE = 0.1  # in 16 bits, where float32 would take too much memory
 _LENGTHS = (7, 18, 11)
 _DECODES = 2  # number of the prompt whose last token comes as a decode
 _MAX_WINDOW = 64  # prompts are longer than smaller windows; longer ones would take too much time
-_MAX_WEIGHTS = 4_000_000  # beyond this, a model is compared by its first layers
 _MAX_WHOLE_WEIGHTS = 600_000_000  # beyond this, its fused pass is not compared
-_MIN_DEPTH = 2  # first layers that are compared at least
-_MAX_FLOAT32_WEIGHTS = 3_000_000_000  # beyond this, the model is compared in its own type
-_SEEDS = (
-    11,
-    12,
-)  # a router may decide a near tie otherwise, so a difference counts only with both seeds
+_SEEDS = (11, 12)  # a router may decide a near tie otherwise: a difference counts with both alone
 
 
 class Forward(Protocol):
@@ -86,7 +78,7 @@ def verify(
     differ with every seed.
     """
     expected = []
-    with first_layers(model, layers) as depth, _in_float32(model) as tolerance:
+    with first_layers(model, layers) as depth, in_float32(model) as tolerance:
         for seed in _SEEDS:
             expected.append(_expected(model, layers[:depth], name, max_length, seed))
             try:
@@ -308,82 +300,3 @@ def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...
         usable[torch.randint(len(usable), (length,), generator=generator)].to(device)
         for length in lengths
     )
-
-
-# ── what of the model is compared ──
-
-
-@contextmanager
-def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
-    """Keep the first layers within the context, down to one of each kind (a tiny model: all); yield
-    their number.
-    """
-    stack = (
-        _stack(model, len(layers))
-        if sum(p.numel() for p in model.parameters()) > _MAX_WEIGHTS
-        else None
-    )
-    if stack is None:
-        yield len(layers)
-        return
-    parent, name, whole = stack
-    kinds = [
-        (kind, *map(_described, layer.modules())) for kind, layer in zip(layers, whole, strict=True)
-    ]
-    depth = min(len(whole), max(_MIN_DEPTH, *(1 + kinds.index(kind) for kind in kinds)))
-    setattr(parent, name, whole[:depth])
-    try:
-        yield depth
-    finally:
-        setattr(parent, name, whole)
-
-
-def _described(module: nn.Module) -> tuple[type, frozenset[tuple[str, bool | str]]]:
-    """Return the module's class and flags, such as whether its layer rotates; some families keep
-    flags as 0 and 1.
-    """
-    flags = {name: value for name, value in vars(module).items() if isinstance(value, bool | str)}
-    flags |= {
-        name: bool(value)
-        for name, value in vars(module).items()
-        if type(value) is int and value in (0, 1)
-    }
-    flags.pop("layer_idx", None)
-    return type(module), frozenset(flags.items())
-
-
-def _stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str, nn.ModuleList] | None:
-    """Return the list whose i-th member holds the i-th attention: its parent, its name and
-    itself.
-    """
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == num_layers and all(
-                any(getattr(part, "layer_idx", None) == index for part in layer.modules())
-                for index, layer in enumerate(child)
-            ):  # fmt: skip
-                return parent, name, child
-    return None
-
-
-@contextmanager
-def _in_float32(model: nn.Module) -> Iterator[float]:
-    """Convert the model to float32 within the context, if memory allows; yield the tolerance that
-    then applies.
-    """
-    tensors = [
-        t
-        for t in (*model.parameters(), *model.buffers())
-        if t.is_floating_point() and t.dtype != torch.float32
-    ]
-    if sum(tensor.numel() for tensor in tensors) > _MAX_FLOAT32_WEIGHTS:
-        yield _NARROW_TOLERANCE
-        return
-    kept = [(tensor, tensor.data) for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.float()
-        yield TOLERANCE
-    finally:
-        for tensor, data in kept:
-            tensor.data = data

@@ -22,8 +22,8 @@ from tokenmill_worker.engine.attention.base import (
 from tokenmill_worker.engine.cuda.attention.triton_kernels import (
     attend_kernel,
     fold_kernel,
-    write_kernel,
 )
+from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
@@ -333,8 +333,7 @@ def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
 
 
 def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate split results: values [splits, num_tokens, num_heads, head_pad], and each row's
-    maximum and sum.
+    """Allocate values `[splits, num_tokens, num_heads, head_pad]`, and maximum and sum of each row.
 
     A sum of 0 marks a split that saw no key, so only the sums need an initial value.
     """
@@ -346,7 +345,5 @@ def _partials(query: Tensor, num_splits: int, head_pad: int) -> tuple[Tensor | N
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Make the dimensions of a head contiguous; tokens and heads keep the strides of a projection's
-    output.
-    """
+    """Make the dimensions of a head contiguous; tokens and heads keep their strides."""
     return x if x.stride(2) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention: attend, fold the results of splits, write keys and values.
+"""Triton kernels of paged attention: attend, and fold the results of splits.
 
 Softmax runs in base 2 over float32; the maximum and the sum are carried along the keys. Nothing
 outside a row's visible positions is ever loaded, so the contents of unused slots cannot leak, not
@@ -322,69 +322,3 @@ def fold_kernel(
     )
     result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-@triton.jit
-def narrowed(values, TYPE: tl.constexpr):
-    """Convert keys or values to the type of the cache.
-
-    8 bits are rounded here: to nearest, ties to even, at most the largest number. A cast differs
-    between devices beyond that number and on a carry.
-    """
-    if tl.float8e4nv == TYPE:
-        bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        unit = (
-            magnitude.to(tl.float32, bitcast=True) + 16384.0
-        )  # a subnormal's unit is this one's last bit
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-        kept = tl.where(
-            magnitude < 0x3C800000, unit.to(tl.uint32, bitcast=True) - 0x46800000, normal
-        )
-        kept = tl.where(magnitude >= 0x43E00000, 0x7E, kept)
-        kept = tl.where(magnitude > 0x7F800000, 0x7F, kept)
-        result = (kept | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    else:
-        result = values.to(TYPE)
-    return result
-
-
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
-def write_kernel(
-    key,  # [num_tokens, num_kv_heads, HEAD_DIM]
-    value,
-    cache,
-    slots,
-    num_tokens,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    block_stride,
-    value_offset,
-    token_stride,  # between the tokens of a block
-    head_stride,  # between the heads of a block
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    head = tl.program_id(1)
-    dims = tl.arange(0, HEAD_PAD)
-    is_token = token < num_tokens
-    mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
-    slot = tl.load(slots + token, mask=is_token, other=0)
-    at = (
-        (slot // BLOCK_SIZE) * block_stride
-        + head * head_stride
-        + (slot % BLOCK_SIZE) * token_stride
-    )
-    at = at[:, None] + dims[None, :]
-    token_at = token.to(tl.int64)[:, None]
-    keys = tl.load(key + token_at * key_stride + head * key_head_stride + dims[None, :], mask=mask)
-    values = tl.load(
-        value + token_at * value_stride + head * value_head_stride + dims[None, :], mask=mask
-    )
-    tl.store(cache + at, narrowed(keys, cache.dtype.element_ty), mask=mask)
-    tl.store(cache + value_offset + at, narrowed(values, cache.dtype.element_ty), mask=mask)

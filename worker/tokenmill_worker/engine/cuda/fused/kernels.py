@@ -10,7 +10,7 @@ rounded once, at the end, except the sum that the next layer reads.
 import triton
 import triton.language as tl
 
-from tokenmill_worker.engine.cuda.attention.triton_kernels import narrowed
+from tokenmill_worker.engine.cuda.attention.write_kernel import narrowed
 
 
 @triton.jit
