@@ -1,8 +1,9 @@
 """Checks names in the product: no retired word comes back, and no class name is defined twice.
 
 A retired word is a term of an earlier version that readers of vLLM, Celery or Redis do not know.
-`RETIRED` says what to write instead. Words that are stored in Redis or printed by another system
-stay, in the files of `EXCEPTIONS` alone.
+`RETIRED` says what to write instead. A retired definition is a class or function whose name was
+such a term, or said too little; the word itself stays free elsewhere. Words that are stored in
+Redis or printed by another system stay, in the files of `EXCEPTIONS` alone.
 """
 
 import ast
@@ -36,6 +37,77 @@ RETIRED = {
     "voucher": "ownership version",
     "vouchers": "ownership versions",
 }
+# Classes and functions of Python and Lua, each with what took its place.
+RETIRED_DEFINITIONS = {
+    "AppendCalls": "AppendBatch",
+    "HeldConnection": "PipelinedConnection",
+    "Wire": "RawRedisProtocol",
+    "ChannelHub": "PubSubMultiplexer",
+    "StreamCursor": "StreamPosition",
+    "Cursor": "PageToken",
+    "Admission": "InputProcessor or SequenceAdmission",
+    "Verdict": "Severity, AdmissionResult or ErrorKind",
+    "Claims": "JobSource",
+    "Beats": "HeartbeatSender",
+    "Recorder": "ResultRecorder",
+    "Watcher": "JobObserver",
+    "Watch": "WorkerStatus",
+    "Reading": "MetricSample",
+    "Story": "JobSpan",
+    "Timeline": "JobTimestamps",
+    "Recent": "RollingPercentiles",
+    "Stoppable": "ManagedProcess",
+    "Standing": "OutboxBacklog or SchemaVersion",
+    "NotYet": "Reschedule",
+    "Terms": "BatchDefaults",
+    "Stage": "RetryQueue",
+    "Threads": "BlockingCalls",
+    "Tell": "Emit",
+    "Follow": "StreamMessages",
+    "Listen": "Subscribe",
+    "LookUp": "QueryDatabase",
+    "QueueView": "QueueContext",
+    "Pump": "BatchFeeder",
+    "Pacing": "RunLimits",
+    "Survey": "FileSummary",
+    "Marks": "LineSet",
+    "Target": "ConnectionOptions, HttpTarget or CacheTarget",
+    "Preparing": "PendingRequests",
+    "Needs": "Prerequisites",
+    "Steps": "StepExecutor",
+    "Step": "StepDraft, KernelCall or BroadcastStep",
+    "Pace": "StepTimeModel",
+    "Found": "CachedPrefix",
+    "StepMoves": "StepCopies",
+    "Frames": "FrameReader",
+    "Broken": "EngineFailed",
+    "LeadingRunner": "TensorParallelRunner",
+    "Arena": "HugePageArena",
+    "Draws": "PreparedSampling",
+    "Drawer": "SamplingBackend",
+    "Drawing": "SamplingArrays",
+    "Trait": "ParamFlags",
+    "RowTable": "ParameterTable",
+    "Share": "RowSpan or SequenceBatch",
+    "Wholeness": "FusionSwitch",
+    "DirectForward": "WholePass",
+    "Turns": "RotatingBuffers",
+    "let_go": "release_ownership",
+    "strike_off": "deregister_worker",
+    "is_spoilt": "is_wrong_type",
+    "begin_again": "reset_log",
+    "ring_all": "wake_all",
+    "call_workers": "wake_workers",
+    "in_turn": "split_batches",
+    "hand_in": "submit",
+    "straight": "disable_adapters",
+    "only_prepares": "waits_only",
+    "without_bombs": "reject_oversized",
+    "heeding_cancellation": "reraise_cancellation",
+    "leave_replicas": "reconnect_on_readonly",
+}
+PYTHON_DEFINITION = re.compile(r"\s*(?:class|(?:async )?def)\s+(\w+)")
+LUA_DEFINITION = re.compile(r"\s*(?:local\s+)?function\s+(\w+)")
 # Keys in Redis, `ClientOptions.patience_s`, a metric, and lanes of a GPU's warp.
 EXCEPTIONS = {
     "api_client/tokenmill/base.py": {"patience"},
@@ -63,6 +135,15 @@ def retired_words(text: str, allowed: set[str]) -> Iterator[tuple[int, str]]:
             yield number, word
 
 
+def retired_definitions(text: str, is_python: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of each class or function that is defined under a retired name."""
+    pattern = PYTHON_DEFINITION if is_python else LUA_DEFINITION
+    for number, line in enumerate(text.splitlines(), 1):
+        found = pattern.match(line)
+        if found and found[1] in RETIRED_DEFINITIONS:
+            yield number, found[1]
+
+
 def classes(text: str) -> list[str]:
     """Return the names of a file's classes."""
     return [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
@@ -74,6 +155,8 @@ def problems(files: dict[str, str]) -> Iterator[str]:
     for name, text in files.items():
         for line, word in retired_words(text, EXCEPTIONS.get(name, set())):
             yield f"{name}:{line}: {word!r} is retired: write {RETIRED[word]!r}"
+        for line, word in retired_definitions(text, name.endswith(".py")):
+            yield f"{name}:{line}: {word!r} is retired: use {RETIRED_DEFINITIONS[word]}"
         if name.endswith(".py"):
             for found in classes(text):
                 defined[found].append(name)

@@ -39,7 +39,7 @@ async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
-async def test_a_worker_in_a_hurry_hands_over_and_goes(redis_url, tmp_path, signals):
+async def test_a_worker_in_a_hurry_returns_its_jobs_and_exits(redis_url, tmp_path, signals):
     """The grace period outlasts the test's waits; the answer continues elsewhere without a gap."""
     database = database_url(tmp_path)
     leaving = WorkerProcess(

@@ -194,7 +194,7 @@ async def test_foreign_and_repeated_messages_change_nothing(queue: Queue, redis_
         assert_told(await reading, 2)
 
 
-async def test_a_subscriber_slower_than_the_servers_patience_recovers(
+async def test_a_subscriber_slower_than_the_servers_limit_recovers(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """The server drops it at its output-buffer limit; the log has what it missed."""

@@ -115,7 +115,7 @@ async def test_a_tenant_at_its_concurrency_limit_lets_others_pass(queue: Queue) 
     await worker.release([(got[0].job_id, got[0].token, False)])
 
 
-async def test_a_named_lane_goes_when_it_is_empty(queue: Queue) -> None:
+async def test_an_empty_tenant_stream_is_deleted(queue: Queue) -> None:
     await queue.submit(tenant="acme")
     worker = queue.worker()
     (delivery,) = await worker.claim(1)

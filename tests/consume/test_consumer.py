@@ -92,7 +92,7 @@ async def test_it_asks_for_what_can_start_and_no_more() -> None:
         assert max(queue.asked) == 3
 
 
-async def test_a_worker_full_of_bulk_answers_the_bell_for_urgent_jobs() -> None:
+async def test_a_worker_full_of_bulk_wakes_up_for_urgent_jobs() -> None:
     queue, desk = FakeQueue(), Desk(0)
     desk.urgent = 1
     async with consuming(queue, desk):
@@ -178,7 +178,7 @@ async def test_a_ring_wakes_it_when_it_has_room() -> None:
         await until(lambda: desk.taken == ["new"])
 
 
-async def test_without_room_it_lets_the_bell_ring() -> None:
+async def test_without_room_a_wake_up_claims_nothing() -> None:
     queue, desk = FakeQueue(), Desk(0)
     async with consuming(queue, desk):
         await until(lambda: bool(queue.asked))
@@ -258,7 +258,7 @@ async def test_after_stop_nothing_is_claimed() -> None:
 
 
 @pytest.mark.redis
-async def test_bell_cancel_and_drain_reach_a_worker_also_over_a_broken_connection(
+async def test_wake_up_cancel_and_drain_reach_a_worker_over_a_broken_connection(
     queue: Queue,
 ) -> None:
     wake_ups: list[None] = []

@@ -23,20 +23,20 @@ async def nothing() -> None: ...
 async def test_one_channel_refused_leaves_no_subscription_of_the_other(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys, attempts, open_bells = Keys("q"), asyncio.Semaphore(0), 0
+    keys, attempts, open_wake_ups = Keys("q"), asyncio.Semaphore(0), 0
     subscribe, close = PubSubMultiplexer.subscribe, MultiplexedSubscription.close
 
     async def refuse_control(self: PubSubMultiplexer, channel: str) -> MultiplexedSubscription:
-        nonlocal open_bells
+        nonlocal open_wake_ups
         if channel == keys.wake_up:
-            open_bells += 1
+            open_wake_ups += 1
             return await subscribe(self, channel)
         attempts.release()
         raise QueueUnavailable("no permissions")
 
     async def count_close(self: MultiplexedSubscription) -> None:
-        nonlocal open_bells
-        open_bells -= 1
+        nonlocal open_wake_ups
+        open_wake_ups -= 1
         await close(self)
 
     monkeypatch.setattr(PubSubMultiplexer, "subscribe", refuse_control)
@@ -56,7 +56,7 @@ async def test_one_channel_refused_leaves_no_subscription_of_the_other(
     try:
         for _ in range(3):
             await asyncio.wait_for(attempts.acquire(), 10)
-        assert open_bells <= 1
+        assert open_wake_ups <= 1
     finally:
         await end_task(listening)
         await client.aclose()

@@ -30,7 +30,7 @@ async def counts(queue):
     return tuple(await queue.redis.hmget(queue.keys.meta, "running", "finished:succeeded"))
 
 
-async def test_an_entry_that_is_none_keeps_no_other_from_leaving_its_lane(queue, allowed_keys):
+async def test_an_entry_without_a_job_keeps_no_other_in_its_stream(queue, allowed_keys):
     allowed_keys.append("*")  # the damaged job's own entry stays
     worker = queue.worker("w1")
     for number in range(5):

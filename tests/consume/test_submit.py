@@ -38,7 +38,7 @@ async def test_an_independent_decoder_reads_what_is_stored(queue: Queue) -> None
     assert fields["metadata"] == {"k": "v"}
 
 
-async def test_every_lane_has_its_group_from_the_start(queue: Queue) -> None:
+async def test_every_tenant_stream_has_its_group_from_the_start(queue: Queue) -> None:
     await queue.submit(priority="bulk", tenant="acme")
     groups = await queue.redis.xinfo_groups(f"{queue.keys.base}jobs:bulk:acme")
     assert [(group["name"], group["last-delivered-id"]) for group in groups] == [

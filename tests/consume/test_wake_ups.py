@@ -145,7 +145,7 @@ async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Que
         assert await ears.heard() == []
 
 
-async def test_all_hear_the_bell_when_a_called_worker_has_no_room(queue: Queue) -> None:
+async def test_all_workers_wake_up_when_the_chosen_one_has_no_room(queue: Queue) -> None:
     async with Ears(queue) as ears:
         await ears.open()
         await queue.worker().wake_all()

@@ -15,8 +15,25 @@ def test_a_retired_word_is_found(line: str) -> None:
     assert found == "worker/x.lua:2: 'voucher' is retired: write 'ownership version'"
 
 
+def test_a_retired_definition_is_found() -> None:
+    found = list(
+        names.problems(
+            {
+                "worker/x.py": "class A:\n    async def hand_in(self): ...\n\nclass Pump: ...",
+                "worker/x.lua": "-- let_go\nlocal function let_go(id) end",
+            }
+        )
+    )
+    assert sorted(found) == [
+        "worker/x.lua:2: 'let_go' is retired: use release_ownership",
+        "worker/x.py:2: 'hand_in' is retired: use submit",
+        "worker/x.py:4: 'Pump' is retired: use BatchFeeder",
+    ]
+
+
 def test_other_words_and_exceptions_pass() -> None:
     assert not list(names.problems({"worker/x.py": "airplane = handsome = 1"}))
+    assert not list(names.problems({"worker/x.py": "step.straight = Stage().hand_in()"}))
     assert not list(names.problems({"schemas/tokenmill_schemas/keys.py": 'x = "bell"'}))
 
 

@@ -111,12 +111,12 @@ def test_two_workers_in_one_process_do_not_meet() -> None:
     assert values == [1.0, 0.0]
 
 
-def test_a_tally_is_a_histogram_that_prometheus_reads() -> None:
+def test_a_fast_histogram_is_read_by_prometheus() -> None:
     metrics = Metrics()
-    tally = metrics.inter_token.of("bulk")
-    tally.observe(0.01)
-    tally.observe(0.011, times=3)
-    tally.observe(99.0)
+    histogram = metrics.inter_token.of("bulk")
+    histogram.observe(0.01)
+    histogram.observe(0.011, times=3)
+    histogram.observe(99.0)
     families = {family.name: family for family in parse(generate_latest(metrics.registry).decode())}
     samples = families["tokenmill:inter_token_latency_seconds"].samples
     buckets = {

@@ -121,7 +121,7 @@ class TestWithWorkers:
     def _servers(self, service: None, celery_worker: None) -> None:
         pass
 
-    def test_a_chain_hands_the_answer_on(self, app: Celery) -> None:
+    def test_a_chain_passes_the_answer_on(self, app: Celery) -> None:
         work = chain(
             task(app).s("a b c", max_tokens=4),
             task(app).s(template="again: {text}", max_tokens=3),

@@ -103,7 +103,9 @@ async def test_a_job_that_came_back_counts_from_its_creation(queue: Queue) -> No
     await until(has_waited)
 
 
-async def test_a_lane_that_is_gone_counts_as_empty(queue: Queue, allowed_keys: list[str]) -> None:
+async def test_a_deleted_tenant_stream_counts_as_empty(
+    queue: Queue, allowed_keys: list[str]
+) -> None:
     allowed_keys.append("*")
     await queue.redis.zadd(queue.keys.fair_share_index(Priority.BULK), {"ghost": 0})
     state = await queue.client.overview()

@@ -119,7 +119,7 @@ async def test_who_was_struck_off_between_two_appends_writes_nothing(queue: Queu
     assert len(heirs.log) == 2
 
 
-async def test_a_namesake_that_starts_anew_takes_the_voucher(queue: Queue) -> None:
+async def test_a_restarted_namesake_takes_over_the_ownership_version(queue: Queue) -> None:
     old, (a,) = await running(queue)
     new = queue.worker()
     await new.open()
@@ -226,7 +226,7 @@ async def test_a_chunk_that_skips_one_is_refused_as_ever(queue: Queue) -> None:
     assert await appended(worker, [token(a, 2)]) == [(OK, 3)]
 
 
-async def test_a_voucher_that_somebody_has_written_over_only_costs_questions(
+async def test_an_overwritten_ownership_version_costs_one_full_check(
     queue: Queue, allowed_keys: list[str]
 ) -> None:
     worker, (a,) = await running(queue)
@@ -258,7 +258,7 @@ async def test_checkpoints_are_known_too(queue: Queue) -> None:
     assert await questions(queue) == before
 
 
-async def test_a_worker_without_jobs_leaves_no_voucher(queue: Queue) -> None:
+async def test_a_worker_without_jobs_leaves_no_ownership_version(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     assert await queue.redis.hexists(queue.keys.ownership_versions, "w1")
     await worker.release([(a.job_id, a.token, False)])

@@ -101,7 +101,7 @@ def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(
 
 
 @pytest.mark.parametrize("threads", [2, 4])
-def test_who_is_through_with_a_unit_first_hands_it_in(threads: int) -> None:
+def test_the_first_result_of_a_unit_is_used(threads: int) -> None:
     """The thread that began the unit goes on as soon as another thread computes it again.
 
     The second thread then stands still until a later phase.
