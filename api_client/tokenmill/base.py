@@ -203,5 +203,6 @@ def _unavailable(error: Exception, words: str) -> str:
     if refused is None:
         return f"cannot reach Redis: {words}"
     number, address, rest = refused.groups()
-    reason = os.strerror(int(number)) if int(number) > 0 else rest.rstrip(".")
+    is_system_error = int(number) > 0 and not rest.startswith("[SSL")  # TLS errors have number 1
+    reason = os.strerror(int(number)) if is_system_error else rest.rstrip(".")
     return f"cannot reach Redis at {address}: {reason}"

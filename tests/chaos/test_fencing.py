@@ -54,7 +54,7 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
         assert await frozen.wait() == 0
     finally:
         frozen.end()
-    assert "stood still" in frozen.words
+    assert "frozen for longer than its lease" in frozen.words
     assert result.worker_id == "survivor"
     wanted = Wanted.of(undisturbed)
     problems = violations(database, {job: wanted, again: wanted}, {job: [told]})
