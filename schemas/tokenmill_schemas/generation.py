@@ -5,8 +5,12 @@ and no text store. Names follow the sampling parameters of OpenAI and vLLM.
 """
 
 from enum import StrEnum
+from typing import Final, Literal, get_args
 
 import msgspec
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+LOGPROBS_MODES: Final[tuple[str, ...]] = get_args(LogprobsMode)
 
 
 class FinishReason(StrEnum):
@@ -36,7 +40,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature=0` is greedy. `top_p=0` keeps only the most likely token. `top_k=0` and `-1` both
     switch top-k off. `max_tokens=None` means up to the model's context length. `logprobs=True`
     returns the log-probability of each sampled token; an integer k, or `top_logprobs=k`, adds the k
-    most likely tokens. `seed=None` draws a seed at admission.
+    most likely tokens. With `logprobs_mode="raw_logprobs"` they are those of the model's
+    distribution, with "processed_logprobs" those of the distribution that the token was drawn from
+    (after penalties, bias, temperature and truncation); None: as the worker's setting says.
+    `seed=None` draws a seed at admission.
     """
 
     max_tokens: int | None = None
@@ -59,6 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     response_format: ResponseFormat | None = None
     speculate: bool = True  # may draft tokens be proposed for this request?
     lora: str = ""  # name of the LoRA adapter to answer with; empty: the model itself
+    logprobs_mode: str | None = (
+        None  # raw_logprobs or processed_logprobs; nil: the worker's setting
+    )
 
     @property
     def is_greedy(self) -> bool:

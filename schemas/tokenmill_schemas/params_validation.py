@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tokenmill_schemas.codec import encode
-from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.generation import LOGPROBS_MODES, ResponseFormat, SamplingParams
 from tokenmill_schemas.size_limits import (
     MAX_FORMAT_CHARS,
     MAX_LOGIT_BIASES,
@@ -36,6 +36,7 @@ def params_problems(params: SamplingParams) -> list[str]:
         )
     return [
         *found,
+        *_logprobs_mode_problems(params.logprobs_mode),
         *_stop_problems(params),
         *_bias_problems(params),
         *_format_problems(params.response_format),
@@ -73,6 +74,11 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
         ("seed", p.seed is None or -(2**63) <= p.seed < 2**64, "must fit in 64 bits"),
         ("n", 1 <= p.n <= MAX_CHOICES, f"must be from 1 to {MAX_CHOICES}"),
     )
+
+
+def _logprobs_mode_problems(mode: str | None) -> Iterator[str]:
+    if mode is not None and mode not in LOGPROBS_MODES:
+        yield f"logprobs_mode must be {' or '.join(LOGPROBS_MODES)}, not {mode[:40]!r}"
 
 
 def _stop_problems(params: SamplingParams) -> Iterator[str]:

@@ -37,7 +37,7 @@ PARAMS: Final = SamplingParams(
     response_format=ResponseFormat(
         json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=False
     ),
-    speculate=False, lora="poems",
+    speculate=False, lora="poems", logprobs_mode="processed_logprobs",
 )  # fmt: skip
 REQUEST: Final = JobRequest(
     job_id="job-1", model="q", messages=(Message("system", "Be brief."), Message("user", "Why is the sky blue? ☀")),

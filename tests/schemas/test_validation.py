@@ -46,6 +46,10 @@ def test_an_ordinary_request_has_no_problem():
     ("fields", "sentence"),
     [
         ({"job_id": ""}, "job_id must not be empty"),
+        (
+            {"params": SamplingParams(logprobs_mode="cooked")},
+            "logprobs_mode must be raw_logprobs or processed_logprobs, not 'cooked'",
+        ),
         ({"job_id": "x" * 256}, "job_id may have 255 characters, not 256"),
         ({"tenant": "a\nb"}, "tenant must not contain control characters: 'a\\nb'"),
         ({"idempotency_key": ""}, "idempotency_key must not be empty; leave it out instead"),

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.sampling.helpers import make_sequence, plan_item
+from tokenmill_schemas.generation import LOGPROBS_MODES, SamplingParams
+from tokenmill_worker.engine.sampling import Sampler
 from tokenmill_worker.engine.sampling.draws import SamplingArrays
 from tokenmill_worker.engine.sampling.noise import gumbel_costs, race, row_keys
 from tokenmill_worker.engine.sampling.truncation import TruncationLimits, draw_sorted
@@ -151,3 +154,29 @@ def test_the_noise_is_the_same_number() -> None:
     ids = torch.arange(500, dtype=torch.int32)
     assert tokens.tolist() == gumbel_costs(torch.from_numpy(keys), ids).argmin(dim=1).tolist()
     assert tokens.tolist() == race(flat, torch.from_numpy(keys), ids).tolist()
+
+
+def test_log_probabilities_of_both_modes_are_torchs() -> None:
+    logits = random_logits(8, 300, 5)
+    modes = [
+        SamplingParams(logprobs=3, logprobs_mode=mode, **kind)  # type: ignore[arg-type]
+        for mode in LOGPROBS_MODES
+        for kind in (
+            {"temperature": 0.0},
+            {"temperature": 0.5},
+            {"temperature": 0.8, "top_p": 0.7, "top_k": 40},
+            {"temperature": 1.3, "min_p": 0.1, "repetition_penalty": 1.4},
+        )
+    ]
+    results = []
+    for kernel in (DeviceDraw(DEVICE), None):
+        sampler = Sampler(300, DEVICE, frozenset({1}), kernel=kernel)
+        items = [plan_item(make_sequence(params, seed=i)) for i, params in enumerate(modes)]
+        results.append(sampler.sample(logits.to(DEVICE), items).finish())
+    (drawn, scores, _), (expected, expected_scores, _) = results
+    assert drawn == expected
+    for got, wanted in zip(scores, expected_scores, strict=True):
+        assert got is not None
+        assert wanted is not None
+        assert got[0].logprob == pytest.approx(wanted[0].logprob, abs=1e-6)
+        assert [token for token, _ in got[0].top] == [token for token, _ in wanted[0].top]

@@ -29,6 +29,7 @@ FAST = (
         for name in ("test_norm_after_an_addition", "test_gates", "test_one_pass_over_few_tokens")
     ),
     f"{DRAWING}::test_each_kind_draws_torchs_tokens[top-p]",
+    f"{DRAWING}::test_log_probabilities_of_both_modes_are_torchs",
 )
 
 

@@ -35,6 +35,12 @@ def admit(prompt=(1, 2, 3), **params):
         ((1,), {"logit_bias": {-3: 1.0}}, "invalid_request", "logit_bias has id -3"),
         ((1,), {"logit_bias": {3: float("nan")}}, "invalid_request", "logit_bias of id 3"),
         ((1,), {"top_logprobs": 1000}, "invalid_request", "top_logprobs"),
+        (
+            (1,),
+            {"logprobs_mode": "raw"},
+            "invalid_request",
+            "logprobs_mode must be raw_logprobs or processed_logprobs, not raw",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_name(prompt, params, code, says):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from tokenmill_schemas.generation import LogprobsMode
 from tokenmill_worker.engine.machine import total_memory
 from tokenmill_worker.engine.types import SchedulingPolicy
 
@@ -67,6 +68,8 @@ class EngineConfig:
     # how much bulk may lengthen a shared step (0.5: by half); None: no limit
     bulk_slowdown: float | None = 0.5
     max_bypass: int = 16  # sequences that may start before a head that does not fit
+    # answers
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # of requests that name none
     # adapters
     adapters: str = ""  # name=folder,name=folder
     max_loras: int = 4  # different adapters in one step

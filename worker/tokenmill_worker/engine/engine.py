@@ -44,7 +44,10 @@ class Engine(DirectCalls):
         self.runner = runner
         self.scheduler = scheduler
         self._validator = RequestValidator(
-            runner.info.vocab_size, scheduler.max_model_len, runner.info.can_structure
+            runner.info.vocab_size,
+            scheduler.max_model_len,
+            runner.info.can_structure,
+            runner.info.config.logprobs_mode,
         )
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
         self._steps = StepExecutor(runner, scheduler)

@@ -46,6 +46,10 @@ ENGINE_HELP: Final[dict[str, str]] = {
         "limit"
     ),
     "max_bypass": "how many requests may pass one that does not fit yet",
+    "logprobs_mode": (
+        "log-probabilities of requests that name no mode: raw_logprobs, of the model's "
+        "distribution, or processed_logprobs, of the one that tokens are drawn from"
+    ),
     "adapters": "LoRA adapters that jobs may name, as name=folder,name=folder",
     "max_loras": "most different adapters in one step",
     "max_cached_loras": "most adapters kept in memory; the least recently used is dropped",

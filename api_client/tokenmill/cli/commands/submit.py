@@ -99,6 +99,12 @@ def submit(
     logprobs: Annotated[
         int | None, _sampling("Number of tokens per position whose log-probabilities are returned.")
     ] = None,
+    logprobs_mode: Annotated[
+        str | None,
+        _sampling(
+            "raw_logprobs: of the model's distribution; processed_logprobs: of the one drawn from."
+        ),
+    ] = None,
     n: Annotated[
         int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")
     ] = None,
@@ -191,7 +197,7 @@ def _is_given(value: object) -> bool:
 _PLAIN = (
     "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logprobs", "n", "priority", "tenant", "idempotency_key", "deadline", "webhook",
+    "logprobs", "logprobs_mode", "n", "priority", "tenant", "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
 
 

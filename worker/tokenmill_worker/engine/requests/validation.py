@@ -11,7 +11,9 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokenmill_schemas.generation import SamplingParams
+import msgspec
+
+from tokenmill_schemas.generation import LOGPROBS_MODES, LogprobsMode, SamplingParams
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
@@ -25,6 +27,7 @@ class RequestValidator:
     vocab_size: int
     max_model_len: int
     can_structure: bool = True
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # of requests that name none
 
     def validate(self, request: GenerationRequest) -> list[Sequence]:
         """Return one sequence per choice that is not done.
@@ -34,6 +37,8 @@ class RequestValidator:
         params = request.params
         self._check_prompt(request)
         self._check_params(params)
+        if params.logprobs_mode is None:
+            params = msgspec.structs.replace(params, logprobs_mode=self.logprobs_mode)
         if set(request.done).issuperset(range(params.n)):
             raise RequestError("every choice of it is done")
         limit = self._resolve_max_tokens(request)
@@ -155,6 +160,12 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
             "top_logprobs",
             "must be from 0 to 100",
             params.num_top_logprobs,
+        ),
+        (
+            params.logprobs_mode in (None, *LOGPROBS_MODES),
+            "logprobs_mode",
+            f"must be {' or '.join(LOGPROBS_MODES)}",
+            params.logprobs_mode,
         ),
     )
     found = [f"{name} {rule}, not {value}" for ok, name, rule, value in checks if not ok]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.sampling.draws import PreparedSampling, SamplingBackend
+from tokenmill_worker.engine.sampling.logprobs import LogprobBatch
 from tokenmill_worker.engine.sampling.parameter_table import (
-    COUNTS,
     EDITED,
     NUMBERS,
     ParameterTable,
@@ -45,9 +45,7 @@ class SamplingBatch:
     penalised: Indices  # rows with a penalty
     penalties: Tensor | None  # [penalised, 3] float32: presence, frequency, repetition
     with_min_tokens: Indices
-    with_logprobs: Indices
-    logprob_rows: Tensor | None  # None where no row or every row has log-probabilities
-    max_top_logprobs: int
+    logprobs: LogprobBatch | None  # None: no row asked for log-probabilities
 
 
 def build(
@@ -56,8 +54,6 @@ def build(
     """Gather the rows' parameters."""
     flags = table.flags[row_slots]
     penalised = _where(flags, ParamFlags.PENALISED)
-    with_logprobs = _where(flags, ParamFlags.LOGPROBS)
-    some_logprobs = 0 < len(with_logprobs) < len(row_slots)
     return SamplingBatch(
         row_slots=row_slots,
         prepared=backend.prepare(table, row_slots),
@@ -66,11 +62,7 @@ def build(
         penalised=penalised,
         penalties=_penalties(table, row_slots[penalised], device),
         with_min_tokens=_where(flags, ParamFlags.MIN_TOKENS),
-        with_logprobs=with_logprobs,
-        logprob_rows=to_device(with_logprobs, device) if some_logprobs else None,
-        max_top_logprobs=int(
-            table.counts[row_slots, COUNTS.index("num_top_logprobs")].max(initial=0)
-        ),
+        logprobs=LogprobBatch.build(table, row_slots, device),
     )
 
 

@@ -29,6 +29,7 @@ class ParamFlags(IntFlag):
     MIN_TOKENS = 32
     GRAMMAR = 64
     LOGPROBS = 128
+    PROCESSED_LOGPROBS = 256  # of the distribution that is drawn from; else of the model's
 
 
 EDITED = ParamFlags.PENALISED | ParamFlags.BIASED | ParamFlags.MIN_TOKENS | ParamFlags.GRAMMAR
@@ -120,6 +121,7 @@ class ParameterTable:
             (params.min_tokens > 0, ParamFlags.MIN_TOKENS),
             (params.response_format is not None, ParamFlags.GRAMMAR),
             (params.wants_logprobs, ParamFlags.LOGPROBS),
+            (params.logprobs_mode == "processed_logprobs", ParamFlags.PROCESSED_LOGPROBS),
         )
         return int(sum(int(flag) for holds, flag in flags if holds))
 

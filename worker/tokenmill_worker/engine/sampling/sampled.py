@@ -7,14 +7,13 @@ rows at the first rejected draft, and builds the host's values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
-from tokenmill_worker.engine.sampling.batch import SamplingBatch
+from tokenmill_worker.engine.sampling.logprobs import ChosenLogprobs
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOTHING_ALLOWED = "no token is allowed here: masks and biases exclude the whole vocabulary"
@@ -37,42 +36,6 @@ class RowSpan(msgspec.Struct, frozen=True, gc=False):
     @property
     def num_rows(self) -> int:
         return 1 + len(self.draft_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenLogprobs:
-    """Log-probabilities of the rows that asked for them: of the drawn token [n], and of the top
-    tokens [n, k] if any.
-    """
-
-    drawn: Tensor
-    top: Tensor | None
-    top_ids: Tensor | None
-    order: dict[int, int]  # row of the batch → row here
-
-
-@dataclass(frozen=True, slots=True)
-class RawLogprobs:
-    """Log-softmax of the model's own logits, float32, for the rows that asked for
-    log-probabilities.
-    """
-
-    values: Tensor  # [n, vocab]
-    num_top: int
-
-    @classmethod
-    def take(cls, logits: Tensor, rows: Tensor | None, num_top: int) -> RawLogprobs:
-        part = logits if rows is None else logits[rows]
-        return cls(part.log_softmax(dim=-1, dtype=torch.float32), min(num_top, logits.shape[1]))
-
-    def choose(self, token_ids: Tensor, batch: SamplingBatch) -> ChosenLogprobs:
-        ids = token_ids if batch.logprob_rows is None else token_ids[batch.logprob_rows]
-        drawn = self.values.gather(1, ids[:, None]).squeeze(1)
-        order = {row: i for i, row in enumerate(batch.with_logprobs.tolist())}
-        if not self.num_top:
-            return ChosenLogprobs(drawn, None, None, order)
-        top = self.values.topk(self.num_top, dim=-1)
-        return ChosenLogprobs(drawn, top.values, top.indices, order)
 
 
 class Sampled:
@@ -174,7 +137,7 @@ def accepted_rows(ids: list[int], span: RowSpan) -> int:
 
 
 class _Table:
-    """Log-probabilities as host lists."""
+    """Log-probabilities as host lists. A token of probability 0 is not listed."""
 
     def __init__(self, chosen: ChosenLogprobs) -> None:
         self._order = chosen.order
@@ -188,4 +151,6 @@ class _Table:
         if not count:
             return TokenLogprob(self._drawn[index])
         pairs = zip(self._top_ids[index][:count], self._top[index][:count], strict=True)
-        return TokenLogprob(self._drawn[index], tuple(pairs))
+        return TokenLogprob(
+            self._drawn[index], tuple(pair for pair in pairs if pair[1] != -math.inf)
+        )

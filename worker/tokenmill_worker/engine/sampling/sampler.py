@@ -1,8 +1,8 @@
 """The sampler: takes logits, returns one token per row, and does not wait for the device.
 
 Greedy rows take an argmax; the others are scaled, truncated and raced (see noise). Edits (biases,
-penalties, masks) are made on a copy, so that log-probabilities are those of the model. Every row of
-a sequence with drafts uses the noise of its own position, so a draft is accepted exactly if it is
+penalties, masks) are made on a copy, so that the model's log-probabilities remain. Every row of a
+sequence with drafts uses the noise of its own position, so a draft is accepted exactly if it is
 the token that would have been sampled there.
 """
 
@@ -27,7 +27,7 @@ from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler
 from tokenmill_worker.engine.sampling.grammar.masks import Grammars, Masks
 from tokenmill_worker.engine.sampling.parameter_table import NUMBERS, ParameterTable
 from tokenmill_worker.engine.sampling.penalties import Histories, HistoryIndex
-from tokenmill_worker.engine.sampling.sampled import RawLogprobs, RowSpan, Sampled
+from tokenmill_worker.engine.sampling.sampled import RowSpan, Sampled
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     def takes_argmax(self) -> bool:
         """Return whether every row needs only its highest logit."""
         batch = self.batch
-        return batch.prepared.is_greedy and not batch.is_edited and not len(batch.with_logprobs)
+        return batch.prepared.is_greedy and not batch.is_edited and batch.logprobs is None
 
 
 class Sampler:
@@ -119,11 +119,6 @@ class Sampler:
         raw = logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         if raw.dtype != torch.float32 and (batch.is_edited or not self._takes_any_dtype):
             raw = raw.float()
-        raw_logprobs = (
-            RawLogprobs.take(raw, batch.logprob_rows, batch.max_top_logprobs)
-            if len(batch.with_logprobs)
-            else None
-        )
         history = self._history_index(batch, items, spans, positions)
         work, errors = raw, {}
         if batch.is_edited:
@@ -132,7 +127,7 @@ class Sampler:
         token_ids, peaks = batch.prepared.draw(work, positions)
         if history is not None:
             self._histories.record(token_ids, to_device(batch.penalised, self._device), history)
-        chosen = raw_logprobs.choose(token_ids, batch) if raw_logprobs is not None else None
+        chosen = batch.logprobs.choose(raw, work, token_ids) if batch.logprobs is not None else None
         sampled = Sampled.start(token_ids, peaks, chosen, spans, errors)
         self._grammars.launched(sampled, items)
         return sampled

@@ -50,23 +50,39 @@ def draw(scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Ten
 def draw_sorted_in_chunks(
     scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor, max_elements: int
 ) -> Tensor:
-    step = max(1, max_elements // scaled.shape[1])
-    parts = [slice(first, first + step) for first in range(0, scaled.shape[0], step)]
     return torch.cat(
-        [draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary) for part in parts]
+        [
+            draw_sorted(scaled[part], limits.take(part), keys[part], vocabulary)
+            for part in _chunks(scaled, max_elements)
+        ]
     )
 
 
 def draw_sorted(
     scaled: Tensor, limits: TruncationLimits, keys: Tensor, vocabulary: Tensor
 ) -> Tensor:
+    floor = _sorted_floor(scaled, limits)
+    return race(scaled.masked_fill(scaled < floor, -torch.inf), keys, vocabulary)
+
+
+def floors(scaled: Tensor, limits: TruncationLimits) -> Tensor:
+    """Return each row's floor [rows, 1]; `scaled` is [rows, vocab]."""
+    parts = _chunks(scaled, _MAX_ELEMENTS)
+    return torch.cat([_sorted_floor(scaled[part], limits.take(part)) for part in parts])
+
+
+def _chunks(scaled: Tensor, max_elements: int) -> list[slice]:
+    step = max(1, max_elements // scaled.shape[1])
+    return [slice(first, first + step) for first in range(0, scaled.shape[0], step)]
+
+
+def _sorted_floor(scaled: Tensor, limits: TruncationLimits) -> Tensor:
     count = min(limits.max_top_k, scaled.shape[1]) if limits.bounded else scaled.shape[1]
     if count == scaled.shape[1]:
         values = scaled.sort(dim=-1, descending=True).values
     else:
         values = scaled.topk(count, dim=-1).values
-    floor = find_floor(values, scaled, limits)
-    return race(scaled.masked_fill(scaled < floor, -torch.inf), keys, vocabulary)
+    return find_floor(values, scaled, limits)
 
 
 def find_floor(values: Tensor, scaled: Tensor, limits: TruncationLimits) -> Tensor:
