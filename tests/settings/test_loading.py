@@ -10,7 +10,6 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.types import SchedulingPolicy
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings, child_environment, load_settings
-from tokenmill_worker.settings.engine_help import ENGINE_HELP
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +185,7 @@ def test_a_text_that_is_unset_is_empty_in_a_child_too(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineConfig)])
 def test_each_engine_setting_is_a_setting_with_a_help_text(name: str) -> None:
     assert name in Settings.model_fields
-    assert ENGINE_HELP[name]
+    assert Settings.model_fields[name].description
 
 
 def test_a_child_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:

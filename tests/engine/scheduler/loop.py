@@ -14,7 +14,8 @@ import pytest
 from tests.engine.scheduler.fake_device import EOS, FakeDevice, expected_tokens
 from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig, LayerGroup
+from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.scheduler.step_builder import Proposer

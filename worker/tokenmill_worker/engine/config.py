@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tokenmill_schemas.generation import LogprobsMode
+from tokenmill_worker.engine.cache_config import CacheConfig as CacheConfig
+from tokenmill_worker.engine.cache_config import LayerGroup as LayerGroup
 from tokenmill_worker.engine.machine import total_memory
 from tokenmill_worker.engine.types import SchedulingPolicy
 
 GIB = 1 << 30
 AttentionName = Literal["auto", "reference", "cpu", "triton", "flash", "torch_varlen"]
 Quantization = Literal["int8", "int4"]
+T = TypeVar("T")
 
 
 class EngineConfigError(ValueError):
@@ -26,6 +29,17 @@ class EngineConfigError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+
+
+def setting(default: T, help_text: str, *, minimum: int | None = None) -> T:
+    """Return a field of EngineConfig.
+
+    Args:
+        default: the value if none is given.
+        help_text: the setting's line in `--help` and in the settings guide.
+        minimum: the smallest value allowed. None: no limit, or one in `EngineConfig.problems`.
+    """
+    return field(default=default, metadata={"help": help_text, "minimum": minimum})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,58 +52,127 @@ class EngineConfig:
     `max_memory_percent` of the free memory.
     """
 
-    model: str
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    device: str = "auto"
-    quantization: Quantization | None = None
-    attention: AttentionName = "auto"
-    max_model_len: int | None = None
+    model: str = field(
+        metadata={
+            "help": "directory, .gguf file, hub name, or a built-in: "
+            "smollm2-135m-instruct, gemma3-270m",
+            "minimum": None,
+        }
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting(
+        "auto", "float32, bfloat16, float16 or auto"
+    )
+    device: str = setting("auto", "cpu, cuda, cuda:1, … or auto")
+    quantization: Quantization | None = setting(None, "int8 or int4 weights")
+    attention: AttentionName = setting(
+        "auto", "auto, reference, cpu, triton, flash or torch_varlen"
+    )
+    max_model_len: int | None = setting(
+        None,
+        "longest prompt and answer together, in tokens (default: the model's limit)",
+        minimum=1,
+    )
     # cache
-    block_size: int = 16
-    num_blocks: int | None = None
-    max_memory_percent: float = 0.9
-    max_memory_gib: float | None = None  # cap on the KV pool
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
-    prefix_cache: bool = True
-    cpu_offload_gib: float = 0.0
+    block_size: int = setting(16, "tokens in a block of the KV cache", minimum=1)
+    num_blocks: int | None = setting(None, "blocks in the KV cache (default: what fits)")
+    max_memory_percent: float = setting(0.9, "share of the free memory that the engine may use")
+    max_memory_gib: float | None = setting(
+        None, "largest size of the KV cache, also if more memory is free"
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = setting(
+        "auto",
+        "type of keys and values, also float8_e4m3fn; "
+        "auto: as the weights, float16 beside int8 and int4",
+    )
+    prefix_cache: bool = setting(
+        True,
+        "compute a common beginning of prompts once; "
+        "without it each of `n` choices computes the prompt",
+    )
+    cpu_offload_gib: float = setting(
+        0.0, "host memory for preempted sequences and evicted prefixes"
+    )
     # scheduler
-    policy: SchedulingPolicy = SchedulingPolicy.FIFO
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    # read budget: KV tokens read per step (backends that gather)
-    max_read_tokens: int | None = None
-    # share of blocks below which no new prefill starts; Transformers' documents say 0.2
-    safety_margin: float = 0.05
-    long_prefill_token_threshold: int = 0
-    max_num_partial_prefills: int = 0  # 0: no limit
-    max_long_partial_prefills: int = 0  # 0: no limit
-    max_waiting: int = 100_000
-    preempt: Literal["least_wasted", "newest", "oldest"] = "least_wasted"
-    # how much bulk may lengthen a shared step (0.5: by half); None: no limit
-    bulk_slowdown: float | None = 0.5
-    max_bypass: int = 16  # sequences that may start before a head that does not fit
-    # answers
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # of requests that name none
+    policy: SchedulingPolicy = setting(SchedulingPolicy.FIFO, "fifo, prefill_first or priority")
+    max_num_batched_tokens: int = setting(
+        512, "most tokens in one step, prefill and decode together; for a GPU: 2048", minimum=1
+    )
+    max_num_seqs: int = setting(64, "most sequences that run at once; for a GPU: 256", minimum=1)
+    # only backends that gather cached tokens have this limit
+    max_read_tokens: int | None = setting(
+        None, "most cached tokens that attention reads in one step", minimum=1
+    )
+    # Transformers' documents say 0.2
+    safety_margin: float = setting(
+        0.05, "no prompt is started when the share of free blocks is below this"
+    )
+    long_prefill_token_threshold: int = setting(
+        0, "a prompt of more tokens counts as long; 0: off", minimum=0
+    )
+    max_num_partial_prefills: int = setting(
+        0, "prompts that are computed at once; 0: no limit", minimum=0
+    )
+    max_long_partial_prefills: int = setting(
+        0, "long prompts that are computed at once; 0: no limit", minimum=0
+    )
+    max_waiting: int = setting(100_000, "requests that may wait inside the engine", minimum=1)
+    preempt: Literal["least_wasted", "newest", "oldest"] = setting(
+        "least_wasted", "which sequence is preempted: least_wasted, newest or oldest"
+    )
+    bulk_slowdown: float | None = setting(
+        0.5,
+        "policy priority: how much bulk jobs may slow a step of others (0.5: by half); "
+        "none: no limit",
+        minimum=0,
+    )
+    max_bypass: int = setting(16, "how many requests may pass one that does not fit yet", minimum=0)
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "log-probabilities of requests that name no mode: raw_logprobs, of the "
+        "model's distribution, or processed_logprobs, of the one that tokens are drawn from",
+    )
     # adapters
-    adapters: str = ""  # name=folder,name=folder
-    max_loras: int = 4  # different adapters in one step
-    max_cached_loras: int = 16
+    adapters: str = setting("", "LoRA adapters that jobs may name, as name=folder,name=folder")
+    max_loras: int = setting(4, "most different adapters in one step", minimum=1)
+    max_cached_loras: int = setting(
+        16, "most adapters kept in memory; the least recently used is dropped"
+    )
     # speed
-    fuse: bool = True  # CPU in float32, and CUDA: replace layers by equivalent fused ones
-    narrow_weights: bool = True  # CPU: store float32 weights in the narrowest lossless form
-    amx: bool = True  # CPU: use AMX registers or byte products; off: float32 instructions
-    # n-gram drafts per step and sequence; 0: off; excludes async_batching
-    speculative_tokens: int = 0
-    cuda_graphs: bool | None = None  # None: on with CUDA
-    max_cached_graphs: int = 32
-    q_padding_interval: int = 64
-    kv_padding_interval: int = 16_384
-    async_batching: bool | None = None  # None: on with CUDA and without drafts
-    num_threads: int | None = None
-    tensor_parallel: bool = False  # requires torchrun
-    trust_remote_code: bool = False
-    # at start: compare the logits of a few steps with the unmodified model's
-    verify_model: bool = True
+    fuse: bool = setting(True, "replace well-known layers by fused ones")
+    narrow_weights: bool = setting(
+        True, "keep weights in memory in the precision of their file, with float32 results (CPU)"
+    )
+    amx: bool = setting(
+        True, "use Intel's AMX, or byte dot products (CPU); without, sums are chains of float32"
+    )
+    # n-gram drafts; they exclude async_batching
+    speculative_tokens: int = setting(
+        0,
+        "draft tokens per step, from the prompt; 0: off. Steps are then not planned ahead",
+        minimum=0,
+    )
+    cuda_graphs: bool | None = setting(
+        None, "replay steps as CUDA graphs (default: on where CUDA is)"
+    )
+    max_cached_graphs: int = setting(32, "most CUDA graphs in memory", minimum=1)
+    q_padding_interval: int = setting(
+        64, "query tokens of mixed steps are padded to multiples of this", minimum=1
+    )
+    kv_padding_interval: int = setting(
+        16_384, "keys of mixed steps are padded to multiples of this", minimum=1
+    )
+    async_batching: bool | None = setting(
+        None,
+        "plan the next step while this one runs (default: on CUDA, without speculative tokens)",
+    )
+    num_threads: int | None = setting(
+        None, "threads of the engine on a CPU (default: all cores)", minimum=1
+    )
+    tensor_parallel: bool = setting(False, "split the model over the ranks of torchrun")
+    trust_remote_code: bool = setting(False, "run code that comes with the model")
+    verify_model: bool = setting(
+        True, "compare the engine's logits with the model's own at the start; end on a difference"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
@@ -112,36 +195,16 @@ class EngineConfig:
                 value in choices,
                 f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}",
             )
-        for name in (
-            "block_size",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_cached_graphs",
-            "q_padding_interval",
-            "kv_padding_interval",
-            "max_waiting",
-            "max_loras",
-        ):
+        for item in dataclasses.fields(self):
+            name, value, minimum = item.name, getattr(self, item.name), item.metadata["minimum"]
+            limit = "not be negative" if minimum == 0 else f"be at least {minimum}"
             require(
-                getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}"
+                None in (value, minimum) or value >= minimum, f"{name} must {limit}, not {value}"
             )
-        for name in ("num_blocks", "max_model_len", "max_read_tokens", "num_threads"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} must be at least 1, not {value}")
         require(
             self.num_blocks is None or self.num_blocks >= 2,
             f"num_blocks must be at least 2 (block 0 is reserved), not {self.num_blocks}",
         )
-        for name in (
-            "long_prefill_token_threshold",
-            "max_num_partial_prefills",
-            "max_long_partial_prefills",
-            "speculative_tokens",
-            "max_bypass",
-        ):
-            require(
-                getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}"
-            )
         require(
             0.0 < self.max_memory_percent <= 1.0,
             f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}",
@@ -149,10 +212,6 @@ class EngineConfig:
         require(
             0.0 <= self.safety_margin < 1.0,
             f"safety_margin must be in [0, 1), not {self.safety_margin}",
-        )
-        slowdown = self.bulk_slowdown
-        require(
-            slowdown is None or slowdown >= 0, f"bulk_slowdown must not be negative, not {slowdown}"
         )
         found += self._memory_problems()
         found += self._idle_settings()
@@ -266,31 +325,3 @@ def read_table(text: str, form: str) -> dict[str, str]:
             raise ValueError(f"names {name!r} twice")
         table[name] = value
     return table
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers with the same KV shape that share block ids.
-
-    `window` is in tokens; None: full attention.
-    """
-
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """The resolved shape of the KV cache, as the bookkeeping needs it.
-
-    `num_blocks[g]` counts the blocks of group g, the reserved block 0 included.
-    `num_host_blocks[g]` counts those of the host pool (0: no offload).
-    """
-
-    block_size: int
-    groups: tuple[LayerGroup, ...]
-    num_blocks: tuple[int, ...]
-    num_host_blocks: tuple[int, ...]
-    prefix_cache: bool = True

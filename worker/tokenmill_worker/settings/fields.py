@@ -21,7 +21,6 @@ from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.keys import queue_of
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.types import SchedulingPolicy
-from tokenmill_worker.settings.engine_help import ENGINE_HELP
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -52,7 +51,7 @@ else:  # one field for each field of EngineConfig, so that the two cannot differ
                 _hints[field.name],
                 Field(
                     _DEFAULTS.get(field.name, field.default),
-                    description=ENGINE_HELP.get(field.name),
+                    description=field.metadata["help"],
                 ),
             )
             for field in dataclasses.fields(EngineConfig)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from tokenmill_worker.engine.attention import choose
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
+from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.device import CudaDevice
 from tokenmill_worker.engine.device import Device

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig
+from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback

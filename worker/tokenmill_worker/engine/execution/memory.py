@@ -11,7 +11,8 @@ import dataclasses
 import torch
 
 from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError
+from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device
 from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
 from tokenmill_worker.engine.machine import available_memory

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenmill_worker.engine.config import CacheConfig, EngineConfigError
+from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.config import EngineConfigError
 
 log = logging.getLogger(__name__)
 

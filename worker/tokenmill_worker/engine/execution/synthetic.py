@@ -21,7 +21,8 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig, EngineConfigError, LayerGroup
+from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence

@@ -11,7 +11,7 @@ succeeded. Generated blocks get their hashes when they are committed. Copies are
 
 from collections import deque
 
-from tokenmill_worker.engine.config import CacheConfig
+from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.kv.block_pool import BlockPool
 from tokenmill_worker.engine.kv.host_tier import HostTier
 from tokenmill_worker.engine.kv.prefix_cache import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from tokenmill_worker.engine.config import LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup
 
 _RESERVED = 1  # NULL_BLOCK
 

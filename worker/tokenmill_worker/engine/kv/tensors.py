@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.config import EngineConfig, LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.device import Device
 
 _DTYPES = {

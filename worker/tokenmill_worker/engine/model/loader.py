@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as progress_bars
 
 from tokenmill_worker.engine.attention import AttentionShape, choose
-from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.model import probe, shortened, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers

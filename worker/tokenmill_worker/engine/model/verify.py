@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.config import EngineConfigError, LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model.layer_groups import LayerKind, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, LayerBinding, PagedStep
 from tokenmill_worker.engine.model.probe import OWN, attending_with, failed
