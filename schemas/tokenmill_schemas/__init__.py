@@ -7,13 +7,22 @@ that connects to a server belongs elsewhere.
 
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
-from tokenmill_schemas.job import JobRequest, Message, Priority, RetryPolicy
+from tokenmill_schemas.job import (
+    FunctionCall,
+    JobRequest,
+    Message,
+    Priority,
+    RetryPolicy,
+    TextPart,
+    ToolCall,
+)
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
 __all__ = [
     "ChoiceResult",
     "Chunk",
     "FinishReason",
+    "FunctionCall",
     "JobError",
     "JobRequest",
     "JobResult",
@@ -23,6 +32,8 @@ __all__ = [
     "ResponseFormat",
     "RetryPolicy",
     "SamplingParams",
+    "TextPart",
     "TokenLogprob",
+    "ToolCall",
     "Usage",
 ]

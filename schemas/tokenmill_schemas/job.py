@@ -3,13 +3,13 @@ ever added.
 """
 
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # of requests: the newest version that this code reads
 
 
 class Priority(StrEnum):
@@ -30,11 +30,65 @@ class Priority(StrEnum):
 PRIORITY_ORDER = (Priority.INTERACTIVE, Priority.STANDARD, Priority.BULK)
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a chat."""
+class TextPart(msgspec.Struct, frozen=True):
+    """One part of a message's content."""
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    text: str
+    type: Literal["text"] = "text"
+
+
+class FunctionCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The function that an assistant called. `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One call of an assistant's message."""
+
+    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a chat.
+
+    `content` is a text, or several parts of text. An assistant's message may have `tool_calls` and
+    `reasoning` (its thoughts); then `content` may be missing. `tool_call_id` names the call that a
+    tool's message answers.
+    """
+
+    role: Literal["system", "user", "assistant", "tool", "developer"]
+    content: str | tuple[TextPart, ...] | None = None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text: its parts are joined without a separator."""
+        if isinstance(self.content, tuple):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def num_chars(self) -> int:
+        """The characters of the content, the thoughts and the calls."""
+        calls = sum(len(c.function.name) + len(c.function.arguments) for c in self.tool_calls)
+        return len(self.text) + len(self.reasoning or "") + calls
+
+    @property
+    def is_plain(self) -> bool:
+        """Does the message have only a role and a text, as in version 1?"""
+        return (
+            isinstance(self.content, str)
+            and self.role != "developer"
+            and (self.name, self.tool_call_id, self.reasoning) == (None, None, None)
+            and not self.tool_calls
+        )
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,6 +109,11 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Exactly one of `prompt` (text), `messages` (chat) and `prompt_ids` (token ids) is set. Times are
     Unix milliseconds. With `stream=False` the worker writes checkpoints to the job's log instead of
     one chunk per token.
+
+    The fields after `v` concern the chat template, and need `messages`. `add_generation_prompt=None`
+    means: yes, unless the final message is continued. `v` is the version that a worker must read at
+    least. Workers of version 1 ignore a number there, so version 2 is written as text: they refuse
+    such a request with a sentence, where they would otherwise leave out what they do not know.
     """
 
     job_id: str
@@ -75,4 +134,23 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     webhook: str | None = None
     traceparent: str | None = None
     batch_id: str | None = None
-    v: int = SCHEMA_VERSION
+    v: int | str = 1
+    chat_template_kwargs: dict[str, object] = {}
+    documents: tuple[dict[str, str], ...] = ()
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+
+_NEW_FIELDS: Final = ("chat_template_kwargs", "documents", "continue_final_message")
+_NEW_PARAMS: Final = ("logprobs_mode",)
+
+
+def wire_version(request: JobRequest) -> int | str:
+    """Return the least version whose workers honour every field of the request."""
+    is_first = (
+        not any(getattr(request, name) for name in _NEW_FIELDS)
+        and request.add_generation_prompt is None
+        and all(getattr(request.params, name) is None for name in _NEW_PARAMS)
+        and all(message.is_plain for message in request.messages or ())
+    )
+    return 1 if is_first else str(SCHEMA_VERSION)

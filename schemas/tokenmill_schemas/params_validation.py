@@ -129,7 +129,7 @@ def _schema_problems(schema: dict[str, object]) -> Iterator[str]:
             ' send what stands under its key "schema"'
         )
         return
-    if _too_deep(schema, MAX_FORMAT_DEPTH):
+    if too_deep(schema, MAX_FORMAT_DEPTH):
         yield f"response_format.json_schema is nested deeper than {MAX_FORMAT_DEPTH} levels"
         return
     size = encoded_size(schema)
@@ -147,11 +147,11 @@ def _is_envelope(schema: dict[str, object]) -> bool:
     return not _ENVELOPE.isdisjoint(schema) and _ENVELOPE.union(("description",)).issuperset(schema)
 
 
-def _too_deep(value: object, levels: int) -> bool:
+def too_deep(value: object, levels: int) -> bool:
     if not isinstance(value, dict | list | tuple):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_too_deep(item, levels - 1) for item in items)
+    return levels == 0 or any(too_deep(item, levels - 1) for item in items)
 
 
 def encoded_size(value: object) -> int | None:

@@ -20,6 +20,7 @@ MAX_LOGIT_BIASES: Final = 1_024
 MAX_PROMPT_IDS: Final = 2_000_000  # longer than any model
 MAX_MESSAGES: Final = 10_000
 MAX_METADATA: Final = 64
+MAX_DOCUMENTS: Final = 10_000
 MAX_FORMAT_CHARS: Final = 256 * 1024
 
 HARMLESS_BYTES: Final = 256 * 1024  # smaller requests decode to at most 64 times their size
@@ -43,6 +44,8 @@ def reject_oversized(request: bytes) -> bytes:
     _limit(fields, "prompt_ids", MAX_PROMPT_IDS, "ids")
     _limit(fields, "messages", MAX_MESSAGES, "entries")
     _limit(fields, "metadata", MAX_METADATA, "entries")
+    _limit(fields, "documents", MAX_DOCUMENTS, "entries")
+    _limit_size(fields, "chat_template_kwargs", "chat_template_kwargs")
     if _is_map(fields.get("params")):
         fields["params"] = msgspec.Raw(_params(bytes(fields["params"])))
     return _join(fields)
@@ -80,11 +83,7 @@ def _params(packed: bytes) -> bytes:
 
 def _response_format(packed: bytes) -> bytes:
     fields = _split(packed)
-    size = len(bytes(fields.get("json_schema", b"")))
-    if size > MAX_FORMAT_CHARS:
-        raise ValueError(
-            f"response_format.json_schema may have {MAX_FORMAT_CHARS} bytes, not {size}"
-        )
+    _limit_size(fields, "json_schema", "response_format.json_schema")
     return _join(fields)
 
 
@@ -92,6 +91,12 @@ def _limit(fields: RawFields, name: str, limit: int, noun: str) -> None:
     found = _count(bytes(fields.get(name, b"")))
     if found > limit:
         raise ValueError(f"{name} may have {limit} {noun}, not {found}")
+
+
+def _limit_size(fields: RawFields, name: str, where: str) -> None:
+    size = len(bytes(fields.get(name, b"")))
+    if size > MAX_FORMAT_CHARS:
+        raise ValueError(f"{where} may have {MAX_FORMAT_CHARS} bytes, not {size}")
 
 
 def _is_map(packed: msgspec.Raw | None) -> bool:

@@ -5,15 +5,16 @@ the same requests with the same messages. Vocabulary and context length are chec
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
+from tokenmill_schemas.chat_validation import chat_problems, chat_texts, json_texts
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
-from tokenmill_schemas.job import JobRequest, RetryPolicy
+from tokenmill_schemas.job import SCHEMA_VERSION, JobRequest, RetryPolicy
 from tokenmill_schemas.params_validation import MAX_CHOICES as MAX_CHOICES
-from tokenmill_schemas.params_validation import MAX_FORMAT_DEPTH, encoded_size, id_problems
+from tokenmill_schemas.params_validation import encoded_size, id_problems
 from tokenmill_schemas.params_validation import params_problems as params_problems
 from tokenmill_schemas.size_limits import MAX_MESSAGES, MAX_METADATA, MAX_PROMPT_IDS
 from tokenmill_schemas.webhook import redacted_url
@@ -27,6 +28,7 @@ WEEK_MS: Final = 7 * 24 * 3_600_000
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_VERSION = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 _TEXTS: Final = (
@@ -54,8 +56,10 @@ def problems(
     found = [*_broken_text(request)]
     if found:  # such text cannot be encoded, so its size is unknown
         return found
+    found += _version_problems(request)
     found += _name_problems(request)
     found += _prompt_problems(request)
+    found += chat_problems(request)
     found += _time_problems(request, now_ms)
     found += _retry_problems(request.retry)
     found += metadata_problems(request.metadata)
@@ -88,8 +92,7 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
         if text is not None:
             yield field, text
     yield "lora", request.params.lora
-    for i, message in enumerate(request.messages or ()):
-        yield f"messages[{i}].content", message.content
+    yield from chat_texts(request)
     for i, stop in enumerate(request.params.stop):
         yield f"stop[{i}]", stop
     for key, value in request.metadata.items():
@@ -100,22 +103,20 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
         yield from (
             ("response_format", text) for text in (wanted.regex, wanted.grammar) if text is not None
         )
-        yield from (("response_format.json_schema", text) for text in _strings(wanted.json_schema))
+        yield from (
+            ("response_format.json_schema", text) for text in json_texts(wanted.json_schema)
+        )
 
 
-def _strings(value: object, depth: int = 0) -> Iterator[str]:
-    """Yield the keys and values of nested JSON that are texts. Values nested deeper than the limit
-    are left out; another check rejects them.
-    """
-    if isinstance(value, str):
-        yield value
-    elif depth <= MAX_FORMAT_DEPTH and isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key, depth + 1)
-            yield from _strings(item, depth + 1)
-    elif depth <= MAX_FORMAT_DEPTH and isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item, depth + 1)
+def _version_problems(request: JobRequest) -> Iterator[str]:
+    digits = str(request.v)
+    if not _VERSION.fullmatch(digits):
+        yield f"v must be a version number, not {_short(digits)}"
+    elif int(digits) > SCHEMA_VERSION:
+        yield (
+            f"the request needs version {digits} of the wire format; this side reads up to version "
+            f"{SCHEMA_VERSION}: update it"
+        )
 
 
 def _name_problems(request: JobRequest) -> Iterator[str]:

@@ -68,7 +68,7 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
     admitted = await InputProcessor(smollm2(), SMOLLM2, clock=Clock()).process(delivery_of(job))
     assert isinstance(admitted, AdmittedJob)
     generation = admitted.generation
-    assert generation.prompt_ids == smollm2().encode(smollm2().render_chat(chat))
+    assert generation.prompt_ids == smollm2().encode(smollm2().template.render(chat))
     assert (generation.request_id, generation.priority, generation.tenant) == ("job/1", 2, "acme")
     assert generation.cache_salt == "acme"
     assert generation.deadline == (CREATED_MS + 9_000) / 1000

@@ -13,7 +13,15 @@ import msgspec
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, ControlMessage, Drain, TenantLoad, WorkerStatus
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
-from tokenmill_schemas.job import JobRequest, Message, Priority, RetryPolicy
+from tokenmill_schemas.job import (
+    FunctionCall,
+    JobRequest,
+    Message,
+    Priority,
+    RetryPolicy,
+    TextPart,
+    ToolCall,
+)
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
 LOGPROBS: Final = (
@@ -39,13 +47,21 @@ PARAMS: Final = SamplingParams(
     ),
     speculate=False, lora="poems", logprobs_mode="processed_logprobs",
 )  # fmt: skip
+CALL: Final = Message(
+    "assistant", (TextPart("One "), TextPart("moment")), reasoning="The tool knows.",
+    tool_calls=(ToolCall(FunctionCall("sky", '{"of": "Bern"}'), id="c1"),),
+)  # fmt: skip
+ANSWER: Final = Message("tool", "blue", name="sky", tool_call_id="c1")
 REQUEST: Final = JobRequest(
-    job_id="job-1", model="q", messages=(Message("system", "Be brief."), Message("user", "Why is the sky blue? ☀")),
+    job_id="job-1", model="q",
+    messages=(Message("system", "Be brief."), Message("user", "Why is the sky blue? ☀"), CALL, ANSWER),
     params=PARAMS, stream=False, priority=Priority.INTERACTIVE, tenant="acme", idempotency_key="req-42",
     created_ms=1_700_000_000_000, deadline_ms=4_000_000_000_000, not_before_ms=1_700_000_001_000,
     retry=RetryPolicy(max_attempts=5, backoff_ms=200, max_backoff_ms=9_000), metadata={"order": "17"},
     webhook="https://example.org/done", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-    batch_id="batch-9", v=2,
+    batch_id="batch-9", v="2", chat_template_kwargs={"enable_thinking": False},
+    documents=({"title": "T", "text": "x"},),
+    continue_final_message=True, add_generation_prompt=False,
 )  # fmt: skip
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_schemas.job import JobRequest, Message, RetryPolicy
+from tokenmill_schemas.job import FunctionCall, JobRequest, Message, RetryPolicy, ToolCall
 from tokenmill_schemas.validation import params_problems, problems
 
 NAN, INF = math.nan, math.inf
@@ -263,3 +263,55 @@ def test_no_parameters_make_it_raise_and_what_passes_can_be_sent(fields):
     job = request(params=SamplingParams(**fields))
     if not problems(job):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=JobRequest).job_id == "job"
+
+
+def assistant(arguments: str) -> Message:
+    return Message("assistant", tool_calls=(ToolCall(FunctionCall("f", arguments)),))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"messages": (Message("user"),)}, "messages[0].content must be a text or a list"),
+        ({"messages": (Message("assistant"),)}, "messages[0] has neither content nor tool_calls"),
+        *(
+            (
+                {"messages": (assistant(text),)},
+                "messages[0].tool_calls[0].function.arguments must be a JSON object, as text",
+            )
+            for text in ("", "[]", "{", '{"a": "\\ud800"}', "[" * 100_000)
+        ),
+        (
+            {"messages": (Message("user", "x", reasoning="y"),)},
+            "messages[0].reasoning is an assistant's only",
+        ),
+        (
+            {"messages": (Message("user", "x", tool_call_id="y"),)},
+            "messages[0].tool_call_id is a tool's only",
+        ),
+        (
+            {"messages": (Message("user", "x"),), "chat_template_kwargs": {"a": 2**70}},
+            "chat_template_kwargs holds a number beyond 64 bits",
+        ),
+        (
+            {"messages": (Message("user", "x"),), "chat_template_kwargs": {"a": "x" * 300_000}},
+            "chat_template_kwargs may have 262144 bytes",
+        ),
+        (
+            {"messages": (Message("user", ""),), "continue_final_message": True},
+            "continue_final_message needs a final message with content",
+        ),
+        *(
+            ({"messages": None, "prompt": "x", name: value}, f"{name} needs messages")
+            for name, value in (
+                ("documents", ({},)),
+                ("chat_template_kwargs", {"a": 1}),
+                ("continue_final_message", True),
+                ("add_generation_prompt", False),
+            )
+        ),
+    ],
+)
+def test_each_problem_of_a_chat_is_said(fields, sentence):
+    found = problems(request(**({"prompt": None} | fields)))
+    assert any(sentence in problem for problem in found), found

@@ -9,14 +9,15 @@ from tests.support.tokenizers import byte_level, gemma3, llama_like, metaspace, 
 from tests.support.tokenizers import vocabulary as vocabulary_of
 from tokenmill_schemas.job import Message
 from tokenmill_worker.engine.model.model_files import resolve
-from tokenmill_worker.text.tokenizer import TemplateError, Tokenizer
+from tokenmill_worker.text.chat.templates import TemplateError
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 CHAT = (Message("system", "Be brief."), Message("user", "Why is the sky blue?"))
 
 
 async def encode_chat(tokenizer: Tokenizer, chat: tuple[Message, ...]) -> tuple[int, ...]:
-    return await tokenizer.encode_rendered(tokenizer.render_chat(chat))
+    return await tokenizer.encode_rendered(tokenizer.template.render(chat))
 
 
 async def test_a_chat_is_what_transformers_makes_of_it():
@@ -27,7 +28,7 @@ async def test_a_chat_is_what_transformers_makes_of_it():
         return_dict=False,
     )
     assert list(await encode_chat(smollm2(), CHAT)) == expected
-    assert smollm2().render_chat(CHAT).endswith("<|im_start|>assistant\n")
+    assert smollm2().template.render(CHAT).endswith("<|im_start|>assistant\n")
 
 
 async def test_a_prompt_gets_the_models_own_beginning():

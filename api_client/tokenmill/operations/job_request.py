@@ -22,7 +22,7 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.operations.openai_forms import read_forms
 from tokenmill_schemas.codec import as_str, encode
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.job import JobRequest, wire_version
 from tokenmill_schemas.validation import MAX_MS, problems
 
 _SAMPLING = frozenset(SamplingParams.__struct_fields__)
@@ -128,11 +128,14 @@ def build_request(arguments: Mapping[str, Any]) -> JobRequest:
 
 
 def checked(request: JobRequest, *, is_decoded: bool = False) -> JobRequest:
-    """Return the request. Raises InvalidRequest if it is not valid."""
+    """Return the request, with the version that its fields need. Raises InvalidRequest if it is not
+    valid.
+    """
     found = problems(request, is_decoded=is_decoded)
     if found:
         raise InvalidRequest(found)
-    return request
+    version = wire_version(request)
+    return request if version == 1 else msgspec.structs.replace(request, v=version)
 
 
 def _moment_ms(name: str, value: Any, now_ms: int, origin_ms: int) -> int | None:
@@ -184,7 +187,7 @@ def estimated_tokens(request: JobRequest) -> int:
     if request.prompt_ids is not None:
         prompt = len(request.prompt_ids)
     elif request.messages is not None:
-        prompt = sum(len(message.content) for message in request.messages) // _CHARS_PER_TOKEN
+        prompt = sum(message.num_chars for message in request.messages) // _CHARS_PER_TOKEN
     else:
         prompt = len(request.prompt or "") // _CHARS_PER_TOKEN
     return prompt + request.params.n * (request.params.max_tokens or _GUESSED_ANSWER_TOKENS)

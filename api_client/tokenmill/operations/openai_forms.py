@@ -1,5 +1,5 @@
-"""Reads the request shapes of OpenAI's API: messages, prompts, stop texts, biases and response
-formats.
+"""Reads the request shapes of OpenAI's API: prompts, stop texts, biases and response formats;
+openai_messages.py reads messages.
 
 Clients, the command line, Celery tasks and bulk files all use `read_forms`, so that the same shape
 gives the same job or the same error everywhere. A shape that this project defines itself
@@ -11,36 +11,15 @@ API.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeGuard
 
-from tokenmill.errors import InvalidRequest
+from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
+from tokenmill.operations.openai_messages import read_messages
 from tokenmill_schemas.size_limits import WHOLE_NUMBER
 
-_ROLES: Final = {
-    "developer": "system",
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-_MESSAGE_KEYS: Final = frozenset({"role", "content", "refusal"})
-# OpenAI's answers contain these keys with empty values, and a chat's history consists of answers
-_UNSUPPORTED_KEYS: Final = frozenset(
-    {"name", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"}
-)
-_PART_KINDS: Final = ("text", "refusal")
 _OWN_FORMAT_KEYS: Final = ("json_schema", "regex", "grammar", "strict")
 _SCHEMA_KEYS: Final = ("name", "description", "schema", "strict")
-
-
-class FormError(InvalidRequest):
-    """A shape was rejected. `param` names its place; `code` is the code that OpenAI's API gives."""
-
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
-        super().__init__([message])
-        self.param = param
-        self.code = code
 
 
 def read_forms(fields: dict[str, Any]) -> None:
@@ -111,79 +90,6 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# ── messages ──
-
-
-def _read_messages(fields: dict[str, Any]) -> None:
-    messages = fields["messages"]
-    if not isinstance(messages, list | tuple):
-        raise FormError(
-            "messages must be a list of messages, each with role and content", "messages"
-        )
-    fields["messages"] = [
-        _message(message, f"messages[{place}]") for place, message in enumerate(messages)
-    ]
-
-
-def _message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise FormError(f"{where} must be a message with role and content", where)
-    given = _present(message)
-    role = given.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise FormError(
-            f"{where}.role must be one of {', '.join(_ROLES)}, not {_shown(role)}", f"{where}.role"
-        )
-    for name in given:
-        if name in _UNSUPPORTED_KEYS and given[name]:
-            raise FormError(
-                f"{where}.{name} is not supported here", f"{where}.{name}", "unsupported_parameter"
-            )
-    _refuse_unknown(given, _MESSAGE_KEYS | _UNSUPPORTED_KEYS, where)
-    return {"role": _ROLES[role], "content": _content(_said(given, role, where), where)}
-
-
-def _said(given: Mapping[str, Any], role: str, where: str) -> Any:
-    """Return the content of a message. An assistant's refusal replaces its content."""
-    content, refusal = given.get("content"), given.get("refusal")
-    if refusal is None:
-        return content
-    if role != "assistant":
-        raise FormError(f"{where}.refusal is an assistant's only", f"{where}.refusal")
-    if content:
-        raise FormError(
-            f"{where} has a refusal beside its content: give one of them", f"{where}.refusal"
-        )
-    return refusal
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise FormError(
-            f"{where}.content must be a text or a list of text parts", f"{where}.content"
-        )
-    return "".join(_part(part, f"{where}.content[{place}]") for place, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in _PART_KINDS:
-        what = (
-            f"is a part of type {_shown(kind)}" if kind is not None else "is a part without a type"
-        )
-        raise FormError(
-            f"{where} {what}; only text parts are supported", where, "unsupported_parameter"
-        )
-    given = _present(part)
-    _refuse_unknown(given, ("type", kind), where)
-    text = given.get(kind)
-    if not isinstance(text, str):
-        raise FormError(f"{where}.{kind} must be a text", f"{where}.{kind}")
-    return text
-
-
 # ── response formats ──
 
 
@@ -191,27 +97,27 @@ def _read_format(fields: dict[str, Any]) -> None:
     wanted = fields["response_format"]
     if not isinstance(wanted, Mapping):
         raise FormError("response_format must be an object", "response_format")
-    given = _present(wanted)
+    given = present(wanted)
     if "type" not in given:
-        _refuse_unknown(given, _OWN_FORMAT_KEYS, "response_format", "; without type it takes")
+        refuse_unknown(given, _OWN_FORMAT_KEYS, "response_format", "; without type it takes")
         fields["response_format"] = given
         return
     kind = given["type"]
     read = _FORMATS.get(kind) if isinstance(kind, str) else None
     if read is None:
         kinds = ", ".join(_FORMATS)
-        words = f"response_format.type must be one of {kinds}, not {_shown(kind)}"
+        words = f"response_format.type must be one of {kinds}, not {shown(kind)}"
         raise FormError(words, "response_format.type")
     fields["response_format"] = read(given)
 
 
 def _text_format(given: Mapping[str, Any]) -> None:
     """Read the format "text", which allows any text: the same as no format."""
-    _refuse_unknown(given, ("type",), "response_format")
+    refuse_unknown(given, ("type",), "response_format")
 
 
 def _object_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_unknown(given, ("type",), "response_format")
+    refuse_unknown(given, ("type",), "response_format")
     return {"json_schema": {}}
 
 
@@ -220,18 +126,18 @@ def _schema_format(given: Mapping[str, Any]) -> dict[str, Any]:
     default for `strict` is false.
     """
     where = "response_format.json_schema"
-    _refuse_unknown(given, ("type", "json_schema"), "response_format")
+    refuse_unknown(given, ("type", "json_schema"), "response_format")
     envelope = given.get("json_schema")
     if not isinstance(envelope, Mapping):
         raise FormError(f"{where} must be an object with name, strict and schema", where)
-    inner = _present(envelope)
-    _refuse_unknown(inner, _SCHEMA_KEYS, where, "; it takes")
+    inner = present(envelope)
+    refuse_unknown(inner, _SCHEMA_KEYS, where, "; it takes")
     schema, strict = inner.get("schema"), inner.get("strict", False)
     if not isinstance(schema, Mapping):
         raise FormError(f"{where}.schema must be a JSON schema", f"{where}.schema")
     if not isinstance(strict, bool):
         raise FormError(
-            f"{where}.strict must be true or false, not {_shown(strict)}", f"{where}.strict"
+            f"{where}.strict must be true or false, not {shown(strict)}", f"{where}.strict"
         )
     for name in ("name", "description"):
         if not isinstance(inner.get(name, ""), str):
@@ -246,34 +152,9 @@ _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | None
 }
 _READERS: Final[Mapping[str, Callable[[dict[str, Any]], None]]] = {
     "prompt": _read_prompt,
-    "messages": _read_messages,
+    "messages": read_messages,
     "max_completion_tokens": _read_length,
     "stop": _read_stop,
     "logit_bias": _read_biases,
     "response_format": _read_format,
 }
-
-
-# ── keys ──
-
-
-def _present(given: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _refuse_unknown(
-    given: Mapping[Any, Any], known: Iterable[str], where: str, hint: str = ""
-) -> None:
-    known = tuple(known)
-    for name in given:
-        if name not in known:
-            word = str(name)[:64]
-            words = f"{where} has the unknown key {word!r}" + (
-                f"{hint} {', '.join(known)}" if hint else ""
-            )
-            raise FormError(words, f"{where}.{word}", "unknown_parameter")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 64 else text[:61] + "..."

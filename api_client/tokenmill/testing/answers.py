@@ -179,5 +179,5 @@ class SimulatedJob:
 def _prompt_words(request: JobRequest) -> int:
     if request.prompt_ids is not None:
         return len(request.prompt_ids)
-    texts = [message.content for message in request.messages or ()] or [request.prompt or ""]
+    texts = [message.text for message in request.messages or ()] or [request.prompt or ""]
     return sum(len(text.split()) for text in texts)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill_schemas.generation import ResponseFormat
-from tokenmill_schemas.job import Message
+from tokenmill_schemas.job import FunctionCall, Message, TextPart, ToolCall
 
 Body = Mapping[str, Any]
 
@@ -61,7 +61,44 @@ TAKEN: dict[str, tuple[Body, dict[str, Any]]] = {
                 {"type": "text", "text": "brief"}]},
             {"role": "user", "content": "Hi"},
         ),
-        {"messages": (Message("system", "Be brief"), Message("user", "Hi"))},
+        {"messages": (
+            Message("developer", (TextPart("Be "), TextPart("brief"))), Message("user", "Hi"),
+        )},
+    ),
+    "one text part": (
+        chat({"role": "user", "content": [{"type": "text", "text": "Hi"}]}),
+        {"messages": (Message("user", "Hi"),)},
+    ),
+    "a tool's answer to its call": (
+        chat(
+            {"role": "user", "content": "Hi", "name": "Al"},
+            {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [
+                {"id": "c", "type": "function", "index": 0,
+                    "function": {"name": "f", "arguments": '{"a": 1}'}},
+                {"id": "d", "function": {"name": "g", "arguments": {"b": [2]}}},
+                {"id": "e", "function": {"name": "h", "arguments": ""}},
+            ]},
+            {"role": "tool", "content": "7", "tool_call_id": "c"},
+        ),
+        {"messages": (
+            Message("user", "Hi", name="Al"),
+            Message("assistant", reasoning="Hm.", tool_calls=(
+                ToolCall(FunctionCall("f", '{"a": 1}'), id="c"),
+                ToolCall(FunctionCall("g", '{"b":[2]}'), id="d"),
+                ToolCall(FunctionCall("h", "{}"), id="e"),
+            )),
+            Message("tool", "7", tool_call_id="c"),
+        )},
+    ),
+    "variables and documents of the template": (
+        {**CHAT, "chat_template_kwargs": {"enable_thinking": False},
+            "documents": [{"title": "T", "text": "x"}], "add_generation_prompt": False},
+        {"chat_template_kwargs": {"enable_thinking": False},
+            "documents": ({"title": "T", "text": "x"},), "add_generation_prompt": False},
+    ),
+    "a message to continue": (
+        {**chat({"role": "assistant", "content": "H"}), "continue_final_message": True},
+        {"messages": (Message("assistant", "H"),), "continue_final_message": True},
     ),
     "an answer of OpenAI's in the history": (
         chat(
@@ -126,12 +163,32 @@ REFUSED: dict[str, tuple[Body, str]] = {
         chat({"role": "user", "content": "Hi", "weight": 1}),
         "messages[0] has the unknown key 'weight'",
     ),
-    "tool calls": (
+    "a call without a function": (
         chat({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}),
-        "messages[0].tool_calls is not supported here",
+        "messages[0].tool_calls[0] must be the call of a function, with name and arguments",
     ),
-    "a name": (chat({"role": "user", "content": "Hi", "name": "Al"}),
-        "messages[0].name is not supported here"),
+    "arguments that are no object": (
+        chat({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}),
+        "messages[0].tool_calls[0].function.arguments must be a JSON object",
+    ),
+    "an answer to no call": (
+        chat({"role": "tool", "content": "7", "tool_call_id": "c"}),
+        "messages[0].tool_call_id is 'c', which no message before it called",
+    ),
+    "a user's call": (
+        chat({"role": "user", "content": "Hi", "tool_calls": [{"function": {"name": "f"}}]}),
+        "messages[0].tool_calls is an assistant's only",
+    ),
+    "an assistant without content and calls": (
+        chat({"role": "assistant", "content": None}),
+        "messages[0].content must be a text or a list of text parts",
+    ),
+    "a name that is no text": (chat({"role": "user", "content": "Hi", "name": 7}),
+        "messages[0].name must be a text"),
+    "both ways to go on": (
+        {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message continues the final message, and add_generation_prompt begins",
+    ),
     "another role": (
         chat({"role": "wizard", "content": "Hi"}),
         "messages[0].role must be one of developer, system, user, assistant, tool, not 'wizard'",

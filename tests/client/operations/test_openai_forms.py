@@ -32,8 +32,14 @@ pytestmark = pytest.mark.redis
 Entrance = Callable[[str, Body], JobRequest]  # raises InvalidRequest with the sentence
 QUEUE = "q"
 _FLAGS = {"max_tokens": "--max-tokens", "top_p": "--top-p"}
+_SWITCHES = {
+    "continue_final_message": "--continue-final-message",
+    "add_generation_prompt": "--generation-prompt",
+}
 _JSON_FLAGS = {
     "messages": "--messages",
+    "chat_template_kwargs": "--chat-template-kwargs",
+    "documents": "--documents",
     "response_format": "--response-format",
     "logit_bias": "--logit-bias",
 }
@@ -68,6 +74,8 @@ def by_command_line(url: str, body: Body) -> JobRequest:
     for name, value in body.items():
         if name in _JSON_FLAGS:
             arguments += [_JSON_FLAGS[name], json.dumps(value)]
+        elif name in _SWITCHES:
+            arguments.append(_SWITCHES[name] if value else f"--no-{_SWITCHES[name][2:]}")
         elif name in _FLAGS:
             arguments += [_FLAGS[name], str(value)]
         elif name == "stop":
@@ -144,7 +152,15 @@ def meant(fields: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": 4,
         **{name: fields[name] for name in fields if name in SamplingParams.__struct_fields__},
     }
-    what = {"prompt": None, "prompt_ids": None, "messages": (Message("user", "Hi"),)}
+    what: dict[str, Any] = {
+        "prompt": None,
+        "prompt_ids": None,
+        "messages": (Message("user", "Hi"),),
+        "chat_template_kwargs": {},
+        "documents": (),
+        "continue_final_message": False,
+        "add_generation_prompt": None,
+    }
     return {
         **what,
         **{name: fields[name] for name in fields if name in what},
@@ -159,10 +175,8 @@ def test_a_shape_gives_the_same_job(entrance: str, redis_url: str, allowed_keys:
         if not fits(entrance, body):
             continue
         request = ENTRANCES[entrance](redis_url, body)
-        found = {
-            name: getattr(request, name) for name in ("prompt", "prompt_ids", "messages", "params")
-        }
-        assert found == meant(fields), shape
+        expected = meant(fields)
+        assert {name: getattr(request, name) for name in expected} == expected, shape
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)

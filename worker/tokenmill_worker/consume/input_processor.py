@@ -24,9 +24,10 @@ from tokenmill_worker.consume.outcomes import Outcomes
 from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, read_log, replay
-from tokenmill_worker.text.tokenizer import TemplateError, Tokenizer
+from tokenmill_worker.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,13 @@ class InputProcessor:
             prompt_ids = request.prompt_ids
         elif request.messages is not None:
             try:
-                chat = self._tokenizer.render_chat(request.messages)
+                chat = self._tokenizer.template.render(
+                    request.messages,
+                    documents=request.documents,
+                    continue_final_message=request.continue_final_message,
+                    add_generation_prompt=request.add_generation_prompt,
+                    variables=request.chat_template_kwargs,
+                )
             except TemplateError as error:
                 raise _Refused(str(error)) from error
             self._refuse_absurd_length(chat)

@@ -35,5 +35,6 @@ def _of_choice(choice: ChoiceResult) -> int:
 
 
 def _of_request(request: JobRequest) -> int:
-    texts = sum(len(message.content) for message in request.messages or ())
+    texts = sum(message.num_chars for message in request.messages or ())
+    texts += sum(len(text) for document in request.documents for text in document.values())
     return len(request.prompt or "") + texts + _TOKEN * len(request.prompt_ids or ())

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenmill_schemas.job import Message
+from tokenmill_worker.text.chat.templates import ChatTemplate
 from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from tokenmill_worker.text.token_pieces import Pieces, read_pieces
 
@@ -38,16 +38,12 @@ AS_NAMED: Final[Mapping[str, frozenset[str]]] = {
 }
 
 
-class TemplateError(ValueError):
-    """The model has no chat template, or its template refuses these messages."""
-
-
 class Tokenizer:
     """Wraps a Transformers tokenizer (`PreTrainedTokenizerFast`, or any with the same calls)."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self._template = chat_template or getattr(tokenizer, "chat_template", None)
+        self.template = ChatTemplate(tokenizer, chat_template)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._encoder = _plain_encoder(tokenizer)
         self._special = _special_ids(tokenizer, backend)
@@ -74,7 +70,7 @@ class Tokenizer:
         return await self._encode_apart(text, special=True)
 
     async def encode_rendered(self, chat: str) -> tuple[int, ...]:
-        """Encode the text of `render_chat`; the template has written the special tokens already."""
+        """Encode the text of `template.render`; the template has written the special tokens already."""
         return await self._encode_apart(chat, special=False)
 
     async def _encode_apart(self, text: str, special: bool) -> tuple[int, ...]:
@@ -89,22 +85,6 @@ class Tokenizer:
         if self._encoder is not None:
             return tuple(self._encoder.encode(text, add_special_tokens=special).ids)
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
-
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return the chat as the model reads it. Raises TemplateError."""
-        if not self._template:
-            raise TemplateError("the model has no chat template: send a prompt instead of messages")
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    turns, chat_template=self._template, add_generation_prompt=True, tokenize=False
-                )
-            )
-        except Exception as error:  # templates are programs and may raise any error
-            raise TemplateError(
-                f"the model's chat template refuses the messages: {_first_line(error)}"
-            ) from error
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound on the text's number of tokens; 0 if there is none. It is cheap, so
@@ -231,9 +211,3 @@ def _longest_token(backend: Any) -> int:
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return 0
     return max(map(len, backend.get_vocab()), default=0)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    line = "".join(letter for letter in lines[0] if letter.isprintable()) if lines else ""
-    return line[:300] or type(error).__name__

@@ -20,8 +20,8 @@ import msgspec
 
 from tokenmill.bulk.formats.request_body import fields_of
 from tokenmill.errors import ConfigurationError, InvalidRequest
+from tokenmill.operations.form_values import FormError
 from tokenmill.operations.job_request import build_request
-from tokenmill.operations.openai_forms import FormError
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest, Priority
@@ -310,6 +310,6 @@ def _param(error: InvalidRequest) -> str | None:
     word = re.split(r"[ .\[]", error.problems[0], maxsplit=1)[0]
     return (
         word
-        if word in SamplingParams.__struct_fields__ or word in ("messages", "prompt", "model")
+        if word in SamplingParams.__struct_fields__ or word in JobRequest.__struct_fields__
         else None
     )

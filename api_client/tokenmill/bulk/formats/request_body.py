@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tokenmill.operations.openai_forms import FormError
+from tokenmill.operations.form_values import FormError
 from tokenmill_schemas.openai import CHAT_URL
 
 _SAME: Final = (
@@ -43,7 +43,11 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-_CHAT_ONLY: Final = frozenset({"messages", "max_completion_tokens", "top_logprobs"})
+# what vLLM adds for the chat template
+_TEMPLATE: Final = (
+    "chat_template_kwargs", "documents", "continue_final_message", "add_generation_prompt",
+)  # fmt: skip
+_CHAT_ONLY: Final = frozenset({"messages", "max_completion_tokens", "top_logprobs", *_TEMPLATE})
 _COMPLETION_ONLY: Final = frozenset({"prompt", "best_of"})
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default length of a completion
 
@@ -92,7 +96,8 @@ def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
             "Missing required parameter: 'messages'.", "messages", "missing_required_parameter"
         )
     lengths = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
-    return {"messages": body["messages"], **lengths, **_chat_logprobs(body)}
+    template = {name: body[name] for name in _TEMPLATE if name in body}
+    return {"messages": body["messages"], **template, **lengths, **_chat_logprobs(body)}
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:

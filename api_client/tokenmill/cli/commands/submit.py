@@ -55,10 +55,34 @@ def submit(
     ] = None,
     messages: Annotated[
         str | None,
-        typer.Option(help="Messages as JSON, or @FILE.", rich_help_panel=_PROMPT),
+        typer.Option(help="Messages as JSON (or @FILE).", rich_help_panel=_PROMPT),
     ] = None,
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids, separated by commas.", rich_help_panel=_PROMPT)
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Variables of the chat template as JSON (or @FILE).", rich_help_panel=_PROMPT
+        ),
+    ] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            help="Documents for the chat template as JSON (or @FILE).", rich_help_panel=_PROMPT
+        ),
+    ] = None,
+    continue_final_message: Annotated[
+        bool,
+        typer.Option(
+            "--continue-final-message",
+            help="Continue the final message instead of beginning another.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = False,
+    generation_prompt: Annotated[
+        bool | None,
+        typer.Option(help="Begin an assistant's message after the chat.", rich_help_panel=_PROMPT),
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -154,8 +178,12 @@ def submit(
     given = locals()
     arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if _is_given(given[name])}
     arguments |= _prompt(prompt, chat or system is not None, system, messages, prompt_ids)
-    if logit_bias is not None:
-        arguments["logit_bias"] = _from_json(logit_bias, "--logit-bias")
+    arguments |= {
+        name: _from_json(given[name], f"--{name.replace('_', '-')}")
+        for name in ("logit_bias", "chat_template_kwargs", "documents")
+        if given[name] is not None
+    }
+    arguments["add_generation_prompt"] = generation_prompt
     if wanted := _response_format(json_schema, regex, grammar, response_format):
         arguments["response_format"] = wanted
     if metadata:
@@ -197,7 +225,8 @@ def _is_given(value: object) -> bool:
 _PLAIN = (
     "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logprobs", "logprobs_mode", "n", "priority", "tenant", "idempotency_key", "deadline", "webhook",
+    "continue_final_message", "logprobs", "logprobs_mode", "n", "priority", "tenant",
+    "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
 
 

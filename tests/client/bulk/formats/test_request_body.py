@@ -8,7 +8,7 @@ from tests.client.bulk.support import chat, completion
 from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.bulk.formats.request_body import fields_of
 from tokenmill_schemas.generation import ResponseFormat
-from tokenmill_schemas.job import JobRequest, Message, Priority
+from tokenmill_schemas.job import JobRequest, Message, Priority, TextPart
 from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
 
 
@@ -78,7 +78,8 @@ def test_message_parts_and_roles() -> None:
     messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "Hi"}]
     job = job_of(chat("a", messages=messages))
     assert isinstance(job, JobRequest)
-    assert job.messages == (Message("system", "Be brief"), Message("user", "Hi"))
+    parts_read = (TextPart("Be "), TextPart("brief"))
+    assert job.messages == (Message("developer", parts_read), Message("user", "Hi"))
 
 
 @pytest.mark.parametrize(
@@ -146,18 +147,13 @@ def test_log_probabilities_of_a_chat() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            None,
+            "messages[0].tool_calls[0]",
+            "invalid_value",
         ),
         (
-            {"messages": [{"role": "user", "content": "x", "name": "Al"}]},
-            "messages[0].name",
+            {"messages": [{"role": "assistant", "content": "", "audio": {"id": "a"}}]},
+            "messages[0].audio",
             "unsupported_parameter",
-        ),
-        (
-            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]},
-            "messages[0].tool_call_id",
-            None,
         ),
         (
             {"messages": [{"role": "assistant", "content": None}]},

@@ -1,0 +1,120 @@
+"""Checks messages and what goes with them to the chat template, without a template."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.params_validation import MAX_FORMAT_DEPTH, encoded_size, too_deep
+from tokenmill_schemas.size_limits import MAX_DOCUMENTS, MAX_FORMAT_CHARS
+
+_TEMPLATE_FIELDS: Final = ("chat_template_kwargs", "documents", "continue_final_message")
+
+
+def chat_texts(request: JobRequest) -> Iterator[tuple[str, str]]:
+    """Yield each text of the chat, after the name of its field."""
+    for i, message in enumerate(request.messages or ()):
+        where = f"messages[{i}]"
+        content = message.content
+        if isinstance(content, tuple):
+            yield from ((f"{where}.content[{j}]", part.text) for j, part in enumerate(content))
+        elif content is not None:
+            yield f"{where}.content", content
+        for name in ("name", "tool_call_id", "reasoning"):
+            text = getattr(message, name)
+            if text is not None:
+                yield f"{where}.{name}", text
+        for j, call in enumerate(message.tool_calls):
+            for text in (call.id, call.function.name, call.function.arguments):
+                yield f"{where}.tool_calls[{j}]", text
+    yield from (("documents", text) for text in json_texts(request.documents))
+    kwargs = request.chat_template_kwargs
+    yield from (("chat_template_kwargs", text) for text in json_texts(kwargs))
+
+
+def json_texts(value: object, depth: int = 0) -> Iterator[str]:
+    """Yield the keys and values of nested JSON that are texts. Values nested deeper than the limit
+    are left out; another check rejects them.
+    """
+    if isinstance(value, str):
+        yield value
+    elif depth <= MAX_FORMAT_DEPTH and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from json_texts(key, depth + 1)
+            yield from json_texts(item, depth + 1)
+    elif depth <= MAX_FORMAT_DEPTH and isinstance(value, list | tuple):
+        for item in value:
+            yield from json_texts(item, depth + 1)
+
+
+def chat_problems(request: JobRequest) -> Iterator[str]:
+    """Yield one sentence for each problem of the messages and of the template's arguments."""
+    known: set[str] = set()
+    for i, message in enumerate(request.messages or ()):
+        yield from _message_problems(message, f"messages[{i}]", known)
+        known.update(call.id for call in message.tool_calls if call.id)
+    if request.messages is None:
+        yield from (f"{name} needs messages" for name in _TEMPLATE_FIELDS if getattr(request, name))
+        if request.add_generation_prompt is not None:
+            yield "add_generation_prompt needs messages"
+    if request.continue_final_message:
+        yield from _continuation_problems(request)
+    if len(request.documents) > MAX_DOCUMENTS:
+        yield f"documents may have {MAX_DOCUMENTS} entries, not {len(request.documents)}"
+    yield from _kwargs_problems(request.chat_template_kwargs)
+
+
+def _message_problems(message: Message, where: str, known: set[str]) -> Iterator[str]:
+    if message.role != "assistant":
+        yield from (
+            f"{where}.{name} is an assistant's only"
+            for name in ("tool_calls", "reasoning")
+            if getattr(message, name)
+        )
+        if message.content is None:
+            yield f"{where}.content must be a text or a list of text parts"
+    elif message.content is None and not message.tool_calls and message.reasoning is None:
+        yield f"{where} has neither content nor tool_calls"
+    if message.tool_call_id is not None:
+        if message.role != "tool":
+            yield f"{where}.tool_call_id is a tool's only"
+        elif message.tool_call_id not in known:
+            shown = message.tool_call_id[:60]
+            yield f"{where}.tool_call_id is {shown!r}, which no message before it called"
+    for j, call in enumerate(message.tool_calls):
+        inside = f"{where}.tool_calls[{j}].function"
+        if not call.function.name:
+            yield f"{inside}.name must not be empty"
+        if parsed_arguments(call.function.arguments) is None:
+            yield f"{inside}.arguments must be a JSON object, as text"
+
+
+def parsed_arguments(text: str) -> dict[str, object] | None:
+    """Return the arguments of a call; None if the text is no JSON object."""
+    try:
+        found = msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _continuation_problems(request: JobRequest) -> Iterator[str]:
+    if request.add_generation_prompt:
+        yield (
+            "continue_final_message continues the final message, and add_generation_prompt begins "
+            "another: give one of them"
+        )
+    if request.messages and not request.messages[-1].text:
+        yield "continue_final_message needs a final message with content"
+
+
+def _kwargs_problems(kwargs: dict[str, object]) -> Iterator[str]:
+    if too_deep(kwargs, MAX_FORMAT_DEPTH):
+        yield f"chat_template_kwargs is nested deeper than {MAX_FORMAT_DEPTH} levels"
+        return
+    size = encoded_size(kwargs)
+    if size is None:
+        yield "chat_template_kwargs holds a number beyond 64 bits"
+    elif size > MAX_FORMAT_CHARS:
+        yield f"chat_template_kwargs may have {MAX_FORMAT_CHARS} bytes, not {size}"

@@ -1,0 +1,81 @@
+"""A request says which version of the wire its fields need; an older worker refuses it with a
+sentence and never leaves such a field out.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from tokenmill.operations.job_request import build_request
+from tokenmill_schemas.codec import decode_request, encode
+from tokenmill_schemas.job import JobRequest, Message, wire_version
+from tokenmill_schemas.validation import problems
+
+HI = {"role": "user", "content": "Hi"}
+CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
+NEW: list[dict[str, Any]] = [
+    {"messages": [HI], "chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": [HI], "documents": [{"title": "T"}]},
+    {"messages": [HI], "continue_final_message": True},
+    {"messages": [HI], "add_generation_prompt": False},
+    {"messages": [{**HI, "role": "developer"}]},
+    {"messages": [{**HI, "name": "Al"}]},
+    {"messages": [CALLING]},
+    {"messages": [CALLING, {"role": "tool", "content": "7", "tool_call_id": "c"}]},
+    {"messages": [{"role": "assistant", "content": "a", "reasoning": "b"}]},
+    {"messages": [HI], "logprobs": True, "logprobs_mode": "raw_logprobs"},
+    {"messages": [{**HI, "content": [{"type": "text", "text": t} for t in "ab"]}]},
+]
+
+
+class OldMessage(msgspec.Struct):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class OldRequest(msgspec.Struct):
+    """A request as version 1 read it, with the fields that matter here."""
+
+    job_id: str
+    messages: tuple[OldMessage, ...] | None = None
+    v: int = 1
+
+
+def read_by_version_1(request: JobRequest) -> OldRequest:
+    return msgspec.msgpack.decode(encode(request), type=OldRequest)
+
+
+@pytest.mark.parametrize("arguments", NEW, ids=lambda given: str(given)[:60])
+def test_version_1_refuses_what_it_does_not_know(arguments: dict[str, Any]) -> None:
+    request = build_request(arguments)
+    assert request.v == "2"
+    assert problems(request) == []
+    assert decode_request(encode(request)) == request
+    with pytest.raises(msgspec.ValidationError):
+        read_by_version_1(request)
+
+
+def test_a_request_of_version_1_keeps_its_bytes() -> None:
+    request = build_request({"messages": [HI], "job_id": "a"})
+    packed = msgspec.msgpack.decode(encode(request))
+    old = {"job_id", "messages", "created_ms", "params", "retry", "metadata"}
+    assert set(packed) <= old
+    assert packed["messages"] == [HI]
+    assert read_by_version_1(request).v == 1
+
+
+def test_a_request_of_a_newer_version_is_refused_with_both_versions() -> None:
+    for version in (3, "3"):
+        request = JobRequest(job_id="a", prompt="x", v=version)
+        assert problems(request) == [
+            "the request needs version 3 of the wire format; this side reads up to version 2: "
+            "update it"
+        ]
+    assert problems(JobRequest(job_id="a", prompt="x", v="two")) == [
+        "v must be a version number, not 'two'"
+    ]
+
+
+def test_the_version_is_the_least_that_is_needed() -> None:
+    assert wire_version(JobRequest(job_id="a", messages=(Message("user", "x"),), v=2)) == 1
