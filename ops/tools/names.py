@@ -1,4 +1,4 @@
-"""Checks names in the product: no retired word comes back, and no class name is defined twice.
+"""Checks names: no retired word or definition comes back, and no class name is defined twice.
 
 A retired word is a term of an earlier version that readers of vLLM, Celery or Redis do not know.
 `RETIRED` says what to write instead. A retired definition is a class or function whose name was
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-PRODUCT = ("api_client", "migrations", "schemas", "worker")
+CHECKED = ("api_client", "migrations", "schemas", "worker", "tests")
 RETIRED = {
     "bell": "wake-up channel",
     "bury": "mark dead",
@@ -37,7 +37,7 @@ RETIRED = {
     "voucher": "ownership version",
     "vouchers": "ownership versions",
 }
-# Classes and functions of Python and Lua, each with what took its place.
+# Classes and functions of the product, each with what took its place.
 RETIRED_DEFINITIONS = {
     "AppendCalls": "AppendBatch",
     "HeldConnection": "PipelinedConnection",
@@ -105,9 +105,25 @@ RETIRED_DEFINITIONS = {
     "without_bombs": "reject_oversized",
     "heeding_cancellation": "reraise_cancellation",
     "leave_replicas": "reconnect_on_readonly",
+    "Observer": "JobTelemetry",
+    "Team": "PoolThread",
+    "each_handed_in": "parallel_for_commit",
+}
+# Classes and functions of tests, each with what took its place.
+RETIRED_IN_TESTS = {
+    "Arena": "FaultInjector",
+    "Audience": "Subscribers",
+    "Crowd": "Load",
+    "Desk": "JobSink or BulkSetup",
+    "Told": "Received",
+    "Troop": "WorkerGroup",
+    "rage": "inject_faults",
+    "verdict": "find_violations",
 }
 PYTHON_DEFINITION = re.compile(r"\s*(?:class|(?:async )?def)\s+(\w+)")
 LUA_DEFINITION = re.compile(r"\s*(?:local\s+)?function\s+(\w+)")
+CPP_DEFINITION = re.compile(r"\s*(?:(?:class|struct)|(?:INLINE |static )*[\w:<>]+ [*&]?)\s*(\w+)")
+DEFINITIONS = {".lua": LUA_DEFINITION, ".cpp": CPP_DEFINITION, ".h": CPP_DEFINITION}
 # Keys in Redis, `ClientOptions.patience_s`, a metric, and lanes of a GPU's warp.
 EXCEPTIONS = {
     "api_client/tokenmill/base.py": {"patience"},
@@ -135,13 +151,13 @@ def retired_words(text: str, allowed: set[str]) -> Iterator[tuple[int, str]]:
             yield number, word
 
 
-def retired_definitions(text: str, is_python: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, name) of each class or function that is defined under a retired name."""
-    pattern = PYTHON_DEFINITION if is_python else LUA_DEFINITION
+def retired_definitions(text: str, suffix: str, retired: dict[str, str]) -> Iterator[str]:
+    """Yield "line: problem" for each class or function that is defined under a retired name."""
+    pattern = DEFINITIONS.get(suffix, PYTHON_DEFINITION)
     for number, line in enumerate(text.splitlines(), 1):
         found = pattern.match(line)
-        if found and found[1] in RETIRED_DEFINITIONS:
-            yield number, found[1]
+        if found and found[1] in retired:
+            yield f"{number}: {found[1]!r} is retired: use {retired[found[1]]}"
 
 
 def classes(text: str) -> list[str]:
@@ -149,15 +165,24 @@ def classes(text: str) -> list[str]:
     return [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
 
 
-def problems(files: dict[str, str]) -> Iterator[str]:
-    """Yield a sentence for each retired word and each class name of two files, by path and text."""
-    defined: dict[str, list[str]] = defaultdict(list)
-    for name, text in files.items():
+def problems_of(name: str, text: str) -> Iterator[str]:
+    """Yield a sentence for each retired definition and word of one file."""
+    suffix = Path(name).suffix
+    is_test = name.startswith("tests/")
+    retired = RETIRED_IN_TESTS if is_test else RETIRED_DEFINITIONS
+    for problem in retired_definitions(text, suffix, retired):
+        yield f"{name}:{problem}"
+    if not is_test and suffix in (".py", ".lua"):
         for line, word in retired_words(text, EXCEPTIONS.get(name, set())):
             yield f"{name}:{line}: {word!r} is retired: write {RETIRED[word]!r}"
-        for line, word in retired_definitions(text, name.endswith(".py")):
-            yield f"{name}:{line}: {word!r} is retired: use {RETIRED_DEFINITIONS[word]}"
-        if name.endswith(".py"):
+
+
+def problems(files: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence for each retired name, and for each class of the product defined twice."""
+    defined: dict[str, list[str]] = defaultdict(list)
+    for name, text in files.items():
+        yield from problems_of(name, text)
+        if name.endswith(".py") and not name.startswith("tests/"):
             for found in classes(text):
                 defined[found].append(name)
     for found, names in sorted(defined.items()):
@@ -166,9 +191,9 @@ def problems(files: dict[str, str]) -> Iterator[str]:
 
 
 def main(root: Path) -> int:
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *PRODUCT]
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *CHECKED]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    paths = [name for name in listed.split("\0") if name.endswith((".py", ".lua"))]
+    paths = [name for name in listed.split("\0") if name.endswith((".py", ".lua", ".cpp", ".h"))]
     files = {name: (root / name).read_text("utf-8") for name in paths if (root / name).exists()}
     found = list(problems(files))
     print("\n".join(found) or "no problems")

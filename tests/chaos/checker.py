@@ -30,7 +30,7 @@ class Violation:
 
 
 @dataclass(slots=True)
-class Told:
+class Received:
     """The tokens, texts and end that one subscriber received of one job."""
 
     choices: dict[int, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
@@ -56,7 +56,7 @@ class Told:
     def ended(self) -> bool:
         return bool(self.status)
 
-    def hear(self, chunk: Any) -> None:
+    def receive(self, chunk: Any) -> None:
         if self.ended:
             self.problems.append("a chunk after the last one")
         had = len(self.choices[chunk.choice])
@@ -103,11 +103,11 @@ class Row:
 
 
 def violations(
-    database: str, wanted: dict[str, Wanted], told: dict[str, list[Told]]
+    database: str, wanted: dict[str, Wanted], received: dict[str, list[Received]]
 ) -> list[Violation]:
     """Return the broken promises.
 
-    `wanted` names every accepted job and no other; `told` has what each of its subscribers
+    `wanted` names every accepted job and no other; `received` has what each of its subscribers
     received.
     """
     found: list[Violation] = []
@@ -134,9 +134,9 @@ def violations(
     for job, prompt_tokens, completion_tokens in usage:
         if job in rows and job in wanted:
             found += _misbilled(job, rows[job], wanted[job], (prompt_tokens, completion_tokens))
-    for job, subscribers in told.items():
-        for number, heard in enumerate(subscribers):
-            found += _misled(f"subscriber {number} of job {job}", heard, rows.get(job))
+    for job, subscribers in received.items():
+        for number, one in enumerate(subscribers):
+            found += _misled(f"subscriber {number} of job {job}", one, rows.get(job))
     return found
 
 
@@ -198,19 +198,19 @@ def _misbilled(job: str, row: Row, wanted: Wanted, billed: tuple[int, int]) -> I
         yield Violation("wrong", f"job {job}: billed {billed} tokens, not {due}")
 
 
-def _misled(who: str, heard: Told, row: Row | None) -> Iterator[Violation]:
-    for problem in heard.problems:
+def _misled(who: str, received: Received, row: Row | None) -> Iterator[Violation]:
+    for problem in received.problems:
         yield Violation("duplicate", f"{who}: {problem}")
-    if not heard.ended:
-        yield Violation("loss", f"{who} heard no end")
-    elif row is not None and heard.status != row.state:
-        yield Violation("wrong", f"{who} was told that it {heard.status}; it is {row.state}")
-    elif row is not None and heard.answer(len(row.answer)) != row.answer:
+    if not received.ended:
+        yield Violation("loss", f"{who} received no end")
+    elif row is not None and received.status != row.state:
+        yield Violation("wrong", f"{who} received the state {received.status}; it is {row.state}")
+    elif row is not None and received.answer(len(row.answer)) != row.answer:
         sizes = [
             [(len(ids), len(text)) for ids, text in answer]
-            for answer in (heard.answer(len(row.answer)), row.answer)
+            for answer in (received.answer(len(row.answer)), row.answer)
         ]
-        words = f"{who} was told another answer than the result's: (tokens, characters) {sizes[0]}, not {sizes[1]}"
+        words = f"{who} received another answer than the result: (tokens, characters) {sizes[0]}, not {sizes[1]}"
         yield Violation("loss", words)
 
 

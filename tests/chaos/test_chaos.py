@@ -17,9 +17,9 @@ import time
 import pytest
 import sqlalchemy
 
-from tests.chaos.arena import FAST, REAL, Arena
-from tests.chaos.audience import Audience, cancel, submit
 from tests.chaos.checker import Violation, left_in_redis, states_of, violations
+from tests.chaos.clients import Subscribers, cancel, submit
+from tests.chaos.fault_injector import FAST, REAL, FaultInjector
 from tests.chaos.witness import Witness
 from tests.chaos.workload import (
     NUM_KINDS,
@@ -86,7 +86,7 @@ async def workloads(redis_url, tmp_path):
     return Workload(kinds, fast, chance), Workload(real_kinds, real, chance, with_poison=False)
 
 
-class Crowd:
+class Load:
     """All parties at one queue: producers that submit and cancel, subscribers, and the witness."""
 
     def __init__(self, url, database, queue, workload, chance):
@@ -104,7 +104,7 @@ class Crowd:
             self._url, queue=self.queue, database=self._database
         ).__aenter__()
         self.threaded = Client(self._url, queue=self.queue, database=self._database)
-        self.audience = Audience(self.client, self.threaded, self._chance)
+        self.subscribers = Subscribers(self.client, self.threaded, self._chance)
         self.witness = Witness(self._url, self.queue)
         self._witnessing = asyncio.create_task(self.witness.run())
         return self
@@ -130,7 +130,7 @@ class Crowd:
         if ids:
             self.problems.append(Violation("duplicate", f"key {key} made the jobs {job} and {ids}"))
         self.wanted[job] = ask.wanted
-        self.audience.attend(job)
+        self.subscribers.attend(job)
         if ask.cancel_after_s is not None:
             self._cancelling.append(asyncio.create_task(self._cancel(job, ask.cancel_after_s)))
 
@@ -147,37 +147,37 @@ async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
     database = own_postgres.create_database()
     migrate.upgrade(database)
     valkey = make_valkey(settings={"appendfsync": "always"})
-    troops = (FAST, dataclasses.replace(REAL, size=2 if rounds >= LONG else 1))
-    arena = Arena(valkey, own_postgres, database, tmp_path, chance, troops)
+    groups = (FAST, dataclasses.replace(REAL, size=2 if rounds >= LONG else 1))
+    injector = FaultInjector(valkey, own_postgres, database, tmp_path, chance, groups)
     started = time.monotonic()
     say(f"seed {SEED}, {rounds} rounds")
-    keeping_up = asyncio.create_task(arena.keep_up())
+    keeping_up = asyncio.create_task(injector.keep_running())
     try:
         async with (
-            Crowd(valkey.url, database, FAST.queue, workloads[0], chance) as fast,
-            Crowd(valkey.url, database, REAL.queue, workloads[1], chance) as real,
+            Load(valkey.url, database, FAST.queue, workloads[0], chance) as fast,
+            Load(valkey.url, database, REAL.queue, workloads[1], chance) as real,
         ):
-            crowds = (fast, real)
-            await arena.assemble()
-            await rage(arena, crowds, rounds, chance)
-            await wait_for_rows(arena, sum(len(crowd.wanted) for crowd in crowds), 120 + rounds)
-            for crowd in crowds:
-                await crowd.audience.hear_the_end(90)
+            loads = (fast, real)
+            await injector.wait_until_ready()
+            await inject_faults(injector, loads, rounds, chance)
+            await wait_for_rows(injector, sum(len(load.wanted) for load in loads), 120 + rounds)
+            for load in loads:
+                await load.subscribers.wait_for_ends(90)
             keeping_up.cancel()
             await asyncio.gather(keeping_up, return_exceptions=True)
-            await arena.drain_all()
-            found = await asyncio.to_thread(verdict, arena, crowds)
+            await injector.drain_all()
+            found = await asyncio.to_thread(find_violations, injector, loads)
     finally:
         keeping_up.cancel()
-        arena.end()
-    report(arena, crowds, found, time.monotonic() - started)
+        injector.end()
+    report(injector, loads, found, time.monotonic() - started)
     gc.collect()  # while the filter above holds
     assert found == [], f"seed {SEED}"
 
 
-async def rage(arena, crowds, rounds, chance):
+async def inject_faults(injector, loads, rounds, chance):
     """Rounds of jobs and faults; no fault comes again before every other has come."""
-    fast, real = crowds
+    fast, real = loads
     per_round = max(3, -(-MIN_FAULTS // rounds))
     bag = []
     for number in range(rounds):
@@ -186,22 +186,22 @@ async def rage(arena, crowds, rounds, chance):
         real_jobs = asyncio.create_task(real.submit(max(1, 12 // rounds)))
         for _ in range(per_round):
             await asyncio.sleep(chance.uniform(0.1, 1.0))
-            bag = bag or chance.sample(arena.faults, len(arena.faults))
+            bag = bag or chance.sample(injector.faults, len(injector.faults))
             storm.append(asyncio.create_task(bag.pop()()))
         await asyncio.gather(jobs, real_jobs, *storm)
         if number % 10 == 9:
-            count = sum(arena.survived.values())
+            count = sum(injector.survived.values())
             say(
                 f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} jobs accepted"
             )
 
 
-async def wait_for_rows(arena, number, timeout_s):
+async def wait_for_rows(injector, number, timeout_s):
     """Wait until every accepted job is recorded.
 
     After the timeout every worker reports what it does.
     """
-    engine = sqlalchemy.create_engine(arena.database)
+    engine = sqlalchemy.create_engine(injector.database)
     deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:
@@ -214,33 +214,33 @@ async def wait_for_rows(arena, number, timeout_s):
             await asyncio.sleep(0.5)
     finally:
         engine.dispose()
-    arena.ask_what_they_do()
+    injector.ask_what_they_do()
     await asyncio.sleep(2)
 
 
-def verdict(arena, crowds):
-    wanted = {job: item for crowd in crowds for job, item in crowd.wanted.items()}
-    told = {job: item for crowd in crowds for job, item in crowd.audience.told.items()}
-    found = [Violation("wrong", words) for words in arena.problems]
-    found += violations(arena.database, wanted, told)
-    with arena.valkey.client() as redis:
+def find_violations(injector, loads):
+    wanted = {job: item for load in loads for job, item in load.wanted.items()}
+    received = {job: item for load in loads for job, item in load.subscribers.received.items()}
+    found = [Violation("wrong", words) for words in injector.problems]
+    found += violations(injector.database, wanted, received)
+    with injector.valkey.client() as redis:
         found += [Violation("wrong", words) for words in leaked_keys(redis)]
-        for crowd in crowds:
-            states = states_of(arena.database, crowd.queue)
+        for load in loads:
+            states = states_of(injector.database, load.queue)
             found += (
-                crowd.problems
-                + left_in_redis(redis, crowd.queue, states)
-                + crowd.witness.violations(states)
+                load.problems
+                + left_in_redis(redis, load.queue, states)
+                + load.witness.violations(states)
             )
     return found
 
 
-def report(arena, crowds, found, seconds):
-    fast, real = crowds
-    survived = ", ".join(f"{count} × {name}" for name, count in sorted(arena.survived.items()))
+def report(injector, loads, found, seconds):
+    fast, real = loads
+    survived = ", ".join(f"{count} × {name}" for name, count in sorted(injector.survived.items()))
     kinds = [item.kind for item in found]
     say(
-        f"{sum(arena.survived.values())} faults survived ({survived}; {arena.num_started} workers started); "
+        f"{sum(injector.survived.values())} faults survived ({survived}; {injector.num_started} workers started); "
         f"{len(fast.wanted)} jobs on the model-free engine and {len(real.wanted)} on the real model, "
         f"{fast.witness.num_heard + real.witness.num_heard} chunks overheard, in {seconds:.0f} s: "
         f"{kinds.count('loss')} losses, {kinds.count('duplicate')} duplicates, {kinds.count('wrong')} other violations"

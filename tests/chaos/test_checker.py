@@ -7,7 +7,7 @@ import pytest
 import sqlalchemy
 from redis import Redis
 
-from tests.chaos.checker import Told, Wanted, left_in_redis, violations
+from tests.chaos.checker import Received, Wanted, left_in_redis, violations
 from tests.chaos.witness import Witness
 from tests.support.worker import QUEUE, database_url
 from tokenmill_schemas.chunk import Chunk
@@ -65,10 +65,10 @@ def store(tmp_path):
 
 
 def told(*tokens, text="ab", index=0, status=JobStatus.SUCCEEDED):
-    listener = Told()
-    listener.hear(Chunk(job_id="j", index=index, token_ids=tokens, text=text))
+    listener = Received()
+    listener.receive(Chunk(job_id="j", index=index, token_ids=tokens, text=text))
     if status:
-        listener.hear(Chunk(job_id="j", index=index + len(tokens), status=status))
+        listener.receive(Chunk(job_id="j", index=index + len(tokens), status=status))
     return {"j": [listener]}
 
 
@@ -141,7 +141,7 @@ def test_a_broken_off_answer_may_hold_the_beginning_of_a_stop_string(store, text
         (told(1), "another answer"),
         (told(1, 2, text="a"), "another answer"),
         (told(2, index=1), "a chunk at 1"),
-        (told(1, 2, status=JobStatus.CANCELLED), "was told that it cancelled"),
+        (told(1, 2, status=JobStatus.CANCELLED), "received the state cancelled"),
     ],
 )
 def test_what_a_subscriber_was_told_wrongly_is_seen(store, heard, words):
@@ -179,12 +179,12 @@ async def test_the_witness_knows_what_was_published_twice(redis_url):
     witness = Witness(redis_url, QUEUE)
     try:
         for _ in range(2):
-            witness.hear({"job_id": "j", "index": 4, "token_ids": [7]})
-        witness.hear({"job_id": "j", "index": 5, "token_ids": [8], "status": "succeeded"})
+            witness.receive({"job_id": "j", "index": 4, "token_ids": [7]})
+        witness.receive({"job_id": "j", "index": 5, "token_ids": [8], "status": "succeeded"})
         assert [item.words for item in witness.violations({})] == [
             "token 4 of choice 0 of job j was published 2 times"
         ]
-        witness.hear({"job_id": "j", "index": 6, "status": "succeeded"})
+        witness.receive({"job_id": "j", "index": 6, "status": "succeeded"})
         assert len(witness.violations({"j": "succeeded"})) == 2
     finally:
         await witness.close()

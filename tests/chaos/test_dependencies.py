@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.chaos.audience import listen, submit
-from tests.chaos.checker import Told, Wanted, violations
+from tests.chaos.checker import Received, Wanted, violations
+from tests.chaos.clients import listen, submit
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill.errors import QueueUnavailable
@@ -21,25 +21,27 @@ SHORT = {"prompt": "short", "max_tokens": 5, "ignore_eos": True}
 
 
 async def check_through(url, database, trouble):
-    """Run a long job while `trouble(told)` happens; it and a later one end as if undisturbed."""
+    """Run a long job while `trouble(received)` happens; it and a later one end as if undisturbed."""
     async with (
         running_worker(url, database, model=SLOW_MODEL, **LEASE),
         client_of(url, database) as client,
     ):
         job = await submit(client, "long", **LONG)
-        told = Told()
-        listening = asyncio.create_task(listen(client, job, told))
-        await until(lambda: len(told.token_ids) >= 20)
-        await trouble(told)
+        received = Received()
+        listening = asyncio.create_task(listen(client, job, received))
+        await until(lambda: len(received.token_ids) >= 20)
+        await trouble(received)
         result = await result_of(client, job)
         await asyncio.wait_for(listening, 90)
         later = await submit(client, "later", **LONG)
         undisturbed = await result_of(client, later)
-        late = Told()
+        late = Received()
         await asyncio.wait_for(listen(client, later, late), 90)
     assert result.status is JobStatus.SUCCEEDED
     wanted = Wanted.of(undisturbed)
-    assert violations(database, {job: wanted, later: wanted}, {job: [told], later: [late]}) == []
+    assert (
+        violations(database, {job: wanted, later: wanted}, {job: [received], later: [late]}) == []
+    )
 
 
 async def result_of(client, job, timeout_s=40):
@@ -54,12 +56,12 @@ async def result_of(client, job, timeout_s=40):
 async def test_redis_away_for_longer_than_the_lease(make_valkey, make_proxy, tmp_path):
     proxy = make_proxy(make_valkey().port)
 
-    async def trouble(told):
+    async def trouble(received):
         proxy.cut(refuse=True)
         await asyncio.sleep(0.2)
-        known = len(told.token_ids)
+        known = len(received.token_ids)
         await asyncio.sleep(2.0)
-        assert len(told.token_ids) == known, "the cut was not felt"
+        assert len(received.token_ids) == known, "the cut was not felt"
         proxy.heal()
 
     await check_through(proxy.url, database_url(tmp_path), trouble)
@@ -68,7 +70,7 @@ async def test_redis_away_for_longer_than_the_lease(make_valkey, make_proxy, tmp
 async def test_redis_stands_still_for_longer_than_the_lease(make_valkey, make_proxy, tmp_path):
     proxy = make_proxy(make_valkey().port)
 
-    async def trouble(told):
+    async def trouble(received):
         proxy.freeze()
         await asyncio.sleep(2.0)
         proxy.heal()
@@ -80,7 +82,7 @@ async def test_redis_stands_still_for_longer_than_the_lease(make_valkey, make_pr
 async def test_redis_restarted_with_its_data(make_valkey, tmp_path, crash):
     server = make_valkey(settings={"appendfsync": "always"})
 
-    async def trouble(told):
+    async def trouble(received):
         await asyncio.to_thread(server.restart, crash=crash)
 
     await check_through(server.url, database_url(tmp_path), trouble)
@@ -89,7 +91,7 @@ async def test_redis_restarted_with_its_data(make_valkey, tmp_path, crash):
 async def test_connections_reset_again_and_again(make_valkey, make_proxy, tmp_path):
     proxy = make_proxy(make_valkey().port)
 
-    async def trouble(told):
+    async def trouble(received):
         for _ in range(5):
             proxy.lose_replies(2)
             await asyncio.sleep(0.15)
@@ -103,7 +105,7 @@ async def test_connections_reset_again_and_again(make_valkey, make_proxy, tmp_pa
 async def test_slow_redis(make_valkey, make_proxy, tmp_path):
     proxy = make_proxy(make_valkey().port)
 
-    async def trouble(told):
+    async def trouble(received):
         proxy.delay(0.1)
         await asyncio.sleep(1.5)
 

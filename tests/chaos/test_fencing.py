@@ -6,8 +6,8 @@ import signal
 import pytest
 from redis import Redis
 
-from tests.chaos.audience import listen
-from tests.chaos.checker import Told, Wanted, violations
+from tests.chaos.checker import Received, Wanted, violations
+from tests.chaos.clients import listen
 from tests.chaos.processes import WorkerProcess
 from tests.support.worker import client_of, database_url, running_worker
 
@@ -17,9 +17,9 @@ LEASE = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
 LONG = {"prompt": "freeze me", "max_tokens": 250, "ignore_eos": True, "seed": 3}
 
 
-async def heard(told, number):
+async def wait_for_tokens(received, number):
     async with asyncio.timeout(90):
-        while told.num_tokens < number:  # noqa: ASYNC110 - the listener knows no event
+        while received.num_tokens < number:  # noqa: ASYNC110 - the listener knows no event
             await asyncio.sleep(0.02)
 
 
@@ -36,15 +36,15 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
     )
     try:
         async with client_of(redis_url, database) as client:
-            job, told = await client.submit(**LONG), Told()
-            listening = asyncio.create_task(listen(client, job, told))
-            await heard(told, 30)
+            job, received = await client.submit(**LONG), Received()
+            listening = asyncio.create_task(listen(client, job, received))
+            await wait_for_tokens(received, 30)
             frozen.send(signal.SIGSTOP)
-            known = told.num_tokens
+            known = received.num_tokens
             async with running_worker(
                 redis_url, database, model="synthetic?step_ms=10", worker_id="survivor", **LEASE
             ):
-                await heard(told, known + 30)  # the survivor goes on
+                await wait_for_tokens(received, known + 30)  # the survivor goes on
                 frozen.send(signal.SIGCONT)
                 result = await client.result(job, timeout=90)
                 await asyncio.wait_for(listening, 90)
@@ -57,7 +57,7 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
     assert "frozen for longer than its lease" in frozen.words
     assert result.worker_id == "survivor"
     wanted = Wanted.of(undisturbed)
-    problems = violations(database, {job: wanted, again: wanted}, {job: [told]})
+    problems = violations(database, {job: wanted, again: wanted}, {job: [received]})
     assert problems == []
     with Redis.from_url(redis_url) as redis:
         assert not [key for key in redis.scan_iter() if b":log:" in key or b":held:" in key]
@@ -75,9 +75,9 @@ async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_
     asked = LONG | {"max_tokens": 8}
     try:
         async with client_of(redis_url, database) as client:
-            job, told = await client.submit(**asked), Told()
-            listening = asyncio.create_task(listen(client, job, told))
-            await heard(told, 2)
+            job, received = await client.submit(**asked), Received()
+            listening = asyncio.create_task(listen(client, job, received))
+            await wait_for_tokens(received, 2)
             worker.send(signal.SIGSTOP)
             await asyncio.sleep(2 * LEASE["lease_seconds"])
             worker.send(signal.SIGCONT)
@@ -90,4 +90,4 @@ async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_
     finally:
         worker.end()
     wanted = Wanted.of(undisturbed)
-    assert violations(database, {job: wanted, again: wanted}, {job: [told]}) == []
+    assert violations(database, {job: wanted, again: wanted}, {job: [received]}) == []

@@ -11,8 +11,8 @@ import uuid
 
 import pytest
 
-from tests.chaos.audience import listen, listen_in_a_thread
-from tests.chaos.checker import Told, Wanted, violations
+from tests.chaos.checker import Received, Wanted, violations
+from tests.chaos.clients import listen, listen_in_a_thread
 from tests.chaos.processes import WorkerProcess, environment
 from tests.chaos.workload import undisturbed
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
@@ -128,18 +128,19 @@ def attend(client, threaded, job, chance):
 
     One of those two uses the threaded client every other time.
     """
-    told = [Told(), Told(), Told()]
-    tasks = [listen(client, job, told[0])]
+    received = [Received(), Received(), Received()]
+    tasks = [listen(client, job, received[0])]
     tasks += [
-        listen(client, job, each, leave_after=lambda: chance.randint(1, 12)) for each in told[1:]
+        listen(client, job, each, leave_after=lambda: chance.randint(1, 12))
+        for each in received[1:]
     ]
     if chance.random() < 0.2:
-        told.append(Told())
-        tasks.append(asyncio.to_thread(listen_in_a_thread, threaded, job, told[-1]))
-    return told, [asyncio.create_task(task) for task in tasks]
+        received.append(Received())
+        tasks.append(asyncio.to_thread(listen_in_a_thread, threaded, job, received[-1]))
+    return received, [asyncio.create_task(task) for task in tasks]
 
 
-async def rage(server, workers, chance):
+async def inject_faults(server, workers, chance):
     for _ in range(FORGETS):
         held = server.remember()
         await asyncio.sleep(chance.uniform(0.1, 1.0))
@@ -161,7 +162,7 @@ async def test_choices_survive_a_server_that_forgets(make_valkey, redis_url, tmp
         answers = await undisturbed(client, KINDS)
     database, valkey = database_url(tmp_path), make_valkey(persistent=False)
     server, workers = ForgetfulServer(valkey), Workers(valkey.url, database, tmp_path)
-    wanted, told = {}, {}
+    wanted, received = {}, {}
     try:
         await workers.until_ready()
         threaded = Client(valkey.url, queue=QUEUE, database=database)
@@ -171,18 +172,18 @@ async def test_choices_survive_a_server_that_forgets(make_valkey, redis_url, tmp
                 for kind, answer in zip(KINDS, answers, strict=True):
                     job = str(await client.submit(**kind))
                     wanted[job] = Wanted.of(answer, stops=tuple(kind.get("stop", ())))
-                    told[job], listening = attend(client, threaded, job, chance)
+                    received[job], listening = attend(client, threaded, job, chance)
                     tasks += listening
                 await asyncio.sleep(chance.uniform(0.1, 0.6))
-                await rage(server, workers, chance)
+                await inject_faults(server, workers, chance)
                 async with asyncio.timeout(180):
                     await asyncio.gather(*tasks)
         threaded.close()
-        found = violations(database, wanted, told)
+        found = violations(database, wanted, received)
     finally:
         workers.end()
         server.close()
-    heard = sum(len(each) for each in told.values())
+    heard = sum(len(each) for each in received.values())
     print(  # noqa: T201
         f"chaos: seed {seed}, {rounds} rounds: {len(wanted)} jobs, {heard} subscribers, "
         f"{server.num_lost} log entries forgotten, {workers.num_killed} workers killed, {len(found)} violations",

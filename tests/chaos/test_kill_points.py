@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from tests.chaos.checker import Told, Wanted, left_in_redis, states_of, violations
+from tests.chaos.checker import Received, Wanted, left_in_redis, states_of, violations
 from tests.chaos.doomed_worker import (
     EFFECTS,
     NEEDS_DRAIN,
@@ -67,9 +67,9 @@ async def answers(redis_url, folder, undisturbed):
     return undisturbed
 
 
-async def listen(client, job, told):
+async def listen(client, job, received):
     async for chunk in client.stream(job):
-        told.hear(chunk)
+        received.receive(chunk)
 
 
 @pytest.mark.parametrize(("point", "count"), MOMENTS)
@@ -78,7 +78,7 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
     calm = await answers(redis_url, tmp_path / "calm", undisturbed)
     database = database_url(tmp_path)
     in_process = point.endswith(NEEDS_ENGINE_PROCESS)
-    expected, told = {}, {}
+    expected, received = {}, {}
     async with client_of(redis_url, database) as client:
         for job in JOBS:
             expected[await client.submit(**job)] = Wanted.of(calm[job["prompt"]])
@@ -86,8 +86,8 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
             expected[await client.submit(**CRASH)] = DEAD
         if point.endswith("retry"):
             expected[await client.submit(**FAIL)] = FAILED
-        told = {job: [Told(), Told()] for job in expected}
-        early = [asyncio.create_task(listen(client, job, told[job][0])) for job in expected]
+        received = {job: [Received(), Received()] for job in expected}
+        early = [asyncio.create_task(listen(client, job, received[job][0])) for job in expected]
         await run_doomed(point, count, redis_url, database)
         # The doomed worker may die with one suspect alone in its hands: that is one crash which it did not cause.
         limits = {"lease_seconds": 1.0, "max_num_seqs": 4, "max_crashes": 2 if in_process else 3}
@@ -98,8 +98,8 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
                 await client.result(job, timeout=60)
             await asyncio.wait_for(asyncio.gather(*early), 90)
             for job in expected:
-                await listen(client, job, told[job][1])
-    assert violations(database, expected, told) == []
+                await listen(client, job, received[job][1])
+    assert violations(database, expected, received) == []
     await sweep_doomed(redis_url)
     with Redis.from_url(redis_url) as redis:
         assert left_in_redis(redis, QUEUE, states_of(database, QUEUE)) == []

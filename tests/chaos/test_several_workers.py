@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from tests.chaos.audience import listen
-from tests.chaos.checker import Told, Wanted, violations
+from tests.chaos.checker import Received, Wanted, violations
+from tests.chaos.clients import listen
 from tests.chaos.processes import WorkerProcess
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_schemas.result import JobStatus
@@ -52,16 +52,16 @@ async def test_a_worker_in_a_hurry_returns_its_jobs_and_exits(redis_url, tmp_pat
     )
     try:
         async with client_of(redis_url, database) as client:
-            job, told = await client.submit(**LONG), Told()
-            listening = asyncio.create_task(listen(client, job, told))
+            job, received = await client.submit(**LONG), Received()
+            listening = asyncio.create_task(listen(client, job, received))
             async with asyncio.timeout(90):
-                while told.num_tokens < 20:  # noqa: ASYNC110 - the listener knows no event
+                while received.num_tokens < 20:  # noqa: ASYNC110 - the listener knows no event
                     await asyncio.sleep(0.02)
             for number in signals:
                 leaving.send(number)
                 await asyncio.sleep(0.2)
             assert await leaving.wait() == 0
-            assert not told.ended, "it waited for its job instead of handing it over"
+            assert not received.ended, "it waited for its job instead of handing it over"
             async with running_worker(redis_url, database, worker_id="next"):
                 result = await client.result(job, timeout=60)
                 await asyncio.wait_for(listening, 90)
@@ -71,4 +71,4 @@ async def test_a_worker_in_a_hurry_returns_its_jobs_and_exits(redis_url, tmp_pat
         leaving.end()
     assert result.worker_id == "next"
     wanted = Wanted.of(undisturbed)
-    assert violations(database, {job: wanted, again: wanted}, {job: [told]}) == []
+    assert violations(database, {job: wanted, again: wanted}, {job: [received]}) == []

@@ -23,8 +23,8 @@ import pytest
 import redis
 import sqlalchemy
 
-from tests.chaos.arena import FAST, Arena, Troop
-from tests.chaos.checker import Told, left_in_redis
+from tests.chaos.checker import Received, left_in_redis
+from tests.chaos.fault_injector import FAST, FaultInjector, WorkerGroup
 from tests.chaos.processes import WorkerProcess
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import database_url, running_worker
@@ -51,7 +51,7 @@ SETTINGS: dict[str, Any] = {
     "num_blocks": 4096,
     "result_ttl_seconds": 60,
 }
-TROOP = Troop(FAST.queue, 1, ("thread", "process"), SETTINGS)
+GROUP = WorkerGroup(FAST.queue, 1, ("thread", "process"), SETTINGS)
 NUM_KINDS = 20
 BATCH = 250
 QUEUE_LIMIT = 4_000
@@ -149,12 +149,12 @@ async def submit_all(
 
 
 class Listeners:
-    """Subscribers of a few jobs; `told` is kept until it has been compared with the row."""
+    """Subscribers of a few jobs; `received` is kept until it has been compared with the row."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._tasks: set[asyncio.Task[None]] = set()
-        self.told: dict[str, Told] = {}
+        self.received: dict[str, Received] = {}
 
     def attend(self, jobs: list[str]) -> None:
         for job in jobs:
@@ -163,19 +163,20 @@ class Listeners:
             task.add_done_callback(self._tasks.discard)
 
     async def _listen(self, job: str) -> None:
-        told = self.told[job] = Told()
+        received = self.received[job] = Received()
         async for chunk in self._client.stream(job):
-            told.hear(chunk)
+            received.receive(chunk)
 
-    async def hear_the_end(self) -> None:
+    async def wait_for_ends(self) -> None:
         await asyncio.wait_for(asyncio.gather(*self._tasks), 120)
 
 
-async def disturb(arena: Arena, chance: random.Random, is_over: asyncio.Event) -> None:
+async def disturb(injector: FaultInjector, chance: random.Random, is_over: asyncio.Event) -> None:
     """Cause faults until `is_over` is set. The last one is finished: a worker left frozen would keep its row locks."""
     faults = [
-        arena.kill_worker, arena.freeze_worker, arena.kill_engine, arena.drain_worker, arena.cut_connections,
-        arena.crash_valkey, arena.freeze_valkey, arena.crash_postgres, arena.cut_postgres,
+        injector.kill_worker, injector.freeze_worker, injector.kill_engine, injector.drain_worker,
+        injector.cut_connections,
+        injector.crash_valkey, injector.freeze_valkey, injector.crash_postgres, injector.cut_postgres,
     ]  # fmt: skip
     bag: list[Any] = []
     while True:
@@ -186,7 +187,9 @@ async def disturb(arena: Arena, chance: random.Random, is_over: asyncio.Event) -
         await bag.pop()()
 
 
-def compared(database: str, number: int, answers: list[Any], told: dict[str, Told]) -> list[str]:
+def compared(
+    database: str, number: int, answers: list[Any], received: dict[str, Received]
+) -> list[str]:
     """Compare the jobs: one row with the kind's answer, one usage row, subscribers with that answer."""
     found: list[str] = []
     engine = sqlalchemy.create_engine(database)
@@ -198,7 +201,7 @@ def compared(database: str, number: int, answers: list[Any], told: dict[str, Tol
             kind = int(job[1:]) % NUM_KINDS
             seen["rows"] += 1
             seen["wrong rows"] += (state, text) != ("succeeded", answers[kind].text)
-            heard = told.get(job)
+            heard = received.get(job)
             if heard is not None:
                 seen["wrong subscribers"] += bool(heard.problems) or (heard.status, heard.text) != (
                     state,
@@ -227,8 +230,8 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
     (tmp_path / "calm").mkdir()
     calm = database_url(tmp_path / "calm")
     async with (
-        running_worker(redis_url, calm, queue=TROOP.queue, **SETTINGS),
-        AsyncClient(redis_url, queue=TROOP.queue, database=calm) as client,
+        running_worker(redis_url, calm, queue=GROUP.queue, **SETTINGS),
+        AsyncClient(redis_url, queue=GROUP.queue, database=calm) as client,
     ):
         ids = [await client.submit(**kind_of(number)) for number in range(NUM_KINDS)]
         answers = [await client.result(job, timeout=60) for job in ids]
@@ -237,55 +240,55 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
     database = own_postgres.create_database()
     migrate.upgrade(database)
     valkey = make_valkey(settings={"appendfsync": "always"})
-    arena = Arena(valkey, own_postgres, database, tmp_path, chance, (TROOP,))
+    injector = FaultInjector(valkey, own_postgres, database, tmp_path, chance, (GROUP,))
     steady = WorkerProcess(
-        "steady", valkey.url, database, tmp_path / "steady.log", queue=TROOP.queue, engine_host="process",
+        "steady", valkey.url, database, tmp_path / "steady.log", queue=GROUP.queue, engine_host="process",
         queue_limit=QUEUE_LIMIT, **SETTINGS,
     )  # fmt: skip
     memory = Memory(steady, valkey)
     started = time.monotonic()
-    tasks = [asyncio.create_task(arena.keep_up())]
+    tasks = [asyncio.create_task(injector.keep_running())]
     try:
-        async with AsyncClient(valkey.url, queue=TROOP.queue, database=database) as client:
-            await arena.assemble()
+        async with AsyncClient(valkey.url, queue=GROUP.queue, database=database) as client:
+            await injector.wait_until_ready()
             listeners = Listeners(client)
             tasks.append(asyncio.create_task(memory.watch()))
             is_over = asyncio.Event()
-            disturbing = asyncio.create_task(disturb(arena, chance, is_over))
+            disturbing = asyncio.create_task(disturb(injector, chance, is_over))
             tasks.append(disturbing)
             number = await submit_all(client, soak_seconds, soak_jobs, listeners)
             is_over.set()
             await disturbing
             await wait_for_rows(database, number, 300)
-            await listeners.hear_the_end()
+            await listeners.wait_for_ends()
         seconds = time.monotonic() - started
         for task in tasks:
             task.cancel()
         steady.ask_to_end()
         assert await steady.wait() == 0, steady.words[-3000:]
         await asyncio.gather(*tasks, return_exceptions=True)
-        await arena.drain_all()
-        found = arena.problems + await asyncio.to_thread(
-            compared, database, number, answers, listeners.told
+        await injector.drain_all()
+        found = injector.problems + await asyncio.to_thread(
+            compared, database, number, answers, listeners.received
         )
         with valkey.client() as server:
             states = dict.fromkeys([f"j{index}" for index in range(number)], "succeeded")
             found += [
                 str(item)
-                for item in left_in_redis(server, TROOP.queue, states)
+                for item in left_in_redis(server, GROUP.queue, states)
                 if "counted" in item.words
             ]
     finally:
         for task in tasks:
             task.cancel()
         steady.end()
-        arena.end()
+        injector.end()
     grown = {
         name: f"{early >> 20} → {late >> 20} MiB"
         for name, (early, late) in memory.growths().items()
     }
     say(
-        f"seed {seed}: {number} jobs, {sum(arena.survived.values())} faults, {len(listeners.told)} subscribers, "
+        f"seed {seed}: {number} jobs, {sum(injector.survived.values())} faults, {len(listeners.received)} subscribers, "
         f"{seconds:.0f} s; memory {grown if seconds >= FLAT_FROM_S else 'not judged, the run is too short'}"
     )
     if seconds >= FLAT_FROM_S:

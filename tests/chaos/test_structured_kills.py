@@ -20,7 +20,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.chaos.checker import Told, Wanted, violations
+from tests.chaos.checker import Received, Wanted, violations
 from tests.chaos.test_kill_points import listen
 from tests.engine.lora.support import save_adapter
 from tests.engine.truth import tiny_models
@@ -113,8 +113,8 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
     died_at: dict[str, set[int]] = {}
     async with client_of(redis_url, database) as client:
         jobs = [await client.submit(**asked) for asked in JOBS]
-        told: dict[str, list[Told]] = {job: [Told(), Told()] for job in jobs}
-        early = [asyncio.create_task(listen(client, job, told[job][0])) for job in jobs]
+        received: dict[str, list[Received]] = {job: [Received(), Received()] for job in jobs}
+        early = [asyncio.create_task(listen(client, job, received[job][0])) for job in jobs]
         wanted: dict[str, Wanted] = {
             job: Wanted.of(result) for job, result in zip(jobs, calm, strict=True)
         }
@@ -122,22 +122,23 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
 
         def are_complete() -> bool:
             return all(
-                told[job][0].ended or told[job][0].num_tokens >= lengths[job] for job in jobs
+                received[job][0].ended or received[job][0].num_tokens >= lengths[job]
+                for job in jobs
             )
 
         for number in itertools.count():
             if are_complete():
                 break
             await run_doomed(steps, redis_url, database, settings, are_complete)
-            await settle(told)
+            await settle(received)
             for job in jobs:
-                died_at.setdefault(job, set()).add(told[job][0].num_tokens)
+                died_at.setdefault(job, set()).add(received[job][0].num_tokens)
             assert number < 400, "the jobs make no progress"
         async with running_worker(redis_url, database, worker_id="survivor", **settings):
             await asyncio.wait_for(asyncio.gather(*early), 90)
             for job in jobs:
-                await listen(client, job, told[job][1])
-    assert violations(database, wanted, told) == []
+                await listen(client, job, received[job][1])
+    assert violations(database, wanted, received) == []
     if steps == 1 and not speculative_tokens:
         missed = {job: set(range(1, lengths[job])) - died_at[job] for job in jobs}
         assert not any(missed.values()), f"no worker died after these tokens: {missed}"
@@ -183,8 +184,8 @@ async def run_doomed(
     assert status == -signal.SIGKILL, f"the worker ended with {status}"
 
 
-async def settle(told: dict[str, list[Told]]) -> None:
+async def settle(received: dict[str, list[Received]]) -> None:
     """Wait until the subscribers get no more chunks of the dead worker."""
     heard = -1
-    while heard != (heard := sum(subscribers[0].num_tokens for subscribers in told.values())):  # noqa: ASYNC110
+    while heard != (heard := sum(subscribers[0].num_tokens for subscribers in received.values())):  # noqa: ASYNC110
         await asyncio.sleep(0.1)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.audience import listen
-from tests.chaos.checker import Told
+from tests.chaos.checker import Received
+from tests.chaos.clients import listen
 from tests.support.topologies import SentinelGroup, ValkeyCluster
 from tests.support.worker import database_url, running_worker
 from tokenmill import AsyncClient, Client
@@ -85,11 +85,11 @@ async def use_every_call_async(client: AsyncClient) -> None:
     jobs = await client.submit_many(
         [{"prompt": f"{n}", "max_tokens": 10, "ignore_eos": True} for n in range(20)]
     )
-    told = [Told() for _ in jobs]
+    received = [Received() for _ in jobs]
     await asyncio.gather(
-        *(listen(client, job, heard) for job, heard in zip(jobs, told, strict=True))
+        *(listen(client, job, heard) for job, heard in zip(jobs, received, strict=True))
     )
-    for job, heard in zip(jobs, told, strict=True):
+    for job, heard in zip(jobs, received, strict=True):
         result = await client.result(job, timeout=60)
         assert (result.text, result.token_ids) == (heard.text, tuple(heard.token_ids))
         assert heard.problems == []
@@ -102,17 +102,17 @@ async def use_every_call_async(client: AsyncClient) -> None:
 async def hear_through(client: AsyncClient, trouble: Any) -> None:
     """Read a long answer while `trouble()` happens; it must end as an undisturbed one does."""
     job = await client.submit(**LONG)
-    told = Told()
-    listening = asyncio.create_task(listen(client, job, told))
+    received = Received()
+    listening = asyncio.create_task(listen(client, job, received))
     async with asyncio.timeout(60):
-        while len(told.token_ids) < 20 and not listening.done():  # noqa: ASYNC110 - the listener knows no event
+        while len(received.token_ids) < 20 and not listening.done():  # noqa: ASYNC110 - the listener knows no event
             await asyncio.sleep(0.02)
     await trouble()
     async with asyncio.timeout(60):
         await listening
     undisturbed = await client.result(await client.submit(**LONG), timeout=60)
-    assert told.problems == []
-    assert (tuple(told.token_ids), told.text) == (undisturbed.token_ids, undisturbed.text)
+    assert received.problems == []
+    assert (tuple(received.token_ids), received.text) == (undisturbed.token_ids, undisturbed.text)
     result = await client.result(job, timeout=60)
     assert (result.status, result.text) == (JobStatus.SUCCEEDED, undisturbed.text)
 

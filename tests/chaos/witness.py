@@ -35,10 +35,10 @@ class Witness:
                     await pubsub.psubscribe(self._pattern)
                     async for message in pubsub.listen():
                         if message["type"] == "pmessage":
-                            self.hear(msgspec.msgpack.decode(message["data"]))
+                            self.receive(msgspec.msgpack.decode(message["data"]))
             await asyncio.sleep(0.05)
 
-    def hear(self, chunk: dict[str, Any]) -> None:
+    def receive(self, chunk: dict[str, Any]) -> None:
         self.num_heard += 1
         job = chunk["job_id"]
         if chunk.get("status"):

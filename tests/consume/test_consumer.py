@@ -51,7 +51,7 @@ class FakeQueue:
         return [True]
 
 
-class Desk:
+class JobSink:
     """Takes jobs while it has places."""
 
     def __init__(self, places: int) -> None:
@@ -70,8 +70,10 @@ class Desk:
 
 
 @asynccontextmanager
-async def consuming(queue: FakeQueue, desk: Desk, poll_s: float = 5.0) -> AsyncIterator[Consumer]:
-    consumer = Consumer(queue, desk.credits, desk.take, poll_s=poll_s)
+async def consuming(
+    queue: FakeQueue, sink: JobSink, poll_s: float = 5.0
+) -> AsyncIterator[Consumer]:
+    consumer = Consumer(queue, sink.credits, sink.take, poll_s=poll_s)
     task = asyncio.create_task(consumer.run())
     yield consumer
     await consumer.stop()
@@ -84,34 +86,34 @@ async def settle() -> None:
 
 
 async def test_it_asks_for_what_can_start_and_no_more() -> None:
-    queue, desk = FakeQueue("a", "b", "c", "d"), Desk(3)
-    async with consuming(queue, desk):
-        await until(lambda: len(desk.taken) == 3)
+    queue, sink = FakeQueue("a", "b", "c", "d"), JobSink(3)
+    async with consuming(queue, sink):
+        await until(lambda: len(sink.taken) == 3)
         await settle()
-        assert desk.taken == ["a", "b", "c"]
+        assert sink.taken == ["a", "b", "c"]
         assert max(queue.asked) == 3
 
 
 async def test_a_worker_full_of_bulk_wakes_up_for_urgent_jobs() -> None:
-    queue, desk = FakeQueue(), Desk(0)
-    desk.urgent = 1
-    async with consuming(queue, desk):
+    queue, sink = FakeQueue(), JobSink(0)
+    sink.urgent = 1
+    async with consuming(queue, sink):
         await settle()
         queue.waiting.append(delivery("urgent"))
         queue.wake_up.set()
-        await until(lambda: desk.taken == ["urgent"])
+        await until(lambda: sink.taken == ["urgent"])
 
 
 async def test_a_ring_that_found_no_credit_is_remembered() -> None:
-    queue, desk = FakeQueue(), Desk(0)
-    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+    queue, sink = FakeQueue(), JobSink(0)
+    async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await settle()
         queue.waiting.append(delivery("a"))
         queue.wake_up.set()
         await settle()
-        desk.places = 1
+        sink.places = 1
         consumer.notice_room()
-        await until(lambda: desk.taken == ["a"])
+        await until(lambda: sink.taken == ["a"])
 
 
 @pytest.mark.parametrize("first", [["a", "b"], ["a"]], ids=["full", "short"])
@@ -119,37 +121,37 @@ async def test_a_ring_during_a_claim_is_remembered_when_no_credit_is_left(first:
     """The next claim has no room for anything; what rang must be claimed when there is some, not at
     the next poll.
     """
-    queue, desk = FakeQueue(*first), Desk(2)
+    queue, sink = FakeQueue(*first), JobSink(2)
 
     async def ring_for_another() -> None:
         queue.on_claim = None
         queue.waiting.append(delivery("late"))
         queue.wake_up.set()
-        desk.places = len(first)
+        sink.places = len(first)
 
     queue.on_claim = ring_for_another
-    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
-        await until(lambda: desk.taken == first)
+    async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
+        await until(lambda: sink.taken == first)
         await settle()
-        desk.places += 1
+        sink.places += 1
         consumer.notice_room()
-        await until(lambda: desk.taken == [*first, "late"])
+        await until(lambda: sink.taken == [*first, "late"])
 
 
-async def test_what_did_not_fit_is_claimed_when_there_is_room_without_another_ring() -> None:
-    queue, desk = FakeQueue("a", "b"), Desk(1)
-    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
-        await until(lambda: desk.taken == ["a"])
+async def test_what_did_not_fit_is_claimed_when_there_is_room_without_another_wake_up() -> None:
+    queue, sink = FakeQueue("a", "b"), JobSink(1)
+    async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
+        await until(lambda: sink.taken == ["a"])
         await settle()
         assert queue.asked == [1]  # a full claim is not followed by one without room
-        desk.places = 2
+        sink.places = 2
         consumer.notice_room()
-        await until(lambda: desk.taken == ["a", "b"])
+        await until(lambda: sink.taken == ["a", "b"])
 
 
 async def test_room_is_not_asked_for_while_nothing_waits() -> None:
-    queue, desk = FakeQueue(), Desk(1)
-    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+    queue, sink = FakeQueue(), JobSink(1)
+    async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await until(lambda: queue.asked == [1])
         for _ in range(20):
             consumer.notice_room()
@@ -163,70 +165,70 @@ async def test_many_are_claimed_in_small_parts() -> None:
     Urgent jobs come first in every claim, so also between parts.
     """
     names = [str(number) for number in range(3 * MAX_AT_ONCE)]
-    queue, desk = FakeQueue(*names), Desk(100)
-    async with consuming(queue, desk, poll_s=FOR_EVER):
-        await until(lambda: desk.taken == names)
+    queue, sink = FakeQueue(*names), JobSink(100)
+    async with consuming(queue, sink, poll_s=FOR_EVER):
+        await until(lambda: sink.taken == names)
     assert max(queue.asked) == MAX_AT_ONCE
 
 
 async def test_a_ring_wakes_it_when_it_has_room() -> None:
-    queue, desk = FakeQueue(), Desk(2)
-    async with consuming(queue, desk):
+    queue, sink = FakeQueue(), JobSink(2)
+    async with consuming(queue, sink):
         await settle()
         queue.waiting.append(delivery("new"))
         queue.wake_up.set()
-        await until(lambda: desk.taken == ["new"])
+        await until(lambda: sink.taken == ["new"])
 
 
 async def test_without_room_a_wake_up_claims_nothing() -> None:
-    queue, desk = FakeQueue(), Desk(0)
-    async with consuming(queue, desk):
+    queue, sink = FakeQueue(), JobSink(0)
+    async with consuming(queue, sink):
         await until(lambda: bool(queue.asked))
         for _ in range(20):
             queue.wake_up.set()
             await asyncio.sleep(0.001)
         assert len(queue.asked) == 1
-        desk.places = 1
+        sink.places = 1
         queue.waiting.append(delivery("x"))
         queue.wake_up.set()
-        await until(lambda: desk.taken == ["x"])
+        await until(lambda: sink.taken == ["x"])
 
 
 async def test_it_looks_by_itself_now_and_then_also_without_room() -> None:
     """Jobs that only have to be recorded need no room, and orphaned jobs send no wake-up."""
-    queue, desk = FakeQueue(), Desk(0)
-    async with consuming(queue, desk, poll_s=0.02):
+    queue, sink = FakeQueue(), JobSink(0)
+    async with consuming(queue, sink, poll_s=0.02):
         await until(lambda: len(queue.asked) >= 4)
 
 
 async def test_trouble_is_waited_out() -> None:
-    queue, desk = FakeQueue("a"), Desk(1)
+    queue, sink = FakeQueue("a"), JobSink(1)
     queue.troubles = [RedisUnavailable("away"), RedisUnavailable("away"), RedisUnavailable("away")]
-    async with consuming(queue, desk):
-        await until(lambda: bool(desk.taken))
+    async with consuming(queue, sink):
+        await until(lambda: bool(sink.taken))
         assert len(queue.asked) >= 4
 
 
 async def test_jobs_that_cannot_be_taken_in_are_given_back_as_suspects() -> None:
-    queue, desk = FakeQueue("a", "b"), Desk(2)
-    desk.trouble = RuntimeError("a bug")
-    async with consuming(queue, desk):
+    queue, sink = FakeQueue("a", "b"), JobSink(2)
+    sink.trouble = RuntimeError("a bug")
+    async with consuming(queue, sink):
         await until(lambda: len(queue.released) >= 2)
     assert queue.released[:2] == [("a", 1, True), ("b", 1, True)]
 
 
 async def test_a_call_without_room_is_for_others_and_remembered() -> None:
-    queue, desk = FakeQueue(), Desk(1)
-    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+    queue, sink = FakeQueue(), JobSink(1)
+    async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await settle()
-        desk.places = 0
+        sink.places = 0
         await consumer.answer_wake_up()
         assert queue.wake_ups == 1
-        desk.places = 1
+        sink.places = 1
         queue.waiting.append(delivery("a"))
         consumer.notice_room()
-        await until(lambda: desk.taken == ["a"])
-        desk.places = 2
+        await until(lambda: sink.taken == ["a"])
+        sink.places = 2
         await consumer.answer_wake_up()
         assert queue.wake_ups == 1
 
@@ -235,20 +237,20 @@ async def test_who_had_no_room_to_ask_for_knows_nothing() -> None:
     """The queue does not list a worker without room, so no wake-up comes: it claims when it has
     room.
     """
-    queue, desk = FakeQueue(), Desk(1)
-    async with consuming(queue, desk, poll_s=FOR_EVER) as consumer:
+    queue, sink = FakeQueue(), JobSink(1)
+    async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await until(lambda: queue.asked == [1])
-        desk.places = 0
+        sink.places = 0
         await consumer._claim_once()
         queue.waiting.append(delivery("a"))
-        desk.places = 1
+        sink.places = 1
         consumer.notice_room()
-        await until(lambda: desk.taken == ["a"])
+        await until(lambda: sink.taken == ["a"])
 
 
 async def test_after_stop_nothing_is_claimed() -> None:
-    queue, desk = FakeQueue(), Desk(5)
-    async with consuming(queue, desk, poll_s=0.01) as consumer:
+    queue, sink = FakeQueue(), JobSink(5)
+    async with consuming(queue, sink, poll_s=0.01) as consumer:
         await settle()
         await consumer.stop()
         asked = len(queue.asked)

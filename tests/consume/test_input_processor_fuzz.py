@@ -47,10 +47,10 @@ WHOLE = encode(
 
 
 async def admit(
-    payload: bytes, verdict: str = "run", log: tuple[bytes, ...] = ()
+    payload: bytes, delivery_outcome: str = "run", log: tuple[bytes, ...] = ()
 ) -> AdmittedJob | FinishedJob:
     delivery = Delivery(
-        job_id="job", token=1, payload=payload, deliveries=1, crashes=0, outcome=verdict, log=log,  # type: ignore[arg-type]
+        job_id="job", token=1, payload=payload, deliveries=1, crashes=0, outcome=delivery_outcome, log=log,  # type: ignore[arg-type]
         created_ms=CREATED_MS, started_ms=CREATED_MS, attempt=1,
     )  # fmt: skip
     outcome = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
@@ -67,14 +67,14 @@ async def admit(
 
 @given(st.binary(max_size=60), VERDICTS)
 @FUZZ
-async def test_any_bytes(payload, verdict):
-    await admit(payload, verdict)
+async def test_any_bytes(payload, delivery_outcome):
+    await admit(payload, delivery_outcome)
 
 
 @given(REQUESTS, VERDICTS)
 @FUZZ
-async def test_requests_of_any_values(fields, verdict):
-    await admit(msgpack.packb(fields, unicode_errors="surrogatepass"), verdict)
+async def test_requests_of_any_values(fields, delivery_outcome):
+    await admit(msgpack.packb(fields, unicode_errors="surrogatepass"), delivery_outcome)
 
 
 @given(
@@ -91,8 +91,8 @@ async def test_a_good_request_with_bytes_changed_or_cut(changes, length):
 
 @given(st.lists(st.binary(max_size=30) | VALUES.map(msgpack.packb), max_size=3), VERDICTS)
 @FUZZ
-async def test_logs_of_any_bytes(log, verdict):
-    await admit(WHOLE, verdict, tuple(log))
+async def test_logs_of_any_bytes(log, delivery_outcome):
+    await admit(WHOLE, delivery_outcome, tuple(log))
 
 
 async def test_the_request_that_is_changed_is_a_good_one():

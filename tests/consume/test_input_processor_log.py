@@ -42,11 +42,15 @@ def tokens(text: str, index: int = 0, choice: int = 0, end: FinishReason | None 
     )
 
 
-async def resume(*log: Chunk, deadline_ms: int | None = None, verdict: str = "run", **params):
+async def resume(
+    *log: Chunk, deadline_ms: int | None = None, delivery_outcome: str = "run", **params
+):
     request = JobRequest(
         job_id="job", prompt="hi", params=SamplingParams(**params), deadline_ms=deadline_ms
     )
-    return await processor().process(delivery_of(request, log, outcome=verdict, attempt=2, token=2))
+    return await processor().process(
+        delivery_of(request, log, outcome=delivery_outcome, attempt=2, token=2)
+    )
 
 
 async def test_a_half_done_job_is_continued():
@@ -117,15 +121,15 @@ async def test_what_is_no_end_is_no_end(params):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "status", "reason", "code"),
+    ("delivery_outcome", "status", "reason", "code"),
     [
         ("cancelled", JobStatus.CANCELLED, FinishReason.CANCELLED, None),
         ("expired", JobStatus.EXPIRED, FinishReason.EXPIRED, "deadline_exceeded"),
         ("dead", JobStatus.DEAD, FinishReason.ERROR, "dead"),
     ],
 )
-async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(
-    verdict, status, reason, code
+async def test_an_outcome_is_recorded_with_the_text_that_was_delivered(
+    delivery_outcome, status, reason, code
 ):
     first = Chunk(
         job_id="job",
@@ -134,7 +138,7 @@ async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(
         text="a",
         usage=Usage(prompt_tokens=2, cached_tokens=1, ttft_ms=300),
     )
-    outcome = await resume(first, stop=("##",), verdict=verdict)
+    outcome = await resume(first, stop=("##",), delivery_outcome=delivery_outcome)
     assert isinstance(outcome, FinishedJob)
     result = outcome.result
     assert (result.status, result.text, result.finish_reason) == (status, "a#", reason)
@@ -146,22 +150,24 @@ async def test_a_verdict_is_recorded_with_the_text_that_was_delivered(
     ) == (2, 1, 2)
     assert result.usage.ttft_ms == 300
     assert outcome.final_chunk.text == "#"
-    untouched = await resume(verdict=verdict)
+    untouched = await resume(delivery_outcome=delivery_outcome)
     assert (untouched.result.status, untouched.result.choices) == (status, ())
     assert untouched.result.usage.prompt_tokens == 0
 
 
 @pytest.mark.parametrize(
-    ("verdict", "status"),
+    ("delivery_outcome", "status"),
     [
         ("run", JobStatus.SUCCEEDED),
         ("dead", JobStatus.SUCCEEDED),
         ("cancelled", JobStatus.CANCELLED),
     ],
 )
-async def test_a_complete_answer_is_not_set_aside(verdict, status):
+async def test_a_complete_answer_is_not_set_aside(delivery_outcome, status):
     """Its workers died before they could record it: it needs no engine and can harm none."""
-    outcome = await resume(tokens("ab"), tokens("c", 2), max_tokens=3, verdict=verdict)
+    outcome = await resume(
+        tokens("ab"), tokens("c", 2), max_tokens=3, delivery_outcome=delivery_outcome
+    )
     assert isinstance(outcome, FinishedJob)
     result = outcome.result
     assert (result.status, result.text, result.finish_reason, result.error) == (
@@ -170,13 +176,15 @@ async def test_a_complete_answer_is_not_set_aside(verdict, status):
         LENGTH,
         None,
     )
-    incomplete = await resume(tokens("ab"), max_tokens=3, verdict="dead")
+    incomplete = await resume(tokens("ab"), max_tokens=3, delivery_outcome="dead")
     assert incomplete.result.status is JobStatus.DEAD
 
 
 async def test_what_several_choices_held_back_is_in_the_result():
     """The last chunk cannot hold it; a reader without the end of a choice reads the result."""
-    outcome = await resume(tokens("a#"), tokens("b", 0, 1), n=2, stop=("##",), verdict="cancelled")
+    outcome = await resume(
+        tokens("a#"), tokens("b", 0, 1), n=2, stop=("##",), delivery_outcome="cancelled"
+    )
     assert isinstance(outcome, FinishedJob)
     assert [c.text for c in outcome.result.choices] == ["a#", "b"]
     assert outcome.result.choices[0].token_ids == tuple(b"a#")
@@ -186,7 +194,7 @@ async def test_what_several_choices_held_back_is_in_the_result():
 @pytest.mark.parametrize(
     "payload", [b"\xc1", encode(JobRequest(job_id="job", params=SamplingParams(n=10**9)))]
 )
-async def test_a_verdict_on_a_bad_request_stands(payload):
+async def test_an_outcome_on_a_bad_request_stands(payload):
     delivery = delivery_of(JobRequest(job_id="job"), (tokens("a"),), outcome="cancelled")
     outcome = await processor().process(
         type(delivery)(

@@ -76,7 +76,7 @@ def report_seeds() -> list[bytes]:
 
 
 def admission_seeds() -> list[bytes]:
-    """[request, verdict, log…]: fresh, resumed, and ended ones."""
+    """[request, outcome, log…]: fresh, resumed, and ended ones."""
     base = JobRequest(
         job_id="job", messages=(Message("user", "Why?"),), metadata={"a": "b"},
         deadline_ms=CREATED_MS * 2,

@@ -98,13 +98,13 @@ class _Processing:
     def __call__(self, data: bytes) -> None:
         parts = _parts(data)
         verdicts = ("run", "run", "run", "run", "cancelled", "expired", "dead")
-        verdict: Any = (
+        outcome: Any = (
             verdicts[parts[1] % len(verdicts)]
             if len(parts) > 1 and isinstance(parts[1], int)
             else "run"
         )
         payload, *log = _bytes([parts[0] if parts else b"", *parts[2:]])
-        delivery = Delivery("job", 1, payload, 1, 0, verdict, tuple(log), CREATED_MS, CREATED_MS, 1)
+        delivery = Delivery("job", 1, payload, 1, 0, outcome, tuple(log), CREATED_MS, CREATED_MS, 1)
         outcome = self.runner.run(self.processor.process(delivery))
         if isinstance(outcome, FinishedJob):
             assert outcome.result.status.is_final
@@ -179,9 +179,9 @@ def _delivery(data: bytes) -> None:
     anything.
     """
     texts = _bytes(_parts(data))
-    job_id, payload, verdict, *log = [*texts, b"", b"", b""][: max(3, len(texts))]
+    job_id, payload, outcome, *log = [*texts, b"", b"", b""][: max(3, len(texts))]
     delivery = read_delivery(
-        [job_id, b"3", payload, 1, 0, verdict, b"5", b"6", 1, 0, log, 0, len(log)]
+        [job_id, b"3", payload, 1, 0, outcome, b"5", b"6", 1, 0, log, 0, len(log)]
     )
     assert delivery.job_id.encode("utf-8", "surrogateescape") == job_id
 

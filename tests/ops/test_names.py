@@ -21,10 +21,15 @@ def test_a_retired_definition_is_found() -> None:
             {
                 "worker/x.py": "class A:\n    async def hand_in(self): ...\n\nclass Pump: ...",
                 "worker/x.lua": "-- let_go\nlocal function let_go(id) end",
+                "worker/x.h": "class Team {\n    void each_handed_in(int64_t count) {}\n};",
+                "tests/x.py": "class Desk: ...\n\nclass Pump: ...",
             }
         )
     )
     assert sorted(found) == [
+        "tests/x.py:1: 'Desk' is retired: use JobSink or BulkSetup",
+        "worker/x.h:1: 'Team' is retired: use PoolThread",
+        "worker/x.h:2: 'each_handed_in' is retired: use parallel_for_commit",
         "worker/x.lua:2: 'let_go' is retired: use release_ownership",
         "worker/x.py:2: 'hand_in' is retired: use submit",
         "worker/x.py:4: 'Pump' is retired: use BatchFeeder",

@@ -36,7 +36,7 @@ from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.telemetry import HealthServer, Metrics, configure_logging
-from tokenmill_worker.telemetry.job_observer import Observer
+from tokenmill_worker.telemetry.job_telemetry import JobTelemetry
 from tokenmill_worker.telemetry.queue_metrics import QueueMetrics, queue_samples
 from tokenmill_worker.telemetry.worker_status import StatusReporter, WorkerParts
 
@@ -87,7 +87,7 @@ class Worker:
         self._host_factory = host_factory or partial(engine_host, settings, config)
         self.metrics = Metrics(settings.queue_name, self._config.model)
         self._tracing = open_tracing(settings)
-        observer = self._observer = Observer(
+        observer = self._observer = JobTelemetry(
             self.metrics, self._tracing, queue=settings.queue_name, worker_id=settings.worker_name
         )
         keys = Keys(settings.queue_name, settings.key_prefix)

@@ -269,7 +269,7 @@ class Acknowledger(Protocol):
 
 
 class JobObserver(Protocol):
-    """Observes jobs between claim and record; `telemetry.job_observer` implements it. Must not
+    """Observes jobs between claim and record; `telemetry.job_telemetry` implements it. Must not
     raise.
     """
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.bulk.support import Desk
+from tests.client.bulk.support import BulkSetup
 from tokenmill import Client
 from tokenmill.bulk import BatchStore, open_store
 from tokenmill_worker.record.migrate import upgrade
@@ -46,5 +46,7 @@ def store(any_client: Client) -> Iterator[BatchStore]:
 
 
 @pytest.fixture(params=["with a database", "without"])
-def desk(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str, database: str) -> Desk:
-    return Desk(tmp_path, redis_url, database if request.param == "with a database" else None)
+def setup(
+    request: pytest.FixtureRequest, tmp_path: Path, redis_url: str, database: str
+) -> BulkSetup:
+    return BulkSetup(tmp_path, redis_url, database if request.param == "with a database" else None)

@@ -90,7 +90,7 @@ def result(
 
 
 @dataclasses.dataclass(frozen=True)
-class Desk:
+class BulkSetup:
     """A user's setting: a folder, and the addresses of the service."""
 
     folder: Path

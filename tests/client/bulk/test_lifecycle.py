@@ -12,7 +12,7 @@ import pytest
 from openai.types import Batch as TheirBatch
 
 from tests.client.bulk.support import (
-    Desk,
+    BulkSetup,
     Interrupted,
     completion,
     interrupt_after,
@@ -48,8 +48,8 @@ SLOW: dict[str, Any] = {
 
 
 @pytest.fixture
-def desk(tmp_path: Path, redis_url: str, database: str) -> Desk:
-    return Desk(tmp_path, redis_url, database)
+def setup(tmp_path: Path, redis_url: str, database: str) -> BulkSetup:
+    return BulkSetup(tmp_path, redis_url, database)
 
 
 def half_endless(path: Path) -> Path:
@@ -63,16 +63,16 @@ def half_endless(path: Path) -> Path:
 
 @pytest.mark.slow
 async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expires(
-    desk: Desk,
+    setup: BulkSetup,
 ) -> None:
-    path = half_endless(desk.folder / "in.jsonl")
-    async with running_worker(desk.redis_url, str(desk.database), **SLOW):
-        batch = await desk.run(path, options=BatchOptions(completion_window="8s"))
+    path = half_endless(setup.folder / "in.jsonl")
+    async with running_worker(setup.redis_url, str(setup.database), **SLOW):
+        batch = await setup.run(path, options=BatchOptions(completion_window="8s"))
     told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
     assert told.status == "expired"
     assert told.expired_at
     assert told.request_counts is not None
-    answered, expired = names(desk.paths.output), read(desk.paths.errors)
+    answered, expired = names(setup.paths.output), read(setup.paths.errors)
     assert (told.request_counts.completed, told.request_counts.failed) == (
         len(answered),
         len(expired),
@@ -83,22 +83,22 @@ async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expire
     assert len({*answered, *(line["custom_id"] for line in expired)}) == 10
 
 
-async def test_cancelling_lasts_until_what_runs_has_stopped(desk: Desk) -> None:
-    path = half_endless(desk.folder / "in.jsonl")
-    async with running_worker(desk.redis_url, str(desk.database), **SLOW):
+async def test_cancelling_lasts_until_what_runs_has_stopped(setup: BulkSetup) -> None:
+    path = half_endless(setup.folder / "in.jsonl")
+    async with running_worker(setup.redis_url, str(setup.database), **SLOW):
         begun = await asyncio.to_thread(
-            desk.do, lambda client, store: import_batch(client, store, path)
+            setup.do, lambda client, store: import_batch(client, store, path)
         )
         await until(
-            lambda: desk.do(_refreshed(begun.id, lambda batch: batch.totals.completed == 6))
+            lambda: setup.do(_refreshed(begun.id, lambda batch: batch.totals.completed == 6))
         )
         asked = await asyncio.to_thread(
-            desk.do, lambda client, store: cancel_batch(client, store, begun.id)
+            setup.do, lambda client, store: cancel_batch(client, store, begun.id)
         )
         assert asked.state in (BatchState.CANCELLING, BatchState.CANCELLED)
         assert asked.cancelling_ms
         batch = await until(
-            lambda: desk.do(_refreshed(begun.id, lambda batch: batch.state.is_final))
+            lambda: setup.do(_refreshed(begun.id, lambda batch: batch.state.is_final))
         )
     told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
     assert (told.status, told.cancelling_at is not None, told.cancelled_at is not None) == (
@@ -108,10 +108,10 @@ async def test_cancelling_lasts_until_what_runs_has_stopped(desk: Desk) -> None:
     )
     assert (batch.totals.completed, batch.totals.failed) == (6, 4)
     await asyncio.to_thread(
-        desk.do, lambda client, store: export_batch(client, store, begun.id, desk.paths)
+        setup.do, lambda client, store: export_batch(client, store, begun.id, setup.paths)
     )
-    assert len(names(desk.paths.output)) == 6
-    assert {line["error"]["code"] for line in read(desk.paths.errors)} == {"batch_cancelled"}
+    assert len(names(setup.paths.output)) == 6
+    assert {line["error"]["code"] for line in read(setup.paths.errors)} == {"batch_cancelled"}
 
 
 def _refreshed(
@@ -124,8 +124,8 @@ def _refreshed(
     return look
 
 
-async def test_an_interrupted_import_goes_on_with_its_batch(desk: Desk) -> None:
-    path = write_many(desk.folder / "in.jsonl", 70)
+async def test_an_interrupted_import_goes_on_with_its_batch(setup: BulkSetup) -> None:
+    path = write_many(setup.folder / "in.jsonl", 70)
     begun: list[str] = []
 
     def submit(client: Client, store: BatchStore) -> Batch:
@@ -135,55 +135,59 @@ async def test_an_interrupted_import_goes_on_with_its_batch(desk: Desk) -> None:
         )
         return import_batch(client, store, path, batch=batch, limits=limits)
 
-    async with running_worker(desk.redis_url, str(desk.database)):
+    async with running_worker(setup.redis_url, str(setup.database)):
         with pytest.raises(Interrupted):
-            await asyncio.to_thread(desk.do, submit)
+            await asyncio.to_thread(setup.do, submit)
         begun += [
-            batch.id for batch in await asyncio.to_thread(desk.do, lambda _, store: store.newest())
+            batch.id for batch in await asyncio.to_thread(setup.do, lambda _, store: store.newest())
         ]
-        await asyncio.to_thread(desk.do, submit)
+        await asyncio.to_thread(setup.do, submit)
         await until(
-            lambda: desk.do(_refreshed(begun[0], lambda batch: batch.state is BatchState.COMPLETED))
+            lambda: setup.do(
+                _refreshed(begun[0], lambda batch: batch.state is BatchState.COMPLETED)
+            )
         )
     await asyncio.to_thread(
-        desk.do, lambda client, store: export_batch(client, store, begun[0], desk.paths)
+        setup.do, lambda client, store: export_batch(client, store, begun[0], setup.paths)
     )
-    assert sorted(names(desk.paths.output)) == sorted(f"line-{number}" for number in range(70))
+    assert sorted(names(setup.paths.output)) == sorted(f"line-{number}" for number in range(70))
 
 
-async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(desk: Desk) -> None:
-    path = write_many(desk.folder / "in.jsonl", 30)
-    async with running_worker(desk.redis_url, str(desk.database)):
+async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(setup: BulkSetup) -> None:
+    path = write_many(setup.folder / "in.jsonl", 30)
+    async with running_worker(setup.redis_url, str(setup.database)):
         with pytest.raises(Interrupted):
-            await desk.run(path, window=30, on_progress=interrupt_after(1))
-        (left,) = await asyncio.to_thread(desk.do, lambda _, store: store.newest())
-        await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))
-    desk.do(lambda _, store: store.move(left.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS]))
-    kept = desk.paths.output.read_bytes()
+            await setup.run(path, window=30, on_progress=interrupt_after(1))
+        (left,) = await asyncio.to_thread(setup.do, lambda _, store: store.newest())
+        await until(lambda: setup.do(lambda _, store: len(list(store.results(left.id))) == 30))
+    setup.do(lambda _, store: store.move(left.id, BatchState.FINALIZING, [BatchState.IN_PROGRESS]))
+    kept = setup.paths.output.read_bytes()
     with pytest.raises(ConfigurationError, match="continues with"):
         await asyncio.to_thread(
-            desk.do, lambda client, store: export_batch(client, store, left.id, desk.paths)
+            setup.do, lambda client, store: export_batch(client, store, left.id, setup.paths)
         )
-    assert (desk.paths.output.read_bytes(), desk.paths.record.exists()) == (kept, True)
-    batch = await desk.run(path)
+    assert (setup.paths.output.read_bytes(), setup.paths.record.exists()) == (kept, True)
+    batch = await setup.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
-    assert len(set(names(desk.paths.output))) == 30
+    assert len(set(names(setup.paths.output))) == 30
 
 
-async def test_what_was_answered_in_time_is_kept_by_a_run_that_goes_on_too_late(desk: Desk) -> None:
+async def test_what_was_answered_in_time_is_kept_by_a_run_that_goes_on_too_late(
+    setup: BulkSetup,
+) -> None:
     def interrupt(progress: BatchProgress) -> None:
         if progress.in_flight:
             raise Interrupted
 
-    path = write_many(desk.folder / "in.jsonl", 30)
+    path = write_many(setup.folder / "in.jsonl", 30)
     with pytest.raises(Interrupted):
-        await desk.run(
+        await setup.run(
             path, options=BatchOptions(completion_window="8s"), window=30, on_progress=interrupt
         )
-    async with running_worker(desk.redis_url, str(desk.database)):
-        (left,) = await asyncio.to_thread(desk.do, lambda _, store: store.newest())
-        await until(lambda: desk.do(lambda _, store: len(list(store.results(left.id))) == 30))
+    async with running_worker(setup.redis_url, str(setup.database)):
+        (left,) = await asyncio.to_thread(setup.do, lambda _, store: store.newest())
+        await until(lambda: setup.do(lambda _, store: len(list(store.results(left.id))) == 30))
     await until(lambda: now_ms() > left.expires_ms)
-    batch = await desk.run(path)
+    batch = await setup.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
-    assert len(set(names(desk.paths.output))) == 30
+    assert len(set(names(setup.paths.output))) == 30

@@ -15,7 +15,7 @@ from openai.types import Completion as TheirCompletion
 from openai.types.chat import ChatCompletion as TheirChat
 
 from tests.client.bulk.support import (
-    Desk,
+    BulkSetup,
     Interrupted,
     chat,
     completion,
@@ -45,7 +45,9 @@ from tokenmill.errors import ConfigurationError
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 
-async def test_every_line_is_answered_once_and_as_openai_does(desk: Desk, database: str) -> None:
+async def test_every_line_is_answered_once_and_as_openai_does(
+    setup: BulkSetup, database: str
+) -> None:
     lines: list[dict[str, Any] | str] = [numbered(number) for number in range(40)]
     lines += [
         "nonsense",
@@ -54,20 +56,20 @@ async def test_every_line_is_answered_once_and_as_openai_does(desk: Desk, databa
         completion("long", max_tokens=10**6),
         "",
     ]
-    path = write(desk.folder / "in.jsonl", lines)
-    async with running_worker(desk.redis_url, database):
-        batch = await desk.run(path)
+    path = write(setup.folder / "in.jsonl", lines)
+    async with running_worker(setup.redis_url, database):
+        batch = await setup.run(path)
     assert batch.state is BatchState.COMPLETED
     assert (batch.totals.completed, batch.totals.failed, batch.total) == (40, 4, 44)
-    assert batch.totals.output_tokens == sum(_tokens(line) for line in read(desk.paths.output))
-    assert sorted(names(desk.paths.output)) == sorted(f"line-{number}" for number in range(40))
-    assert {line["custom_id"] for line in read(desk.paths.errors)} == {
+    assert batch.totals.output_tokens == sum(_tokens(line) for line in read(setup.paths.output))
+    assert sorted(names(setup.paths.output)) == sorted(f"line-{number}" for number in range(40))
+    assert {line["custom_id"] for line in read(setup.paths.errors)} == {
         None,
         "line-3",
         "tools",
         "long",
     }
-    for line in read(desk.paths.output):
+    for line in read(setup.paths.output):
         kind = (
             TheirChat
             if line["response"]["body"]["object"] == "chat.completion"
@@ -82,29 +84,29 @@ async def test_every_line_is_answered_once_and_as_openai_does(desk: Desk, databa
 async def test_again_changes_nothing_and_another_input_is_refused(
     tmp_path: Path, redis_url: str, database: str
 ) -> None:
-    desk = Desk(tmp_path, redis_url, database)
-    path = write_many(desk.folder / "in.jsonl", 5)
-    async with running_worker(desk.redis_url, database):
-        first = await desk.run(path)
-        before = desk.paths.output.read_bytes()
-        assert await desk.run(path) == first
-        assert desk.paths.output.read_bytes() == before
+    setup = BulkSetup(tmp_path, redis_url, database)
+    path = write_many(setup.folder / "in.jsonl", 5)
+    async with running_worker(setup.redis_url, database):
+        first = await setup.run(path)
+        before = setup.paths.output.read_bytes()
+        assert await setup.run(path) == first
+        assert setup.paths.output.read_bytes() == before
         with pytest.raises(ConfigurationError, match="a different input file"):
-            await desk.run(write_many(desk.folder / "other.jsonl", 6))
+            await setup.run(write_many(setup.folder / "other.jsonl", 6))
         with pytest.raises(
             ConfigurationError, match="begun with another tenant and any_model: say the same again"
         ):
-            await desk.run(path, options=BatchOptions(tenant="acme", any_model=True))
-        assert desk.paths.output.read_bytes() == before
-    desk.paths.record.unlink()
+            await setup.run(path, options=BatchOptions(tenant="acme", any_model=True))
+        assert setup.paths.output.read_bytes() == before
+    setup.paths.record.unlink()
     with pytest.raises(ConfigurationError, match="there already"):
-        await desk.run(path)
+        await setup.run(path)
 
 
 async def test_the_queue_never_holds_more_than_the_window(
     tmp_path: Path, redis_url: str, database: str
 ) -> None:
-    desk = Desk(tmp_path, redis_url, None)
+    setup = BulkSetup(tmp_path, redis_url, None)
     path = write_many(tmp_path / "in.jsonl", 120)
     held: list[int] = []
     is_full = threading.Event()
@@ -114,7 +116,7 @@ async def test_the_queue_never_holds_more_than_the_window(
         if progress.in_flight:
             is_full.set()
 
-    task = asyncio.create_task(desk.run(path, window=16, on_progress=on_progress))
+    task = asyncio.create_task(setup.run(path, window=16, on_progress=on_progress))
     await asyncio.to_thread(is_full.wait, 60)
     async with running_worker(redis_url, database):
         batch = await task
@@ -126,17 +128,17 @@ def _tokens(line: dict[str, Any]) -> int:
     return int(line["response"]["body"]["usage"]["completion_tokens"])
 
 
-async def test_an_interrupted_run_goes_on_where_it_stopped(desk: Desk, database: str) -> None:
-    path = write_many(desk.folder / "in.jsonl", 90)
-    async with running_worker(desk.redis_url, database):
+async def test_an_interrupted_run_goes_on_where_it_stopped(setup: BulkSetup, database: str) -> None:
+    path = write_many(setup.folder / "in.jsonl", 90)
+    async with running_worker(setup.redis_url, database):
         for count in (10, 40):
             with pytest.raises(Interrupted):
-                await desk.run(path, window=20, on_progress=interrupt_after(count))
-            assert count <= len(names(desk.paths.output)) < 90
-        batch = await desk.run(path)
+                await setup.run(path, window=20, on_progress=interrupt_after(count))
+            assert count <= len(names(setup.paths.output)) < 90
+        batch = await setup.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 90)
-    assert batch.totals.output_tokens == sum(_tokens(line) for line in read(desk.paths.output))
-    assert len(names(desk.paths.output)) == len(set(names(desk.paths.output))) == 90
+    assert batch.totals.output_tokens == sum(_tokens(line) for line in read(setup.paths.output))
+    assert len(names(setup.paths.output)) == len(set(names(setup.paths.output))) == 90
 
 
 async def test_results_that_only_the_database_remembers_are_not_generated_again(
@@ -144,16 +146,16 @@ async def test_results_that_only_the_database_remembers_are_not_generated_again(
 ) -> None:
     import redis
 
-    desk = Desk(tmp_path, redis_url, database)
+    setup = BulkSetup(tmp_path, redis_url, database)
     path = write_many(tmp_path / "in.jsonl", 30)
     async with running_worker(redis_url, database):
         with pytest.raises(Interrupted):
-            await desk.run(path, window=30, on_progress=interrupt_after(1))
-        batch_id = (await asyncio.to_thread(desk.do, lambda _, store: store.newest()))[0].id
-        await until(lambda: desk.do(_all_over(batch_id, 30)))
+            await setup.run(path, window=30, on_progress=interrupt_after(1))
+        batch_id = (await asyncio.to_thread(setup.do, lambda _, store: store.newest()))[0].id
+        await until(lambda: setup.do(_all_over(batch_id, 30)))
     with redis.Redis.from_url(redis_url) as server:
         server.flushall()
-    batch = await desk.run(path)  # no worker is there: nothing can be generated
+    batch = await setup.run(path)  # no worker is there: nothing can be generated
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
 
 
@@ -166,7 +168,7 @@ async def test_jobs_that_the_queue_lost_are_handed_in_again(
 ) -> None:
     import redis
 
-    desk = Desk(tmp_path, redis_url, None)
+    setup = BulkSetup(tmp_path, redis_url, None)
     path = write_many(tmp_path / "in.jsonl", 20)
     is_lost = threading.Event()
 
@@ -177,27 +179,27 @@ async def test_jobs_that_the_queue_lost_are_handed_in_again(
                 for key in server.scan_iter("tm:{q}:job*"):
                     server.delete(key)
 
-    task = asyncio.create_task(desk.run(path, on_progress=lose))
+    task = asyncio.create_task(setup.run(path, on_progress=lose))
     await asyncio.to_thread(is_lost.wait, 60)
     async with running_worker(redis_url, database):
         batch = await task
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 20)
-    assert len(set(names(desk.paths.output))) == 20
+    assert len(set(names(setup.paths.output))) == 20
 
 
-async def test_a_cancelled_run_names_every_line(desk: Desk, database: str) -> None:
-    path = write_many(desk.folder / "in.jsonl", 60)
+async def test_a_cancelled_run_names_every_line(setup: BulkSetup, database: str) -> None:
+    path = write_many(setup.folder / "in.jsonl", 60)
     seen = threading.Event()
 
     def cancel(progress: Any) -> None:
         if progress.totals.ended and not seen.is_set():
             seen.set()
-            desk.do(lambda client, store: cancel_batch(client, store, store.newest()[0].id))
+            setup.do(lambda client, store: cancel_batch(client, store, store.newest()[0].id))
 
-    async with running_worker(desk.redis_url, database):
-        batch = await desk.run(path, window=10, on_progress=cancel)
+    async with running_worker(setup.redis_url, database):
+        batch = await setup.run(path, window=10, on_progress=cancel)
     assert batch.state is BatchState.CANCELLED
-    answered, rejected = names(desk.paths.output), read(desk.paths.errors)
+    answered, rejected = names(setup.paths.output), read(setup.paths.errors)
     assert rejected
     assert sorted([*answered, *(line["custom_id"] for line in rejected)]) == sorted(
         f"line-{n}" for n in range(60)
@@ -208,13 +210,13 @@ async def test_a_cancelled_run_names_every_line(desk: Desk, database: str) -> No
 async def test_without_a_worker_the_completion_window_ends_it(
     tmp_path: Path, redis_url: str
 ) -> None:
-    desk = Desk(tmp_path, redis_url, None)
-    path = write_many(desk.folder / "in.jsonl", 30)
-    batch = await desk.run(
+    setup = BulkSetup(tmp_path, redis_url, None)
+    path = write_many(setup.folder / "in.jsonl", 30)
+    batch = await setup.run(
         path, options=BatchOptions(completion_window="2s"), window=10, late_s=0.0
     )
     assert (batch.state, batch.totals.expired) == (BatchState.EXPIRED, 30)
-    assert {line["error"]["code"] for line in read(desk.paths.errors)} == {"batch_expired"}
+    assert {line["error"]["code"] for line in read(setup.paths.errors)} == {"batch_expired"}
 
 
 async def test_that_no_worker_is_there_is_said(tmp_path: Path, redis_url: str) -> None:
@@ -225,29 +227,31 @@ async def test_that_no_worker_is_there_is_said(tmp_path: Path, redis_url: str) -
         if progress.note:
             raise SaidError(progress.note)
 
-    desk = Desk(tmp_path, redis_url, None)
+    setup = BulkSetup(tmp_path, redis_url, None)
     with pytest.raises(SaidError, match="no worker serves this queue"):
-        await desk.run(write_many(desk.folder / "in.jsonl", 30), window=10, on_progress=on_progress)
+        await setup.run(
+            write_many(setup.folder / "in.jsonl", 30), window=10, on_progress=on_progress
+        )
 
 
 async def test_an_empty_file_fails(tmp_path: Path, redis_url: str, database: str) -> None:
-    desk = Desk(tmp_path, redis_url, database)
-    batch = await desk.run(write(desk.folder / "in.jsonl", [""]))
+    setup = BulkSetup(tmp_path, redis_url, database)
+    batch = await setup.run(write(setup.folder / "in.jsonl", [""]))
     assert (batch.state, batch.errors[0].code) == (BatchState.FAILED, "empty_file")
     told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
     assert told.failed_at
 
 
-async def test_import_then_export_from_elsewhere(desk: Desk, database: str) -> None:
+async def test_import_then_export_from_elsewhere(setup: BulkSetup, database: str) -> None:
     path = write(
-        desk.folder / "in.jsonl", [*(numbered(number) for number in range(25)), "bad", numbered(3)]
+        setup.folder / "in.jsonl", [*(numbered(number) for number in range(25)), "bad", numbered(3)]
     )
-    async with running_worker(desk.redis_url, database):
+    async with running_worker(setup.redis_url, database):
         begun = await asyncio.to_thread(
-            desk.do, lambda client, store: import_batch(client, store, path)
+            setup.do, lambda client, store: import_batch(client, store, path)
         )
         path.unlink()
-        batch = await until(lambda: desk.do(_refreshed_to_the_end(begun.id)))
+        batch = await until(lambda: setup.do(_refreshed_to_the_end(begun.id)))
         assert (batch.state, batch.totals.completed, batch.totals.failed) == (
             BatchState.COMPLETED,
             25,
@@ -255,12 +259,12 @@ async def test_import_then_export_from_elsewhere(desk: Desk, database: str) -> N
         )
         assert batch.totals.output_tokens > 0
         for _ in range(2):  # over what was there
-            ended, missing = await asyncio.to_thread(desk.do, _exported(begun.id, desk.paths))
+            ended, missing = await asyncio.to_thread(setup.do, _exported(begun.id, setup.paths))
             assert (ended.state, missing) == (BatchState.COMPLETED, 0)
-            assert sorted(names(desk.paths.output)) == sorted(
+            assert sorted(names(setup.paths.output)) == sorted(
                 f"line-{number}" for number in range(25)
             )
-            assert [line["error"]["code"] for line in read(desk.paths.errors)] == [
+            assert [line["error"]["code"] for line in read(setup.paths.errors)] == [
                 "invalid_json_line",
                 "duplicate_custom_id",
             ]
@@ -278,25 +282,27 @@ def _exported(batch_id: str, paths: Paths) -> Callable[[Client, BatchStore], Any
     return lambda client, store: export_batch(client, store, batch_id, paths)
 
 
-async def test_an_import_is_cancelled_while_it_waits(desk: Desk, allowed_keys: list[str]) -> None:
+async def test_an_import_is_cancelled_while_it_waits(
+    setup: BulkSetup, allowed_keys: list[str]
+) -> None:
     allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
-    path = write_many(desk.folder / "in.jsonl", 12)
+    path = write_many(setup.folder / "in.jsonl", 12)
     batch = await asyncio.to_thread(
-        desk.do, lambda client, store: import_batch(client, store, path)
+        setup.do, lambda client, store: import_batch(client, store, path)
     )
     assert batch.state is BatchState.IN_PROGRESS
     ended = await asyncio.to_thread(
-        desk.do, lambda client, store: cancel_batch(client, store, batch.id)
+        setup.do, lambda client, store: cancel_batch(client, store, batch.id)
     )
     assert (ended.state, ended.totals.failed) == (BatchState.CANCELLED, 12)
-    exported, missing = await asyncio.to_thread(desk.do, _exported(batch.id, desk.paths))
+    exported, missing = await asyncio.to_thread(setup.do, _exported(batch.id, setup.paths))
     assert (missing, exported.output_file, exported.error_file) == (
         0,
         None,
-        str(desk.paths.errors.resolve()),
+        str(setup.paths.errors.resolve()),
     )
-    assert len(names(desk.paths.errors)) == 12
-    assert not read(desk.paths.output)
+    assert len(names(setup.paths.errors)) == 12
+    assert not read(setup.paths.output)
 
 
 async def test_what_the_workers_record_elsewhere_is_counted(
@@ -307,15 +313,15 @@ async def test_what_the_workers_record_elsewhere_is_counted(
     Its jobs did not fail.
     """
     (tmp_path / "other").mkdir()
-    desk = Desk(tmp_path, redis_url, database_url(tmp_path / "other"))
+    setup = BulkSetup(tmp_path, redis_url, database_url(tmp_path / "other"))
     path = write_many(tmp_path / "in.jsonl", 5)
     async with running_worker(redis_url, database):
         begun = await asyncio.to_thread(
-            desk.do, lambda client, store: import_batch(client, store, path)
+            setup.do, lambda client, store: import_batch(client, store, path)
         )
 
         def over() -> Batch | None:
-            found = desk.do(lambda client, store: refresh(client, store, begun.id))
+            found = setup.do(lambda client, store: refresh(client, store, begun.id))
             return found if found.state.is_final else None
 
         batch = await until(over)

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy
 
 from tests.client.bulk.stores.test_stores import BATCH, _finished
-from tests.client.bulk.support import Desk, completion, names, read, result, write
+from tests.client.bulk.support import BulkSetup, completion, names, read, result, write
 from tests.consume.queue import Queue, close_queue, end_of, open_queue
 from tests.support.large import DAMAGED
 from tokenmill import Client
@@ -49,18 +49,18 @@ async def answer_badly(queue: Queue) -> None:
 async def test_a_run_names_what_it_cannot_read_and_comes_to_its_end(
     tmp_path: Path, redis_url: str
 ) -> None:
-    desk = Desk(tmp_path, redis_url, None)
+    setup = BulkSetup(tmp_path, redis_url, None)
     path = write(tmp_path / "in.jsonl", [completion(f"line-{number}") for number in (1, 2, 3)])
     queue = await open_queue(redis_url)
     answering = asyncio.create_task(answer_badly(queue))
-    batch = await desk.run(path)
+    batch = await setup.run(path)
     await answering
     await queue.redis.delete(*(queue.keys.job(f"{batch.id}-{line}") for line in (2, 3)))
     await close_queue(queue)
     assert (batch.totals.completed, batch.totals.failed) == (1, 2)
-    assert names(desk.paths.output) == ["line-1"]
-    assert sorted(names(desk.paths.errors)) == ["line-2", "line-3"]
-    assert {line["error"]["code"] for line in read(desk.paths.errors)} == {"result_unreadable"}
+    assert names(setup.paths.output) == ["line-1"]
+    assert sorted(names(setup.paths.errors)) == ["line-2", "line-3"]
+    assert {line["error"]["code"] for line in read(setup.paths.errors)} == {"result_unreadable"}
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

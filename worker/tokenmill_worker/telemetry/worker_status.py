@@ -22,7 +22,7 @@ from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.telemetry import Check, Watchdog
 from tokenmill_worker.telemetry.instruments import MetricSample, by_label, counter, gauge
-from tokenmill_worker.telemetry.job_observer import Observer
+from tokenmill_worker.telemetry.job_telemetry import JobTelemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WorkerParts:
     lease: LeaseKeeper
     publisher: Publisher
     finalizer: Finalizer
-    observer: Observer
+    observer: JobTelemetry
 
 
 class StatusReporter:

@@ -23,7 +23,7 @@ class CountArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("counts", "computed", "stalled", "gave_up", "released")),
         *((name, c_int64) for name in ("units", "grain")),
-        *((name, c_int32) for name in ("handed_in", "stalls_at", "stalls_second", "sleep_us")),
+        *((name, c_int32) for name in ("commits", "stalls_at", "stalls_second", "sleep_us")),
     ]
 
 
@@ -39,7 +39,7 @@ class Phase:
         units: int,
         grain: int = 1,
         *,
-        handed_in: bool = False,
+        commits: bool = False,
         stalls_at: int = -1,
         stalls_second: bool = False,
         sleep_us: int = 0,
@@ -50,7 +50,7 @@ class Phase:
             counts=ctypes.addressof(self.counts), computed=ctypes.addressof(self.computed),
             stalled=ctypes.addressof(self.stalled), gave_up=ctypes.addressof(self.gave_up),
             released=ctypes.addressof(self.reached), units=units, grain=grain,
-            handed_in=handed_in, stalls_at=stalls_at, stalls_second=stalls_second, sleep_us=sleep_us,
+            commits=commits, stalls_at=stalls_at, stalls_second=stalls_second, sleep_us=sleep_us,
         )  # fmt: skip
         self.check = CheckArguments(
             of=ctypes.addressof(self.count), flag=ctypes.addressof(self.reached)
@@ -71,11 +71,11 @@ def run(phases: list[Phase], threads: int) -> None:
     Program([step for phase in phases for step in phase.steps()]).run(threads, refuse)
 
 
-@pytest.mark.parametrize("handed_in", [False, True])
+@pytest.mark.parametrize("commits", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_every_unit_is_done_once(threads: int, handed_in: bool) -> None:
+def test_every_unit_is_done_once(threads: int, commits: bool) -> None:
     phases = [
-        Phase(units, grain, handed_in=handed_in)
+        Phase(units, grain, commits=commits)
         for units in (0, 1, 2, 3, 7, 64, 1000)
         for grain in (1, 2, 8)
     ]
@@ -89,9 +89,9 @@ def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(
     threads: int, stalls_at: int
 ) -> None:
     """The thread stands still until a later phase, so another thread must do its unit."""
-    stalling = Phase(8, handed_in=True, stalls_at=stalls_at)
+    stalling = Phase(8, commits=True, stalls_at=stalls_at)
     later = [
-        Phase(units, grain, handed_in=bool(units % 2)) for units in (5, 1, 40) for grain in (1, 3)
+        Phase(units, grain, commits=bool(units % 2)) for units in (5, 1, 40) for grain in (1, 3)
     ]
     run([stalling, *later], threads)
     assert stalling.stalled.value > 1
@@ -106,15 +106,15 @@ def test_the_first_result_of_a_unit_is_used(threads: int) -> None:
 
     The second thread then stands still until a later phase.
     """
-    stalling = Phase(8, handed_in=True, stalls_at=3, stalls_second=True)
-    run([stalling, Phase(5), Phase(40, handed_in=True)], threads)
+    stalling = Phase(8, commits=True, stalls_at=3, stalls_second=True)
+    run([stalling, Phase(5), Phase(40, commits=True)], threads)
     assert stalling.stalled.value > 1
     assert stalling.gave_up.value == 0
     assert list(stalling.counts) == [1] * 8
 
 
 def test_a_unit_that_stores_its_own_results_is_never_computed_twice() -> None:
-    phase = Phase(64, handed_in=False, sleep_us=2_000)
+    phase = Phase(64, commits=False, sleep_us=2_000)
     run([phase], 3)
     assert phase.computed.value == 64
 
@@ -124,7 +124,7 @@ def test_threads_without_a_core_of_their_own() -> None:
     seed = random.Random(7)
     for _ in range(150):
         phases = [
-            Phase(seed.randrange(60), seed.choice((1, 2, 4)), handed_in=seed.random() < 0.5,
+            Phase(seed.randrange(60), seed.choice((1, 2, 4)), commits=seed.random() < 0.5,
                   sleep_us=seed.choice((0, 0, 20, 300)))
             for _ in range(seed.randrange(1, 8))
         ]  # fmt: skip
@@ -133,7 +133,7 @@ def test_threads_without_a_core_of_their_own() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_row_that_was_stopped_goes_on_where_it_stopped(threads: int) -> None:
-    first, second = Phase(20), Phase(30, handed_in=True)
+    first, second = Phase(20), Phase(30, commits=True)
     first.check.refuses = 2
     answers: list[int] = []
     Program([*first.steps(), *second.steps()]).run(threads, answers.append)
@@ -145,7 +145,7 @@ def test_a_row_that_was_stopped_goes_on_where_it_stopped(threads: int) -> None:
 def test_callers_have_threads_of_their_own() -> None:
     def many(_: int) -> None:
         for _ in range(50):
-            run([Phase(33, 2, handed_in=True), Phase(9)], 3)
+            run([Phase(33, 2, commits=True), Phase(9)], 3)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(many, range(4)))
@@ -157,7 +157,7 @@ import os, sys
 from tests.engine.cpu.kernels.test_work_stealing import Phase, run
 run([Phase(100)], 3)
 child = os.fork()
-run([Phase(100, handed_in=True)], 3)
+run([Phase(100, commits=True)], 3)
 if not child:
     sys.exit(0)  # an ordinary end, with what the C++ side does then
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

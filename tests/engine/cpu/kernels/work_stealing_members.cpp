@@ -7,7 +7,7 @@ struct CountArguments {
     int32_t *stalled, *gave_up;
     const int32_t *released;  // what the thread that stalls waits for, ten seconds at most
     int64_t units, grain;
-    int32_t handed_in;
+    int32_t commits;
     int32_t stalls_at;  // the unit that stalls whoever computes it first; −1: none
     int32_t stalls_second;  // whoever computes it again instead, and the first only until then
     int32_t sleep_us;   // in every seventh unit
@@ -27,15 +27,15 @@ static void compute(const CountArguments &a, int64_t first, int64_t count) {
     if (before == (a.stalls_second ? 1 : 0)) wait_for(a.released, 1);
 }
 
-extern "C" int64_t count_member(const CountArguments *arguments, Team *team) {
+extern "C" int64_t count_member(const CountArguments *arguments, PoolThread *thread) {
     const CountArguments &a = *arguments;
-    const auto hand_in = [&](int64_t first, int64_t count) {
+    const auto commit = [&](int64_t first, int64_t count) {
         for (int64_t i = first; i < first + count; ++i) __atomic_add_fetch(a.counts + i, 1, __ATOMIC_SEQ_CST);
     };
-    if (a.handed_in)
-        team->each_handed_in(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n); }, hand_in);
+    if (a.commits)
+        thread->parallel_for_commit(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n); }, commit);
     else
-        team->each(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n), hand_in(i, n); });
+        thread->parallel_for(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n), commit(i, n); });
     return 0;
 }
 
@@ -46,8 +46,8 @@ struct CheckArguments {
 };
 
 // Answers the number of units of `of` that were not done exactly once.
-extern "C" int64_t check_member(CheckArguments *arguments, Team *team) {
-    return team->once([=]() -> int64_t {
+extern "C" int64_t check_member(CheckArguments *arguments, PoolThread *thread) {
+    return thread->once([=]() -> int64_t {
         __atomic_store_n(arguments->flag, 1, __ATOMIC_SEQ_CST);
         if (arguments->refuses) return 1000 + arguments->refuses--;
         int64_t wrong = 0;

@@ -118,9 +118,10 @@ def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionC
     usual attention.
     """
     call = AttentionCall()
+    weight = next(module.parameters(), torch.empty(0))  # packed modules have none: float32, CPU
     arguments = {
-        "hidden_states": random_rows(width),
-        "position_embeddings": random_tables(rotary_dim),
+        "hidden_states": random_rows(width).to(weight),
+        "position_embeddings": tuple(table.to(weight) for table in random_tables(rotary_dim)),
     }
     try:
         out: Tensor = module(**arguments, attention_mask=None, past_key_values=None, paged=call)[0]

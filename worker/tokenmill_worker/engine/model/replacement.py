@@ -6,10 +6,20 @@ builds its own replacements and tests them against the originals.
 
 from __future__ import annotations
 
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+# (parent, the child's name in it, child) → what replaces the child; None: it stays
+Build = Callable[[nn.Module, str, nn.Module], nn.Module | None]
 
 
 class Activation(Enum):
@@ -20,10 +30,31 @@ class Activation(Enum):
 
 
 class RmsNorm(NamedTuple):
-    """Weight `[hidden]` and epsilon of an RMS norm."""
+    """An RMS norm: weight `[hidden]`, epsilon, and what is added to the weight (1 in Gemma's)."""
 
     weight: Tensor
     eps: float
+    offset: float
+
+
+class GatedMLP(NamedTuple):
+    """`down(activation(gate(x)) · up(x))`, gate and up without bias."""
+
+    gate_up: tuple[Tensor, ...]  # weights of gate and up, or one that holds both halves (Phi)
+    down: nn.Linear
+    activation: Activation
+
+
+class AttentionParts(NamedTuple):
+    """A decoder's attention: queries, keys and values in one product, heads of one size."""
+
+    weight: Tensor  # [query + 2 · key, hidden]
+    bias: Tensor | None
+    out: nn.Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
 
 
 _ACTIVATIONS = {
@@ -34,30 +65,100 @@ _ACTIVATIONS = {
 }
 
 
-def children_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return parent, name and child of every module below the model."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    ]
+def replace_children(model: nn.Module, build: Build) -> Counter[str]:
+    """Offer each module below the model to `build` and put its replacement in place.
+
+    Returns:
+        The number of replacements by class.
+    """
+    replaced: Counter[str] = Counter()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = build(parent, name, child)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+                replaced[type(replacement).__name__] += 1
+    return replaced
 
 
 def describe_norm(module: nn.Module) -> RmsNorm | None:
-    """Return an RMS norm's weight and epsilon; None for any other module."""
+    """Describe an RMS norm; return None for any other module."""
     weight: Any = getattr(module, "weight", None)
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__:
         return None
     if not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    return RmsNorm(weight, eps)
+    # a norm that adds 1 to its weight returns something else than 0 for a weight of zeros
+    ones = torch.ones(1, weight.shape[0], device=weight.device, dtype=weight.dtype)
+    bare = copy.copy(module)
+    bare._parameters = {
+        **module._parameters,
+        "weight": nn.Parameter(torch.zeros_like(weight), requires_grad=False),
+    }
+    try:
+        return RmsNorm(weight, eps, 1.0 if bool(bare(ones).any()) else 0.0)
+    except Exception as error:  # an unusual signature: this module stays as it is
+        log.debug("not fused: %s", error)
+        return None
+
+
+def describe_mlp(module: nn.Module) -> GatedMLP | None:
+    """Describe a gated MLP whose activation a device has fused; return None for others."""
+    activation, (down,) = activation_of(module), _linears(module, "down_proj")
+    both = _linears(module, "gate_up_proj")
+    parts = both if both[0] is not None else _linears(module, "gate_proj", "up_proj")
+    if activation is None or down is None:
+        return None
+    weights = tuple(part.weight for part in parts if part is not None and _bias(part) is None)
+    return GatedMLP(weights, down, activation) if len(weights) == len(parts) else None
+
+
+def describe_attention(module: nn.Module) -> AttentionParts | None:
+    """Describe an attention module with usual projections; return None for others."""
+    head_dim, (out,) = getattr(module, "head_dim", None), _linears(module, "o_proj")
+    joint = _linears(module, "qkv_proj")
+    found = joint if joint[0] is not None else _linears(module, "q_proj", "k_proj", "v_proj")
+    parts = [part for part in found if part is not None]
+    if not isinstance(head_dim, int) or out is None or len(parts) < len(found):
+        return None
+    if not (hasattr(module, "layer_idx") and hasattr(module, "scaling")):
+        return None
+    sizes = [part.out_features for part in parts]
+    query = out.in_features
+    key = (sum(sizes) - query) // 2
+    biases = [bias for part in parts if (bias := _bias(part)) is not None]
+    if len(biases) not in (0, len(parts)) or sizes not in ([query + 2 * key], [query, key, key]):
+        return None
+    return AttentionParts(
+        join([part.weight for part in parts]),
+        join(biases) if biases else None,
+        out,
+        query // head_dim,
+        key // head_dim,
+        head_dim,
+        rotary_dim_of(module),
+    )
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts as one tensor; a single part is not copied."""
+    return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+
+
+def _linears(module: nn.Module, *names: str) -> tuple[nn.Linear | None, ...]:
+    found = (getattr(module, name, None) for name in names)
+    return tuple(child if type(child) is nn.Linear else None for child in found)
 
 
 def activation_of(module: nn.Module) -> Activation | None:
     """Return the activation of a gated MLP, or None where no device has it fused."""
     function = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     return _ACTIVATIONS.get(type(function).__name__)
+
+
+def _bias(linear: nn.Linear) -> Tensor | None:
+    return linear.bias  # torch's annotation leaves the None out
 
 
 def rotary_dim_of(module: Any) -> int:

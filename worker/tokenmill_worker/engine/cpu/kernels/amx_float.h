@@ -34,15 +34,15 @@ struct AmxLinear {
         }
     }
 
-    static void member(const LinearArguments &a, Team *team) {
-        const bool is_own = a.m <= HANDED_IN_ROWS && a.m * team->parts <= AMX_OWN_ROWS;
+    static void member(const LinearArguments &a, PoolThread *thread) {
+        const bool is_own = a.m <= COMMIT_ROWS && a.m * thread->parts <= AMX_OWN_ROWS;
         const int64_t own = is_own ? a.m * amx_row_bytes(a.k) / (int64_t)sizeof(float) : 0, one_row = (a.k + 15) & ~(int64_t)15;
         const int64_t lanes_of_panel = (a.k < AMX_DEEP ? a.k : AMX_DEEP) / AMX_DEPTH * Factors<Form>::BLOCK;
-        const int64_t fit = AMX_BYTES / amx_row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
+        const int64_t fit = AMX_BYTES / amx_row_bytes(a.k), most = fit < COMMIT_ROWS ? COMMIT_ROWS : fit;
         const int64_t rest_floats = lanes_of_panel + one_row + own;
         // Sums, then right factors, a row behind its norm, and rows of one's own.
         const int64_t num_sums = sum_floats<2 * AMX_ROWS>(a.m, most);
-        float *lanes = (float *)team->scratch((num_sums + rest_floats) * sizeof(float)) + num_sums;
+        float *lanes = (float *)thread->scratch((num_sums + rest_floats) * sizeof(float)) + num_sums;
         float *room = lanes + lanes_of_panel;
         const SplitRows rows = SplitRows::at(is_own ? (char *)(room + one_row) : a.workspace, a);
         const auto split = [&](int64_t first, int64_t count, int64_t) {
@@ -55,12 +55,12 @@ struct AmxLinear {
         if (is_own)
             split(0, a.m, -1);
         else
-            team->each(a.m, 4, split);
+            thread->parallel_for(a.m, 4, split);
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
         TileShapes shapes;
-        Prefetch &prefetch = read_ahead(a, team);
-        each_columns<2 * AMX_ROWS, true>(behind, team, most, rest_floats * sizeof(float),
+        Prefetch &prefetch = read_ahead(a, thread);
+        each_columns<2 * AMX_ROWS, true>(behind, thread, most, rest_floats * sizeof(float),
                            [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *rest) {
             const Columns then = next.count ? next : mine;
             const int64_t row = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride;
@@ -78,7 +78,7 @@ struct AmxLinear {
 template <class Form>
 struct AmxLinear {
     static bool takes(const LinearArguments &) { return false; }
-    static void member(const LinearArguments &, Team *) {}
+    static void member(const LinearArguments &, PoolThread *) {}
 };
 
 #endif

@@ -39,17 +39,17 @@ class ArgmaxSearch {
     }
 
     // What the other threads have seen of this row of kernels.
-    void hear(const LinearArguments &a, const Team &team) {
-        for (int32_t part = 0; part < team.parts; ++part) {
+    void read_others(const LinearArguments &a, const PoolThread &thread) {
+        for (int32_t part = 0; part < thread.parts; ++part) {
             const ArgmaxSeen &seen = ArgmaxSeen::of(a.y, part);
-            if (part == team.part || !seen.is_open(team.row())) continue;
+            if (part == thread.part || !seen.is_open(thread.row())) continue;
             for (int64_t r = 0; r < a.m; ++r)
                 if (seen.told(r) > best_[r]) best_[r] = seen.told(r);
         }
     }
 
     // Sums [a.m, STEP]: what `byte_dot` gives, or -infinity for all of a row that can not hold its highest output.
-    void one_panel(const Rows &rows, const LinearArguments &a, const Team &team, int64_t panel_number, const Ordered &codes,
+    void one_panel(const Rows &rows, const LinearArguments &a, const PoolThread &thread, int64_t panel_number, const Ordered &codes,
                    const Form &panel, const Form &ahead, float *sums) {
         const int64_t width = a.n - panel_number * NR;
         const float *lengths = Form::lengths(a) + panel_number * NR;
@@ -76,7 +76,7 @@ class ArgmaxSearch {
                 const float highest = max_lanes(larger(load(to), load(to + VW)));
                 // Padding columns do not count, nor outputs so small that their bounds are NaN.
                 if (width >= NR && fabsf(highest) > TINY && highest * UNIT > best_[row + r])
-                    ArgmaxSeen::of(a.y, team.part).tell(row + r, best_[row + r] = highest * UNIT);
+                    ArgmaxSeen::of(a.y, thread.part).tell(row + r, best_[row + r] = highest * UNIT);
             }
         }
     }

@@ -34,12 +34,12 @@ struct Attention {
     const int64_t head_stride;   // between heads of a block
     AmxAttention<T> amx;         // of this thread
 
-    Attention(const AttendArguments &arguments, const Plan &p, Team *team)
+    Attention(const AttendArguments &arguments, const Plan &p, PoolThread *thread)
         : a(arguments), plan(p), group(arguments.num_heads / arguments.num_kv_heads),
           width(rounded(arguments.head_dim, STRIP)),
           in_place(arguments.block_size % STRIP == 0 && arguments.head_dim % STRIP == 0),
           head_stride((int64_t)arguments.block_size * arguments.head_dim),
-          amx(a, most_rows(), team->scratch(takes_amx(a) ? AmxAttention<T>::bytes(a, most_rows()) : 0)) {}
+          amx(a, most_rows(), thread->scratch(takes_amx(a) ? AmxAttention<T>::bytes(a, most_rows()) : 0)) {}
 
     int64_t most_rows() const { return group < AMX_UNIT_ROWS ? AMX_UNIT_ROWS : group; }
 
@@ -287,9 +287,9 @@ struct Attention {
         }
     }
 
-    void run(Team *team) {
-        float *scratch = plan.scratch + team->part * plan.scratch_floats;
-        team->each_handed_in(
+    void run(PoolThread *thread) {
+        float *scratch = plan.scratch + thread->part * plan.scratch_floats;
+        thread->parallel_for_commit(
             plan.num_items, 1,
             [&](int64_t i, int64_t, int64_t next) {
                 const Item &item = plan.items[i], *then = next < 0 ? nullptr : &plan.items[next];
@@ -307,7 +307,7 @@ struct Attention {
             });
         const auto is_split = [&](int64_t i) { return plan.units[i].partials >= 0; };
         if (!plan.has_partials) return;
-        team->each_handed_in(
+        thread->parallel_for_commit(
             plan.num_units, 1,
             [&](int64_t i, int64_t, int64_t) {
                 if (is_split(i)) fold_partials(plan.units[i], scratch);
@@ -321,14 +321,14 @@ struct Attention {
 }  // namespace
 
 // 0 when done; otherwise the workspace was too small and the number of bytes that it takes is returned.
-extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, Team *team) {
+extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, PoolThread *thread) {
     const AttendArguments &a = *arguments;
-    const int64_t missing = team->once([&] { return prepare(a, takes_amx(a) ? AMX_UNIT_ROWS : UNIT_ROWS, *team); });
+    const int64_t missing = thread->once([&] { return prepare(a, takes_amx(a) ? AMX_UNIT_ROWS : UNIT_ROWS, *thread); });
     if (missing) return missing;
     const Plan &plan = *a.plan;
-    if (a.kv_type == 0) Attention<float>(a, plan, team).run(team);
-    if (a.kv_type == 1) Attention<bf16>(a, plan, team).run(team);
-    if (a.kv_type == 2) Attention<f16>(a, plan, team).run(team);
-    if (a.kv_type == 3) Attention<f8>(a, plan, team).run(team);
+    if (a.kv_type == 0) Attention<float>(a, plan, thread).run(thread);
+    if (a.kv_type == 1) Attention<bf16>(a, plan, thread).run(thread);
+    if (a.kv_type == 2) Attention<f16>(a, plan, thread).run(thread);
+    if (a.kv_type == 3) Attention<f8>(a, plan, thread).run(thread);
     return 0;
 }

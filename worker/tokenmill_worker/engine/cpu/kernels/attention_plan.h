@@ -206,13 +206,13 @@ INLINE int64_t make_plan(const AttendArguments &a, Plans &plans, const PlanKey &
 }
 
 // Gives the arguments a plan, with units of `most_rows` rows at most, and zeros to rows of no sequence. Returns as make_plan.
-INLINE int64_t prepare(const AttendArguments &a, int32_t most_rows, const Team &team) {
+INLINE int64_t prepare(const AttendArguments &a, int32_t most_rows, const PoolThread &thread) {
     Plans &plans = *(Plans *)a.workspace;
-    if (plans.row != team.row()) plans = {team.row(), aligned(sizeof(Plans)), nullptr};
+    if (plans.row != thread.row()) plans = {thread.row(), aligned(sizeof(Plans)), nullptr};
     const PlanKey key{a, most_rows};
     a.plan = plans.find(key);
     if (!a.plan)
-        if (const int64_t missing = make_plan(a, plans, key, team.parts)) return missing;
+        if (const int64_t missing = make_plan(a, plans, key, thread.parts)) return missing;
     const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
     if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
     return 0;

@@ -159,25 +159,25 @@ struct ByteDotLinear {
         if (first < end) byte_dot<1, 1>(rows, first, &codes, &panel, &ahead, fetched & 15, sums);
     }
 
-    static void member(const LinearArguments &a, Team *team) {
+    static void member(const LinearArguments &a, PoolThread *thread) {
         if constexpr (Form::PAIRS)
-            if (a.k >= PAIR_DEPTH && pairs_pay()) return run<7>(a, team);
-        run<8>(a, team);
+            if (a.k >= PAIR_DEPTH && pairs_pay()) return run<7>(a, thread);
+        run<8>(a, thread);
     }
 
     template <int SHIFT>
-    static void run(const LinearArguments &a, Team *team) {
+    static void run(const LinearArguments &a, PoolThread *thread) {
         typedef Int24RowsOf<Form, SHIFT> Rows;
         constexpr bool PAIRED = SHIFT == 7;
         const int64_t one_row = (a.k + 15) & ~(int64_t)15;
-        const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k), most = fit < HANDED_IN_ROWS ? HANDED_IN_ROWS : fit;
+        const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k), most = fit < COMMIT_ROWS ? COMMIT_ROWS : fit;
         const int64_t height = block_height<DOT_HEIGHT>(a.m, most), blocks = (a.m + height - 1) / height;
-        const bool is_own = blocks > 1 ? blocks >= team->parts : a.m * (team->parts - 1) <= DOT_OWN_ROWS;
+        const bool is_own = blocks > 1 ? blocks >= thread->parts : a.m * (thread->parts - 1) <= DOT_OWN_ROWS;
         const int64_t own = is_own ? height * Rows::row_bytes(a.k) / (int64_t)sizeof(float) : 0;
         const int64_t lanes = PAIRED ? PairedCodes<Form>::floats(a.k) : Form::IN_PLACE ? 0 : a.k / 4 * NR;
         // Sums, then a panel's codes in order, a row behind its norm, and a block of rows of one's own.
         const int64_t num_sums = sum_floats<DOT_HEIGHT>(a.m, most);
-        float *room = (float *)team->scratch((num_sums + lanes + one_row + own) * sizeof(float)) + num_sums + lanes;
+        float *room = (float *)thread->scratch((num_sums + lanes + one_row + own) * sizeof(float)) + num_sums + lanes;
         __m512i *ordered = (__m512i *)(room - lanes);
         const bool is_paired = PAIRED && a.m >= PAIR_ROWS;
         const Rows rows = Rows::at(is_own ? (char *)(room + one_row) : a.workspace, a.k, is_paired);
@@ -190,17 +190,17 @@ struct ByteDotLinear {
             }
         };
         if (!is_own)
-            team->each(a.m, 4, round);
+            thread->parallel_for(a.m, 4, round);
         else if (blocks == 1)
             round(held = 0, a.m, -1);
-        Prefetch &prefetch = read_ahead(a, team);
+        Prefetch &prefetch = read_ahead(a, thread);
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
         const bool searches = ArgmaxSearch<Form>::takes(a);
         ArgmaxSearch<Form> search;
         if constexpr (Form::HAS_LENGTHS)
             if (searches) search.open(rows, a);
-        each_columns<DOT_HEIGHT, true>(behind, team, most, (lanes + one_row + own) * sizeof(float),
+        each_columns<DOT_HEIGHT, true>(behind, thread, most, (lanes + one_row + own) * sizeof(float),
                                        [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
             const Columns then = next.count ? next : mine;
             Form panels[SIDE], ahead[SIDE];
@@ -209,7 +209,7 @@ struct ByteDotLinear {
                 ahead[q] = Form::at(a, then.panel + q % then.count);
             }
             if constexpr (Form::HAS_LENGTHS)
-                if (searches) search.hear(a, *team);
+                if (searches) search.read_others(a, *thread);
             if (a.m == 1 && mine.count == SIDE) {
                 const InPlace<Form> both[SIDE] = {{panels[0]}, {panels[1]}};
                 return byte_dot<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
@@ -228,7 +228,7 @@ struct ByteDotLinear {
                 }
                 Ordered::make(panels[q], a.k, ordered);
                 if constexpr (Form::HAS_LENGTHS) if (searches) {
-                    search.one_panel(rows, a, *team, mine.panel + q, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
+                    search.one_panel(rows, a, *thread, mine.panel + q, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
                     continue;
                 }
                 one_panel(rows, row, row + some.m, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
@@ -245,7 +245,7 @@ template <class Form>
 struct ByteDotLinear {
     static int64_t most_rows() { return 0; }
     static bool takes(const LinearArguments &) { return false; }
-    static void member(const LinearArguments &, Team *) {}
+    static void member(const LinearArguments &, PoolThread *) {}
 };
 
 #endif
@@ -254,8 +254,8 @@ namespace {
 
 template <class Form>
 struct Coded {
-    static void member(const LinearArguments &a, Team *team) {
-        ByteDotLinear<Form>::takes(a) ? ByteDotLinear<Form>::member(a, team) : DecodedLinear<Form>::member(a, team);
+    static void member(const LinearArguments &a, PoolThread *thread) {
+        ByteDotLinear<Form>::takes(a) ? ByteDotLinear<Form>::member(a, thread) : DecodedLinear<Form>::member(a, thread);
     }
 };
 

@@ -40,7 +40,7 @@ INLINE void rotate(const float *from, const float *cos, const float *sin, int ro
     if (to != from) memcpy(to + rotary_dim, from + rotary_dim, sizeof(float) * (head_dim - rotary_dim));
 }
 
-// One token, made beside the cache and then handed in.
+// One token: computed in scratch, then committed to the cache.
 template <class T>
 struct TokenWriter {
     const WriteArguments &a;
@@ -72,7 +72,7 @@ struct TokenWriter {
             rotate(a.query + token * a.query_stride + head * a.query_head_stride, cos, sin, a.rotary_dim, dim, queries + head * dim);
     }
 
-    void hand_in(int64_t token) const {
+    void commit(int64_t token) const {
         const int dim = a.head_dim, tokens = a.block_size % STRIP == 0 ? STRIP : a.block_size;
         const int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
         T *base = (T *)a.cache + block * a.block_stride;
@@ -86,27 +86,27 @@ struct TokenWriter {
 };
 
 template <class T>
-void write(const WriteArguments &a, Team *team) {
-    char *scratch = team->scratch(AT_ONCE * TokenWriter<T>::bytes(a));
+void write(const WriteArguments &a, PoolThread *thread) {
+    char *scratch = thread->scratch(AT_ONCE * TokenWriter<T>::bytes(a));
     const auto writer = [&](int64_t token) { return TokenWriter<T>(a, scratch + token % AT_ONCE * TokenWriter<T>::bytes(a)); };
-    team->each_handed_in(
+    thread->parallel_for_commit(
         a.num_tokens, AT_ONCE,
         [&](int64_t first, int64_t count, int64_t) {
             for (int64_t token = first; token < first + count; ++token) writer(token).make(token);
         },
         [&](int64_t first, int64_t count) {
-            for (int64_t token = first; token < first + count; ++token) writer(token).hand_in(token);
+            for (int64_t token = first; token < first + count; ++token) writer(token).commit(token);
         });
 }
 
 }  // namespace
 
-extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, Team *team) {
+extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, PoolThread *thread) {
     switch (arguments->kv_type) {
-        case 0: write<float>(*arguments, team); break;
-        case 1: write<bf16>(*arguments, team); break;
-        case 2: write<f16>(*arguments, team); break;
-        default: write<f8>(*arguments, team);
+        case 0: write<float>(*arguments, thread); break;
+        case 1: write<bf16>(*arguments, thread); break;
+        case 2: write<f16>(*arguments, thread); break;
+        default: write<f8>(*arguments, thread);
     }
     return 0;
 }

@@ -12,7 +12,7 @@
 #include "amx_float.h"
 #include "weight_form.h"
 
-#define BLOCK 96       // steps of k whose decoded weights stay in the first-level cache, up to HANDED_IN_ROWS rows
+#define BLOCK 96       // steps of k whose decoded weights stay in the first-level cache, up to COMMIT_ROWS rows
 #define DEEP 4096      // steps of k from which the second-level cache is too small for a scratch
 #if VW == 16
 #define DIRECT 8
@@ -80,15 +80,15 @@ struct DecodedLinear {
         }
     }
 
-    static void member(const LinearArguments &a, Team *team) {
-        if (AmxLinear<Form>::takes(a)) return AmxLinear<Form>::member(a, team);
-        const bool is_deep = a.k > DEEP, hands_in = a.m <= HANDED_IN_ROWS;
-        const int64_t block = is_deep || (hands_in && a.k > BLOCK) ? BLOCK : a.k;
-        const int64_t most = is_deep ? HANDED_IN_ROWS : AT_ONCE;
-        const int64_t spare = is_deep && !hands_in ? (most + SIDE_MR) * STEP : 0;  // sums between blocks of k
-        Prefetch &prefetch = read_ahead(a, team);
+    static void member(const LinearArguments &a, PoolThread *thread) {
+        if (AmxLinear<Form>::takes(a)) return AmxLinear<Form>::member(a, thread);
+        const bool is_deep = a.k > DEEP, commits = a.m <= COMMIT_ROWS;
+        const int64_t block = is_deep || (commits && a.k > BLOCK) ? BLOCK : a.k;
+        const int64_t most = is_deep ? COMMIT_ROWS : AT_ONCE;
+        const int64_t spare = is_deep && !commits ? (most + SIDE_MR) * STEP : 0;  // sums between blocks of k
+        Prefetch &prefetch = read_ahead(a, thread);
         int64_t held = -1;  // the panel from which on weights are decoded, all of them
-        each_columns(a, team, most, (spare + block * STEP) * sizeof(float),
+        each_columns(a, thread, most, (spare + block * STEP) * sizeof(float),
                      [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *rest) {
             const Columns then = next.count ? next : mine;
             Form panels[SIDE], ahead[SIDE];
@@ -99,7 +99,7 @@ struct DecodedLinear {
             if (a.m <= DIRECT) return few_rows(some, mine.count, panels, ahead, sums);
             float *decoded = (float *)rest + spare;
             some_rows(some, mine, panels, ahead[0], next.count, sums ? sums : spare ? (float *)rest : nullptr, !sums, decoded,
-                      block, !hands_in && block == a.k && held == mine.panel, prefetch);
+                      block, !commits && block == a.k && held == mine.panel, prefetch);
             held = mine.panel;
         });
     }
@@ -110,8 +110,8 @@ struct DecodedLinear {
 #define LINEAR_MEMBERS(kernel)                                                                      \
     extern "C" int tokenmill_panel_width() { return NR; }                                           \
     extern "C" int64_t tokenmill_row_bytes(int64_t k) { return float_row_bytes(k); }                \
-    extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {      \
-        kernel::member(*arguments, team);                                                           \
+    extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, PoolThread *thread) {      \
+        kernel::member(*arguments, thread);                                                           \
         return 0;                                                                                   \
     }
 #define DECODED_LINEAR(form) LINEAR_MEMBERS(DecodedLinear<form>)

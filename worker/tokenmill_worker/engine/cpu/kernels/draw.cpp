@@ -236,10 +236,10 @@ int64_t bytes_for(int64_t vocab) { return ((int64_t)sizeof(Space) + 63) / 64 * 6
 
 }  // namespace
 
-extern "C" int64_t tokenmill_draw_member(const DrawArguments *arguments, Team *team) {
+extern "C" int64_t tokenmill_draw_member(const DrawArguments *arguments, PoolThread *thread) {
     const DrawArguments &a = *arguments;
-    team->each(a.num_rows, 1, [&](int64_t row, int64_t, int64_t) {
-        char *mine = team->scratch(bytes_for(a.vocab));
+    thread->parallel_for(a.num_rows, 1, [&](int64_t row, int64_t, int64_t) {
+        char *mine = thread->scratch(bytes_for(a.vocab));
         Space &space = *(Space *)mine;
         space.scaled = (float *)(mine + ((int64_t)sizeof(Space) + 63) / 64 * 64);
         space.candidates = space.scaled + padded_floats(a.vocab);
@@ -261,16 +261,16 @@ extern "C" int64_t tokenmill_argmax_bytes() { return sizeof(ArgmaxSeen); }
 
 extern "C" int64_t tokenmill_argmax_rows() { return ARGMAX_ROWS; }
 
-extern "C" int64_t tokenmill_argmax_member(const ArgmaxArguments *arguments, Team *team) {
+extern "C" int64_t tokenmill_argmax_member(const ArgmaxArguments *arguments, PoolThread *thread) {
     const ArgmaxArguments &a = *arguments;
     if (!a.num_rows) return 0;
-    team->each(a.num_rows, 8, [&](int64_t first, int64_t count, int64_t) {
+    thread->parallel_for(a.num_rows, 8, [&](int64_t first, int64_t count, int64_t) {
         for (int64_t r = first; r < first + count; ++r) {
             float peak = -INFINITY;
             int64_t token = INT64_MAX;
-            for (int32_t part = 0; part < team->parts; ++part) {
+            for (int32_t part = 0; part < thread->parts; ++part) {
                 const ArgmaxSeen &seen = ArgmaxSeen::of(a.seen, part);
-                if (!seen.is_open(team->row())) continue;
+                if (!seen.is_open(thread->row())) continue;
                 for (int j = 0; j < VW; ++j) {
                     const float value = seen.rows[r].value[j];
                     const int64_t at = (int64_t)seen.rows[r].vector[j] * VW + j;

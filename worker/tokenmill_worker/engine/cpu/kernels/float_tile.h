@@ -144,25 +144,25 @@ INLINE LinearArguments rows_of(LinearArguments a, int64_t first, int64_t most) {
     return a;
 }
 
-// Rows of a block: whole tiles of HEIGHT, about `most`; up to HANDED_IN_ROWS all of them.
+// Rows of a block: whole tiles of HEIGHT, about `most`; up to COMMIT_ROWS all of them.
 template <int HEIGHT>
 INLINE int64_t block_height(int64_t m, int64_t most) {
-    if (m <= HANDED_IN_ROWS) return m;
+    if (m <= COMMIT_ROWS) return m;
     const int64_t parts = m > most ? (m + most - 1) / most : 2, even = (m + parts - 1) / parts;
     return (even + HEIGHT - 1) / HEIGHT * HEIGHT;
 }
 template <int HEIGHT>
 INLINE int64_t sum_floats(int64_t m, int64_t most) {
     const int64_t height = block_height<HEIGHT>(m, most);
-    return (height < HANDED_IN_ROWS ? HANDED_IN_ROWS : height) * STEP;
+    return (height < COMMIT_ROWS ? COMMIT_ROWS : height) * STEP;
 }
 
 // What rows behind their norm take that every thread makes for itself, which is sooner done than shared where they are few.
-INLINE int64_t own_floats(const LinearArguments &a, const Team &team) {
-    return a.norm.weight && a.m * team.parts <= OWN_NORMS ? a.m * a.k : 0;
+INLINE int64_t own_floats(const LinearArguments &a, const PoolThread &thread) {
+    return a.norm.weight && a.m * thread.parts <= OWN_NORMS ? a.m * a.k : 0;
 }
 // All rows behind their norm, from now on without one: each thread's own in `room`, or, without it, in the workspace.
-INLINE LinearArguments behind_norm(LinearArguments a, Team *team, float *room) {
+INLINE LinearArguments behind_norm(LinearArguments a, PoolThread *thread, float *room) {
     if (!a.norm.weight) return a;
     float *rows = room ? room : (float *)a.workspace;
     const auto make = [&](int64_t first, int64_t count, int64_t) {
@@ -171,30 +171,30 @@ INLINE LinearArguments behind_norm(LinearArguments a, Team *team, float *room) {
     if (room)
         make(0, a.m, -1);
     else
-        team->each(a.m, 8, make);
+        thread->parallel_for(a.m, 8, make);
     a.x = rows, a.x_stride = a.k, a.norm.weight = nullptr;
     return a;
 }
 
-// A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond HANDED_IN_ROWS, for
+// A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond COMMIT_ROWS, for
 // blocks of its rows, so that threads come to the end together. `some`: the layer of these rows; `next`: the columns behind,
 // of count 0 where there are none or these go on. It leaves sums [rows, STEP], but is given none for blocks and stores its
 // outputs itself unless it LEAVES_SUMS there too; then a block of rows meets all columns before the next one, else columns
 // meet all blocks. `rest`: `bytes` of this thread's scratch.
 template <int HEIGHT = SIDE_MR, bool LEAVES_SUMS = false, class Multiply>
-void each_columns(const LinearArguments &arguments, Team *team, int64_t most, int64_t bytes, Multiply multiply) {
-    const int64_t m = arguments.m, panels = num_panels(arguments.n), own = own_floats(arguments, *team);
+void each_columns(const LinearArguments &arguments, PoolThread *thread, int64_t most, int64_t bytes, Multiply multiply) {
+    const int64_t m = arguments.m, panels = num_panels(arguments.n), own = own_floats(arguments, *thread);
     const int64_t height = block_height<HEIGHT>(m, most), blocks = (m + height - 1) / height;
-    const int64_t num_sums = LEAVES_SUMS ? sum_floats<HEIGHT>(m, most) : HANDED_IN_ROWS * STEP;
-    float *sums = (float *)team->scratch((num_sums + own) * sizeof(float) + bytes);
+    const int64_t num_sums = LEAVES_SUMS ? sum_floats<HEIGHT>(m, most) : COMMIT_ROWS * STEP;
+    float *sums = (float *)thread->scratch((num_sums + own) * sizeof(float) + bytes);
     char *rest = (char *)(sums + num_sums);
-    const LinearArguments a = of_thread(behind_norm(arguments, team, own ? (float *)(rest + bytes) : nullptr), team);
+    const LinearArguments a = of_thread(behind_norm(arguments, thread, own ? (float *)(rest + bytes) : nullptr), thread);
     const auto finish = [&](const LinearArguments &some, Columns columns) {
         Output out[SIDE];
         outputs(some, columns, out);
         finish_rows(out, columns.count, sums, STEP, some.m);
     };
-    if (m > HANDED_IN_ROWS) {
+    if (m > COMMIT_ROWS) {
         const int64_t sides = (panels + SIDE - 1) / SIDE;
         const auto side_of = [&](int64_t unit) { return LEAVES_SUMS ? unit % sides : unit / blocks; };
         const auto columns_of = [&](int64_t unit) {
@@ -207,16 +207,16 @@ void each_columns(const LinearArguments &arguments, Team *team, int64_t most, in
             multiply(rows(unit), columns_of(unit), stays ? Columns{} : columns_of(next), LEAVES_SUMS ? sums : nullptr, rest);
         };
         if (LEAVES_SUMS)
-            team->each_handed_in(sides * blocks, 1, work, [&](int64_t unit, int64_t) { finish(rows(unit), columns_of(unit)); });
+            thread->parallel_for_commit(sides * blocks, 1, work, [&](int64_t unit, int64_t) { finish(rows(unit), columns_of(unit)); });
         else
-            team->each(sides * blocks, 1, work);
+            thread->parallel_for(sides * blocks, 1, work);
         return;
     }
     const auto work = [&](int64_t first, int64_t count, int64_t next) __attribute__((always_inline)) {
         const int64_t behind = next % SIDE ? 1 : panels - next < SIDE ? panels - next : SIDE;
         multiply(a, Columns{first, count}, next < 0 ? Columns{} : Columns{next, behind}, sums, rest);
     };
-    team->each_handed_in(panels, SIDE, work, [&](int64_t first, int64_t count) { finish(a, {first, count}); });
+    thread->parallel_for_commit(panels, SIDE, work, [&](int64_t first, int64_t count) { finish(a, {first, count}); });
 }
 
 }  // namespace

@@ -60,23 +60,23 @@ extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, in
 }
 
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
-extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
+extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, PoolThread *thread) {
     const LinearArguments &a = *arguments;
-    if (AmxLinear<Float>::takes(a)) return AmxLinear<Float>::member(a, team), 0;
+    if (AmxLinear<Float>::takes(a)) return AmxLinear<Float>::member(a, thread), 0;
     const auto weights = [&](const Columns &c) {
         return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
     };
-    Prefetch &prefetch = read_ahead(a, team);
-    each_columns(a, team, AT_ONCE, 0, [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
+    Prefetch &prefetch = read_ahead(a, thread);
+    each_columns(a, thread, AT_ONCE, 0, [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
         all_rows<false>(some, mine, {0, a.k}, weights(mine), sums, !sums, weights(next),
                         next.count * NR * a.k * sizeof(float), prefetch);
     });
     return 0;
 }
 
-extern "C" int64_t tokenmill_rms_norm_member(const NormArguments *arguments, Team *team) {
+extern "C" int64_t tokenmill_rms_norm_member(const NormArguments *arguments, PoolThread *thread) {
     const NormArguments &a = *arguments;
-    team->each(a.m, 8, [&](int64_t first, int64_t count, int64_t) {
+    thread->parallel_for(a.m, 8, [&](int64_t first, int64_t count, int64_t) {
         for (int64_t row = first; row < first + count; ++row) {
             const int64_t outer = row / a.inner, within = row % a.inner * a.k;
             normalise(a.norm, a.x + outer * a.x_stride + within, 0,

@@ -8,9 +8,9 @@
 #include "norm.h"
 
 #define NR (2 * VW)
-#define HANDED_IN_ROWS 64  // up to so many a thread's sums are handed in when all of its columns are done
+#define COMMIT_ROWS 64  // up to so many a thread's sums are committed when all of its columns are done
 #define PREFETCH_ROWS 8
-static_assert(ARGMAX_ROWS <= HANDED_IN_ROWS, "what is highest is seen once, when sums are handed in");
+static_assert(ARGMAX_ROWS <= COMMIT_ROWS, "maxima are compared once, when sums are committed");
 
 INLINE int64_t num_panels(int64_t n) { return (n + NR - 1) / NR; }
 
@@ -33,7 +33,7 @@ struct LinearArguments {
 };
 
 // Return the prefetch of the next attention; products of few rows fetch nothing, since they wait for memory themselves.
-INLINE Prefetch &read_ahead(const LinearArguments &a, Team *team) { return team->prefetch(a.m >= PREFETCH_ROWS ? a.ahead : nullptr); }
+INLINE Prefetch &read_ahead(const LinearArguments &a, PoolThread *thread) { return thread->prefetch(a.m >= PREFETCH_ROWS ? a.ahead : nullptr); }
 
 // Return a row after its norm; `room` holds k floats. `goes_on`: the next row is read after it.
 INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_on, float *room) {
@@ -44,10 +44,10 @@ INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_o
 }
 
 // Return this thread's arguments: with ARGMAX its own ArgmaxSeen is the output.
-INLINE LinearArguments of_thread(LinearArguments a, Team *team) {
+INLINE LinearArguments of_thread(LinearArguments a, PoolThread *thread) {
     if (a.epilogue != ARGMAX) return a;
-    ArgmaxSeen &seen = ArgmaxSeen::of(a.y, team->part);
-    seen.open(a.m, team->row());
+    ArgmaxSeen &seen = ArgmaxSeen::of(a.y, thread->part);
+    seen.open(a.m, thread->row());
     a.y = (float *)seen.rows;
     return a;
 }

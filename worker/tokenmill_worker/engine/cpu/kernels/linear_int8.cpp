@@ -217,17 +217,17 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 }
 
 // y = epilogue(x · weightᵀ + bias)
-extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Team *team) {
-    const LinearArguments a = of_thread(*arguments, team);
-    const int64_t panels = num_panels(a.n), num_sums = HANDED_IN_ROWS * NR, one_row = (a.k + 15) & ~(int64_t)15;
-    const bool is_own = a.m * team->parts <= OWN_ROWS;
-    float *sums = (float *)team->scratch((num_sums + one_row) * sizeof(float) + (is_own ? a.m * row_bytes(a.k) : 0));
+extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, PoolThread *thread) {
+    const LinearArguments a = of_thread(*arguments, thread);
+    const int64_t panels = num_panels(a.n), num_sums = COMMIT_ROWS * NR, one_row = (a.k + 15) & ~(int64_t)15;
+    const bool is_own = a.m * thread->parts <= OWN_ROWS;
+    float *sums = (float *)thread->scratch((num_sums + one_row) * sizeof(float) + (is_own ? a.m * row_bytes(a.k) : 0));
     float *room = sums + num_sums;
     const Rows rows = rows_at(is_own ? (char *)(room + one_row) : a.workspace, a);
     const int64_t panel_bytes = rows.stride * NR * DEPTH;
-    const u8 *mine = (const u8 *)a.weight + team->first_of(panels, team->part) * panel_bytes;
+    const u8 *mine = (const u8 *)a.weight + thread->first_of(panels, thread->part) * panel_bytes;
     Fetch first_panel{mine, mine + (is_own ? 0 : panel_bytes)};  // rows of one's own are soon rounded
-    const int64_t some = first_panel.left() * team->parts / a.m + 1;
+    const int64_t some = first_panel.left() * thread->parts / a.m + 1;
     const auto round = [&](int64_t first, int64_t count, int64_t) {
         for (int64_t r = first; r < first + count; ++r) {
             first_panel.lines(some);
@@ -237,13 +237,13 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Tea
     if (is_own)
         round(0, a.m, -1);
     else
-        team->each(a.m, 4, round);
-    const bool hands_in = a.m <= HANDED_IN_ROWS;
+        thread->parallel_for(a.m, 4, round);
+    const bool commits = a.m <= COMMIT_ROWS;
     TileShapes shapes;
-    const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !hands_in, shapes); };
-    if (hands_in)
-        team->each_handed_in(panels, 1, work, [&](int64_t p, int64_t) { finish(a, p, 0, sums, a.m); });
+    const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !commits, shapes); };
+    if (commits)
+        thread->parallel_for_commit(panels, 1, work, [&](int64_t p, int64_t) { finish(a, p, 0, sums, a.m); });
     else
-        team->each(panels, 1, work);
+        thread->parallel_for(panels, 1, work);
     return 0;
 }

@@ -1,4 +1,4 @@
-// Runs a row of kernel calls on a team of threads, so that many decoder layers are one call. All kernels get their threads
+// Runs a row of kernel calls on a pool of threads, so that many decoder layers are one call. All kernels get their threads
 // here.
 //
 // Each calling thread has its own helpers. A helper joins a row when it gets a core and leaves it at the end. No thread waits
@@ -30,9 +30,9 @@ struct Row {
     int64_t *ended;           // end of each call in ns; null: not measured
 
     void run(Barrier *barrier, int32_t part, Scratch *scratch) {
-        Team team(barrier, part, parts, scratch);
+        PoolThread thread(barrier, part, parts, scratch);
         for (int64_t i = first; i < count; ++i) {
-            const int64_t number = calls[i].member(calls[i].arguments, &team);
+            const int64_t number = calls[i].member(calls[i].arguments, &thread);
             if (ended && part == 0) ended[i] = now_ns();
             if (!number) continue;
             if (part == 0) stopped = i, answer = number;
@@ -45,14 +45,14 @@ int32_t num_forks = 0;  // a forked process has none of its parent's threads
 
 void count_fork() { ++num_forks; }
 
-class Pool {
+class ThreadPool {
   public:
-    Pool() {
+    ThreadPool() {
         static const int registered = pthread_atfork(nullptr, nullptr, count_fork);
         (void)registered;
     }
 
-    ~Pool() {
+    ~ThreadPool() {
         if (born_ != num_forks) return;
         __atomic_store_n(&is_ending_, true, __ATOMIC_SEQ_CST);
         open_or_close();
@@ -79,7 +79,7 @@ class Pool {
 
   private:
     struct Helper {
-        Pool *pool;
+        ThreadPool *pool;
         int32_t part;
         pthread_t thread;
         Scratch scratch;
@@ -128,7 +128,7 @@ class Pool {
 
     static void *help(void *argument) {
         Helper &me = *(Helper *)argument;
-        Pool &pool = *me.pool;
+        ThreadPool &pool = *me.pool;
         for (int32_t seen = 0;;) {
             const int32_t turn = pool.next_turn(seen);
             if (__atomic_load_n(&pool.is_ending_, __ATOMIC_SEQ_CST)) return nullptr;
@@ -163,7 +163,7 @@ class Pool {
 // `ended`, unless it is null, gets when each of them was over, of the monotonic clock in nanoseconds.
 extern "C" int64_t tokenmill_run(
     const Call *calls, int64_t first, int64_t count, int64_t num_threads, int64_t *answer, int64_t *ended) {
-    static thread_local Pool pool;
+    static thread_local ThreadPool pool;
     Row row{calls, first, count, (int32_t)num_threads, count, 0, ended};
     pool.run(row);
     *answer = row.answer;
@@ -179,12 +179,12 @@ struct RowArguments {
     int64_t count, width, limit;
 };
 
-extern "C" int64_t tokenmill_move_rows_member(const RowArguments *arguments, Team *team) {
+extern "C" int64_t tokenmill_move_rows_member(const RowArguments *arguments, PoolThread *thread) {
     const RowArguments &a = *arguments;
     if (a.limit)
         for (int64_t i = 0; i < a.count; ++i)
             if ((uint64_t)a.from_rows[i] >= (uint64_t)a.limit) return -1;
-    team->each(a.count, 16, [&](int64_t first, int64_t count, int64_t) {
+    thread->parallel_for(a.count, 16, [&](int64_t first, int64_t count, int64_t) {
         for (int64_t i = first; i < first + count; ++i)
             memcpy(a.to + (a.to_rows ? a.to_rows[i] : i) * a.width, a.from + (a.from_rows ? a.from_rows[i] : i) * a.width,
                    a.width * sizeof(float));

@@ -1,4 +1,4 @@
-"""Runs kernels by a team of threads, several of them in one call.
+"""Runs kernels by a pool of threads, several of them in one call.
 
 The arguments belong to the caller, who fills them in before each run. Every calling thread has
 helper threads of its own in C++ (`program.cpp`). A run ends when its units of work are done, not

@@ -1,4 +1,4 @@
-// Runs phases of units on a team of threads, so that no thread delays the others.
+// Runs phases of units on a pool of threads, so that no thread delays the others.
 //
 // Each thread starts with an equal range of a phase's units. A thread that has finished its range steals the back half
 // of another thread's range. A phase ends when all units are done, even if a thread never ran: an I/O process or another
@@ -26,7 +26,7 @@
 #include "prefetch.h"
 
 #define SPIN_NS 100000      // a waiting thread polls this long before it sleeps
-#define PATIENCE_NS 10000   // time beyond a unit's own before another thread computes it again
+#define RECOMPUTE_AFTER_NS 10000   // time beyond a unit's own before another thread computes it again
 
 // Units [first, end) of a phase, as one word that can be compared and exchanged: fewer than 2^16 phases, 2^24 units.
 struct Range {
@@ -89,25 +89,25 @@ static inline void wake_all(int32_t *word) {
 #endif
 }
 
-class Team {
+class PoolThread {
   public:
     const int32_t part, parts;
 
-    Team(Barrier *barrier, int32_t part, int32_t parts, Scratch *scratch)
+    PoolThread(Barrier *barrier, int32_t part, int32_t parts, Scratch *scratch)
         : part(part), parts(parts), barrier_(barrier), scratch_(scratch) {}
 
     // work(first, count, next) for all of `count` units, up to `grain` at a time and none across a multiple of it;
     // `next`: what this thread will probably do then, or −1.
     template <class Work>
-    void each(int64_t count, int64_t grain, Work work) {
+    void parallel_for(int64_t count, int64_t grain, Work work) {
         run<false>(count, grain, work, [](int64_t, int64_t) {});
     }
 
-    // The same for work that writes nothing but this thread's scratch, and hand_in(first, count), which is called at
+    // The same for work that writes nothing but this thread's scratch, and commit(first, count), which is called at
     // once after it or never.
-    template <class Work, class HandIn>
-    void each_handed_in(int64_t count, int64_t grain, Work work, HandIn hand_in) {
-        run<true>(count, grain, work, hand_in);
+    template <class Work, class Commit>
+    void parallel_for_commit(int64_t count, int64_t grain, Work work, Commit commit) {
+        run<true>(count, grain, work, commit);
     }
 
     // Where the thread `of` begins in a phase of `count` units.
@@ -118,7 +118,7 @@ class Team {
     // What `ask` answers, called once; other than 0 it must end the row.
     template <class Ask>
     int64_t once(Ask ask) {
-        each(1, 1, [&](int64_t, int64_t, int64_t) {
+        parallel_for(1, 1, [&](int64_t, int64_t, int64_t) {
             const int64_t answer = ask();
             if (!answer) return;
             barrier_->answer = answer;
@@ -148,14 +148,14 @@ class Team {
     Scratch *const scratch_;
     int32_t phase_ = 0;
 
-    template <bool HANDED_IN, class Work, class HandIn>
-    void run(int64_t count, int64_t grain, Work work, HandIn hand_in) {
+    template <bool COMMITS, class Work, class Commit>
+    void run(int64_t count, int64_t grain, Work work, Commit commit) {
         ++phase_;
         if (parts == 1) {
             for (int64_t first = 0, size; first < count; first += size) {
                 size = chunk_size(first, count, grain);
                 work(first, size, first + size < count ? first + size : -1);
-                hand_in(first, size);
+                commit(first, size);
             }
             return;
         }
@@ -175,20 +175,20 @@ class Team {
                 const Range left = Range::of(word);
                 if (left.phase != phase_) return;
                 if (left.first == left.end) {
-                    if (from == &slot && take_free<HANDED_IN>(count, grain)) continue;
+                    if (from == &slot && take_free<COMMITS>(count, grain)) continue;
                     break;
                 }
                 const int64_t size = chunk_size(left.first, left.end, grain), behind = left.first + size;
-                if (!HANDED_IN && !take(*from, word, {phase_, behind, left.end})) continue;
+                if (!COMMITS && !take(*from, word, {phase_, behind, left.end})) continue;
                 work(left.first, size, behind < left.end && from == &slot ? behind : -1);
-                if (!HANDED_IN || is_first(*from, left.first, size)) {
-                    hand_in(left.first, size);
+                if (!COMMITS || is_first(*from, left.first, size)) {
+                    commit(left.first, size);
                     done += size;
                     __atomic_store_n(&slot.done, (uint64_t)phase_ << 48 | (uint64_t)done, __ATOMIC_RELEASE);
                 }
                 if (from != &slot) break;
             }
-        } while ((from = wait<HANDED_IN>(count, done ? (now_ns() - started) * grain / done : SPIN_NS)));
+        } while ((from = wait<COMMITS>(count, done ? (now_ns() - started) * grain / done : SPIN_NS)));
     }
 
     static int64_t chunk_size(int64_t first, int64_t end, int64_t grain) {
@@ -215,7 +215,7 @@ class Team {
     }
 
     // Steal the back half of the units that another thread has not begun.
-    template <bool HANDED_IN>
+    template <bool COMMITS>
     bool take_free(int64_t count, int64_t grain) {
         for (int32_t other = 1; other < parts; ++other) {
             const int32_t from = (part + other) % parts;
@@ -227,7 +227,7 @@ class Team {
                 const bool has_come = left.phase == phase_;
                 if (!has_come) left = share(count, from);
                 int64_t begun = left.first;
-                if (HANDED_IN && has_come && left.first < left.end) begun += chunk_size(left.first, left.end, grain);
+                if (COMMITS && has_come && left.first < left.end) begun += chunk_size(left.first, left.end, grain);
                 if (begun == left.end) break;
                 int64_t middle = begun + (left.end - begun) / 2;
                 if (middle - middle % grain >= begun) middle -= middle % grain;
@@ -259,7 +259,7 @@ class Team {
     }
 
     // Wait for the end of the phase. Return null then, or a slot whose unit takes long and is to be computed again.
-    template <bool HANDED_IN>
+    template <bool COMMITS>
     WorkerSlot *wait(int64_t count, int64_t unit_ns) {
         for (int64_t started = 0;;) {
             for (int i = 0; i < 32; ++i, relax()) {
@@ -271,7 +271,7 @@ class Team {
             }
             const int64_t now = now_ns();
             if (!started) started = now;
-            if (HANDED_IN && now - started > unit_ns + PATIENCE_NS)
+            if (COMMITS && now - started > unit_ns + RECOMPUTE_AFTER_NS)
                 if (WorkerSlot *slot = begun()) return slot;
             if (now - started > unit_ns + SPIN_NS) break;
         }
@@ -290,4 +290,4 @@ class Team {
 };
 
 // A kernel's part of one thread: its phases. 0, or a number that stops the row.
-typedef int64_t (*Member)(const void *arguments, Team *team);
+typedef int64_t (*Member)(const void *arguments, PoolThread *thread);

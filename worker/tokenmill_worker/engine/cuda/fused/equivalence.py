@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from tokenmill_worker.engine.cuda.attention.triton import TritonAttention
 from tokenmill_worker.engine.cuda.fused.launches import Heads
 from tokenmill_worker.engine.cuda.fused.modules import DeviceAttention, DeviceLayer
-from tokenmill_worker.engine.model.equivalence import close, random_rows, random_tables, two_prompts
+from tokenmill_worker.engine.model.equivalence import (
+    call_attention,
+    close,
+    random_rows,
+    random_tables,
+    two_prompts,
+)
 from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep, Probe
 
 _BLOCK_SIZE = 4
@@ -50,32 +56,8 @@ def extras_of(module: Any, heads: Heads, width: int) -> dict[str, Any] | None:
 
     Returns None where it passes attention sinks, which the replacement does not support.
     """
-    probe = _Listener()
-    weight = next(module.parameters())
-    rows = random_rows(width, weight.device).to(weight.dtype)
-    tables = tuple(
-        table.to(weight.dtype) for table in random_tables(heads.rotary_dim, weight.device)
-    )
-    module(rows, position_embeddings=tables, attention_mask=None, past_key_values=None, paged=probe)
-    return None if probe.extras.get("s_aux") is not None else probe.extras
-
-
-class _Listener(Probe):
-    """A probe that records the further arguments of the last call."""
-
-    extras: dict[str, Any]
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        extras: dict[str, Any],
-    ) -> Tensor:
-        self.extras = {name: extra for name, extra in extras.items() if extra is not None}
-        return super().attend(module, query, key, value, scale, extras)
+    call = call_attention(module, width, heads.rotary_dim)
+    return None if call is None or call.extras.get("s_aux") is not None else call.extras
 
 
 def _is_equivalent(original: nn.Module, candidate: nn.Module, attention: DeviceAttention) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tokenmill_worker.engine.cuda.fused import equivalence
 from tokenmill_worker.engine.cuda.fused.launches import HeadNorms, Heads
@@ -29,17 +29,18 @@ from tokenmill_worker.engine.cuda.fused.modules import (
 )
 from tokenmill_worker.engine.model.replacement import (
     Activation,
-    activation_of,
-    children_of,
+    describe_attention,
+    describe_mlp,
     describe_norm,
-    rotary_dim_of,
+    join,
+    replace_children,
 )
 
 log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-Build = Callable[[Any], nn.Module | None]
+BuildFused = Callable[[Any], nn.Module | None]
 IsEquivalent = Callable[[nn.Module, nn.Module], bool]
 
 
@@ -47,28 +48,31 @@ def replace_modules(model: nn.Module) -> Counter[str]:
     """Replace fitting modules in place; return the number of replacements by kind."""
     replaced: Counter[str] = Counter()
     failed: set[str] = set()
-    steps: tuple[tuple[Build, IsEquivalent], ...] = (
+    steps: tuple[tuple[BuildFused, IsEquivalent], ...] = (
         (_norm, equivalence.rows_are_equivalent),
         (_mlp, equivalence.rows_are_equivalent),
         (_attention, equivalence.attention_is_equivalent),
         (_layer, equivalence.layers_are_equivalent),
     )
-    for build, is_equivalent in steps:
-        for parent, name, module in list(children_of(model)):
-            if (weight := next(module.parameters(), None)) is None or weight.dtype not in _DTYPES:
-                continue
-            replacement = _checked(module, build, is_equivalent, failed)
-            if replacement is not None:
-                setattr(parent, name, replacement)
-                replaced[type(replacement).__name__] += 1
-    _join(model)
+    for step in steps:
+
+        def build(
+            _parent: nn.Module, _name: str, module: nn.Module, step: Any = step
+        ) -> nn.Module | None:
+            weight = next(module.parameters(), None)
+            if weight is None or weight.dtype not in _DTYPES:
+                return None
+            return _checked(module, step[0], step[1], failed)
+
+        replaced += replace_children(model, build)
+    replace_children(model, lambda _parent, _name, module: _joined_layers(model, module))
     listed = ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none"
     log.info("fused modules on %s: %s", next(model.parameters()).device, listed)
     return replaced
 
 
 def _checked(
-    module: nn.Module, build: Build, is_equivalent: IsEquivalent, failed: set[str]
+    module: nn.Module, build: BuildFused, is_equivalent: IsEquivalent, failed: set[str]
 ) -> nn.Module | None:
     """Build and check a replacement; return None where there is none or it differs.
 
@@ -95,22 +99,19 @@ def _checked(
     return replacement
 
 
-def _join(model: nn.Module) -> None:
-    """Replace each list whose layers are all of one kind by `DeviceLayers`."""
-    for parent, name, stack in children_of(model):
-        layers = [layer for layer in stack.children() if isinstance(layer, DeviceLayer)]
-        if not isinstance(stack, nn.ModuleList) or len(layers) < max(len(stack), 2):
-            continue
-        config: Any = getattr(model, "config", None)
-        types = (
-            set(getattr(config.get_text_config(), "layer_types", None) or ())
-            if config is not None
-            else set()
-        )
-        if (
-            len(types) <= 1 and len({layer.self_attn.heads for layer in layers}) == 1
-        ):  # called alike
-            setattr(parent, name, DeviceLayers(layers))
+def _joined_layers(model: nn.Module, stack: nn.Module) -> nn.Module | None:
+    """Return `DeviceLayers` for a list whose layers are all replaced and called alike."""
+    layers = [layer for layer in stack.children() if isinstance(layer, DeviceLayer)]
+    if not isinstance(stack, nn.ModuleList) or len(layers) < max(len(stack), 2):
+        return None
+    config: Any = getattr(model, "config", None)
+    types = (
+        set(getattr(config.get_text_config(), "layer_types", None) or ())
+        if config is not None
+        else set()
+    )
+    are_alike = len(types) <= 1 and len({layer.self_attn.heads for layer in layers}) == 1
+    return DeviceLayers(layers) if are_alike else None
 
 
 # ── what is built from what ──
@@ -118,64 +119,25 @@ def _join(model: nn.Module) -> None:
 
 def _norm(module: Any) -> nn.Module | None:
     found = describe_norm(module)
-    if found is None:
-        return None
-    weight, eps = found
-    # a norm that adds 1 to its weight (Gemma's) shows a nonzero output for a weight of zeros
-    ones = torch.ones(1, weight.shape[0], device=weight.device, dtype=weight.dtype)
-    bare = copy.copy(module)
-    bare._parameters = {
-        **module._parameters,
-        "weight": nn.Parameter(torch.zeros_like(weight), requires_grad=False),
-    }
-    return DeviceNorm(weight.detach(), eps, 1.0 if bool(bare(ones).any()) else 0.0)
+    return None if found is None else DeviceNorm(found.weight.detach(), found.eps, found.offset)
 
 
 def _mlp(module: Any) -> nn.Module | None:
-    activation = activation_of(module)
-    down, both = getattr(module, "down_proj", None), getattr(module, "gate_up_proj", None)
-    if activation is None or type(down) is not nn.Linear:
+    found = describe_mlp(module)
+    if found is None:
         return None
-    parts = (
-        [both]
-        if both is not None
-        else [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
-    )
-    if any(type(part) is not nn.Linear or _bias(part) is not None for part in parts):
-        return None
-    gate_up = _joined([part.weight for part in parts])  # type: ignore[union-attr]
-    return DeviceMLP(gate_up, down, activation is Activation.GELU_TANH)
+    return DeviceMLP(join(found.gate_up), found.down, found.activation is Activation.GELU_TANH)
 
 
 def _attention(module: Any) -> nn.Module | None:
-    head_dim, out = getattr(module, "head_dim", None), getattr(module, "o_proj", None)
-    if (
-        not isinstance(head_dim, int)
-        or type(out) is not nn.Linear
-        or not hasattr(module, "layer_idx")
-    ):
+    found = describe_attention(module)
+    if found is None:
         return None
-    joint = getattr(module, "qkv_proj", None)
-    parts = (
-        [joint]
-        if joint is not None
-        else [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    )
-    if any(type(part) is not nn.Linear for part in parts):
-        return None
-    query_size = out.in_features
-    key_size = (sum(part.out_features for part in parts) - query_size) // 2  # type: ignore[union-attr]
-    biases = [bias for part in parts if (bias := _bias(part)) is not None]
-    if len(biases) not in (0, len(parts)):
-        return None
-    weight = _joined([part.weight for part in parts])  # type: ignore[union-attr]
-    heads = Heads(query_size // head_dim, key_size // head_dim, head_dim, rotary_dim_of(module))
-    extras = equivalence.extras_of(module, heads, weight.shape[1])
+    heads = Heads(found.num_heads, found.num_kv_heads, found.head_dim, found.rotary_dim)
+    extras = equivalence.extras_of(module, heads, found.weight.shape[1])
     if extras is None:
         return None
-    return DeviceAttention(
-        module, (weight, _joined(biases) if biases else None), heads, _head_norms(module), extras
-    )
+    return DeviceAttention(module, (found.weight, found.bias), heads, _head_norms(module), extras)
 
 
 def _layer(module: Any) -> nn.Module | None:
@@ -204,11 +166,3 @@ def _head_norms(module: Any) -> HeadNorms | None:
     if (query.eps, query.offset, query.weight.shape) != (key.eps, key.offset, (module.head_dim,)):
         raise TypeError("head norms that differ, or go over several heads")
     return HeadNorms(query.weight, key.weight, query.eps, query.offset)
-
-
-def _bias(linear: Any) -> Tensor | None:
-    return getattr(linear, "bias", None)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])

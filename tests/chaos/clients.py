@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.chaos.checker import Told
+from tests.chaos.checker import Received
 from tokenmill import AsyncClient, Client
 from tokenmill.errors import QueueUnavailable
 
@@ -49,7 +49,7 @@ async def cancel(client: AsyncClient, job: str, after_s: float) -> str:
 async def listen(
     client: AsyncClient,
     job: str,
-    told: Told,
+    received: Received,
     *,
     after_s: float = 0.0,
     leave_after: Callable[[], int] | None = None,
@@ -59,13 +59,13 @@ async def listen(
     `leave_after` is the number of chunks after which to disconnect each time and resume later.
     """
     await asyncio.sleep(after_s)
-    while not told.ended:
+    while not received.ended:
         left = leave_after() if leave_after is not None else 1 << 60
         try:
-            stream = client.stream(job, starting_after=told.position)
+            stream = client.stream(job, starting_after=received.position)
             try:
                 async for chunk in stream:
-                    told.hear(chunk)
+                    received.receive(chunk)
                     left -= 1
                     if left <= 0:
                         break
@@ -76,18 +76,18 @@ async def listen(
         await asyncio.sleep(PAUSE_S)
 
 
-def listen_in_a_thread(client: Client, job: str, told: Told) -> None:
+def listen_in_a_thread(client: Client, job: str, received: Received) -> None:
     """Do what `listen` does with the threaded client, which opens one connection per stream."""
-    while not told.ended:
+    while not received.ended:
         try:
-            for chunk in client.stream(job, starting_after=told.position):
-                told.hear(chunk)
+            for chunk in client.stream(job, starting_after=received.position):
+                received.receive(chunk)
         except QueueUnavailable:
             pass
         time.sleep(PAUSE_S)
 
 
-class Audience:
+class Subscribers:
     """The subscribers of one queue.
 
     Jobs get in turn one from the start, one that disconnects and resumes, one that joins in the
@@ -95,17 +95,17 @@ class Audience:
     """
 
     def __init__(self, client: AsyncClient, threaded: Client, chance: random.Random) -> None:
-        self.told: dict[str, list[Told]] = {}
+        self.received: dict[str, list[Received]] = {}
         self._client = client
         self._threaded = threaded
         self._chance = chance
         self._tasks: set[asyncio.Future[None]] = set()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "audience")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "subscribers")
         self._num_in_threads = 0
 
     def attend(self, job: str) -> None:
-        kind = len(self.told) % 4
-        self.told[job] = [Told()]
+        kind = len(self.received) % 4
+        self.received[job] = [Received()]
         if kind == 0:
             self._listen(job)
         elif kind == 1:
@@ -116,14 +116,16 @@ class Audience:
             self._listen_in_a_thread(job)
 
     def _listen(self, job: str, **how: Any) -> None:
-        self._tasks.add(asyncio.create_task(listen(self._client, job, self.told[job][0], **how)))
+        self._tasks.add(
+            asyncio.create_task(listen(self._client, job, self.received[job][0], **how))
+        )
 
     def _listen_in_a_thread(self, job: str) -> None:
-        told = Told()
-        self.told[job].append(told)
+        received = Received()
+        self.received[job].append(received)
         self._num_in_threads += 1
         task = asyncio.get_running_loop().run_in_executor(
-            self._threads, listen_in_a_thread, self._threaded, job, told
+            self._threads, listen_in_a_thread, self._threaded, job, received
         )
         task.add_done_callback(self._leave_thread)
         self._tasks.add(task)
@@ -131,7 +133,7 @@ class Audience:
     def _leave_thread(self, _task: object) -> None:
         self._num_in_threads -= 1
 
-    async def hear_the_end(self, timeout_s: float) -> None:
+    async def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until all subscribers have the end, then run the late ones.
 
         The checker reports a subscriber that gets no end.
@@ -144,9 +146,9 @@ class Audience:
             for task in done:
                 task.result()
         late = [
-            (job, told[0])
-            for job, told in self.told.items()
-            if not told[0].ended and not told[0].num_tokens
+            (job, received[0])
+            for job, received in self.received.items()
+            if not received[0].ended and not received[0].num_tokens
         ]
         for first in range(0, len(late), 50):
             group = [

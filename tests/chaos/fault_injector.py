@@ -1,8 +1,8 @@
 """Real servers and real worker processes, and what may befall them: killed, frozen, drained, cut off, restarted.
 
-Each fault is a coroutine that leaves the arena able to work again, some at once, some after a while; workers that
-are gone are replaced by `keep_up`, as an orchestrator would. Which faults come, and when, is the caller's business;
-so is what is true at the end.
+Each fault is a coroutine. It leaves the injector able to work again, at once or after a while.
+`keep_running` replaces workers that are gone, as an orchestrator would. The caller chooses the faults
+and their times, and checks what holds at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEASE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Troop:
+class WorkerGroup:
     """Workers of one queue. `engines` lists in turn where their engines run."""
 
     queue: str
@@ -39,11 +39,11 @@ class Troop:
     settings: dict[str, object]
 
 
-FAST = Troop(
+FAST = WorkerGroup(
     "q", 3, ("process", "thread"),
     {"model": "synthetic?step_ms=8", "lease_seconds": LEASE_S, "heartbeat_seconds": LEASE_S / 4, "max_num_seqs": 16},
 )  # fmt: skip
-REAL = Troop(
+REAL = WorkerGroup(
     "real", 1, ("process",),
     {
         "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1, "num_blocks": 128, "max_num_seqs": 4,
@@ -52,7 +52,7 @@ REAL = Troop(
 )  # fmt: skip
 
 
-class Arena:
+class FaultInjector:
     """Workers over one Valkey and one PostgreSQL; `survived` counts the faults, `problems` what must not be."""
 
     def __init__(
@@ -62,21 +62,21 @@ class Arena:
         database: str,
         folder: Path,
         chance: random.Random,
-        troops: tuple[Troop, ...] = (FAST, REAL),
+        groups: tuple[WorkerGroup, ...] = (FAST, REAL),
     ) -> None:
         self.valkey = valkey
         self.postgres = postgres
         self.database = database
-        self.troops = troops
+        self.groups = groups
         self.survived: Counter[str] = Counter()
         self.problems: list[str] = []
         self.num_started = 0
-        self._workers: list[tuple[Troop, WorkerProcess]] = []
+        self._workers: list[tuple[WorkerGroup, WorkerProcess]] = []
         self._folder = folder
         self._chance = chance
         self._mark = uuid.uuid4().hex
         self._env = environment(folder, self._mark)
-        self._numbers = {troop.queue: itertools.count() for troop in troops}
+        self._numbers = {group.queue: itertools.count() for group in groups}
         self._frozen: set[str] = set()
         self._server_locks = {"valkey": asyncio.Lock(), "postgres": asyncio.Lock()}
 
@@ -92,40 +92,40 @@ class Arena:
 
     # ── workers ──
 
-    async def keep_up(self) -> None:
-        """Keep every troop at its size: start a worker for each that has ended, until cancelled."""
+    async def keep_running(self) -> None:
+        """Keep every group at its size: start a worker for each that has ended, until cancelled."""
         while True:
             for gone in [item for item in self._workers if not item[1].is_alive]:
                 self._workers.remove(gone)
                 self.problems += gone[1].problems()
                 gone[1].end()
-            for troop in self.troops:
-                serving = [w for t, w in self._workers if t is troop and not w.is_leaving]
-                for _ in range(troop.size - len(serving)):
-                    self._start_worker(troop)
+            for group in self.groups:
+                serving = [w for t, w in self._workers if t is group and not w.is_leaving]
+                for _ in range(group.size - len(serving)):
+                    self._start_worker(group)
             await asyncio.sleep(0.1)
 
-    def _start_worker(self, troop: Troop) -> None:
-        number = next(self._numbers[troop.queue])
-        engine_host = troop.engines[number % len(troop.engines)]
-        name = f"{troop.queue}{number}"
+    def _start_worker(self, group: WorkerGroup) -> None:
+        number = next(self._numbers[group.queue])
+        engine_host = group.engines[number % len(group.engines)]
+        name = f"{group.queue}{number}"
         worker = WorkerProcess(
-            name, self.valkey.url, self.database, self._folder / f"{name}.log", env=self._env, queue=troop.queue,
-            engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6, **troop.settings,
+            name, self.valkey.url, self.database, self._folder / f"{name}.log", env=self._env, queue=group.queue,
+            engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6, **group.settings,
         )  # fmt: skip
         if engine_host == "thread":  # a poisonous prompt takes the whole process with it
             worker.may_end_with.add(-signal.SIGKILL)
-        self._workers.append((troop, worker))
+        self._workers.append((group, worker))
         self.num_started += 1
 
     def _serving(self, *queues: str) -> list[WorkerProcess]:
         return [
             worker
-            for troop, worker in self._workers
+            for group, worker in self._workers
             if worker.is_alive
             and not worker.is_leaving
             and worker.name not in self._frozen
-            and troop.queue in queues
+            and group.queue in queues
         ]
 
     def _pick(self, *queues: str) -> WorkerProcess | None:
@@ -145,11 +145,11 @@ class Arena:
             await asyncio.sleep(0.2)
         return None
 
-    async def assemble(self, timeout_s: float = 120.0) -> None:
-        """Wait until at least one worker of each troop is ready."""
+    async def wait_until_ready(self, timeout_s: float = 120.0) -> None:
+        """Wait until at least one worker of each group is ready."""
         async with asyncio.timeout(timeout_s):
-            for troop in self.troops:
-                while not any(w.is_ready for w in self._serving(troop.queue)):  # noqa: ASYNC110 - it is a process
+            for group in self.groups:
+                while not any(w.is_ready for w in self._serving(group.queue)):  # noqa: ASYNC110 - it is a process
                     await asyncio.sleep(0.1)
 
     # ── faults of workers ──

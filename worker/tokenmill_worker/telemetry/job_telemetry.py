@@ -1,6 +1,6 @@
 """Follows every job through this worker, and feeds metrics, log, traces and the heartbeat.
 
-The stages report to it through `jobs.Watcher` and depend on nothing else of it. In each step it
+The stages report to it through `jobs.JobObserver` and depend on nothing else of it. In each step it
 only stores the frame with its time. Tokens are counted about ten times a second, when the engine
 sends its figures, and before the numbers are read. Everything else waits until the job has left.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger("tokenmill_worker.jobs")
 MAX_TENANTS = 20  # in a heartbeat: the tenants with the most tokens
 
 
-class Observer:
+class JobTelemetry:
     """Observes the jobs of one worker. No job can make its methods raise."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Observer:
         self._tenant_tokens: Counter[str] = Counter()
         self._tenant_rates: dict[str, RollingRate] = {}
 
-    # ── reports of the stages (jobs.Watcher) ──
+    # ── reports of the stages (jobs.JobObserver) ──
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None:
         now = self._clock_ns()

@@ -11,7 +11,7 @@ from tests.publish.support import admit, event
 from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import Capacity, EngineStats
 from tokenmill_worker.telemetry import Metrics
-from tokenmill_worker.telemetry.job_observer import Observer
+from tokenmill_worker.telemetry.job_telemetry import JobTelemetry
 
 STEP_NS = 10_000_000
 ROOM = Capacity(
@@ -20,7 +20,7 @@ ROOM = Capacity(
 STATS = EngineStats(steps=3, busy_s=0.03)
 
 
-def asked_by_the_engine(observer: Observer) -> None:
+def asked_by_the_engine(observer: JobTelemetry) -> None:
     observer.stepped(Frame(events=(), capacity=ROOM, stats=STATS))
 
 
@@ -33,9 +33,9 @@ def asked_by_the_engine(observer: Observer) -> None:
         lambda observer: observer.left(["job"], "handed_over"),
     ],
 )
-async def test_every_step_is_counted_at_its_own_time(ask: Callable[[Observer], None]) -> None:
+async def test_every_step_is_counted_at_its_own_time(ask: Callable[[JobTelemetry], None]) -> None:
     metrics, clock = Metrics(), count(STEP_NS, STEP_NS)
-    observer = Observer(metrics, None, queue="q", worker_id="w1", clock_ns=lambda: next(clock))
+    observer = JobTelemetry(metrics, None, queue="q", worker_id="w1", clock_ns=lambda: next(clock))
     job = await admit()
     observer.claimed([job.delivery])
     observer.started([job])
