@@ -49,14 +49,7 @@ extern "C" int64_t tokenmill_packed_floats(int64_t n, int64_t k) { return (n + S
 
 // weight [n, k] with a row stride → panels; columns past n are zero
 extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, int64_t k, int64_t stride) {
-    const int64_t sides = (n + STEP - 1) / STEP;
-#pragma omp parallel for schedule(static)
-    for (int64_t side = 0; side < sides; ++side)
-        for (int64_t i = 0; i < k; ++i)
-            for (int64_t j = 0; j < STEP; ++j) {
-                const int64_t row = side * STEP + j;
-                packed[(side * k + i) * STEP + j] = row < n ? weight[row * stride + i] : 0.0f;
-            }
+    pack_panels<STEP>(packed, n, k, [=](int64_t row, int64_t i) { return weight[row * stride + i]; });
 }
 
 // y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.

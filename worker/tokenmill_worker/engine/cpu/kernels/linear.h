@@ -32,6 +32,20 @@ struct LinearArguments {
     const AttendArguments *ahead;  // the attention that comes next in the row of kernels, or null
 };
 
+// Write panels [n / WIDTH][depth][WIDTH] of value(row, i), where a row is one of the n outputs. Outputs
+// past n are `blank`.
+template <int WIDTH, class T, class Value>
+void pack_panels(T *panels, int64_t n, int64_t depth, Value value, T blank = 0) {
+    const int64_t count = (n + WIDTH - 1) / WIDTH;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < count; ++p)
+        for (int64_t i = 0; i < depth; ++i)
+            for (int64_t j = 0; j < WIDTH; ++j) {
+                const int64_t row = p * WIDTH + j;
+                panels[(p * depth + i) * WIDTH + j] = row < n ? (T)value(row, i) : blank;
+            }
+}
+
 // Return the prefetch of the next attention; products of few rows fetch nothing, since they wait for memory themselves.
 INLINE Prefetch &read_ahead(const LinearArguments &a, PoolThread *thread) { return thread->prefetch(a.m >= PREFETCH_ROWS ? a.ahead : nullptr); }
 

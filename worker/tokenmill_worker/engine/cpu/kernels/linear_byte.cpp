@@ -86,23 +86,17 @@ struct Byte {
 // Codes [n, k] and scales [n, k / 32] as half floats, none of them negative → panels; k is a multiple of 32
 extern "C" void tokenmill_pack(const int8_t *codes, const uint16_t *scale, int8_t *panels, uint16_t *scales, int64_t n,
                                int64_t k) {
-    const int64_t count = (n + NR - 1) / NR, groups = k / Byte::GROUP;
-    float *lengths = (float *)(scales + count * groups * NR);
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < count; ++p)
-        for (int64_t j = 0; j < NR; ++j) {
-            const int64_t row = p * NR + j;
-            const bool exists = row < n;
-            for (int64_t i = 0; i < k; ++i) panels[(p * k + i) * NR + j] = exists ? codes[row * k + i] : 0;
-            double squares = 0.0;
-            for (int64_t g = 0; g < groups; ++g) {
-                scales[(p * groups + g) * NR + j] = exists ? scale[row * groups + g] : 0;
-                const double wide = exists ? get((const f16 *)scale + row * groups + g) : 0.0;
-                for (int64_t i = g * Byte::GROUP; exists && i < (g + 1) * Byte::GROUP; ++i)
-                    squares += wide * wide * codes[row * k + i] * codes[row * k + i];
-            }
-            lengths[row] = (float)(sqrt(squares) * (1.0 + 1e-6));
+    const int64_t groups = k / Byte::GROUP;
+    pack_panels<NR>(panels, n, k, [=](int64_t row, int64_t i) { return codes[row * k + i]; });
+    pack_panels<NR>(scales, n, groups, [=](int64_t row, int64_t g) { return scale[row * groups + g]; });
+    pack_panels<NR>((float *)(scales + num_panels(n) * groups * NR), n, 1, [=](int64_t row, int64_t) {
+        double squares = 0.0;
+        for (int64_t i = 0; i < k; ++i) {
+            const double wide = get((const f16 *)scale + row * groups + i / Byte::GROUP);
+            squares += wide * wide * codes[row * k + i] * codes[row * k + i];
         }
+        return (float)(sqrt(squares) * (1.0 + 1e-6));
+    });
 }
 
 CODED_LINEAR(Byte)

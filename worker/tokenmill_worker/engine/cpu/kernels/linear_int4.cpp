@@ -86,23 +86,15 @@ struct Int4 {
 // Codes [n, k], 0 to 15, and scales and zeros [n, k / 32] as half floats → panels; k is a multiple of 32
 extern "C" void tokenmill_pack(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, uint32_t *panels,
                                uint16_t *scales, int64_t n, int64_t k) {
-    const int64_t count = (n + NR - 1) / NR, groups = k / Int4::GROUP;
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < count; ++p)
-        for (int64_t j = 0; j < NR; ++j) {
-            const int64_t row = p * NR + j;
-            const bool exists = row < n;
-            for (int64_t i = 0; i < k / CODES; ++i) {
-                uint32_t lane = 0;
-                for (int c = 0; exists && c < CODES; ++c) lane |= (uint32_t)codes[row * k + i * CODES + c] << Int4::place(c);
-                panels[(p * (k / CODES) + i) * NR + j] = lane;
-            }
-            for (int64_t g = 0; g < groups; ++g) {
-                uint16_t *to = scales + (p * groups + g) * 2 * NR + j;
-                to[0] = exists ? scale[row * groups + g] : 0;
-                to[NR] = exists ? zero[row * groups + g] : 0;
-            }
-        }
+    const int64_t lanes = k / CODES, groups = k / Int4::GROUP;
+    pack_panels<NR>(panels, n, lanes, [=](int64_t row, int64_t i) {
+        uint32_t lane = 0;
+        for (int c = 0; c < CODES; ++c) lane |= (uint32_t)codes[row * k + i * CODES + c] << Int4::place(c);
+        return lane;
+    });
+    pack_panels<NR>(scales, n, 2 * groups, [=](int64_t row, int64_t i) {
+        return (i % 2 ? zero : scale)[row * groups + i / 2];
+    });
 }
 
 CODED_LINEAR(Int4)

@@ -205,15 +205,14 @@ extern "C" int64_t tokenmill_row_bytes(int64_t k) { return row_bytes(k); }
 
 // Integers [n, k] in [-127, 127] → panels; rows past n and columns past k are zero
 extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t k) {
-    const int64_t panels = (n + NR - 1) / NR, depth = quads(k);
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; ++p)
-        for (int64_t i = 0; i < depth * DEPTH; ++i)
-            for (int64_t j = 0; j < NR; ++j) {
-                const int64_t row = p * NR + j;
-                const int value = row < n && i < k ? weight[row * k + i] : 0;
-                packed[((p * depth + i / DEPTH) * NR + j) * DEPTH + i % DEPTH] = (u8)(value + 128);
-            }
+    pack_panels<NR>((uint32_t *)packed, n, quads(k), [=](int64_t row, int64_t i) {
+        uint32_t quad = 0;
+        for (int64_t c = 0; c < DEPTH; ++c) {
+            const int value = i * DEPTH + c < k ? weight[row * k + i * DEPTH + c] : 0;
+            quad |= (uint32_t)(value + 128) << 8 * c;
+        }
+        return quad;
+    }, 0x80808080u);
 }
 
 // y = epilogue(x · weightᵀ + bias)
