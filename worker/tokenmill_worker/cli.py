@@ -115,7 +115,7 @@ def upgrade(database_url: DatabaseUrl = None) -> None:
 @db.command()
 def downgrade(
     revision: Annotated[
-        str, typer.Argument(help="The last one to keep, as `0003`; `base` removes all tables.")
+        str, typer.Argument(help="The last one to keep, as `0004`; `base` removes all tables.")
     ],
     database_url: DatabaseUrl = None,
     *,

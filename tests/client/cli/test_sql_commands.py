@@ -175,14 +175,13 @@ def test_secrets(database: str) -> None:
 
 
 def test_the_way_back_is_asked_for_twice_and_says_what_it_did(database: str) -> None:
-    refused = run(database, "db", "downgrade", "0003")
+    refused = run(database, "db", "downgrade", "base")
     assert (refused.exit_code, "--yes" in refused.stderr) == (1, True)
     assert "up to date" in run(database, "db", "status").stdout
-    assert "0004 → 0003" in run(database, "db", "downgrade", "0003", "--yes").stdout
+    assert "nothing to take back" in run(database, "db", "downgrade", "0004", "--yes").stdout
+    assert "0004 → no tables" in run(database, "db", "downgrade", "base", "--yes").stdout
     assert run(database, "db", "status").exit_code == 1
     assert "nothing to take back" in run(database, "db", "downgrade", "0004", "--yes").stdout
-    assert "0003 → no tables" in run(database, "db", "downgrade", "base", "--yes").stdout
-    assert "nothing to take back" in run(database, "db", "downgrade", "0001", "--yes").stdout
     assert "new → 0004" in run(database, "db", "upgrade").stdout
 
 
@@ -190,17 +189,33 @@ def test_a_revision_that_nobody_knows_is_no_way_back(database: str) -> None:
     unknown = run(database, "db", "downgrade", "0007", "--yes")
     assert (unknown.exit_code, unknown.stderr) == (
         1,
-        "Error: there is no revision 0007, only base, 0001, 0002, 0003, 0004\n",
+        "Error: there is no revision 0007, only base, 0004\n",
     )
     engine = open_engine(database)
     with engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     engine.dispose()
-    newer = run(database, "db", "downgrade", "0003", "--yes")
+    newer = run(database, "db", "downgrade", "0004", "--yes")
     assert (newer.exit_code, "of a newer version" in newer.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("command", [("upgrade",), ("status",), ("downgrade", "0003", "--yes")])
+def test_a_database_from_before_the_first_release_is_refused_with_what_to_do(database: str) -> None:
+    engine = open_engine(database)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '0003'"))
+    engine.dispose()
+    for command in (("upgrade",), ("downgrade", "base", "--yes")):
+        refused = run(database, "db", *command)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+        assert "at revision 0003, from before the first release" in refused.stderr
+        assert (
+            "upgrade it to 0004 with a checkout of that time, or name a new database"
+            in refused.stderr
+        )
+    assert run(database, "db", "status").exit_code == 1
+
+
+@pytest.mark.parametrize("command", [("upgrade",), ("status",), ("downgrade", "0004", "--yes")])
 def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(
     tmp_path: Path, command: tuple[str, ...]
 ) -> None:

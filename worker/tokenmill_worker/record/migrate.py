@@ -23,7 +23,11 @@ from sqlalchemy.engine import Connection
 import tokenmill_migrations
 from tokenmill.errors import TokenmillError
 from tokenmill.sql.engine import open_engine
-from tokenmill_worker.record.schema_version import read_schema_version
+from tokenmill_worker.record.schema_version import (
+    SchemaVersion,
+    read_schema_version,
+    revisions,
+)
 
 _LOCK: Final = 0x746F6B656E  # "token": the advisory lock of upgrades
 _LOCK_POLL_S: Final = 0.1
@@ -41,11 +45,16 @@ def configuration() -> Config:
 def upgrade(
     url: str, revision: str = "head", *, engine: Engine | None = None
 ) -> tuple[str | None, str | None]:
-    """Upgrade the schema. Returns the revisions before and after."""
+    """Upgrade the schema. Returns the revisions before and after.
+
+    Raises:
+        TokenmillError: the database has a revision from before the first release.
+    """
 
     def change(connection: Connection, config: Config) -> None:
         found = read_schema_version(connection)
         _leave_transaction(connection)
+        _require_known_past(found)
         if found.current is None or found.is_known:
             command.upgrade(config, revision)
 
@@ -62,6 +71,7 @@ def downgrade(
     def change(connection: Connection, config: Config) -> None:
         found = read_schema_version(connection)
         _leave_transaction(connection)
+        _require_known_past(found)
         if found.current is not None and not found.is_known:
             raise TokenmillError(
                 f"the database is at revision {found.current}, of a newer version: take it back "
@@ -71,6 +81,14 @@ def downgrade(
             command.downgrade(config, revision)
 
     return _migrate(url, engine, change)
+
+
+def _require_known_past(found: SchemaVersion) -> None:
+    if found.is_too_old:
+        raise TokenmillError(
+            f"the database is at revision {found.current}, from before the first release: upgrade "
+            f"it to {revisions()[0]} with a checkout of that time, or name a new database"
+        )
 
 
 def _migrate(

@@ -21,7 +21,7 @@ _VERSION = table("alembic_version", column("version_num"))
 @dataclass(frozen=True, slots=True)
 class SchemaVersion:
     """A database's schema revision. `current` is None for an empty database; `is_known` is False
-    for a newer version's.
+    for a revision of a newer version, and for one from before the first release.
     """
 
     current: str | None
@@ -30,12 +30,17 @@ class SchemaVersion:
 
     @property
     def is_behind(self) -> bool:
-        return self.current is None or (self.is_known and self.current != self.head)
+        return self.current is None or self.current < self.head
+
+    @property
+    def is_too_old(self) -> bool:
+        """Return whether this version has no way from the database's revision to its own."""
+        return self.current is not None and self.is_behind and not self.is_known
 
 
 def revisions() -> list[str]:
-    """Return the known revisions, oldest first: `versions/0002_….py` is revision 0002, and follows
-    0001.
+    """Return the known revisions, oldest first: `versions/0005_….py` is revision 0005, and follows
+    0004.
     """
     files = (Path(tokenmill_migrations.__file__).parent / "versions").glob("[0-9]*_*.py")
     return sorted(path.name.partition("_")[0] for path in files)
