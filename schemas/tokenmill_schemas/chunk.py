@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tokenmill_schemas.generation import FinishReason, TokenLogprob
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.result import JobError, JobStatus, Usage
 
 
@@ -32,6 +32,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     place: int | None = None  # read only: old workers' `index` counted the tokens of all choices
     n: int = 1  # how many choices the job has
     after: str = ""  # never sent: set by a reader of several choices; see `position`
+    params: SamplingParams | None = None  # as in JobResult; in the log's first chunk only
 
     @property
     def end(self) -> int:

@@ -5,7 +5,7 @@ and no text store. Names follow the sampling parameters of OpenAI and vLLM.
 """
 
 from enum import StrEnum
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -34,11 +34,25 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     strict: bool = True  # json_schema: refuse what cannot be enforced; False: enforce what can
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one request. The defaults sample from the model's own distribution.
+class SamplingNumbers(NamedTuple):
+    """The parameters for which a model may have defaults of its own. The values here are neutral:
+    they sample from the model's distribution.
+    """
 
-    `temperature=0` is greedy. `top_p=0` keeps only the most likely token. `top_k=0` and `-1` both
-    switch top-k off. `max_tokens=None` means up to the model's context length. `logprobs=True`
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one request.
+
+    A parameter that is None is not named: the worker takes the default of the model's
+    generation_config.json, or else the neutral value of SamplingNumbers. `temperature=0` is greedy.
+    `top_p=0` keeps only the most likely token. `top_k=0` and `-1` both switch top-k off. Without
+    `max_tokens` and a default for it, an answer may fill the model's context. `logprobs=True`
     returns the log-probability of each sampled token; an integer k, or `top_logprobs=k`, adds the k
     most likely tokens. With `logprobs_mode="raw_logprobs"` they are those of the model's
     distribution, with "processed_logprobs" those of the distribution that the token was drawn from
@@ -48,17 +62,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: dict[int, float] = {}
     logprobs: bool | int = False
     top_logprobs: int = 0
@@ -75,12 +89,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     @property
+    def numbers(self) -> SamplingNumbers:
+        """The values to draw by; those that are not named are neutral."""
+        named = {name: getattr(self, name) for name in SamplingNumbers._fields}
+        return SamplingNumbers(
+            **{name: value for name, value in named.items() if value is not None}
+        )
+
+    def with_defaults(self, defaults: "SamplingParams") -> "SamplingParams":
+        """Return these parameters with nothing left unnamed but `max_tokens` and `seed`: what the
+        request does not name has the value of `defaults`, or else the neutral one.
+        """
+        values = {
+            name: given if (given := getattr(self, name)) is not None else value
+            for name, value in defaults.numbers._asdict().items()
+        }
+        mode = self.logprobs_mode or defaults.logprobs_mode or LOGPROBS_MODES[0]
+        return msgspec.structs.replace(self, **values, logprobs_mode=mode)
+
+    def without_content(self) -> "SamplingParams":
+        """Return these parameters as logs and results repeat them: without what may be long or
+        quote a prompt.
+        """
+        return msgspec.structs.replace(self, stop=(), logit_bias={}, response_format=None)
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not False or self.top_logprobs > 0
 
     @property
     def num_top_logprobs(self) -> int:
         return max(self.top_logprobs, 0 if isinstance(self.logprobs, bool) else self.logprobs)
+
+
+NO_DEFAULTS: Final = SamplingParams()  # of a model that says nothing
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

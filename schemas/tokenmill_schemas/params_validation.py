@@ -28,7 +28,7 @@ def params_problems(params: SamplingParams) -> list[str]:
     found = [
         f"{field} {rule}, not {getattr(params, field)}"
         for field, ok, rule in _ranges(params)
-        if not ok
+        if not ok and getattr(params, field) is not None
     ]
     if params.max_tokens is not None and params.min_tokens > params.max_tokens >= 1:
         found.append(
@@ -45,7 +45,7 @@ def params_problems(params: SamplingParams) -> list[str]:
 
 def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
     """Return, for each field, its name, whether its value is allowed, and the rule."""
-    p = params
+    p, numbers = params, params.numbers
     logprobs_ok = isinstance(p.logprobs, bool) or 0 <= p.logprobs <= MAX_TOP_LOGPROBS
     return (
         (
@@ -54,15 +54,15 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
             f"must be from 1 to {MAX_ID}",
         ),
         ("min_tokens", 0 <= p.min_tokens <= MAX_ID, f"must be from 0 to {MAX_ID}"),
-        ("temperature", 0.0 <= p.temperature <= 100.0, "must be from 0 to 100"),
-        ("top_p", 0.0 <= p.top_p <= 1.0, "must be from 0 to 1"),
-        ("top_k", -1 <= p.top_k <= MAX_ID, "must be -1 (off), 0 (off) or a positive count"),
-        ("min_p", 0.0 <= p.min_p <= 1.0, "must be from 0 to 1"),
+        ("temperature", 0.0 <= numbers.temperature <= 100.0, "must be from 0 to 100"),
+        ("top_p", 0.0 <= numbers.top_p <= 1.0, "must be from 0 to 1"),
+        ("top_k", -1 <= numbers.top_k <= MAX_ID, "must be -1 (off), 0 (off) or a positive count"),
+        ("min_p", 0.0 <= numbers.min_p <= 1.0, "must be from 0 to 1"),
         ("presence_penalty", -2.0 <= p.presence_penalty <= 2.0, "must be from -2 to 2"),
         ("frequency_penalty", -2.0 <= p.frequency_penalty <= 2.0, "must be from -2 to 2"),
         (
             "repetition_penalty",
-            0.0 < p.repetition_penalty <= 100.0,
+            0.0 < numbers.repetition_penalty <= 100.0,
             "must be above 0 and at most 100",
         ),
         ("logprobs", logprobs_ok, f"must be true, false or a count from 0 to {MAX_TOP_LOGPROBS}"),

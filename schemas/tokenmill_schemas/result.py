@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from tokenmill_schemas.generation import FinishReason, TokenLogprob
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 
 
 class JobStatus(StrEnum):
@@ -82,6 +82,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     v: int = 1
     order: tuple[int, ...] = ()  # read only, from workers before `Chunk.n`; nobody needs it
+    # the parameters that the answer was drawn with; stop strings, biases and format stay in the request
+    params: SamplingParams | None = None
 
     @property
     def text(self) -> str:

@@ -125,9 +125,9 @@ def _engine_door(data: bytes) -> None:
 
 
 def _log(data: bytes) -> None:
-    params = SamplingParams(n=2, logprobs=True, stop=("END",))
+    params = SamplingParams(n=2, logprobs=True, stop=("END",), max_tokens=64)
     chunks = read_worker_log(_bytes(_parts(data)), byte_level().vocab_size)
-    replay(JobOutput.start(byte_level(), params), chunks, EndRules.of(params, 64, frozenset({260})))
+    replay(JobOutput.start(byte_level(), params), chunks, EndRules.of(params, frozenset({260})))
 
 
 def _cursor(data: bytes) -> None:

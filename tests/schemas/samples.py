@@ -66,7 +66,7 @@ REQUEST: Final = JobRequest(
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,
     finish_reason=FinishReason.STOP, attempt=2, status=JobStatus.FAILED, usage=USAGE, error=ERROR,
-    text_ends=(1, 2), n=2, after="3.5e",
+    text_ends=(1, 2), n=2, after="3.5e", params=PARAMS,
 )  # fmt: skip
 RESULT: Final = JobResult(
     job_id="job-1", status=JobStatus.SUCCEEDED, model="q", tenant="acme",
@@ -77,7 +77,7 @@ RESULT: Final = JobResult(
         ),
     ),
     usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000, started_ms=1_700_000_000_010,
-    finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2, order=(1, 1),
+    finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2, order=(1, 1), params=PARAMS,
 )  # fmt: skip
 STATUS: Final = WorkerStatus(
     worker_id="w1", model="m", version="0.1.0", started_ms=5, running=2, waiting=1, free_blocks=9, tokens_per_s=12.5,

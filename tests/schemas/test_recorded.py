@@ -16,7 +16,7 @@ from tests.schemas.recording import FOLDER, differences, enumerations, meaning
 from tests.schemas.samples import SAMPLES
 from tokenmill_schemas import codec
 from tokenmill_schemas.codec import DecodeError, decode_request, encode
-from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.generation import SamplingNumbers, SamplingParams
 from tokenmill_schemas.job import JobRequest
 
 VERSIONS = sorted(folder.name for folder in FOLDER.iterdir() if folder.is_dir())
@@ -161,6 +161,33 @@ def test_unknown_orders_and_words_are_refused_as_undecodable():
     ):
         with pytest.raises(codec.DecodeError):
             decode(msgpack.packb(data))
+
+
+def test_a_parameter_that_was_sent_is_told_from_one_that_was_not():
+    neutral = SamplingNumbers()._asdict()
+    sent = JobRequest(job_id="a", prompt="x", params=SamplingParams(**neutral))
+    silent = JobRequest(job_id="a", prompt="x")
+    assert msgpack.unpackb(encode(sent))["params"] == neutral
+    assert "params" not in msgpack.unpackb(encode(silent))
+    assert decode_request(encode(sent)).params == sent.params
+    assert decode_request(encode(silent)).params.temperature is None
+
+
+def test_a_worker_of_an_earlier_version_reads_parameters_that_were_not_sent():
+    """It had neutral values as defaults, and no null."""
+    fields = [
+        (field.name, float if isinstance(field.default, float) else field.type, field.default)
+        for field in msgspec.structs.fields(SamplingParams)
+        if field.name not in SamplingNumbers._fields
+        and field.name != "logprobs_mode"
+        and field.default_factory is msgspec.NODEFAULT
+    ] + [(name, type(value), value) for name, value in SamplingNumbers()._asdict().items()]
+    earlier = msgspec.defstruct("SamplingParams", fields, kw_only=True)
+    for params in (SamplingParams(), SamplingParams(temperature=1.0, top_k=0, top_p=0.5)):
+        read = msgspec.msgpack.decode(encode(params), type=earlier)
+        assert SamplingNumbers(*(getattr(read, n) for n in SamplingNumbers._fields)) == (
+            params.numbers
+        )
 
 
 # ── the check itself ──

@@ -38,6 +38,7 @@ async def input_processor(settings: Settings, config: EngineConfig, ready: Ready
         vocab_size=ready.vocab_size,
         eos_token_ids=frozenset(ready.eos_token_ids),
         default_max_tokens=settings.default_max_tokens,
+        sampling_defaults=ready.sampling_defaults,
         adapters=frozenset(config.adapter_folders),
         aliases=read_aliases(settings.aliases),
     )

@@ -123,6 +123,7 @@ class FinishedJob:
             started_ms=delivery.started_ms,
             finished_ms=now_ms,
             metadata=request.metadata if request is not None else {},
+            params=answer.params if answer is not None and generated else None,
         )
         return cls(delivery.token, result, _final_chunk(result, answer), request)
 

@@ -101,6 +101,7 @@ class Record:
             created_ms=info.created_ms,
             started_ms=info.started_ms,
             finished_ms=info.finished_ms,
+            params=log[0].params if log else None,
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tokenmill.testing.schema_check import violation, why_refused
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.generation import NO_DEFAULTS, FinishReason
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
@@ -63,6 +63,7 @@ class SimulatedJob:
         )
         if self.answer.error:
             self._reason = FinishReason.ERROR
+        self._params = request.params.with_defaults(NO_DEFAULTS).without_content()
 
     @property
     def is_held(self) -> bool:
@@ -89,6 +90,7 @@ class SimulatedJob:
                     choice=choice,
                     finish_reason=self._reason if is_end else None,
                     n=self._request.params.n,
+                    params=None if choice or place else self._params,
                 )
                 self.num_generated += 1
                 yield chunk
@@ -117,6 +119,7 @@ class SimulatedJob:
             started_ms=self._started_ms,
             finished_ms=now_ms,
             metadata=request.metadata,
+            params=self._params if self.num_generated else None,
         )
 
     @staticmethod

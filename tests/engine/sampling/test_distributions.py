@@ -16,21 +16,21 @@ LOGITS = np.random.default_rng(5).normal(size=VOCAB) * 2.0
 
 def expected(logits: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArray[np.float64]:
     """Walk the tokens from the most likely down and stop where the parameters say so."""
-    logits = logits.copy()
+    logits, numbers = logits.copy(), params.numbers
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
     if params.min_tokens:
         logits[[EOS, *params.stop_token_ids]] = -np.inf
-    weights = np.exp((logits - logits.max()) / params.temperature)
+    weights = np.exp((logits - logits.max()) / numbers.temperature)
     order = sorted(range(len(weights)), key=lambda token_id: -weights[token_id])
-    kept = [t for t in order if weights[t] >= params.min_p * weights[order[0]]]
-    if params.top_k > 0:
-        kept = kept[: params.top_k]
+    kept = [t for t in order if weights[t] >= numbers.min_p * weights[order[0]]]
+    if numbers.top_k > 0:
+        kept = kept[: numbers.top_k]
     total, nucleus, mass = sum(weights[t] for t in kept), [], 0.0
     for token_id in kept:
         nucleus.append(token_id)
         mass += weights[token_id] / total
-        if mass >= params.top_p:
+        if mass >= numbers.top_p:
             break
     result = np.zeros(len(weights))
     result[nucleus] = weights[nucleus] / weights[nucleus].sum()

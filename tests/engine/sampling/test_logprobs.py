@@ -90,24 +90,25 @@ def test_accepted_drafts_have_theirs() -> None:
 
 def processed_reference(row: int, params: SamplingParams, history: tuple[int, ...]) -> list[float]:
     """Compute the distribution that a token is drawn from, in float64 and one rule at a time."""
+    numbers = params.numbers
     values = LOGITS[row].double().tolist()
     for token_id in set(history):
-        penalty = params.repetition_penalty
+        penalty = numbers.repetition_penalty
         values[token_id] = (
             values[token_id] * penalty if values[token_id] < 0 else values[token_id] / penalty
         )
     for token_id, bias in params.logit_bias.items():
         values[token_id] += bias
-    values = [v / (params.temperature or 1.0) for v in values]
+    values = [v / (numbers.temperature or 1.0) for v in values]
     kept = set(range(VOCAB))
-    if params.temperature:
+    if numbers.temperature:
         order = sorted(kept, key=lambda i: -values[i])
         kept = {
-            i for i in order if values[i] - values[order[0]] >= math.log(params.min_p or 1e-300)
+            i for i in order if values[i] - values[order[0]] >= math.log(numbers.min_p or 1e-300)
         }
-        kept &= set(order[: params.top_k or VOCAB])
+        kept &= set(order[: numbers.top_k or VOCAB])
         mass = [math.exp(values[i] - values[order[0]]) for i in order if i in kept]
-        due, reached = params.top_p * math.fsum(mass), 0.0
+        due, reached = numbers.top_p * math.fsum(mass), 0.0
         for count, part in enumerate(mass, 1):
             reached += part
             if reached >= due:

@@ -33,9 +33,9 @@ def naive(
     for token_id, value in enumerate(logits):
         if token_id in prompt or token_id in output:
             value = (
-                value / params.repetition_penalty
+                value / params.numbers.repetition_penalty
                 if value > 0
-                else value * params.repetition_penalty
+                else value * params.numbers.repetition_penalty
             )
         if token_id in output:
             value -= params.presence_penalty
@@ -49,10 +49,10 @@ def penalised(
     opened = [histories.open(s, s.num_output_tokens, ()) for s in sequences]
     lengths = np.array([s.num_output_tokens for s in sequences], np.int64)
     slots, prompts = np.array(opened, np.int64).T.copy()
-    repeats = any(s.params.repetition_penalty != 1.0 for s in sequences)
+    repeats = any(s.params.numbers.repetition_penalty != 1.0 for s in sequences)
     history = HistoryIndex.build(slots, lengths, prompts, repeats, CPU)
     numbers = [
-        (s.params.presence_penalty, s.params.frequency_penalty, s.params.repetition_penalty)
+        (s.params.presence_penalty, s.params.frequency_penalty, s.params.numbers.repetition_penalty)
         for s in sequences
     ]
     rows = to_device(np.arange(len(sequences)), CPU)

@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, decode_request
-from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
@@ -87,14 +88,17 @@ class InputProcessor:
         if self._is_late(request) and not delivery.log:
             return self._outcomes.expired(delivery, request)
         prompt_ids = await self._encode(request)
-        max_tokens = self._resolve_max_tokens(request, len(prompt_ids))
-        answer = self._resume(delivery, request, max_tokens)
+        chunks = self._read(delivery)
+        defaults = self._defaults(chunks)
+        max_tokens = self._resolve_max_tokens(request, len(prompt_ids), defaults.max_tokens)
+        params = _resolved(delivery, request, defaults, max_tokens)
+        answer = self._resume(delivery, chunks, params)
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
-        generation = self._generation(delivery, request, answer, prompt_ids, max_tokens)
+        generation = self._generation(delivery, request, answer, prompt_ids, params)
         return AdmittedJob(delivery, request, generation, answer)
 
     def _generation(
@@ -103,11 +107,8 @@ class InputProcessor:
         request: JobRequest,
         answer: JobOutput,
         prompt_ids: tuple[int, ...],
-        max_tokens: int,
+        params: SamplingParams,
     ) -> GenerationRequest:
-        params = request.params
-        seed = seed_of(delivery.job_id) if params.seed is None else params.seed
-        adapter = self._adapter(request)
         done = tuple(
             i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
         )
@@ -120,7 +121,7 @@ class InputProcessor:
             request_id=delivery.request_id,
             prompt_ids=prompt_ids,
             params=msgspec.structs.replace(  # the engine sees no text
-                params, seed=seed, max_tokens=max_tokens, stop=(), lora=adapter
+                params, stop=(), lora=self._adapter(request)
             ),
             priority=request.priority.rank,
             tenant=request.tenant,
@@ -195,11 +196,24 @@ class InputProcessor:
         length = self._model.max_model_len
         return f"the model's length is {length}, of which the answer needs at least 1"
 
-    def _resolve_max_tokens(self, request: JobRequest, num_prompt_tokens: int) -> int:
+    def _defaults(self, chunks: list[Chunk]) -> SamplingParams:
+        """Return what holds where a request names nothing.
+
+        An answer that has begun keeps the parameters of its first worker, whose model may have
+        other defaults. A log without parameters was begun by a worker that knew no such defaults.
+        """
+        limit = self._model.default_max_tokens
+        if chunks:
+            return chunks[0].params or SamplingParams(max_tokens=limit)
+        defaults = self._model.sampling_defaults
+        return defaults if limit is None else msgspec.structs.replace(defaults, max_tokens=limit)
+
+    def _resolve_max_tokens(
+        self, request: JobRequest, num_prompt_tokens: int, default: int | None
+    ) -> int:
         room = self._model.max_model_len - num_prompt_tokens
         wanted = request.params.max_tokens
         if wanted is None:
-            default = self._model.default_max_tokens
             return room if default is None else min(room, max(default, request.params.min_tokens))
         if wanted > room:
             raise _Refused(
@@ -215,12 +229,17 @@ class InputProcessor:
 
     # ── the log ──
 
-    def _resume(self, delivery: Delivery, request: JobRequest, max_tokens: int) -> JobOutput:
-        answer = JobOutput.start(self._tokenizer, request.params)
-        answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
-        rules = EndRules.of(request.params, max_tokens, self._model.eos_token_ids)
+    def _read(self, delivery: Delivery) -> list[Chunk]:
         try:
-            replay(answer, read_log(delivery.log, self._model.vocab_size), rules)
+            return read_log(delivery.log, self._model.vocab_size)
+        except LogCorrupt as error:
+            raise _Refused(str(error), "corrupt_log") from error
+
+    def _resume(self, delivery: Delivery, chunks: list[Chunk], params: SamplingParams) -> JobOutput:
+        answer = JobOutput.start(self._tokenizer, params)
+        answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
+        try:
+            replay(answer, chunks, EndRules.of(params, self._model.eos_token_ids))
         except LogCorrupt as error:
             raise _Refused(str(error), "corrupt_log") from error
         return answer
@@ -231,13 +250,26 @@ class InputProcessor:
         """
         answer = None
         if request is not None and delivery.log and not problems(request):
-            most = request.params.max_tokens or self._model.max_model_len
             with contextlib.suppress(_Refused):  # an unreadable log does not change the outcome
-                answer = self._resume(delivery, request, most)
+                chunks = self._read(delivery)
+                defaults = self._defaults(chunks)
+                most = request.params.max_tokens or defaults.max_tokens
+                params = _resolved(delivery, request, defaults, most)
+                answer = self._resume(delivery, chunks, params)
         return self._outcomes.ended(delivery, request, answer)
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
+
+
+def _resolved(
+    delivery: Delivery, request: JobRequest, defaults: SamplingParams, max_tokens: int | None
+) -> SamplingParams:
+    """Return the request's parameters with nothing left unnamed."""
+    seed = seed_of(delivery.job_id) if request.params.seed is None else request.params.seed
+    return msgspec.structs.replace(
+        request.params.with_defaults(defaults), seed=seed, max_tokens=max_tokens
+    )
 
 
 def seed_of(job_id: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
+
 MAX_LISTED = 10  # names that an error message lists
 
 
@@ -13,6 +15,7 @@ class ServedModel:
     """Describes the served model, as far as requests depend on it.
 
     `names` are the names that a request may use for the model; the first is the model's own.
+    `sampling_defaults` are the model's own, for requests that name none.
     `default_max_tokens` limits the answers of requests that set no limit; with None, such an answer
     may take the rest of the model's length. A request selects one of `adapters` by `lora`, or as
     its model. `aliases` are further names for the adapters and the model.
@@ -23,6 +26,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     default_max_tokens: int | None = None
+    sampling_defaults: SamplingParams = NO_DEFAULTS
     adapters: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
 

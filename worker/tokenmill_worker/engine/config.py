@@ -126,6 +126,12 @@ class EngineConfig:
         minimum=0,
     )
     max_bypass: int = setting(16, "how many requests may pass one that does not fit yet", minimum=0)
+    # parameters of requests that name none
+    generation_config: str | None = setting(
+        "model",
+        "sampling defaults of requests that name none: those of the model's "
+        "generation_config.json, none, or those of another such file or its folder",
+    )
     logprobs_mode: LogprobsMode = setting(
         "raw_logprobs",
         "log-probabilities of requests that name no mode: raw_logprobs, of the "

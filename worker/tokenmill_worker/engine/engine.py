@@ -47,7 +47,7 @@ class Engine(DirectCalls):
             runner.info.vocab_size,
             scheduler.max_model_len,
             runner.info.can_structure,
-            runner.info.config.logprobs_mode,
+            runner.info.sampling_defaults,
         )
         self._early: list[TokenEvent] = []  # events that arose outside a step (refusals, cancels)
         self._steps = StepExecutor(runner, scheduler)

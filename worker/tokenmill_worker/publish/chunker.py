@@ -227,6 +227,7 @@ class Chunker:
             attempt=self._attempt,
             usage=None if self._place else self._answer.usage_at_start(),
             n=self._num_choices,
+            params=None if self._place else self._answer.params,
         )
         append = ChunkAppend(self._token, chunk, self._place, not self._streams)
         self._place = append.end

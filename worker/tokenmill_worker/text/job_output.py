@@ -38,9 +38,13 @@ class Choice:
 
 @dataclass(slots=True)
 class JobOutput:
-    """The choices of one job. Times are milliseconds after the job's creation."""
+    """The choices of one job. Times are milliseconds after the job's creation.
+
+    `params` are those that the answer is drawn with, as the log and the result keep them.
+    """
 
     choices: tuple[Choice, ...]
+    params: SamplingParams
     prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_ms: int = 0
@@ -48,7 +52,12 @@ class JobOutput:
 
     @classmethod
     def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> JobOutput:
-        """Create an empty answer, with a new text stream for each choice."""
+        """Create an empty answer, with a new text stream for each choice.
+
+        Args:
+            tokenizer: The served model's.
+            params: The request's, with nothing left unnamed.
+        """
         return cls(
             tuple(
                 Choice(
@@ -56,7 +65,8 @@ class JobOutput:
                     [] if params.wants_logprobs else None,
                 )
                 for _ in range(params.n)
-            )
+            ),
+            params.without_content(),
         )
 
     # ── growing ──

@@ -26,19 +26,20 @@ class EndRules:
     before it could report the end.
     """
 
-    max_tokens: int
+    max_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, params: SamplingParams, max_tokens: int, eos_token_ids: frozenset[int]) -> EndRules:
+    def of(cls, params: SamplingParams, eos_token_ids: frozenset[int]) -> EndRules:
         eos = frozenset() if params.ignore_eos else eos_token_ids
-        return cls(max_tokens, params.min_tokens, eos | frozenset(params.stop_token_ids))
+        return cls(params.max_tokens, params.min_tokens, eos | frozenset(params.stop_token_ids))
 
     def reason(self, token_ids: list[int]) -> FinishReason | None:
         if token_ids and token_ids[-1] in self.stop_token_ids and len(token_ids) >= self.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) >= self.max_tokens else None
+        is_full = self.max_tokens is not None and len(token_ids) >= self.max_tokens
+        return FinishReason.LENGTH if is_full else None
 
 
 def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import torch
 
 from tokenmill_worker.engine.attention import choose
@@ -95,6 +96,9 @@ def build_runner(
         can_structure=grammars is not None,
         is_asynchronous=bool(config.async_batching),
         proposer=PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
+        sampling_defaults=msgspec.structs.replace(
+            loaded.sampling_defaults, logprobs_mode=config.logprobs_mode
+        ),
         graphed_decodes=device.graph_sizes(config).decodes,
     )
     return ModelRunner(loaded, info, backend, pool, host_pool, grammars, adapters)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
 from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
@@ -32,6 +32,7 @@ class RunnerInfo:
     can_structure: bool = False  # is response_format available?
     is_asynchronous: bool = False  # may a step be launched before the last one's tokens are known?
     proposer: Callable[[Sequence], tuple[int, ...]] | None = None  # drafts tokens; None: off
+    sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
     graphed_decodes: tuple[int, ...] = ()  # sequences of the decodes to capture at the start
 
 

@@ -20,10 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+import msgspec
+
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.execution.interface import RunnerInfo
+from tokenmill_worker.engine.generation_config import read_defaults
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback
@@ -91,6 +94,7 @@ class SyntheticRunner:
     ) -> SyntheticRunner:
         """Build the runner; `cache_dir` and `on_progress` are unused: nothing is kept or slow."""
         options = SyntheticOptions.parse(config.model)
+        defaults = read_defaults(config.generation_config, TOKENIZER)
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)
         cache = CacheConfig(config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache)
@@ -100,6 +104,9 @@ class SyntheticRunner:
             max_model_len=min(config.max_model_len or options.length, options.length),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=frozenset({END_OF_TEXT}),
+            sampling_defaults=msgspec.structs.replace(
+                defaults.params, logprobs_mode=config.logprobs_mode
+            ),
             model_path=TOKENIZER,
             description=(f"synthetic model, {num_blocks} blocks of {config.block_size} tokens"),
         )

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as progress_bars
 
+from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention import AttentionShape, choose
 from tokenmill_worker.engine.cache_config import LayerGroup
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device, FusedPass
+from tokenmill_worker.engine.generation_config import GenerationDefaults, read_defaults
 from tokenmill_worker.engine.model import probe, shortened, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
@@ -49,6 +51,7 @@ class LoadedModel:
     groups: tuple[LayerGroup, ...]
     eos_token_ids: frozenset[int]
     max_model_len: int
+    sampling_defaults: SamplingParams
     keeps_rows: bool  # does the model's forward take logits_to_keep?
     # the same pass without Transformers' code around the layers
     fused_pass: FusedPass | None = None
@@ -147,6 +150,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
         expected = verify.verify(model, plain, layers, config.model, length)
         if not expected and config.fuse and config.quantization is None and dtype == torch.float32:
             expected = verify.of_all_layers(model, layers, config.model, length)
+    defaults = read_defaults(config.generation_config, path)
     fused_pass = device.replace_modules(model, config)
     loaded = LoadedModel(
         model=model,
@@ -156,7 +160,8 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
         dtype=dtype,
         shapes=tuple(layer.shape for layer in layers),
         groups=group_layers(layers),
-        eos_token_ids=eos_token_ids(path, text_config),
+        eos_token_ids=eos_token_ids(defaults, text_config),
+        sampling_defaults=defaults.params,
         max_model_len=length,
         keeps_rows=keeps_rows,
         fused_pass=fused_pass,
@@ -258,18 +263,15 @@ def resolve_length(config: Any, wanted: int | None) -> int:
     return int(wanted or length)
 
 
-def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
+def eos_token_ids(defaults: GenerationDefaults, config: Any) -> frozenset[int]:
     """Return the ids that end a sequence.
 
     They come from generation_config.json, which also lists a chat model's end of turn, or else from
     the configuration.
     """
-    try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        found = None
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
+    if defaults.eos_token_ids is not None:
+        return defaults.eos_token_ids
+    found = getattr(config, "eos_token_id", None)
     if found is None:
         return frozenset()
     return frozenset([found] if isinstance(found, int) else found)

@@ -132,4 +132,5 @@ class EngineLoop:
             model_path=str(runner.info.model_path),
             description=runner.info.description,
             capacity=self._engine.capacity(),
+            sampling_defaults=runner.info.sampling_defaults,
         )

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 
 MAX_FRAME_BYTES: Final = 1 << 28
@@ -43,6 +43,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     model_path: str
     description: str  # one line for the log: device, dtype, attention backend, blocks
     capacity: Capacity
+    sampling_defaults: SamplingParams = SamplingParams()  # of requests that name none
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):

@@ -11,9 +11,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import msgspec
-
-from tokenmill_schemas.generation import LOGPROBS_MODES, LogprobsMode, SamplingParams
+from tokenmill_schemas.generation import LOGPROBS_MODES, NO_DEFAULTS, SamplingParams
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
@@ -27,7 +25,7 @@ class RequestValidator:
     vocab_size: int
     max_model_len: int
     can_structure: bool = True
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # of requests that name none
+    defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
 
     def validate(self, request: GenerationRequest) -> list[Sequence]:
         """Return one sequence per choice that is not done.
@@ -37,8 +35,7 @@ class RequestValidator:
         params = request.params
         self._check_prompt(request)
         self._check_params(params)
-        if params.logprobs_mode is None:
-            params = msgspec.structs.replace(params, logprobs_mode=self.logprobs_mode)
+        params = params.with_defaults(self.defaults)
         if set(request.done).issuperset(range(params.n)):
             raise RequestError("every choice of it is done")
         limit = self._resolve_max_tokens(request)
@@ -94,7 +91,8 @@ class RequestValidator:
         room = self.max_model_len - len(request.prompt_ids)
         wanted = request.params.max_tokens
         if wanted is None:
-            return room
+            default = self.defaults.max_tokens
+            return room if default is None else min(room, max(default, request.params.min_tokens))
         if wanted > room:
             raise RequestError(
                 f"{len(request.prompt_ids)} prompt tokens and max_tokens={wanted} exceed "
@@ -119,6 +117,7 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
 
     NaN is refused because every comparison with it is false.
     """
+    numbers = params.numbers
     checks = (
         (
             params.max_tokens is None or params.max_tokens >= 1,
@@ -128,14 +127,14 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
         ),
         (params.min_tokens >= 0, "min_tokens", "must not be negative", params.min_tokens),
         (
-            0.0 <= params.temperature <= 1e4,
+            0.0 <= numbers.temperature <= 1e4,
             "temperature",
             "must be in [0, 10000]",
-            params.temperature,
+            numbers.temperature,
         ),
-        (0.0 <= params.top_p <= 1.0, "top_p", "must be in [0, 1]", params.top_p),
-        (params.top_k >= -1, "top_k", "must be -1, 0 or more", params.top_k),
-        (0.0 <= params.min_p <= 1.0, "min_p", "must be in [0, 1]", params.min_p),
+        (0.0 <= numbers.top_p <= 1.0, "top_p", "must be in [0, 1]", numbers.top_p),
+        (numbers.top_k >= -1, "top_k", "must be -1, 0 or more", numbers.top_k),
+        (0.0 <= numbers.min_p <= 1.0, "min_p", "must be in [0, 1]", numbers.min_p),
         (1 <= params.n <= 128, "n", "must be from 1 to 128", params.n),
         (
             -1e3 <= params.presence_penalty <= 1e3,
@@ -150,10 +149,10 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
             params.frequency_penalty,
         ),
         (
-            0.0 < params.repetition_penalty <= 1e3,
+            0.0 < numbers.repetition_penalty <= 1e3,
             "repetition_penalty",
             "must be positive",
-            params.repetition_penalty,
+            numbers.repetition_penalty,
         ),
         (
             0 <= params.num_top_logprobs <= 100,

@@ -12,7 +12,7 @@ from enum import IntFlag
 import numpy as np
 import numpy.typing as npt
 
-from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.generation import SamplingNumbers, SamplingParams
 from tokenmill_worker.engine.sequence import Sequence
 
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow
@@ -74,17 +74,18 @@ class ParameterTable:
         self._rows[sequence] = row
         self.version += 1
         params = sequence.params
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.flags[row] = self._flags(params, top_k)
+        numbers = params.numbers
+        top_k = numbers.top_k if 0 < numbers.top_k < self.vocab_size else self.vocab_size
+        self.flags[row] = self._flags(params, numbers, top_k)
         self.seeds[row] = sequence.seed & ((1 << 64) - 1)
-        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        log_min_p = math.log(numbers.min_p) if numbers.min_p > 0 else -math.inf
         self.numbers[row] = (
-            params.temperature,
-            params.top_p,
+            numbers.temperature,
+            numbers.top_p,
             log_min_p,
             params.presence_penalty,
             params.frequency_penalty,
-            params.repetition_penalty,
+            numbers.repetition_penalty,
         )
         self.counts[row] = (top_k, params.min_tokens, params.num_top_logprobs)
         self._fill_ids(row, params)
@@ -107,15 +108,15 @@ class ParameterTable:
                 sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64
             )
 
-    def _flags(self, params: SamplingParams, top_k: int) -> int:
-        greedy = params.temperature < GREEDY_BELOW or top_k == 1 or params.top_p == 0.0
+    def _flags(self, params: SamplingParams, numbers: SamplingNumbers, top_k: int) -> int:
+        greedy = numbers.temperature < GREEDY_BELOW or top_k == 1 or numbers.top_p == 0.0
         penalised = (
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+            params.presence_penalty or params.frequency_penalty or numbers.repetition_penalty != 1.0
         )
         flags = (
             (greedy, ParamFlags.GREEDY),
-            (not greedy and (top_k < self.vocab_size or params.top_p < 1.0), ParamFlags.TRUNCATED),
-            (params.min_p > 0, ParamFlags.MIN_P),
+            (not greedy and (top_k < self.vocab_size or numbers.top_p < 1.0), ParamFlags.TRUNCATED),
+            (numbers.min_p > 0, ParamFlags.MIN_P),
             (penalised, ParamFlags.PENALISED),
             (params.logit_bias, ParamFlags.BIASED),
             (params.min_tokens > 0, ParamFlags.MIN_TOKENS),
