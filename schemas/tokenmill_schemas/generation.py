@@ -84,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         None  # raw_logprobs or processed_logprobs; nil: the worker's setting
     )
 
+    thinking_budget: int | None = None  # after so many tokens of thoughts the answer begins
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0

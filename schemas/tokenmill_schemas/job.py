@@ -142,7 +142,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _NEW_FIELDS: Final = ("chat_template_kwargs", "documents", "continue_final_message")
-_NEW_PARAMS: Final = ("logprobs_mode",)
+_NEW_PARAMS: Final = ("logprobs_mode", "thinking_budget")
 
 
 def wire_version(request: JobRequest) -> int | str:

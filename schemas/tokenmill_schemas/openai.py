@@ -86,6 +86,7 @@ class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
+    completion_tokens_details: "ReasoningDetails | msgspec.UnsetType" = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET  # as vLLM names it
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):

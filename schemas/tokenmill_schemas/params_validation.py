@@ -54,6 +54,11 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
             f"must be from 1 to {MAX_ID}",
         ),
         ("min_tokens", 0 <= p.min_tokens <= MAX_ID, f"must be from 0 to {MAX_ID}"),
+        (
+            "thinking_budget",
+            p.thinking_budget is None or 0 <= p.thinking_budget <= MAX_ID,
+            f"must be from 0 to {MAX_ID}",
+        ),
         ("temperature", 0.0 <= numbers.temperature <= 100.0, "must be from 0 to 100"),
         ("top_p", 0.0 <= numbers.top_p <= 1.0, "must be from 0 to 1"),
         ("top_k", -1 <= numbers.top_k <= MAX_ID, "must be -1 (off), 0 (off) or a positive count"),

@@ -45,13 +45,15 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_ms: int = 0  # created → first token
     total_ms: int = 0  # created → finished
     preemptions: int = 0
+    reasoning_tokens: int = 0  # of the completion's tokens: those of thoughts, with their marks
 
 
 class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One finished sequence of a job.
 
     `text_ends[i]` is len(text) after the chunk of token i. From it the chunks of a finished job can
-    be rebuilt, one per token, after the log is gone.
+    be rebuilt, one per token, after the log is gone. `reasoning_ends` is the same of the thoughts; it
+    ends with their last token.
     """
 
     index: int = 0
@@ -60,6 +62,8 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     text_ends: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str = ""
+    reasoning_ends: tuple[int, ...] = ()
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,6 +92,10 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def text(self) -> str:
         return self.choices[0].text if self.choices else ""
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning if self.choices else ""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

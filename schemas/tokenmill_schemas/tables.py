@@ -55,6 +55,11 @@ def _number(name: str) -> Column[int]:
     return Column(name, BigInteger, nullable=False)
 
 
+def _added_number(name: str) -> Column[int]:
+    """Return a column that earlier versions do not write."""
+    return Column(name, BigInteger, nullable=False, server_default=text("0"))
+
+
 _COUNTED: Final = (
     "prompt_tokens",
     "cached_tokens",
@@ -92,6 +97,7 @@ jobs: Final = Table(
     Column(
         "result", LargeBinary
     ),  # the encoded JobResult, all choices; NULL after a purge of payloads
+    Column("reasoning", Text),  # the thoughts of the first choice; NULL: none
     # a page of a list is one range of one of these: they end in the two columns that the lists are
     # ordered by
     Index(None, "queue", "finished_ms", "id"),
@@ -120,6 +126,7 @@ usage: Final = Table(
     _number("finished_ms"),
     *map(_number, _COUNTED),
     Column("preemptions", Integer, nullable=False),
+    _added_number("reasoning_tokens"),
     Index(None, "day", "tenant", "model"),
     Index(None, "tenant", "day"),
     Index(None, "model", "day"),
@@ -132,6 +139,7 @@ usage_daily: Final = Table(
     *(_name(name, primary_key=True) for name in ("tenant", "model", "queue")),
     _name("state", 16, primary_key=True),
     *map(_number, _SUMMED),
+    _added_number("reasoning_tokens"),
     Index(None, "tenant", "day"),
     Index(None, "model", "day"),
 )

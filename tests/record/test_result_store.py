@@ -220,3 +220,12 @@ async def test_rows_are_made_beside_the_event_loop(
     await store.record([finished("a")])
     assert threads
     assert threading.current_thread() not in threads
+
+
+async def test_thoughts_have_columns_of_their_own(url: str) -> None:
+    choice = ChoiceResult(text="Yes", token_ids=(1, 2), reasoning="Hm", reasoning_ends=(2,))
+    usage = Usage(completion_tokens=2, reasoning_tokens=1)
+    await ResultStore(url, queue="q").record([finished("one", choices=(choice,), usage=usage)])
+    (row,) = rows(url, "SELECT text, reasoning FROM jobs")
+    assert (row["text"], row["reasoning"]) == ("Yes", "Hm")
+    assert rows(url, "SELECT reasoning_tokens FROM usage")[0]["reasoning_tokens"] == 1

@@ -36,6 +36,7 @@ USAGE: Final = Usage(
     ttft_ms=21,
     total_ms=40,
     preemptions=1,
+    reasoning_tokens=1,
 )
 ERROR: Final = JobError("engine_error", "the step failed", retryable=True)
 PARAMS: Final = SamplingParams(
@@ -45,7 +46,7 @@ PARAMS: Final = SamplingParams(
     response_format=ResponseFormat(
         json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=False
     ),
-    speculate=False, lora="poems", logprobs_mode="processed_logprobs",
+    speculate=False, lora="poems", thinking_budget=100, logprobs_mode="processed_logprobs",
 )  # fmt: skip
 CALL: Final = Message(
     "assistant", (TextPart("One "), TextPart("moment")), reasoning="The tool knows.",
@@ -66,14 +67,14 @@ REQUEST: Final = JobRequest(
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,
     finish_reason=FinishReason.STOP, attempt=2, status=JobStatus.FAILED, usage=USAGE, error=ERROR,
-    text_ends=(1, 2), n=2, after="3.5e", params=PARAMS,
+    text_ends=(1, 2), n=2, after="3.5e", params=PARAMS, reasoning="Hm", reasoning_ends=(2, 2),
 )  # fmt: skip
 RESULT: Final = JobResult(
     job_id="job-1", status=JobStatus.SUCCEEDED, model="q", tenant="acme",
     choices=(
         ChoiceResult(
             index=1, text="Hi", token_ids=(72, 105), text_ends=(1, 2), finish_reason=FinishReason.LENGTH,
-            logprobs=LOGPROBS,
+            logprobs=LOGPROBS, reasoning="Hm", reasoning_ends=(2,),
         ),
     ),
     usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000, started_ms=1_700_000_000_010,

@@ -44,6 +44,41 @@ def byte_level() -> Tokenizer:
     return _wrap(backend)
 
 
+THINKING_CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}"
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined %}<think>\n{% if not enable_thinking %}</think>\n{% endif %}"
+    "{% endif %}{% endif %}"
+)
+CHANNEL_CHAT = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% else %}<|channel|>{% endif %}"
+)
+
+
+@cache
+def thinking() -> Tokenizer:
+    """Byte-level; its chat template has thoughts between `<think>` and `</think>`."""
+    return _marked(["<think>", "</think>"], THINKING_CHAT)
+
+
+@cache
+def channels() -> Tokenizer:
+    """Byte-level; its chat template has the channels of gpt-oss."""
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    return _marked(marks, CHANNEL_CHAT)
+
+
+def _marked(marks: list[str], chat: str) -> Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=token_bytes)
+    backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"), chat)
+
+
 @cache
 def llama_like() -> Tokenizer:
     """Byte fallback, spaces as ▁, and the first space of the text cut."""

@@ -10,6 +10,7 @@ from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
 from tokenmill_worker.engine.process.messages import Ready
+from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.settings.model_names import read_aliases, read_template
 from tokenmill_worker.telemetry import Tracing
@@ -27,11 +28,17 @@ def engine_host(settings: Settings, config: EngineConfig) -> EngineHost:
 
 
 async def input_processor(settings: Settings, config: EngineConfig, ready: Ready) -> InputProcessor:
-    """Load the tokenizer of the model that the engine has loaded. Raises OSError."""
+    """Load the tokenizer of the model that the engine has loaded. Raises OSError, or
+    SettingsError for a `reasoning_format` that the model does not have.
+    """
     template = read_template(settings.chat_template)
     tokenizer = await asyncio.to_thread(
         Tokenizer.load, ready.model_path, template, config.trust_remote_code
     )
+    try:
+        reasoning = tokenizer.reasoning_format(settings.reasoning_format)
+    except ValueError as error:
+        raise SettingsError([f"reasoning_format {error}"]) from error
     served = ServedModel(
         names=(config.model, settings.queue_name),
         max_model_len=ready.max_model_len,
@@ -47,6 +54,7 @@ async def input_processor(settings: Settings, config: EngineConfig, ready: Ready
         served,
         worker_id=settings.worker_name,
         max_payload_bytes=settings.max_payload_bytes,
+        reasoning=reasoning,
     )
 
 

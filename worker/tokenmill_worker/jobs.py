@@ -149,6 +149,7 @@ def _final_chunk(result: JobResult, answer: JobOutput | None) -> Chunk:
         job_id=result.job_id,
         index=answer.choices[0].num_tokens if answer is not None else 0,
         text=answer.rest if answer is not None else "",
+        reasoning=answer.reasoning_rest if answer is not None else "",
         finish_reason=result.finish_reason,
         attempt=result.attempt,
         status=result.status,

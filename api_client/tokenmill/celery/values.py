@@ -40,11 +40,13 @@ def value_of(result: JobResult, returns: str) -> Any:
         "job_id": result.job_id,
         "model": result.model,
         "text": result.text,
+        "reasoning": result.reasoning,
         "finish_reason": result.finish_reason.value if result.finish_reason else None,
         "choices": [
             {
                 "index": one.index,
                 "text": one.text,
+                "reasoning": one.reasoning,
                 "finish_reason": one.finish_reason and one.finish_reason.value,
             }
             for one in result.choices

@@ -107,6 +107,9 @@ class StreamPosition:
             job_id=self.job_id,
             index=self._has[0],
             text=self._rest(choices[0]) if len(choices) == 1 and self._num_choices == 1 else "",
+            reasoning=self._reasoning_rest(choices[0])
+            if len(choices) == 1 and self._num_choices == 1
+            else "",
             finish_reason=result.finish_reason,
             attempt=result.attempt,
             status=result.status,
@@ -117,18 +120,19 @@ class StreamPosition:
         yield self._placed(last)
 
     def _from_result(self, result: JobResult, choice: ChoiceResult) -> Iterator[Chunk]:
-        first, ends, which = self._has[choice.index], (0, *choice.text_ends), choice.index
-        borders = pairwise(
-            ends[min(i, len(ends) - 1)] for i in range(first, len(choice.token_ids) + 1)
-        )
-        for index, (start, end) in enumerate(borders, first):
+        first, which = self._has[choice.index], choice.index
+        tokens = range(first, len(choice.token_ids) + 1)
+        texts = _pieces(choice.text, choice.text_ends, tokens)
+        thoughts = _pieces(choice.reasoning, choice.reasoning_ends, tokens)
+        for index, (text, thought) in enumerate(zip(texts, thoughts, strict=True), first):
             self._has[which] = index + 1
             chunk = Chunk(
                 job_id=self.job_id,
                 index=index,
                 choice=which,
                 token_ids=(choice.token_ids[index],),
-                text=choice.text[start:end],
+                text=text,
+                reasoning=thought,
                 logprobs=choice.logprobs[index : index + 1] if choice.logprobs else None,
                 attempt=result.attempt,
                 n=self._num_choices,
@@ -141,6 +145,7 @@ class StreamPosition:
                 index=self._has[which],
                 choice=which,
                 text=self._rest(choice),
+                reasoning=self._reasoning_rest(choice),
                 finish_reason=choice.finish_reason,
                 attempt=result.attempt,
                 n=self._num_choices,
@@ -154,6 +159,12 @@ class StreamPosition:
         if self._has[choice.index] > len(choice.token_ids):
             return ""
         return choice.text[choice.text_ends[-1] if choice.text_ends else 0 :]
+
+    def _reasoning_rest(self, choice: ChoiceResult) -> str:
+        """Return the text of thoughts after a choice's last token; see `_rest`."""
+        if self._has[choice.index] > len(choice.token_ids):
+            return ""
+        return choice.reasoning[choice.reasoning_ends[-1] if choice.reasoning_ends else 0 :]
 
     def _lacks_something(self, last: Chunk) -> bool:
         """Return whether chunks before the last one are missing. With one choice, the last chunk
@@ -223,11 +234,21 @@ def read_position(value: str | int) -> tuple[list[int], set[int]]:
     return [int(part.removesuffix(_ENDED)) for part in parts], ended
 
 
+def _pieces(text: str, ends: tuple[int, ...], tokens: range) -> Iterator[str]:
+    """Yield the part of a text that belongs to each of the tokens; `ends` may leave out the last
+    ones, whose part is empty.
+    """
+    borders = (0, *ends)
+    for start, end in pairwise(borders[min(i, len(borders) - 1)] for i in tokens):
+        yield text[start:end]
+
+
 def _without(chunk: Chunk, seen: int) -> Chunk:
     """Return the chunk without its first `seen` tokens. A subscriber may start inside a chunk, and
     chunks may have other borders after the server lost its last writes.
     """
     delivered = chunk.text_ends[seen - 1] if seen <= len(chunk.text_ends) else 0
+    thought = chunk.reasoning_ends[seen - 1] if seen <= len(chunk.reasoning_ends) else 0
     return msgspec.structs.replace(
         chunk,
         index=chunk.index + seen,
@@ -235,4 +256,6 @@ def _without(chunk: Chunk, seen: int) -> Chunk:
         text=chunk.text[delivered:],
         logprobs=chunk.logprobs[seen:] if chunk.logprobs else None,
         text_ends=tuple(end - delivered for end in chunk.text_ends[seen:]),
+        reasoning=chunk.reasoning[thought:],
+        reasoning_ends=tuple(end - thought for end in chunk.reasoning_ends[seen:]),
     )

@@ -23,8 +23,9 @@ from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
 from tokenmill_worker.consume.outcomes import Outcomes
 from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.engine.types import GenerationRequest, Thoughts
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.text.chat.reasoning import Opening, ReasoningFormat
 from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, read_log, replay
@@ -54,10 +55,12 @@ class InputProcessor:
         *,
         worker_id: str = "",
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        reasoning: ReasoningFormat | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
+        self._reasoning = reasoning
         self._max_payload_bytes = max_payload_bytes
         self._clock = clock
         self._outcomes = Outcomes(worker_id, model.names[0], self._now_ms)
@@ -87,18 +90,23 @@ class InputProcessor:
         self._check(request)
         if self._is_late(request) and not delivery.log:
             return self._outcomes.expired(delivery, request)
-        prompt_ids = await self._encode(request)
+        chat = self._render(request)
+        opening = self._opening(request, chat)
+        prompt_ids = await self._encode(request, chat)
         chunks = self._read(delivery)
         defaults = self._defaults(chunks)
         max_tokens = self._resolve_max_tokens(request, len(prompt_ids), defaults.max_tokens)
         params = _resolved(delivery, request, defaults, max_tokens)
-        answer = self._resume(delivery, chunks, params)
+        answer = self._resume(delivery, chunks, params, opening)
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
         generation = self._generation(delivery, request, answer, prompt_ids, params)
+        thoughts = self._thoughts(request, opening)
+        if thoughts is not None:
+            generation = msgspec.structs.replace(generation, thoughts=thoughts)
         return AdmittedJob(delivery, request, generation, answer)
 
     def _generation(
@@ -155,20 +163,46 @@ class InputProcessor:
         except LookupError as error:
             raise _Refused(str(error.args[0]), "model_not_found") from error
 
-    async def _encode(self, request: JobRequest) -> tuple[int, ...]:
+    def _render(self, request: JobRequest) -> str | None:
+        """Return the chat as the model reads it; None for a prompt."""
+        if request.messages is None:
+            return None
+        try:
+            return self._tokenizer.template.render(
+                request.messages,
+                documents=request.documents,
+                continue_final_message=request.continue_final_message,
+                add_generation_prompt=request.add_generation_prompt,
+                variables=request.chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise _Refused(str(error)) from error
+
+    def _opening(self, request: JobRequest, chat: str | None) -> Opening | None:
+        """Return how the answer begins; None if it has no thoughts that are told apart. What
+        follows a prompt is its continuation, so only a chat's answer has thoughts.
+        """
+        if self._reasoning is not None and chat is not None:
+            return self._reasoning.opening(chat)
+        if request.params.thinking_budget is not None:
+            raise _Refused(
+                "thinking_budget needs messages, and a model whose thoughts are told apart"
+            )
+        return None
+
+    def _thoughts(self, request: JobRequest, opening: Opening | None) -> Thoughts | None:
+        """Return what the engine must know of the thoughts, where anything depends on them."""
+        params = request.params
+        if opening is None or opening.thoughts is None:
+            return None
+        if params.response_format is None and params.thinking_budget is None:
+            return None
+        return msgspec.structs.replace(opening.thoughts, budget=params.thinking_budget)
+
+    async def _encode(self, request: JobRequest, chat: str | None) -> tuple[int, ...]:
         if request.prompt_ids is not None:
             prompt_ids = request.prompt_ids
-        elif request.messages is not None:
-            try:
-                chat = self._tokenizer.template.render(
-                    request.messages,
-                    documents=request.documents,
-                    continue_final_message=request.continue_final_message,
-                    add_generation_prompt=request.add_generation_prompt,
-                    variables=request.chat_template_kwargs,
-                )
-            except TemplateError as error:
-                raise _Refused(str(error)) from error
+        elif chat is not None:
             self._refuse_absurd_length(chat)
             prompt_ids = await self._tokenizer.encode_rendered(chat)
         else:
@@ -235,8 +269,14 @@ class InputProcessor:
         except LogCorrupt as error:
             raise _Refused(str(error), "corrupt_log") from error
 
-    def _resume(self, delivery: Delivery, chunks: list[Chunk], params: SamplingParams) -> JobOutput:
-        answer = JobOutput.start(self._tokenizer, params)
+    def _resume(
+        self,
+        delivery: Delivery,
+        chunks: list[Chunk],
+        params: SamplingParams,
+        opening: Opening | None,
+    ) -> JobOutput:
+        answer = JobOutput.start(self._tokenizer, params, opening)
         answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
         try:
             replay(answer, chunks, EndRules.of(params, self._model.eos_token_ids))
@@ -255,7 +295,8 @@ class InputProcessor:
                 defaults = self._defaults(chunks)
                 most = request.params.max_tokens or defaults.max_tokens
                 params = _resolved(delivery, request, defaults, most)
-                answer = self._resume(delivery, chunks, params)
+                opening = self._opening(request, self._render(request))
+                answer = self._resume(delivery, chunks, params, opening)
         return self._outcomes.ended(delivery, request, answer)
 
     def _now_ms(self) -> int:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.types import Thoughts
 
 
 class SequenceStatus(Enum):
@@ -50,6 +51,7 @@ class Sequence:
     tenant: str = ""
     cache_salt: str = ""
     grammar: Any = None  # compiled grammar of the response format, or None
+    thoughts: Thoughts | None = None  # where a grammar or a budget depends on them
     adapter: str = ""  # name and version of its LoRA adapter; empty: the model itself
     deadline: float | None = None
     max_tokens: int = 0  # resolved limit on output tokens, resumed ones included
@@ -81,6 +83,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Resumed and generated tokens: limited by max_tokens, and the sampling position."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_constrained(self) -> bool:
+        """Does a grammar or a budget of thoughts restrict its tokens?"""
+        return self.params.response_format is not None or self.thoughts is not None
 
     @property
     def is_finished(self) -> bool:

@@ -14,6 +14,23 @@ from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogp
 ProgressCallback = Callable[[str, float], None]  # (what is loaded, fraction that is done)
 
 
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Says where the thoughts of an answer begin and end, in token ids. A grammar binds behind them.
+
+    `is_open`: the answer begins within thoughts; else they begin if its first token is `start`, and
+    without that token there are none. They end with the ids `end`. After `budget` tokens of
+    thoughts, only `closing` can follow, which ends with `end`; None: no limit. With `is_open` and
+    `start`, the tokens before `start` are a header and are not counted. If the budget is 0, the ids
+    `end` are the whole answer before the text.
+    """
+
+    end: tuple[int, ...]
+    closing: tuple[int, ...]
+    start: int | None = None
+    is_open: bool = False
+    budget: int | None = None
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt to continue.
 
@@ -31,6 +48,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     cache_salt: str = ""
     deadline: float | None = None
     resumed: tuple[tuple[int, ...], ...] = ()
+    thoughts: Thoughts | None = None  # where a grammar or a budget depends on them
     done: tuple[int, ...] = ()  # choices that ended in an earlier attempt; they are not run again
 
 

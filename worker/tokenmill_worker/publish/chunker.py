@@ -65,7 +65,11 @@ class Chunker:
         self._lone = answer.choices[0] if self._streams and is_lone else None
         self._one_per_token = self._lone is not None and self._per_chunk == 1  # one token per chunk
         lone = self._lone if self._one_per_token else None
-        self._is_plain = lone is not None and lone.logprobs is None and not lone.stream.has_stops
+        self._is_plain = (
+            lone is not None
+            and lone.logprobs is None
+            and not (lone.stream.has_stops or lone.stream.has_thoughts)
+        )
         self._unconfirmed: deque[ChunkAppend] = deque()
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
         # The last chunk's number in the log.
@@ -159,7 +163,12 @@ class Chunker:
         unconfirmed = self._unconfirmed
         lone = self._lone
         if lone is not None and not unconfirmed and self._place + 1 == lone.num_tokens:  # usual
-            if lone.finish_reason is None and lone.logprobs is None and self._place:
+            if (
+                lone.finish_reason is None
+                and lone.logprobs is None
+                and self._place
+                and not lone.stream.has_thoughts
+            ):
                 append = self._make_next(lone.stream.token_ids[-1], lone.stream.pieces[-1])
             else:
                 append = self._make(0, 1)
@@ -205,11 +214,12 @@ class Chunker:
         start = self._made[choice_index]
         stop = self._made[choice_index] = start + num_tokens
         pieces, logprobs = choice.stream.pieces[start:stop], choice.logprobs
+        thoughts = choice.stream.reasoning_pieces[start:stop]
         finish_reason = choice.finish_reason if stop == choice.num_tokens else None
         if (
             finish_reason is not None
             and num_tokens
-            and choice.stream.rest
+            and (choice.stream.rest or choice.stream.reasoning_rest)
             and self._num_choices > 1
         ):
             finish_reason = None  # the next chunk carries the end and the rest of the text
@@ -221,6 +231,10 @@ class Chunker:
             token_ids=tuple(choice.stream.token_ids[start:stop]),
             text="".join(pieces) if num_tokens else choice.stream.rest,
             text_ends=tuple(accumulate(map(len, pieces))) if len(pieces) > 1 else (),
+            reasoning="".join(thoughts) if num_tokens else choice.stream.reasoning_rest,
+            reasoning_ends=tuple(accumulate(map(len, thoughts)))
+            if len(thoughts) > 1 and any(thoughts)
+            else (),
             choice=choice_index,
             logprobs=tuple(logprobs[start:stop]) if num_tokens and logprobs is not None else None,
             finish_reason=finish_reason,

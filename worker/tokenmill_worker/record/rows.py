@@ -51,6 +51,7 @@ class JobRecord:
             "priority": (request.priority if request else Priority.STANDARD).value,
             "finish_reason": result.finish_reason.value if result.finish_reason else None,
             "text": choice.text if choice else None,
+            "reasoning": (choice.reasoning or None) if choice else None,
             "token_ids": list(choice.token_ids) if choice else None,
             "logprobs": msgspec.to_builtins(choice.logprobs)
             if choice and choice.logprobs is not None
@@ -91,7 +92,16 @@ class JobRecord:
         store.
         """
         emptied = dict.fromkeys(
-            ("text", "token_ids", "logprobs", "prompt", "params", "metadata", "error_message")
+            (
+                "text",
+                "reasoning",
+                "token_ids",
+                "logprobs",
+                "prompt",
+                "params",
+                "metadata",
+                "error_message",
+            )
         )
         row = self.sanitised()
         return dataclasses.replace(row, job={**row.job, **emptied})

@@ -87,6 +87,11 @@ class Settings(_EngineFields):
     chat_template: str | None = Field(
         None, description="file with a chat template (default: the model's own)"
     )
+    reasoning_format: Literal["auto", "none", "think", "channels"] = Field(
+        "auto",
+        description="how the model marks its thoughts: auto (as its template and tokens say), none, "
+        "think (tags), channels (gpt-oss)",
+    )
     # the promise
     lease_seconds: float = Field(
         10.0,

@@ -21,6 +21,7 @@ from tokenmill_worker.tasks.usage_rollup import RollUp
 _DAY_MS: Final = 86_400_000
 _PAYLOAD: Final = (
     "text",
+    "reasoning",
     "token_ids",
     "logprobs",
     "error_message",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+from tokenmill_worker.text.chat.thought_text import ThoughtText
 from tokenmill_worker.text.detokenizer import Detokenizer
 from tokenmill_worker.text.stop_strings import StopFinder
 
@@ -22,21 +23,31 @@ class TextStream:
     the text that each of them made certain. `rest` is text after the last token's piece; only an
     answer that was broken off has one. `stopped`: a stop string was found, so the text is complete
     and further tokens are ignored. `has_stops`: there are stop strings to look for.
+
+    `thoughts` sorts out the tokens of the model's thoughts: their text is in `reasoning_pieces` and
+    `reasoning_rest`, and stop strings are not looked for in them. None: there are none.
     """
 
     __slots__ = (
-        "_detokenizer", "_is_closed", "_min_tokens", "_stops",
-        "has_stops", "pieces", "rest", "stopped", "token_ids",
+        "_detokenizer", "_is_closed", "_min_tokens", "_stops", "_thoughts",
+        "has_stops", "pieces", "reasoning_pieces", "reasoning_rest", "rest", "stopped", "token_ids",
     )  # fmt: skip
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Iterable[str] = (), min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stop: Iterable[str] = (),
+        min_tokens: int = 0,
+        thoughts: ThoughtText | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stop)
         self.has_stops = not self._stops.is_idle
         self._min_tokens = min_tokens
         self._is_closed = False
+        self._thoughts = thoughts
+        self.reasoning_pieces: list[str] = []
+        self.reasoning_rest = ""
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.rest = ""
@@ -51,12 +62,39 @@ class TextStream:
         """The length of the text after each token's piece."""
         return tuple(accumulate(map(len, self.pieces)))
 
+    @property
+    def has_thoughts(self) -> bool:
+        """May the answer have thoughts?"""
+        return self._thoughts is not None
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_pieces) + self.reasoning_rest
+
+    @property
+    def reasoning_ends(self) -> tuple[int, ...]:
+        """The length of the thoughts after each token, up to the last token of thoughts."""
+        ends = tuple(accumulate(map(len, self.reasoning_pieces)))
+        return ends[: ends.index(ends[-1]) + 1] if ends and ends[-1] else ()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._thoughts is None else self._thoughts.num_tokens
+
     def push(self, token_id: int) -> str:
         """Add a token and return the text that it makes certain. Ignored once stopped or closed."""
         if self.stopped or self._is_closed:
             return ""
         self.token_ids.append(token_id)
+        if self._thoughts is not None:
+            thought = self._thoughts.push(token_id)
+            self.reasoning_pieces.append(thought or "")
+            if thought is not None:
+                self.pieces.append("")
+                return ""
         text = self._detokenizer.push(token_id)
+        if self._thoughts is not None:
+            text = self._thoughts.without_gap(text)
         if self.has_stops and len(self.token_ids) >= self._min_tokens:
             text = self._look_for_stops(text)
         self.pieces.append(text)
@@ -74,6 +112,12 @@ class TextStream:
             self._is_closed = True
             return ""
         self._is_closed = True
+        if self._thoughts is not None:
+            thought = self._thoughts.flush()
+            if with_last_token and self.reasoning_pieces:
+                self.reasoning_pieces[-1] += thought
+            else:
+                self.reasoning_rest = thought
         text = self._look_for_stops(self._detokenizer.flush())
         if not self.stopped:
             text += self._stops.flush()

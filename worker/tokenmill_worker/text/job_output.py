@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.result import ChoiceResult, JobStatus, Usage
+from tokenmill_worker.text.chat.reasoning import Opening
+from tokenmill_worker.text.chat.thought_text import ThoughtText
 from tokenmill_worker.text.choice_text import TextStream
 from tokenmill_worker.text.tokenizer import Tokenizer
 
@@ -51,17 +53,27 @@ class JobOutput:
     ttft_ms: int = 0
 
     @classmethod
-    def start(cls, tokenizer: Tokenizer, params: SamplingParams) -> JobOutput:
+    def start(
+        cls, tokenizer: Tokenizer, params: SamplingParams, opening: Opening | None = None
+    ) -> JobOutput:
         """Create an empty answer, with a new text stream for each choice.
 
         Args:
             tokenizer: The served model's.
             params: The request's, with nothing left unnamed.
+            opening: How the model begins, if its thoughts are told apart.
         """
         return cls(
             tuple(
                 Choice(
-                    TextStream(tokenizer.detokenizer(), params.stop, params.min_tokens),
+                    TextStream(
+                        tokenizer.detokenizer(),
+                        params.stop,
+                        params.min_tokens,
+                        None
+                        if opening is None
+                        else ThoughtText(opening.parser(), tokenizer.detokenizer),
+                    ),
                     [] if params.wants_logprobs else None,
                 )
                 for _ in range(params.n)
@@ -130,6 +142,11 @@ class JobOutput:
         """
         return self.choices[0].stream.rest if len(self.choices) == 1 else ""
 
+    @property
+    def reasoning_rest(self) -> str:
+        """The text of thoughts after the last token's chunk; see `rest`."""
+        return self.choices[0].stream.reasoning_rest if len(self.choices) == 1 else ""
+
     def usage_at_start(self) -> Usage:
         """Return the usage that is known at the first token. It is logged with that token, for the
         worker that resumes the job.
@@ -152,6 +169,7 @@ class JobOutput:
             ttft_ms=self.ttft_ms,
             total_ms=total_ms,
             preemptions=sum(choice.preemptions for choice in self.choices),
+            reasoning_tokens=sum(choice.stream.num_reasoning_tokens for choice in self.choices),
         )
 
     def results(self) -> tuple[ChoiceResult, ...]:
@@ -166,4 +184,6 @@ class JobOutput:
             text_ends=stream.text_ends,
             finish_reason=choice.finish_reason,
             logprobs=None if choice.logprobs is None else tuple(choice.logprobs),
+            reasoning=stream.reasoning,
+            reasoning_ends=stream.reasoning_ends,
         )

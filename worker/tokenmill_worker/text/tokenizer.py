@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tokenmill_worker.text.chat.reasoning import ReasoningFormat, detect
 from tokenmill_worker.text.chat.templates import ChatTemplate
 from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from tokenmill_worker.text.token_pieces import Pieces, read_pieces
@@ -105,6 +106,10 @@ class Tokenizer:
         return WindowDetokenizer(self.decode, self._special)
 
     # ── facts ──
+
+    def reasoning_format(self, wanted: str) -> ReasoningFormat | None:
+        """Return the format of the model's thoughts; `wanted` as in `detect`. Raises ValueError."""
+        return detect(self._tokenizer, self.template.text, wanted)
 
     @property
     def vocab_size(self) -> int:

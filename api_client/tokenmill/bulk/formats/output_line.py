@@ -7,9 +7,11 @@ tokens that were not chosen only the id is known here; they are named `token_id:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from tokenmill.bulk.batch import Totals
 from tokenmill.bulk.formats.input_file import BadLine, line_of
@@ -29,6 +31,7 @@ from tokenmill_schemas.openai import (
     LineError,
     OutputLine,
     PromptDetails,
+    ReasoningDetails,
     Response,
     TokenLogprobs,
     TopLogprob,
@@ -151,6 +154,9 @@ def _answer(result: JobResult) -> ChatCompletion | Completion:
         completion_tokens=used.completion_tokens,
         total_tokens=used.prompt_tokens + used.completion_tokens,
         prompt_tokens_details=PromptDetails(used.cached_tokens),
+        completion_tokens_details=ReasoningDetails(used.reasoning_tokens)
+        if used.reasoning_tokens
+        else UNSET,
     )
     created = result.created_ms // 1000
     if result.metadata.get("endpoint") == CHAT_URL:
@@ -171,7 +177,7 @@ def _answer(result: JobResult) -> ChatCompletion | Completion:
 def _chat_choice(choice: ChoiceResult) -> ChatChoice:
     return ChatChoice(
         index=choice.index,
-        message=ChatMessage(choice.text),
+        message=ChatMessage(choice.text, reasoning_content=choice.reasoning or UNSET),
         logprobs=_chat_logprobs(choice),
         finish_reason=_REASONS.get(choice.finish_reason, "stop"),
     )
@@ -226,8 +232,13 @@ def _text_logprobs(choice: ChoiceResult) -> CompletionLogprobs | None:
 
 
 def _pieces(choice: ChoiceResult) -> list[str]:
-    """Return the text of each token; "" for a token that only began a character, or whose text was
-    held back.
+    """Return the text of each token, of thoughts or of the answer; "" for a token that only began a
+    character, or whose text was held back.
     """
-    starts = (0, *choice.text_ends[:-1])
-    return [choice.text[start:end] for start, end in zip(starts, choice.text_ends, strict=False)]
+    texts = _cut(choice.text, choice.text_ends)
+    thoughts = _cut(choice.reasoning, choice.reasoning_ends)
+    return [thought + text for thought, text in zip_longest(thoughts, texts, fillvalue="")]
+
+
+def _cut(text: str, ends: tuple[int, ...]) -> list[str]:
+    return [text[start:end] for start, end in zip((0, *ends[:-1]), ends, strict=False)]

@@ -17,6 +17,7 @@ from tokenmill_schemas.openai import CHAT_URL
 _SAME: Final = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n",
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
+    "thinking_budget",
     "logprobs_mode",
     "stop", "logit_bias", "response_format",
 )  # fmt: skip

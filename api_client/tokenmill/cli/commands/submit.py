@@ -105,6 +105,9 @@ def submit(
         float | None, _sampling("Least probability, as a share of the most likely token's.")
     ] = None,
     seed: Annotated[int | None, _sampling("The same seed gives the same text.")] = None,
+    thinking_budget: Annotated[
+        int | None, _sampling("Largest number of tokens of the model's thoughts.")
+    ] = None,
     stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None,
     stop_token_ids: Annotated[
         list[int] | None, _sampling("Stop at this token; may be repeated.")
@@ -225,7 +228,7 @@ def _is_given(value: object) -> bool:
 _PLAIN = (
     "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "continue_final_message", "logprobs", "logprobs_mode", "n", "priority", "tenant",
+    "continue_final_message", "thinking_budget", "logprobs", "logprobs_mode", "n", "priority", "tenant",
     "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
 

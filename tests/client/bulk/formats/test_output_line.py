@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types import Batch as TheirBatch
 from openai.types import Completion as TheirCompletion
@@ -54,6 +55,26 @@ def test_a_chats_answer() -> None:
     ]
     assert bytes(logprobs.content[1].bytes or ()).decode() == "☁"
     assert [top.token for top in logprobs.content[0].top_logprobs] == ["Hi ", "token_id:8"]
+
+
+def test_thoughts_are_apart_in_an_answer() -> None:
+    job = result(BATCH, 4)
+    (choice,) = job.choices
+    thinking = msgspec.structs.replace(
+        choice, text="☁", text_ends=(0, 1), reasoning="Hm", reasoning_ends=(2,)
+    )
+    usage = msgspec.structs.replace(job.usage, reasoning_tokens=1)
+    body = line_of(
+        of_result(BATCH, msgspec.structs.replace(job, choices=(thinking,), usage=usage))
+    )["response"]["body"]
+    told = TheirChat.model_validate(body, strict=True)
+    assert body["choices"][0]["message"]["reasoning_content"] == "Hm"
+    assert told.choices[0].message.content == "☁"
+    assert told.usage is not None
+    assert told.usage.completion_tokens_details is not None
+    assert told.usage.completion_tokens_details.reasoning_tokens == 1
+    assert told.choices[0].logprobs is not None
+    assert [entry.token for entry in told.choices[0].logprobs.content or ()] == ["Hm", "☁"]
 
 
 def test_a_completions_answer() -> None:

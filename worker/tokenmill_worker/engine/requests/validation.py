@@ -36,6 +36,7 @@ class RequestValidator:
         self._check_prompt(request)
         self._check_params(params)
         params = params.with_defaults(self.defaults)
+        self._check_thoughts(request)
         if set(request.done).issuperset(range(params.n)):
             raise RequestError("every choice of it is done")
         limit = self._resolve_max_tokens(request)
@@ -62,6 +63,7 @@ class RequestValidator:
                     priority=request.priority,
                     tenant=request.tenant,
                     cache_salt=request.cache_salt,
+                    thoughts=request.thoughts,
                     deadline=request.deadline,
                     max_tokens=limit,
                 )
@@ -100,6 +102,17 @@ class RequestValidator:
                 code="context_length_exceeded",
             )
         return wanted
+
+    def _check_thoughts(self, request: GenerationRequest) -> None:
+        thoughts = request.thoughts
+        if thoughts is None:
+            return
+        start = () if thoughts.start is None else (thoughts.start,)
+        self._check_ids((*thoughts.end, *thoughts.closing, *start), "thoughts")
+        if not self.can_structure:
+            raise RequestError(
+                "thinking_budget is not available: the engine has no grammar compiler for this model"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         problems = engine_problems(params, self.vocab_size)

@@ -76,7 +76,7 @@ class ParameterTable:
         params = sequence.params
         numbers = params.numbers
         top_k = numbers.top_k if 0 < numbers.top_k < self.vocab_size else self.vocab_size
-        self.flags[row] = self._flags(params, numbers, top_k)
+        self.flags[row] = self._flags(sequence, numbers, top_k)
         self.seeds[row] = sequence.seed & ((1 << 64) - 1)
         log_min_p = math.log(numbers.min_p) if numbers.min_p > 0 else -math.inf
         self.numbers[row] = (
@@ -108,7 +108,8 @@ class ParameterTable:
                 sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64
             )
 
-    def _flags(self, params: SamplingParams, numbers: SamplingNumbers, top_k: int) -> int:
+    def _flags(self, sequence: Sequence, numbers: SamplingNumbers, top_k: int) -> int:
+        params = sequence.params
         greedy = numbers.temperature < GREEDY_BELOW or top_k == 1 or numbers.top_p == 0.0
         penalised = (
             params.presence_penalty or params.frequency_penalty or numbers.repetition_penalty != 1.0
@@ -120,7 +121,7 @@ class ParameterTable:
             (penalised, ParamFlags.PENALISED),
             (params.logit_bias, ParamFlags.BIASED),
             (params.min_tokens > 0, ParamFlags.MIN_TOKENS),
-            (params.response_format is not None, ParamFlags.GRAMMAR),
+            (sequence.is_constrained, ParamFlags.GRAMMAR),
             (params.wants_logprobs, ParamFlags.LOGPROBS),
             (params.logprobs_mode == "processed_logprobs", ParamFlags.PROCESSED_LOGPROBS),
         )

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.plan import ScheduledSequence
 from tokenmill_worker.engine.sampling.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
     sentence,
 )
+from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sampling.transfer import to_device
 from tokenmill_worker.engine.sequence import Sequence
@@ -84,7 +86,7 @@ class Grammars:
     def start(self, items: Seq[ScheduledSequence]) -> None:
         """Begin to compute the masks of these items; `masks` with the same items returns them."""
         self._wait()
-        if any(item.sequence.params.response_format is not None for item in items):
+        if any(item.sequence.is_constrained for item in items):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
             self._pending = (tuple(items), self._thread.submit(self._compute, tuple(items)))
@@ -105,7 +107,7 @@ class Grammars:
         first = 0
         for item in items:
             sequence = item.sequence
-            if sequence.params.response_format is not None and not item.draft_ids:
+            if sequence.is_constrained and not item.draft_ids:
                 self._launched[sequence] = (
                     sampled,
                     first,
@@ -134,7 +136,7 @@ class Grammars:
         complete: set[int] = set()
         first = 0
         for index, item in enumerate(items):
-            if item.sequence.params.response_format is not None:
+            if item.sequence.is_constrained:
                 try:
                     mask, ends = self._fill(item)
                 except Exception as error:  # any failure of a grammar ends only its own sequence
@@ -223,8 +225,16 @@ class Grammars:
 
     def _start(self, sequence: Sequence) -> Any:
         compiler, wanted = self._compiler, sequence.params.response_format
-        if compiler is None or wanted is None:
+        if compiler is None:
             raise GrammarError("the engine has no grammar compiler for this model")
+        inner = None if wanted is None else self._matcher(sequence, compiler, wanted)
+        if sequence.thoughts is None:
+            return inner
+        return ThoughtsMatcher(sequence.thoughts, inner, compiler.tokenizer_info.stop_token_ids)
+
+    def _matcher(
+        self, sequence: Sequence, compiler: GrammarCompiler, wanted: ResponseFormat
+    ) -> Any:
         if (
             sequence.grammar is None
         ):  # a sequence added without request validation has no compiled grammar
