@@ -178,18 +178,19 @@ def test_the_way_back_is_asked_for_twice_and_says_what_it_did(database: str) -> 
     refused = run(database, "db", "downgrade", "base")
     assert (refused.exit_code, "--yes" in refused.stderr) == (1, True)
     assert "up to date" in run(database, "db", "status").stdout
+    assert "0005 → 0004" in run(database, "db", "downgrade", "0004", "--yes").stdout
     assert "nothing to take back" in run(database, "db", "downgrade", "0004", "--yes").stdout
     assert "0004 → no tables" in run(database, "db", "downgrade", "base", "--yes").stdout
     assert run(database, "db", "status").exit_code == 1
     assert "nothing to take back" in run(database, "db", "downgrade", "0004", "--yes").stdout
-    assert "new → 0004" in run(database, "db", "upgrade").stdout
+    assert "new → 0005" in run(database, "db", "upgrade").stdout
 
 
 def test_a_revision_that_nobody_knows_is_no_way_back(database: str) -> None:
     unknown = run(database, "db", "downgrade", "0007", "--yes")
     assert (unknown.exit_code, unknown.stderr) == (
         1,
-        "Error: there is no revision 0007, only base, 0004\n",
+        "Error: there is no revision 0007, only base, 0004, 0005\n",
     )
     engine = open_engine(database)
     with engine.begin() as connection:
