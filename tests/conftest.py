@@ -1,7 +1,8 @@
-"""Fixtures that every part shares: real servers of this test run's own, clean for each test, gone at the end.
+"""Fixtures that every part shares: real servers of this test run's own, clean for each test, gone
+at the end.
 
-A missing server skips its tests at home and fails them where CI=true. After each test that passed, the keys
-it left on the server are checked against the list of those that may stay.
+A missing server skips its tests at home and fails them where CI=true. After each test that passed,
+the keys it left on the server are checked against the list of those that may stay.
 """
 
 import contextlib
@@ -21,14 +22,15 @@ from tests.support.proxy import FaultProxy
 from tests.support.topologies import SentinelGroup, ValkeyCluster
 from tests.support.valkey import ControlledValkey
 
-# Nothing above imports torch, which reads these once. Test runs share small machines, where spinning threads
-# cost more than they give; and no test may reach for the network.
+# Nothing above imports torch, which reads these once. Test runs share small machines, where
+# spinning threads cost more than they give. No test may reach for the network.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # noqa: TID251 - libraries read them, we do not
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251
 
-# What is slow here may be quick elsewhere: no example fails for the time that it, or its making, took.
+# What is slow here may be quick elsewhere: no example fails for the time that it, or its making,
+# took.
 settings.register_profile(
     "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -128,7 +130,9 @@ def soak_jobs(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[ControlledValkey]:
-    """One server for the whole run, for tests that neither stop nor reconfigure it; see `redis_url`."""
+    """One server for the whole run, for tests that neither stop nor reconfigure it; see
+    `redis_url`.
+    """
     need_valkey()
     with ControlledValkey(persistent=False) as server:
         yield server
@@ -155,7 +159,9 @@ def redis_url(
 
 @pytest.fixture
 def make_valkey() -> Iterator[Callable[..., ControlledValkey]]:
-    """Start servers of a test's own, to be stopped, killed and restarted: `make_valkey(settings={...})`."""
+    """Start servers of a test's own, to be stopped, killed and restarted:
+    `make_valkey(settings={...})`.
+    """
     need_valkey()
     servers: list[ControlledValkey] = []
 
@@ -170,7 +176,9 @@ def make_valkey() -> Iterator[Callable[..., ControlledValkey]]:
 
 @pytest.fixture
 def make_proxy() -> Iterator[Callable[[int], FaultProxy]]:
-    """A fault proxy in front of a loopback port: `make_proxy(server.port)`, then connect to its `.url` or `.port`."""
+    """A fault proxy in front of a loopback port: `make_proxy(server.port)`, then connect to its
+    `.url` or `.port`.
+    """
     proxies: list[FaultProxy] = []
 
     def make(port: int) -> FaultProxy:
@@ -214,7 +222,9 @@ def _running_postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """One cluster for the whole run, for tests that do not stop it; see `postgres_url` and `own_postgres`."""
+    """One cluster for the whole run, for tests that do not stop it; see `postgres_url` and
+    `own_postgres`.
+    """
     yield from _running_postgres()
 
 

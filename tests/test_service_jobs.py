@@ -45,7 +45,8 @@ class ScriptedHost:
 
     async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
         return Ready(
-            model="tiny", max_model_len=4096, vocab_size=MODEL.vocab_size, eos_token_ids=(), model_path="",
+            model="tiny", max_model_len=4096, vocab_size=MODEL.vocab_size, eos_token_ids=(),
+            model_path="",
             description="scripted", capacity=CAPACITY,
         )  # fmt: skip
 

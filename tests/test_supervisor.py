@@ -1,4 +1,4 @@
-"""The supervisor replaces a dead engine once its jobs were given back; a first load must succeed."""
+"""The supervisor replaces a dead engine once its jobs are given back; a first load must succeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tokenmill_worker.engine.types import EngineStats, TokenEvent
 from tokenmill_worker.supervisor import EngineSupervisor
 
 READY = Ready(
-    model="tiny", max_model_len=64, vocab_size=9, eos_token_ids=(), model_path="", description="fake",
+    model="tiny", max_model_len=64, vocab_size=9, eos_token_ids=(), model_path="",
+    description="fake",
     capacity=CAPACITY,
 )  # fmt: skip
 

@@ -23,8 +23,10 @@ from rich.table import Table
 from ops.demonstration.stack import DemoError, DemoStack
 
 _THINGS = (
-    "the sea", "a train", "bread", "the moon", "a library", "rain", "a bicycle", "tea", "a clock", "snow", "a garden",
-    "copper", "a bridge", "honey", "the desert", "a violin", "salt", "a lighthouse", "paper", "a river",
+    "the sea", "a train", "bread", "the moon", "a library", "rain", "a bicycle", "tea", "a clock",
+    "snow", "a garden",
+    "copper", "a bridge", "honey", "the desert", "a violin", "salt", "a lighthouse", "paper",
+    "a river",
 )  # fmt: skip
 _ASKED = (
     "Say one sentence about {}.",

@@ -1,4 +1,4 @@
-"""Jobs of the demonstration: chats of several tenants and priorities, so that the tables have rows."""
+"""Jobs of the demonstration: chats of several tenants and priorities, so that tables have rows."""
 
 from dataclasses import dataclass
 

@@ -59,7 +59,7 @@ class DemoStack:
         self.stop()
 
     def stop(self) -> None:
-        """Drain and end the worker, stop the servers, remove the files; repeated calls do nothing."""
+        """Drain the worker, stop the servers, remove the files; repeated calls do nothing."""
         self._undo.close()
 
     def start(self, notice: Notice) -> None:

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_all(families: list[str], jobs: int, time_limit_s: float, fuse: bool) -> Iterator[Trial]:
-    """Yield results in the order of the families, each with the settings that it can be built with."""
+    """Yield results in the order of the families, each with the settings that built it."""
     trials = [(family, setting) for family in families for setting in small.settings_of(family)]
 
     def tried(one: tuple[str, str]) -> Trial:

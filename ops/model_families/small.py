@@ -23,25 +23,58 @@ LAYERS = 4
 _NUMBERS = (
     (VOCAB, "vocab_size vocab_size_per_layer_input"),
     (MAX_LENGTH, "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx"),
-    (64, "hidden_size d_model n_embd dim emb_dim embedding_size word_embed_proj_dim backbone_hidden_size"),
-    (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_inner n_inner ffn_hidden_size dff d_ff dim_ff"),
-    (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
-         "linear_key_head_dim linear_value_head_dim ngram_vocab_size_base"),
-    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
-             "num_encoder_layers"),
-    (4, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
-        "num_decoder_attention_heads num_encoder_attention_heads linear_num_value_heads num_experts num_local_experts "
-        "n_routed_experts moe_num_experts moe_num_primary_experts depth indexer_n_heads index_n_heads"),
-    (2, "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k num_experts_per_token "
-        "linear_num_key_heads indexer_compress_ratio num_dense_layers"),
-    (1, "n_shared_experts num_shared_experts first_k_dense_replace n_group topk_group moe_num_shared_experts "
-        "zero_expert_num indexer_kv_heads"),
-    (16, "head_dim qk_nope_head_dim kv_lora_rank global_head_dim hidden_size_per_layer_input state_size mamba_d_state "
-         "ssm_state_size mamba_d_head indexer_head_dim index_head_dim"),
+    (
+        64,
+        "hidden_size d_model n_embd dim emb_dim embedding_size word_embed_proj_dim "
+        "backbone_hidden_size",
+    ),
+    (
+        96,
+        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_inner n_inner "
+        "ffn_hidden_size dff d_ff dim_ff",
+    ),
+    (
+        32,
+        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+        "expert_ffn_hidden_size linear_key_head_dim linear_value_head_dim "
+        "ngram_vocab_size_base",
+    ),
+    (
+        LAYERS,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+        "num_decoder_layers num_encoder_layers",
+    ),
+    (
+        4,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
+        "linear_num_value_heads num_experts num_local_experts n_routed_experts "
+        "moe_num_experts moe_num_primary_experts depth indexer_n_heads index_n_heads",
+    ),
+    (
+        2,
+        "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k "
+        "num_experts_per_token linear_num_key_heads indexer_compress_ratio "
+        "num_dense_layers",
+    ),
+    (
+        1,
+        "n_shared_experts num_shared_experts first_k_dense_replace n_group topk_group "
+        "moe_num_shared_experts zero_expert_num indexer_kv_heads",
+    ),
+    (
+        16,
+        "head_dim qk_nope_head_dim kv_lora_rank global_head_dim "
+        "hidden_size_per_layer_input state_size mamba_d_state ssm_state_size mamba_d_head "
+        "indexer_head_dim index_head_dim",
+    ),
     (24, "q_lora_rank v_head_dim"),
-    (8, "qk_rope_head_dim sliding_window attention_chunk_size local_attention window_size chunk_size keep_window_size "
-        "indexer_budget index_topk num_patches hc_lowrank"),
-)  # fmt: skip
+    (
+        8,
+        "qk_rope_head_dim sliding_window attention_chunk_size local_attention window_size "
+        "chunk_size keep_window_size indexer_budget index_topk num_patches hc_lowrank",
+    ),
+)
 _SIZES = {name: number for number, names in _NUMBERS for name in names.split()} | {
     "bos_token_id": 1,
     "eos_token_id": 2,

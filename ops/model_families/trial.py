@@ -123,7 +123,8 @@ def _generate(model: Any) -> list[_Wanted]:
         prompt = [draw.randrange(3, small.VOCAB) for _ in range(length)]
         ids = torch.tensor([prompt])
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False,
+            pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         best = torch.stack(output.logits, dim=1)[0].topk(2).values
@@ -137,7 +138,8 @@ def _generate(model: Any) -> list[_Wanted]:
 def _answers(folder: Path, wanted: list[_Wanted], changes: dict[str, Any]) -> list[list[int]]:
     """Generate with prompts in chunks of 8 tokens, beside the decodes of shorter ones."""
     settings: dict[str, Any] = {
-        "model": str(folder), "dtype": "float32", "device": "cpu", "max_model_len": small.MAX_LENGTH, "num_blocks": 40,
+        "model": str(folder), "dtype": "float32", "device": "cpu",
+        "max_model_len": small.MAX_LENGTH, "num_blocks": 40,
         "max_num_seqs": 4, "max_num_batched_tokens": 20, "long_prefill_token_threshold": 8,
     }  # fmt: skip
     with Engine.load(EngineConfig(**{**settings, **changes})) as engine:

@@ -1,4 +1,5 @@
-"""Checks what no linter checks: file length, hosts of package registries, unsafe formats, plain docstrings.
+"""Checks what no linter checks: file length, hosts of package registries, unsafe formats, plain
+docstrings.
 
 No source file has over 350 lines. No file names the host of a package registry, because packages
 come from whatever index pip is configured with. Nothing reads bytes in a format that can run code
@@ -40,7 +41,8 @@ RUNS_CODE = frozenset(
     }
 )
 
-# A docstring that opens with one of these leaves out its subject: "Of one engine.", "What is left of …", "Until …".
+# A docstring that opens with one of these leaves out its subject: "Of one engine.", "What is left
+# of …", "Until …".
 WITHOUT_SUBJECT = re.compile(
     r"[\W]*(after|among|as|at|because|before|between|by|for|from|here|how|in|nobody|none|now|of|on|since|so|than|there|those"
     r"|though|until|what|when|where|whether|which|while|who|whom|whose|why|with|without)\b",
@@ -98,7 +100,9 @@ def dangerous_reads(source: str) -> Iterator[tuple[int, str]]:
 
 
 def docstrings_without_subject(source: str) -> Iterator[tuple[int, str]]:
-    """(line, sentence) of each docstring that opens with a preposition, a pronoun or a relative word."""
+    """(line, sentence) of each docstring that opens with a preposition, a pronoun or a relative
+    word.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             opening = WITHOUT_SUBJECT.match(ast.get_docstring(node) or "")

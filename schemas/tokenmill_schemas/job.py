@@ -110,10 +110,11 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Unix milliseconds. With `stream=False` the worker writes checkpoints to the job's log instead of
     one chunk per token.
 
-    The fields after `v` concern the chat template, and need `messages`. `add_generation_prompt=None`
-    means: yes, unless the final message is continued. `v` is the version that a worker must read at
-    least. Workers of version 1 ignore a number there, so version 2 is written as text: they refuse
-    such a request with a sentence, where they would otherwise leave out what they do not know.
+    The fields after `v` concern the chat template, and need `messages`.
+    `add_generation_prompt=None` means: yes, unless the final message is continued. `v` is the
+    version that a worker must read at least. Workers of version 1 ignore a number there, so version
+    2 is written as text: they refuse such a request with a sentence, where they would otherwise
+    leave out what they do not know.
     """
 
     job_id: str

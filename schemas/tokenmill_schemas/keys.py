@@ -3,31 +3,31 @@
 
 | key | type | written by | lives |
 |---|---|---|---|
-| `tm:{q}:jobs:<class>` | stream, group `workers` | submit, redrive, sweep | one entry per job until finish or release |
-| `tm:{q}:jobs:<class>:<tenant>` | stream, group `workers` | the same | the same: a named tenant's own stream |
-| `tm:{q}:lanes:<class>` | sorted set tenant → virtual time | submit, claim | while its stream has undelivered entries |
+| `tm:{q}:jobs:<class>` | stream, group `workers` | submit, redrive, sweep | until finish, release |
+| `tm:{q}:jobs:<class>:<tenant>` | stream of a named tenant, group `workers` | the same | the same |
+| `tm:{q}:lanes:<class>` | sorted set tenant → virtual time | submit, claim | while entries wait |
 | `tm:{q}:job:<id>` | hash | scripts only | alive: until finish; then result TTL |
-| `tm:{q}:log:<id>` | stream, entry id `<tokens so far>-0` | append | deleted by finish; TTL meanwhile |
+| `tm:{q}:log:<id>` | stream, entry id `<tokens so far>-0` | append | until finish; TTL meanwhile |
 | `tm:{q}:chunks:<id>` | pub/sub channel | append, finish, cancel | – |
-| `tm:{q}:idem:<tenant>:<key>` | fingerprint, space, job id | submit, finish | until finish; then idempotency TTL |
+| `tm:{q}:idem:<tenant>:<key>` | fingerprint, space, id | submit, finish | until finish, then TTL |
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
-| `tm:{q}:workers` | set of worker ids ever seen alive | heartbeat, claim | until the worker is reaped |
+| `tm:{q}:workers` | set of worker ids seen alive | heartbeat, claim | until the worker is reaped |
 | `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
-| `tm:{q}:vouchers` | hash worker id → ownership version | append | an entry until the worker loses a job or ends |
+| `tm:{q}:vouchers` | hash worker id → ownership version | append | until it loses a job or ends |
 | `tm:{q}:control:<worker>` | pub/sub channel | submit, cancel, operators | – |
-| `tm:{q}:ready` | sorted set worker id → its free places | claim, submit | while nothing waits for it; TTL |
+| `tm:{q}:ready` | sorted set worker id → free places | claim, submit | while no job waits; TTL |
 | `tm:{q}:ready:urgent` | the same, for interactive jobs alone | the same | the same |
 | `tm:{q}:bell` | pub/sub channel | release, cancel, sweep | – |
 | `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |
 | `tm:{q}:deadlines` | sorted set job id → deadline ms | submit | until due or finished |
-| `tm:{q}:returned` | sorted set job id → class, age | release, sweep | until claimed: ahead of every tenant's stream |
-| `tm:{q}:ended` | sorted set job id → ended ms | cancel, sweep | until claimed, only to be recorded |
+| `tm:{q}:returned` | sorted set job id → class, age | release, sweep | until claimed, first |
+| `tm:{q}:ended` | sorted set job id → ended ms | cancel, sweep | until claimed to be recorded |
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
-| `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual times | scripts | TTL, renewed while in use |
-| `tm:{q}:batches` | sorted set batch id → created ms | bulk work without a database | a month after a change |
+| `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual time | scripts | TTL since use |
+| `tm:{q}:batches` | sorted set batch id → created ms | bulk without SQL | a month after a change |
 | `tm:{q}:batch:<id>` | hash: the batch, its state and progress | the same | the same |
 | `tm:{q}:refused:<id>` | hash line → why it has no job | the same | the same |
-| `tm:{q}:meta` | hash: counters, limits and settings of the queue and its tenants | scripts, operators | for ever |
+| `tm:{q}:meta` | hash: counters, limits, settings of all tenants | scripts, operators | for ever |
 """
 
 import re

@@ -1,7 +1,7 @@
 """Verifies the promises from outside: accepted jobs, subscribers' chunks, SQL rows, Redis keys.
 
-Shares no code with the worker: rows are read with plain SQL, results as plain MessagePack, keys by the names in the
-documents, and a job's expected answer comes from an undisturbed run.
+Shares no code with the worker: rows are read with plain SQL, results as plain MessagePack, keys by
+the names in the documents, and a job's expected answer comes from an undisturbed run.
 """
 
 from __future__ import annotations
@@ -184,7 +184,9 @@ def _begins(whole: Answer, part: Answer, stops: tuple[str, ...]) -> bool:
 
 
 def _text_begins(whole: str, part: str, stops: tuple[str, ...]) -> bool:
-    """A broken-off answer may end in the middle of a character, or of what would have become a stop string."""
+    """A broken-off answer may end in the middle of a character, or of what would have become a stop
+    string.
+    """
     part = part.rstrip("\N{REPLACEMENT CHARACTER}")
     return whole.startswith(part) or any(
         part == whole + stop[:length] for stop in stops for length in range(1, len(stop))
@@ -210,7 +212,10 @@ def _misled(who: str, received: Received, row: Row | None) -> Iterator[Violation
             [(len(ids), len(text)) for ids, text in answer]
             for answer in (received.answer(len(row.answer)), row.answer)
         ]
-        words = f"{who} received another answer than the result: (tokens, characters) {sizes[0]}, not {sizes[1]}"
+        words = (
+            f"{who} received another answer than the result: (tokens, characters) {sizes[0]}, "
+            f"not {sizes[1]}"
+        )
         yield Violation("loss", words)
 
 

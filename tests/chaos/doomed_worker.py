@@ -1,8 +1,9 @@
-"""A worker process that kills itself with SIGKILL at a chosen moment: `POINT COUNT REDIS_URL DATABASE_URL`.
+"""A worker process that kills itself with SIGKILL at a chosen moment: `POINT COUNT REDIS_URL
+DATABASE_URL`.
 
-The points are before and after every external effect: each script of the queue, by what it is called for, the
-queue's limits, and the SQL transaction (before it begins, when its rows are written but not committed, after the
-commit).
+The points are before and after every external effect: each script of the queue, by what it is
+called for, the queue's limits, and the SQL transaction (before it begins, when its rows are written
+but not committed, after the commit).
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def main(name: str, count: int, redis_url: str, database: str) -> int:
     model = f"synthetic?step_ms={50 if name.endswith(NEEDS_DRAIN) else 4}"
     chosen = settings(
         redis_url, database, worker_id="doomed", model=model, lease_seconds=1.0, drain_seconds=0.0,
-        heartbeat_seconds=0.3, queue_limit=1_000, max_num_seqs=4, max_crashes=1 if in_process else 3,
+        heartbeat_seconds=0.3, queue_limit=1_000, max_num_seqs=4,
+        max_crashes=1 if in_process else 3,
     )  # fmt: skip
     host = None if in_process else thread_host(chosen.engine_config())
     return asyncio.run(

@@ -1,8 +1,8 @@
-"""Real servers and real worker processes, and what may befall them: killed, frozen, drained, cut off, restarted.
+"""Injects faults into real servers and worker processes: kills, freezes, drains, cuts, restarts.
 
 Each fault is a coroutine. It leaves the injector able to work again, at once or after a while.
-`keep_running` replaces workers that are gone, as an orchestrator would. The caller chooses the faults
-and their times, and checks what holds at the end.
+`keep_running` replaces workers that are gone, as an orchestrator would. The caller chooses the
+faults and their times, and checks what holds at the end.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ class WorkerGroup:
 
 FAST = WorkerGroup(
     "q", 3, ("process", "thread"),
-    {"model": "synthetic?step_ms=8", "lease_seconds": LEASE_S, "heartbeat_seconds": LEASE_S / 4, "max_num_seqs": 16},
+    {"model": "synthetic?step_ms=8", "max_num_seqs": 16,
+     "lease_seconds": LEASE_S, "heartbeat_seconds": LEASE_S / 4},
 )  # fmt: skip
 REAL = WorkerGroup(
     "real", 1, ("process",),
     {
-        "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1, "num_blocks": 128, "max_num_seqs": 4,
-        "lease_seconds": 3 * LEASE_S, "heartbeat_seconds": LEASE_S / 2,
+        "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1, "num_blocks": 128,
+        "max_num_seqs": 4, "lease_seconds": 3 * LEASE_S, "heartbeat_seconds": LEASE_S / 2,
     },
 )  # fmt: skip
 
 
 class FaultInjector:
-    """Workers over one Valkey and one PostgreSQL; `survived` counts the faults, `problems` what must not be."""
+    """Workers over one Valkey and one PostgreSQL; `survived` counts the faults."""
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class FaultInjector:
     @property
     def faults(self) -> list[Callable[[], Awaitable[None]]]:
         return [
-            self.kill_worker, self.kill_worker, self.kill_real_worker, self.kill_every_worker, self.freeze_worker,
+            self.kill_worker, self.kill_worker, self.kill_real_worker, self.kill_every_worker,
+            self.freeze_worker,
             self.kill_engine, self.kill_real_engine, self.freeze_engine, self.signal_engine,
             self.drain_worker, self.drain_real_worker, self.hurry_worker, self.cut_connections,
             self.crash_valkey, self.restart_valkey, self.freeze_valkey,
@@ -110,8 +112,10 @@ class FaultInjector:
         engine_host = group.engines[number % len(group.engines)]
         name = f"{group.queue}{number}"
         worker = WorkerProcess(
-            name, self.valkey.url, self.database, self._folder / f"{name}.log", env=self._env, queue=group.queue,
-            engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6, **group.settings,
+            name, self.valkey.url, self.database, self._folder / f"{name}.log", env=self._env,
+            queue=group.queue,
+            engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6,
+            **group.settings,
         )  # fmt: skip
         if engine_host == "thread":  # a poisonous prompt takes the whole process with it
             worker.may_end_with.add(-signal.SIGKILL)
@@ -299,7 +303,10 @@ class FaultInjector:
 
     async def cut_postgres(self) -> None:
         async with self._server_locks["postgres"]:
-            others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            others = (
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> "
+                "pg_backend_pid()"
+            )
             await asyncio.to_thread(self.postgres.execute, others)
             self.survived["all connections to PostgreSQL cut"] += 1
 

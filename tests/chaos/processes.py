@@ -135,7 +135,10 @@ class WorkerProcess:
             yield f"worker {self.name} ended with {status}: {self.words[-1500:]}"
         for word in ("Traceback", "Task was destroyed", "was never retrieved"):
             if word in self.words:
-                yield f"worker {self.name} wrote {word!r}: {self.words[self.words.index(word) - 500 :][:2500]}"
+                yield (
+                    f"worker {self.name} wrote {word!r}: "
+                    f"{self.words[self.words.index(word) - 500 :][:2500]}"
+                )
                 return
 
     def end(self) -> None:

@@ -1,7 +1,8 @@
 """A doomed worker that serves structured output: `POINT COUNT REDIS_URL DATABASE_URL NAME=VALUE…`.
 
-It dies by SIGKILL at the COUNT-th call of POINT (see `doomed_worker`). Its engine takes no step before every job that
-it claimed has its grammar and its adapter, so that each step before the death gives each job a token.
+It dies by SIGKILL at the COUNT-th call of POINT (see `doomed_worker`). Its engine takes no step
+before every job that it claimed has its grammar and its adapter, so that each step before the death
+gives each job a token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ SETTLED_S = 0.3  # so long no further job becomes ready
 
 
 class GatheringEngine(Engine):
-    """An engine whose first step waits until no further request has become schedulable for a moment."""
+    """An engine whose first step waits until no further request has become schedulable for a
+    moment.
+    """
 
     _num_ready = 0
     _since = float("inf")

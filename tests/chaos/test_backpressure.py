@@ -1,5 +1,5 @@
-"""Limits and refusals as a producer meets them, with a whole worker behind: rates, places, depth, size, and a server
-that takes no writes.
+"""Limits and refusals as a producer meets them, with a whole worker behind: rates, places, depth,
+size, and a server that takes no writes.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ async def inject_faults(injector, loads, rounds, chance):
         if number % 10 == 9:
             count = sum(injector.survived.values())
             say(
-                f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} jobs accepted"
+                f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} "
+                "jobs accepted"
             )
 
 
@@ -240,10 +241,13 @@ def report(injector, loads, found, seconds):
     survived = ", ".join(f"{count} × {name}" for name, count in sorted(injector.survived.items()))
     kinds = [item.kind for item in found]
     say(
-        f"{sum(injector.survived.values())} faults survived ({survived}; {injector.num_started} workers started); "
-        f"{len(fast.wanted)} jobs on the model-free engine and {len(real.wanted)} on the real model, "
+        f"{sum(injector.survived.values())} faults survived ({survived}; {injector.num_started} "
+        "workers started); "
+        f"{len(fast.wanted)} jobs on the model-free engine and {len(real.wanted)} on the real "
+        "model, "
         f"{fast.witness.num_heard + real.witness.num_heard} chunks overheard, in {seconds:.0f} s: "
-        f"{kinds.count('loss')} losses, {kinds.count('duplicate')} duplicates, {kinds.count('wrong')} other violations"
+        f"{kinds.count('loss')} losses, {kinds.count('duplicate')} duplicates, "
+        f"{kinds.count('wrong')} other violations"
     )
     for item in found[:40]:
         say(f"  {item}")

@@ -21,7 +21,7 @@ SHORT = {"prompt": "short", "max_tokens": 5, "ignore_eos": True}
 
 
 async def check_through(url, database, trouble):
-    """Run a long job while `trouble(received)` happens; it and a later one end as if undisturbed."""
+    """Run a long job while `trouble(received)` happens; it and a later one end undisturbed."""
     async with (
         running_worker(url, database, model=SLOW_MODEL, **LEASE),
         client_of(url, database) as client,

@@ -1,4 +1,6 @@
-"""PostgreSQL away or killed: finished jobs wait, intake stops at a full buffer, and all is recorded afterwards."""
+"""PostgreSQL away or killed: finished jobs wait, intake stops at a full buffer, and all is recorded
+afterwards.
+"""
 
 import asyncio
 import gc

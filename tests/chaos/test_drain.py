@@ -161,7 +161,9 @@ async def load(redis_url: str) -> AsyncIterator[list[str]]:
 async def test_drained_again_and_again_under_load_and_cut_off(
     redis_url: str, make_proxy: Any, tmp_path: Path, load: list[str]
 ) -> None:
-    """Connections break at every moment of a drain; what is left goes to the next worker, and nothing is lost."""
+    """Connections break at every moment of a drain; what is left goes to the next worker, and
+    nothing is lost.
+    """
     proxy = make_proxy(int(redis_url.rsplit(":", 1)[1].split("/")[0]))
     database = database_url(tmp_path)
 

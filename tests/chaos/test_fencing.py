@@ -69,7 +69,8 @@ async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_
     """The engine is not frozen: it continues the first delivery while the second is claimed."""
     database = database_url(tmp_path)
     worker = WorkerProcess(
-        "lone", redis_url, database, tmp_path / "log", model="synthetic?step_ms=500", drain_seconds=1.0,
+        "lone", redis_url, database, tmp_path / "log", model="synthetic?step_ms=500",
+        drain_seconds=1.0,
         engine_host="process", **LEASE,
     )  # fmt: skip
     asked = LONG | {"max_tokens": 8}

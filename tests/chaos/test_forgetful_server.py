@@ -1,8 +1,10 @@
-"""The server forgets its last second while answers of several choices are streamed, and workers are killed: every
-subscriber is told each token of each choice once, whether it stays, or hangs up and comes back with its position.
+"""The server forgets its last second while answers of several choices are streamed, and workers are
+killed: every subscriber is told each token of each choice once, whether it stays, or hangs up and
+comes back with its position.
 
-The server forgets as after a crash with `appendfsync everysec`: everything that it holds goes back, in one transaction,
-to what it held a moment before, and its connections break. `--rounds` says how many times jobs are submitted.
+The server forgets as after a crash with `appendfsync everysec`: everything that it holds goes back,
+in one transaction, to what it held a moment before, and its connections break. `--rounds` says how
+many times jobs are submitted.
 """
 
 import asyncio
@@ -99,7 +101,8 @@ class Workers:
         name = f"w{self.num_killed + 2}"
         log, limits = self._folder / f"{name}.log", {"max_deliveries": 1000, "max_crashes": 1000}
         worker = WorkerProcess(
-            name, self._url, self._database, log, env=self._env, queue=QUEUE, engine_host="thread", poll_seconds=0.2,
+            name, self._url, self._database, log, env=self._env, queue=QUEUE, engine_host="thread",
+            poll_seconds=0.2,
             drain_seconds=1.0, **MODEL, **limits,
         )  # fmt: skip
         self._workers.append(worker)
@@ -186,7 +189,8 @@ async def test_choices_survive_a_server_that_forgets(make_valkey, redis_url, tmp
     heard = sum(len(each) for each in received.values())
     print(  # noqa: T201
         f"chaos: seed {seed}, {rounds} rounds: {len(wanted)} jobs, {heard} subscribers, "
-        f"{server.num_lost} log entries forgotten, {workers.num_killed} workers killed, {len(found)} violations",
+        f"{server.num_lost} log entries forgotten, {workers.num_killed} workers killed, "
+        f"{len(found)} violations",
         flush=True,
     )
     assert found == [], f"seed {seed}"

@@ -89,7 +89,8 @@ async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, p
         received = {job: [Received(), Received()] for job in expected}
         early = [asyncio.create_task(listen(client, job, received[job][0])) for job in expected]
         await run_doomed(point, count, redis_url, database)
-        # The doomed worker may die with one suspect alone in its hands: that is one crash which it did not cause.
+        # The doomed worker may die with one suspect alone in its hands: that is one crash which it
+        # did not cause.
         limits = {"lease_seconds": 1.0, "max_num_seqs": 4, "max_crashes": 2 if in_process else 3}
         async with running_worker(
             redis_url, database, in_process=in_process, worker_id="survivor", **limits
@@ -152,7 +153,9 @@ async def sweep_doomed(redis_url):
 
 
 def test_the_enumeration_is_complete():
-    """Every script that a worker may run is one of the effects, and every effect has a row in the table."""
+    """Every script that a worker may run is one of the effects, and every effect has a row in the
+    table.
+    """
     assert {
         effect_of(script, ("",) * 3) for script in scripts.ALL if script is not scripts.RELEASE
     } <= set(EFFECTS)

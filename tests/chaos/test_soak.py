@@ -1,7 +1,8 @@
-"""A long run of the model-free engine with faults all along: no job is lost or doubled, and memory stays flat.
+"""A long run of the model-free engine with faults all along: no job is lost or doubled, and memory
+stays flat.
 
-`--soak-seconds` says how long jobs are submitted; `--soak-jobs 1000000` gives their number instead. One worker is
-spared from the faults, so that its memory can be followed over the whole run.
+`--soak-seconds` says how long jobs are submitted; `--soak-jobs 1000000` gives their number instead.
+One worker is spared from the faults, so that its memory can be followed over the whole run.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ SLACK_BYTES = 16 << 20
 def kind_of(number: int) -> dict[str, Any]:
     number %= NUM_KINDS
     return {
-        "prompt": f"question {number} " * (1 + number % 3), "max_tokens": 2 + number % 9, "seed": number,
-        "temperature": 0.0 if number % 2 else 0.9, "stream": number % 4 == 0, "tenant": f"t{number % 3}",
+        "prompt": f"question {number} " * (1 + number % 3), "max_tokens": 2 + number % 9,
+        "seed": number,
+        "temperature": 0.0 if number % 2 else 0.9, "stream": number % 4 == 0,
+        "tenant": f"t{number % 3}",
         "priority": ("interactive", "standard", "bulk")[number % 3],
     }  # fmt: skip
 
@@ -119,13 +122,17 @@ class Memory:
     def problems(self) -> Iterator[str]:
         for name, (early, late) in self.growths().items():
             if late > MAX_GROWTH * early + SLACK_BYTES:
-                yield f"the memory of {name} grew from {early / 2**20:.0f} to {late / 2**20:.0f} MiB"
+                yield (
+                    f"the memory of {name} grew from {early / 2**20:.0f} to {late / 2**20:.0f} MiB"
+                )
 
 
 async def submit_all(
     client: AsyncClient, seconds: float, num_jobs: int, listeners: Listeners
 ) -> int:
-    """Submit batches until the number or the time is reached; an interrupted batch is repeated under the same ids."""
+    """Submit batches until the number or the time is reached; an interrupted batch is repeated
+    under the same ids.
+    """
     until = time.monotonic() + seconds
     for first in itertools.count(0, BATCH):
         if (first >= num_jobs) if num_jobs else (time.monotonic() >= until):
@@ -172,11 +179,15 @@ class Listeners:
 
 
 async def disturb(injector: FaultInjector, chance: random.Random, is_over: asyncio.Event) -> None:
-    """Cause faults until `is_over` is set. The last one is finished: a worker left frozen would keep its row locks."""
+    """Cause faults until `is_over` is set.
+
+    The last one is finished: a worker left frozen would keep its row locks.
+    """
     faults = [
         injector.kill_worker, injector.freeze_worker, injector.kill_engine, injector.drain_worker,
         injector.cut_connections,
-        injector.crash_valkey, injector.freeze_valkey, injector.crash_postgres, injector.cut_postgres,
+        injector.crash_valkey, injector.freeze_valkey, injector.crash_postgres,
+        injector.cut_postgres,
     ]  # fmt: skip
     bag: list[Any] = []
     while True:
@@ -190,7 +201,9 @@ async def disturb(injector: FaultInjector, chance: random.Random, is_over: async
 def compared(
     database: str, number: int, answers: list[Any], received: dict[str, Received]
 ) -> list[str]:
-    """Compare the jobs: one row with the kind's answer, one usage row, subscribers with that answer."""
+    """Compare the jobs: one row with the kind's answer, one usage row, subscribers with that
+    answer.
+    """
     found: list[str] = []
     engine = sqlalchemy.create_engine(database)
     with engine.connect().execution_options(yield_per=10_000) as connection:
@@ -213,7 +226,8 @@ def compared(
     due = sum(answers[index % NUM_KINDS].usage.completion_tokens for index in range(number))
     if seen["rows"] != number or usage != number or tokens != due:
         found.append(
-            f"{number} jobs have {seen['rows']} rows, {usage} rows of usage, {tokens} tokens of {due}"
+            f"{number} jobs have {seen['rows']} rows, {usage} rows of usage, {tokens} tokens of "
+            f"{due}"
         )
     found += [f"{seen[name]} {name}" for name in ("wrong rows", "wrong subscribers") if seen[name]]
     return found
@@ -242,7 +256,8 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
     valkey = make_valkey(settings={"appendfsync": "always"})
     injector = FaultInjector(valkey, own_postgres, database, tmp_path, chance, (GROUP,))
     steady = WorkerProcess(
-        "steady", valkey.url, database, tmp_path / "steady.log", queue=GROUP.queue, engine_host="process",
+        "steady", valkey.url, database, tmp_path / "steady.log", queue=GROUP.queue,
+        engine_host="process",
         queue_limit=QUEUE_LIMIT, **SETTINGS,
     )  # fmt: skip
     memory = Memory(steady, valkey)
@@ -288,8 +303,10 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
         for name, (early, late) in memory.growths().items()
     }
     say(
-        f"seed {seed}: {number} jobs, {sum(injector.survived.values())} faults, {len(listeners.received)} subscribers, "
-        f"{seconds:.0f} s; memory {grown if seconds >= FLAT_FROM_S else 'not judged, the run is too short'}"
+        f"seed {seed}: {number} jobs, {sum(injector.survived.values())} faults, "
+        f"{len(listeners.received)} subscribers, "
+        f"{seconds:.0f} s; memory "
+        f"{grown if seconds >= FLAT_FROM_S else 'not judged, the run is too short'}"
     )
     if seconds >= FLAT_FROM_S:
         found += memory.problems()

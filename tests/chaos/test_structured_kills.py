@@ -1,8 +1,9 @@
-"""Structured output survives `kill -9`: workers die at every token of jobs with JSON schemas, expressions and grammars.
+"""Structured output survives `kill -9`: workers die at every token of jobs with JSON schemas,
+expressions and grammars.
 
-A worker continues a job from its log: it advances the grammar over the logged tokens and goes on at the next one.
-Each worker of a run lives for a few steps. Every job must end as it ends undisturbed: the same bytes, valid, each
-token told once.
+A worker continues a job from its log: it advances the grammar over the logged tokens and goes on at
+the next one. Each worker of a run lives for a few steps. Every job must end as it ends undisturbed:
+the same bytes, valid, each token told once.
 """
 
 from __future__ import annotations
@@ -90,9 +91,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (base / name).write_text(json.dumps(values | {"eos_token_id": END}))
     adapter = save_adapter(base, folder / "poet", 1)
     return {
-        "model": str(base), "adapters": f"poet={adapter}", "dtype": "float32", "num_threads": 1, "max_num_seqs": 32,
+        "model": str(base), "adapters": f"poet={adapter}", "dtype": "float32", "num_threads": 1,
+        "max_num_seqs": 32,
         "max_num_batched_tokens": 2048,
-        # A worker may die before its first append of a job. So many deaths would set the job aside as a poison pill.
+        # A worker may die before its first append of a job. So many deaths would set the job aside
+        # as a poison pill.
         "max_crashes": 10_000, "max_deliveries": 10_000,
     }  # fmt: skip
 
@@ -160,7 +163,9 @@ async def run_doomed(
     settings: dict[str, Any],
     are_complete: Callable[[], bool],
 ) -> None:
-    """Run a worker until it has killed itself, or kill it when the jobs leave it nothing to generate."""
+    """Run a worker until it has killed itself, or kill it when the jobs leave it nothing to
+    generate.
+    """
     values = [f"{name}={value}" for name, value in settings.items()]
     command = [
         sys.executable,

@@ -16,7 +16,8 @@ from tokenmill_schemas.job import JobRequest, Priority
 pytestmark = pytest.mark.redis
 
 NUMERIC = (
-    "token", "deliveries", "crashes", "solo_crashes", "orphaned", "attempt", "created_ms", "started_ms", "deadline_ms",
+    "token", "deliveries", "crashes", "solo_crashes", "orphaned", "attempt", "created_ms",
+    "started_ms", "deadline_ms",
     "due_ms", "mark", "cost",
 )  # fmt: skip
 OTHER = (

@@ -65,7 +65,8 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
     chat = (Message("user", "Why is the sky blue?"),)
     params = SamplingParams(max_tokens=64, temperature=0.7, seed=7, stop=("\n",))
     job = JobRequest(
-        job_id="job", model="smollm2", messages=chat, params=params, tenant="acme", priority=Priority.BULK,
+        job_id="job", model="smollm2", messages=chat, params=params, tenant="acme",
+        priority=Priority.BULK,
         deadline_ms=CREATED_MS + 9_000,
     )  # fmt: skip
     admitted = await InputProcessor(smollm2(), SMOLLM2, clock=Clock()).process(delivery_of(job))

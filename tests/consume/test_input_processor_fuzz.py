@@ -40,8 +40,10 @@ REQUESTS = st.fixed_dictionaries(
 VERDICTS = st.sampled_from(["run", "run", "run", "cancelled", "expired", "dead"])
 WHOLE = encode(
     JobRequest(
-        job_id="job", messages=(Message("user", "Why?"),), metadata={"a": "b"}, deadline_ms=CREATED_MS * 2,
-        params=SamplingParams(max_tokens=9, stop=("x",), logit_bias={3: 1.0}, n=2, seed=1, temperature=0.5),
+        job_id="job", messages=(Message("user", "Why?"),), metadata={"a": "b"},
+        deadline_ms=CREATED_MS * 2,
+        params=SamplingParams(max_tokens=9, stop=("x",), logit_bias={3: 1.0}, n=2, seed=1,
+                              temperature=0.5),
     )
 )  # fmt: skip
 
@@ -50,7 +52,8 @@ async def admit(
     payload: bytes, delivery_outcome: str = "run", log: tuple[bytes, ...] = ()
 ) -> AdmittedJob | FinishedJob:
     delivery = Delivery(
-        job_id="job", token=1, payload=payload, deliveries=1, crashes=0, outcome=delivery_outcome, log=log,  # type: ignore[arg-type]
+        job_id="job", token=1, payload=payload, deliveries=1, crashes=0, log=log,
+        outcome=delivery_outcome,  # type: ignore[arg-type]
         created_ms=CREATED_MS, started_ms=CREATED_MS, attempt=1,
     )  # fmt: skip
     outcome = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)

@@ -238,7 +238,7 @@ STEPS = st.lists(st.lists(st.text("ab#é", max_size=3), min_size=2, max_size=2),
 @given(steps=STEPS, stop=st.sampled_from([(), ("##",), ("a#", "é")]), stream=st.booleans())
 @settings(max_examples=60, deadline=None)
 async def test_a_job_handed_over_after_any_step_ends_as_if_it_had_not_been(steps, stop, stream):
-    """Two choices; the engine is played by the test: it generates again what the log does not hold."""
+    """Two choices. The test plays the engine: it generates again what the log does not hold."""
     undisturbed, _ = await run(steps, stop, stream, hand_over_at=None)
     for cut in range(len(steps) + 1):
         result, log = await run(steps, stop, stream, hand_over_at=cut)

@@ -1,8 +1,8 @@
-"""The scripts against a small model of them: random submits, claims, appends, ends, retries, deaths, cancels, repeats,
-and a server that comes back without its last moments.
+"""The scripts against a small model of them: random submits, claims, appends, ends, retries,
+deaths, cancels, repeats, and a server that comes back without its last moments.
 
-The model is plain Python and knows only what users are promised: who may write, what the log holds, which
-state everybody sees. Order between waiting jobs is left free; test_claim.py has that.
+The model is plain Python and knows only what users are promised: who may write, what the log holds,
+which state everybody sees. Order between waiting jobs is left free; test_claim.py has that.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.redis
 
 
 class QueueMachine(ProducerMachine):
-    """Adds the workers and the server. Old deliveries are kept and used again: every zombie and every
-    repeated call is among them.
+    """Adds the workers and the server. Old deliveries are kept and used again: every zombie and
+    every repeated call is among them.
     """
 
     # ── what workers do ──
@@ -101,7 +101,7 @@ class QueueMachine(ProducerMachine):
     @precondition(lambda self: self.written)
     @rule(worker=st.sampled_from(WORKERS), left_out=PICK)
     def step(self, worker: str, left_out: int) -> None:
-        """Append the next token of this worker's jobs, owned or lost, perhaps without one of them."""
+        """Append the next token of this worker's jobs, owned or lost, perhaps without one."""
         mine = [
             d
             for name, d in self.seen

@@ -6,7 +6,8 @@ from tokenmill_worker.jobs import Delivery
 
 def delivery(name, crashes=0, alone=False):
     return Delivery(
-        job_id=name, token=1, payload=b"", deliveries=1, crashes=crashes, outcome="run", log=(), created_ms=0,
+        job_id=name, token=1, payload=b"", deliveries=1, crashes=crashes, outcome="run", log=(),
+        created_ms=0,
         started_ms=0, attempt=1, alone=alone,
     )  # fmt: skip
 

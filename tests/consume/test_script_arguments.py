@@ -30,8 +30,10 @@ HEAD = (KEYS.base, "PUBLISH")
 FAR_AWAY_MS = 4_000_000_000_000
 PLAY = load_script(COMMON, ("tokenmill", "in_memory_worker"))
 HOSTILE: list[bytes] = [
-    b"", b" ", b"-1", b"-0.5", b"0", b"1.5", b"inf", b"-inf", b"nan", b"1e400", b"1e15", b"9007199254740993", b"9" * 40,
-    b"0x10", b" 7 ", b"text", b"urgent", b"FLUSHALL", b"SPUBLISH", b"a b", b"a\0b", b"\xff\xfe", b"x\r\n+OK\r\n",
+    b"", b" ", b"-1", b"-0.5", b"0", b"1.5", b"inf", b"-inf", b"nan", b"1e400", b"1e15",
+    b"9007199254740993", b"9" * 40,
+    b"0x10", b" 7 ", b"text", b"urgent", b"FLUSHALL", b"SPUBLISH", b"a b", b"a\0b", b"\xff\xfe",
+    b"x\r\n+OK\r\n",
     b"y" * 2_000, KEYS.meta.encode(), b"waits", b"runs",
 ]  # fmt: skip
 ARGUMENT = st.one_of(
@@ -58,7 +60,8 @@ class Case:
 def job(name: str, **other: Any) -> tuple[tuple[str, Any], ...]:
     """Ten arguments of submit."""
     fields: dict[str, Any] = {
-        "id": name, "class": "standard", "tenant": "t", "fingerprint": f"print-{name}", "idempotency key": "",
+        "id": name, "class": "standard", "tenant": "t", "fingerprint": f"print-{name}",
+        "idempotency key": "",
         "request": encode(JobRequest(job_id=name, prompt="x")), "created": 1_000,
         "deadline": FAR_AWAY_MS, "due": 0, "cost": 10,
     }  # fmt: skip
@@ -78,36 +81,48 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
     lease = (("worker", "w1"), ("lease", 10_000), ("sweep interval", 0))
     found = [
         Case(producer_scripts.SUBMIT, (
-            ("backlog limit", 100), ("idempotency TTL", 1_000), *job("new1", **{"idempotency key": "k"}),
+            ("backlog limit", 100), ("idempotency TTL", 1_000),
+            *job("new1", **{"idempotency key": "k"}),
             *job("new2", due=FAR_AWAY_MS, **{"class": "bulk"}), *job("waits"),
         )),
-        Case(producer_scripts.CANCEL, (("job id", "waits"), ("job id", "runs"), ("job id", "nobody"))),
+        Case(producer_scripts.CANCEL,
+             (("job id", "waits"), ("job id", "runs"), ("job id", "nobody"))),
         Case(producer_scripts.REDRIVE, (("limit", 10), ("start", "-"), ("job id", "over"))),
         Case(producer_scripts.COLLECT, (
-            ("time to keep", 60), ("number of jobs kept", 1), ("largest reply", 1_000), ("job id", "over"),
+            ("time to keep", 60), ("number of jobs kept", 1), ("largest reply", 1_000),
+            ("job id", "over"),
             ("job id", "waits"),
         )),
         Case(PLAY, (("move", "take"), ("job id", "waits"), ("worker", "w1"))),
-        Case(PLAY, (("move", "append"), ("job id", "runs"), ("end of the log", 2), ("chunk", "c"), ("publish", 1))),
-        Case(PLAY, (("move", "finish"), ("job id", "runs"), ("state", "failed"), ("result", "r"), ("last chunk", "c"))),
+        Case(PLAY, (("move", "append"), ("job id", "runs"), ("end of the log", 2), ("chunk", "c"),
+                    ("publish", 1))),
+        Case(PLAY, (("move", "finish"), ("job id", "runs"), ("state", "failed"), ("result", "r"),
+                    ("last chunk", "c"))),
         Case(worker_scripts.CLAIM, (
-            *lease, ("credits", 5), ("largest reply", 10_000), ("solo crashes", 3), ("crashes", 50), ("log TTL", 600),
-            ("share of bulk", 8), ("deliveries", 10), ("urgent credits", 1), ("redelivery", 1), ("job id", "runs"),
+            *lease, ("credits", 5), ("largest reply", 10_000), ("solo crashes", 3), ("crashes", 50),
+            ("log TTL", 600),
+            ("share of bulk", 8), ("deliveries", 10), ("urgent credits", 1), ("redelivery", 1),
+            ("job id", "runs"),
         )),
         Case(worker_scripts.APPEND, (
-            ("log TTL", 600), ("worker", "w1"), ("ownership version", 1), ("chunks", chunk("runs", running)),
+            ("log TTL", 600), ("worker", "w1"), ("ownership version", 1),
+            ("chunks", chunk("runs", running)),
         )),
         Case(worker_scripts.FINISH, (
-            ("result TTL", 600), ("dead TTL", 600), ("job id", "runs"), ("token", running), ("state", "succeeded"),
-            ("result", "r"), ("last chunk", "c"), ("tokens served", 5), ("job id", "waits"), ("token", "1"),
+            ("result TTL", 600), ("dead TTL", 600), ("job id", "runs"), ("token", running),
+            ("state", "succeeded"),
+            ("result", "r"), ("last chunk", "c"), ("tokens served", 5), ("job id", "waits"),
+            ("token", "1"),
             ("state", "dead"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
         )),
         Case(worker_scripts.RELEASE, (
-            ("job id", "runs"), ("token", running), ("how", "retry"), ("delay", 1_000), ("note", "n"),
+            ("job id", "runs"), ("token", running), ("how", "retry"), ("delay", 1_000),
+            ("note", "n"),
             ("job id", "waits"), ("token", "1"), ("how", "crash"), ("delay", 0), ("note", ""),
         )),
         Case(worker_scripts.HEARTBEAT, (
-            *lease, ("status", "s"), ("job id", "runs"), ("token", running), ("job id", "x"), ("token", 1),
+            *lease, ("status", "s"), ("job id", "runs"), ("token", running), ("job id", "x"),
+            ("token", 1),
         )),
         Case(worker_scripts.RESIGN, (("worker", "w1"), ("how", "orphan"))),
     ]  # fmt: skip

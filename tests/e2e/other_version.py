@@ -1,8 +1,9 @@
-"""A worker of another version, as a process: `older|newer NAME REDIS_URL DATABASE_URL`, ended by SIGTERM.
+"""A worker of another version, as a process: `older|newer NAME REDIS_URL DATABASE_URL`, ended by
+SIGTERM.
 
-What it runs is this version's code; what it writes into the queue is what the other would: `older` leaves out every
-field that a message can do without, `newer` adds fields that nobody here knows, in every message at every depth, and
-in the job's hash.
+What it runs is this version's code; what it writes into the queue is what the other would: `older`
+leaves out every field that a message can do without, `newer` adds fields that nobody here knows, in
+every message at every depth, and in the job's hash.
 """
 
 from __future__ import annotations

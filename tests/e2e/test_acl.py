@@ -1,5 +1,5 @@
-"""Runs a worker, a producer and a reader under ops/deploy/redis/users.acl: each may do all of its work.
-What they may not do is tested in tests/ops/test_redis_config.py.
+"""Runs a worker, a producer and a reader under ops/deploy/redis/users.acl: each may do all of its
+work. What they may not do is tested in tests/ops/test_redis_config.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Adapters from the outside: a job names one as its model, or by `lora`; a worker without it says so."""
+"""Adapters from the outside: a job names one as its model, or by `lora`; a worker without it says
+so.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ RAW = {
 
 
 async def replace_request(redis_url, job_id, payload):
-    """Put bytes of our choice where the producer's request was, as a producer of another make could."""
+    """Put bytes of our choice where the producer's request was, as a producer of another make
+    could.
+    """
     redis = Redis.from_url(redis_url)
     await redis.hset(Keys(QUEUE).job(job_id), "request", payload)
     await redis.aclose()

@@ -19,7 +19,7 @@ PLACES = 4
 async def test_bulk_in_every_place_keeps_no_urgent_job_waiting(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """More bulk than places, so that some waits in the engine too; each of it would take minutes."""
+    """More bulk than places, so that some waits in the engine too; each would take minutes."""
     database = database_url(tmp_path)
     full: dict[str, Any] = {
         "max_num_seqs": PLACES,

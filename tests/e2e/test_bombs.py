@@ -1,5 +1,5 @@
-"""Small bytes that stand for much, and values that break naive code, through a running worker: one sentence for each,
-and the jobs beside them do not notice.
+"""Small bytes that stand for much, and values that break naive code, through a running worker: one
+sentence for each, and the jobs beside them do not notice.
 """
 
 import msgpack

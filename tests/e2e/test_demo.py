@@ -1,4 +1,6 @@
-"""ops/demo with a model-free engine: the whole service in real processes, and nothing of it left afterwards."""
+"""ops/demo with a model-free engine: the whole service in real processes, and nothing of it left
+afterwards.
+"""
 
 import os
 import signal

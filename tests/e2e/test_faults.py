@@ -84,7 +84,9 @@ async def test_a_job_that_hangs_the_engine_is_set_aside_and_the_others_end(redis
 
 
 async def test_an_engine_whose_steps_all_fail_costs_no_job(redis_url, tmp_path):
-    """Memory or disk is gone: the engine is replaced until it works again, and every job is answered by it."""
+    """Memory or disk is gone: the engine is replaced until it works again, and every job is
+    answered by it.
+    """
     database = database_url(tmp_path)
     config = settings(redis_url, database).engine_config()
     broken = 2  # engines whose steps fail

@@ -1,4 +1,6 @@
-"""Producers and workers of the version before and of the one after share a queue with this one during an upgrade."""
+"""Producers and workers of the version before and of the one after share a queue with this one
+during an upgrade.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""The real model behind the whole worker, its engine in a process of its own: the text is Transformers' own."""
+"""The real model behind the whole worker, its engine in a process of its own: the text is
+Transformers' own.
+"""
 
 import pytest
 

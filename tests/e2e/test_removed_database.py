@@ -1,4 +1,6 @@
-"""An SQLite file that is removed under a running worker: no result is written into nothing, and none is lost."""
+"""An SQLite file that is removed under a running worker: no result is written into nothing, and
+none is lost.
+"""
 
 import asyncio
 from pathlib import Path

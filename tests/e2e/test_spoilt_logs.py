@@ -1,4 +1,4 @@
-"""A job's log is overwritten in mid-answer: its worker makes it again; subscribers see no change."""
+"""A job's log is overwritten in mid-answer: its worker makes it again; subscribers see nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ async def squeeze_in(redis: Any, log: str) -> None:
 
 
 SPOILS = [
-    write_over, make_a_list, delete, run_far_ahead, run_ahead_to_the_end_of_all_ids, take_the_next_place, squeeze_in,
+    write_over, make_a_list, delete, run_far_ahead, run_ahead_to_the_end_of_all_ids,
+    take_the_next_place, squeeze_in,
 ]  # fmt: skip
 
 

@@ -171,6 +171,9 @@ async def test_results_go_to_postgres_over_tls(
 
 
 def connections_of_ours(url: str) -> list[bool]:
-    query = "select ssl from pg_stat_ssl join pg_stat_activity using (pid) where application_name like 'tokenmill%'"
+    query = (
+        "select ssl from pg_stat_ssl join pg_stat_activity using (pid) where application_name "
+        "like 'tokenmill%'"
+    )
     with psycopg.connect(url.replace("+psycopg", "")) as connection:
         return [bool(row[0]) for row in connection.execute(query).fetchall()]

@@ -1,4 +1,6 @@
-"""A server on the same machine is spoken to over a Unix socket: everything goes as by TCP, its restart included."""
+"""A server on the same machine is spoken to over a Unix socket: everything goes as by TCP, its
+restart included.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """docker-compose.yml without an engine: what it refers to exists, and what it promises is there.
 
-The file is also checked against the compose specification's schema by hand when it changes; here are the
-mistakes that a schema does not see.
+The file is also checked against the compose specification's schema by hand when it changes; here
+are the mistakes that a schema does not see.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Grafana's dashboard and Prometheus' alerts ask only for what a worker that has worked really exports; and each alert
-has its entry in the runbook.
+"""Grafana's dashboard and Prometheus' alerts ask only for what a worker that has worked really
+exports; and each alert has its entry in the runbook.
 """
 
 import asyncio
@@ -38,7 +38,9 @@ TARGETS = [(panel, target) for panel in DASHBOARD["panels"] for target in panel.
 def exported(
     valkey: ControlledValkey, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Catalogue]:
-    """/metrics of a worker that answered, refused, cancelled and survived, and of tasks that ran beside it."""
+    """/metrics of a worker that answered, refused, cancelled and survived, and of tasks that ran
+    beside it.
+    """
     folder = tmp_path_factory.mktemp("dashboards")
     with valkey.client() as client:
         client.flushall()

@@ -21,7 +21,10 @@ def console(*, terminal: bool, width: int = 100, height: int = 40) -> tuple[Cons
 
 def test_the_spinner_shows_a_whole_line_of_the_worker_s_log() -> None:
     line = "engine: weights in memory: 106.2 million as 4 bits, 28.3 million as 8 bits"
-    log = f"12:00:00.001 INFO    app: begin\n12:00:01.234 INFO    service: {line}\n12:00:02.000 INFO    serv"
+    log = (
+        f"12:00:00.001 INFO    app: begin\n12:00:01.234 INFO    service: {line}\n12:00:02.000 "
+        "INFO    serv"
+    )
     assert _last_words(log) == line
     assert _last_words("UserWarning: of a library\n") == "UserWarning: of a library"
     assert _last_words("") == ""

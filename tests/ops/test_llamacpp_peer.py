@@ -1,5 +1,5 @@
-"""llama.cpp as a peer: the weights it gets are ours, its batches hold what continuous batching wants; the real thing
-where it has been built.
+"""llama.cpp as a peer: the weights it gets are ours, its batches hold what continuous batching
+wants; the real thing where it has been built.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The map of rooms: it is that of the tree, names each room and its imports, and refuses a cycle."""
+"""The map of rooms is that of the tree, names each room and its imports, and refuses a cycle."""
 
 from pathlib import Path
 

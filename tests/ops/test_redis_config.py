@@ -1,5 +1,5 @@
-"""Starts a real server with ops/deploy/redis: the configuration means what it says, and each user of the ACL file
-can do all of its work and nothing else.
+"""Starts a real server with ops/deploy/redis: the configuration means what it says, and each user
+of the ACL file can do all of its work and nothing else.
 """
 
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,6 @@
-"""ops/secrets writes a random password for every role, once; without them neither compose nor kustomize starts."""
+"""ops/secrets writes a random password for every role, once; without them neither compose nor
+kustomize starts.
+"""
 
 from __future__ import annotations
 

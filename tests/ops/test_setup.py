@@ -1,5 +1,6 @@
-"""ops/setup: instant when nothing changed, clear when it cannot work. (That it builds an environment is shown by
-everything else running in one.)"""
+"""ops/setup: instant when nothing changed, clear when it cannot work. (That it builds an
+environment is shown by everything else running in one.)
+"""
 
 import fcntl
 import subprocess
@@ -48,7 +49,9 @@ def run_setup(
 
 
 def test_the_celery_extras_bring_what_a_redis_broker_imports() -> None:
-    """`celery` alone lacks what kombu's transport imports: it is in the requirements of `celery[redis]`."""
+    """`celery` alone lacks what kombu's transport imports: it is in the requirements of
+    `celery[redis]`.
+    """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

@@ -1,4 +1,6 @@
-"""The simulations: costs follow the roofline, the real scheduler serves a trace in virtual time, queues saturate."""
+"""The simulations: costs follow the roofline, the real scheduler serves a trace in virtual time,
+queues saturate.
+"""
 
 import json
 import math

@@ -1,5 +1,6 @@
-"""A whole worker process at its most talkative, through good and bad: no prompt, answer or password in anything that
-operators, collectors and backups read. `TOKENMILL_LOG_PROMPTS` is the one way in, and off.
+"""A whole worker process at its most talkative, through good and bad: no prompt, answer or password
+in anything that operators, collectors and backups read. `TOKENMILL_LOG_PROMPTS` is the one way in,
+and off.
 """
 
 import asyncio
@@ -78,8 +79,10 @@ async def test_no_prompt_no_answer_and_no_password(make_valkey, tmp_path):
     url = server.url.replace("redis://", f"redis://:{PASSWORD}@")
     database = database_url(tmp_path)
     chosen = {
-        "redis_url": url, "database_url": database, "queue": QUEUE, "model": "synthetic?step_ms=1", "num_blocks": 512,
-        "lease_seconds": 2, "poll_seconds": 0.2, "max_crashes": 2, "log_level": "debug", "log_format": "json",
+        "redis_url": url, "database_url": database, "queue": QUEUE, "model": "synthetic?step_ms=1",
+        "num_blocks": 512,
+        "lease_seconds": 2, "poll_seconds": 0.2, "max_crashes": 2, "log_level": "debug",
+        "log_format": "json",
         "metrics_port": 0, "metrics_host": "127.0.0.1",
     }  # fmt: skip
     with worker_process(tmp_path, **chosen) as process:
@@ -118,11 +121,15 @@ async def through_good_and_bad(client: AsyncClient, database: Path) -> list[str]
     ]
     chat = [{"role": "user", "content": MARK}]
     bad = {
-        "fails": await client.submit(prompt=f"[[fail]] {MARK}", retry=RetryPolicy(max_attempts=2, backoff_ms=1)),
+        "fails": await client.submit(
+            prompt=f"[[fail]] {MARK}", retry=RetryPolicy(max_attempts=2, backoff_ms=1)
+        ),
         "refused": await client.submit(prompt=MARK * 3000, max_tokens=5),
         "model": await client.submit(prompt=MARK, model="other", metadata={"m": MARK}, stop=[MARK]),
         "template": await client.submit(messages=chat, max_tokens=5),
-        "structured": await client.submit(prompt=MARK, response_format={"regex": f"({MARK}"}, max_tokens=5),
+        "structured": await client.submit(
+            prompt=MARK, response_format={"regex": f"({MARK}"}, max_tokens=5
+        ),
         "late": await client.submit(prompt=MARK, deadline=0.001, max_tokens=5),
     }  # fmt: skip
     for name, payload in (

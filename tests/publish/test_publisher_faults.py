@@ -196,8 +196,8 @@ async def test_a_job_opened_anew_during_the_call_is_another_job():
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("stream", [True, False])
 async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
-    """Random steps under random faults: at the end log and result agree, and every token is in the log once. Of an
-    answer that is told to nobody the log may lack the end.
+    """Random steps under random faults: at the end log and result agree, and every token is in the
+    log once. Of an answer that is told to nobody the log may lack the end.
     """
     draw = random.Random(seed)
     log = FakeLog()

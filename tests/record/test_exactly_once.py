@@ -120,8 +120,14 @@ async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(
 @pytest.mark.postgres
 async def test_the_victim_of_a_deadlock_tries_again(postgres_url: str) -> None:
     upgrade(postgres_url)
-    columns = "id, queue, model, tenant, priority, state, attempts, worker_id, created_ms, started_ms, finished_ms"
-    statement = f"INSERT INTO jobs ({columns}) VALUES (%s, 'q', 'm', 'other', 'bulk', 'failed', 1, 'w', 0, 0, 0)"
+    columns = (
+        "id, queue, model, tenant, priority, state, attempts, worker_id, created_ms, "
+        "started_ms, finished_ms"
+    )
+    statement = (
+        f"INSERT INTO jobs ({columns}) VALUES (%s, 'q', 'm', 'other', 'bulk', 'failed', "
+        "1, 'w', 0, 0, 0)"
+    )
     other = await psycopg.AsyncConnection.connect(postgres_url.replace("+psycopg", ""))
     await other.execute(
         "SET deadlock_timeout = '60s'"

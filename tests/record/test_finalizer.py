@@ -253,9 +253,10 @@ async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> 
 
 
 def came_back(recorded: FinishedJob, **changes: Any) -> AdmittedJob:
-    """A job that another worker had before; nothing but its delivery and its request is looked at."""
+    """A job that another worker had before; only its delivery and its request are looked at."""
     delivery = Delivery(
-        job_id=recorded.result.job_id, token=2, payload=b"", deliveries=2, crashes=0, outcome="run", log=(),
+        job_id=recorded.result.job_id, token=2, payload=b"", deliveries=2, crashes=0, outcome="run",
+        log=(),
         created_ms=recorded.result.created_ms, started_ms=0, attempt=1,
     )  # fmt: skip
     request = msgspec.structs.replace(recorded.request or JobRequest(job_id=""), **changes)

@@ -48,7 +48,7 @@ async def test_a_large_result_is_recorded_once_and_found(store: ResultStore, url
 async def test_a_row_that_cannot_be_decoded_counts_as_recorded(
     store: ResultStore, url: str
 ) -> None:
-    """The repeated commit is acknowledged, with the answer of this attempt; the row stays as it is."""
+    """The repeated commit is acknowledged with the answer of this attempt; the row stays."""
     job, small = finished("a"), finished("b")
     await store.record([job, small])
     damage(url, "a")

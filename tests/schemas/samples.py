@@ -40,8 +40,10 @@ USAGE: Final = Usage(
 )
 ERROR: Final = JobError("engine_error", "the step failed", retryable=True)
 PARAMS: Final = SamplingParams(
-    max_tokens=64, min_tokens=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, stop=("END", "\n\n"),
-    stop_token_ids=(2, 3), ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1,
+    max_tokens=64, min_tokens=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7,
+    stop=("END", "\n\n"),
+    stop_token_ids=(2, 3), ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5,
+    repetition_penalty=1.1,
     logit_bias={5: -1.5, 70: 2.0}, logprobs=True, top_logprobs=2, n=2,
     response_format=ResponseFormat(
         json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=False
@@ -55,11 +57,16 @@ CALL: Final = Message(
 ANSWER: Final = Message("tool", "blue", name="sky", tool_call_id="c1")
 REQUEST: Final = JobRequest(
     job_id="job-1", model="q",
-    messages=(Message("system", "Be brief."), Message("user", "Why is the sky blue? ☀"), CALL, ANSWER),
-    params=PARAMS, stream=False, priority=Priority.INTERACTIVE, tenant="acme", idempotency_key="req-42",
+    messages=(
+        Message("system", "Be brief."), Message("user", "Why is the sky blue? ☀"), CALL, ANSWER,
+    ),
+    params=PARAMS, stream=False, priority=Priority.INTERACTIVE, tenant="acme",
+    idempotency_key="req-42",
     created_ms=1_700_000_000_000, deadline_ms=4_000_000_000_000, not_before_ms=1_700_000_001_000,
-    retry=RetryPolicy(max_attempts=5, backoff_ms=200, max_backoff_ms=9_000), metadata={"order": "17"},
-    webhook="https://example.org/done", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    retry=RetryPolicy(max_attempts=5, backoff_ms=200, max_backoff_ms=9_000),
+    metadata={"order": "17"},
+    webhook="https://example.org/done",
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     batch_id="batch-9", v="2", chat_template_kwargs={"enable_thinking": False},
     documents=({"title": "T", "text": "x"},),
     continue_final_message=True, add_generation_prompt=False,
@@ -73,17 +80,22 @@ RESULT: Final = JobResult(
     job_id="job-1", status=JobStatus.SUCCEEDED, model="q", tenant="acme",
     choices=(
         ChoiceResult(
-            index=1, text="Hi", token_ids=(72, 105), text_ends=(1, 2), finish_reason=FinishReason.LENGTH,
+            index=1, text="Hi", token_ids=(72, 105), text_ends=(1, 2),
+            finish_reason=FinishReason.LENGTH,
             logprobs=LOGPROBS, reasoning="Hm", reasoning_ends=(2,),
         ),
     ),
-    usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000, started_ms=1_700_000_000_010,
+    usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000,
+    started_ms=1_700_000_000_010,
     finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2, order=(1, 1), params=PARAMS,
 )  # fmt: skip
 STATUS: Final = WorkerStatus(
-    worker_id="w1", model="m", version="0.1.0", started_ms=5, running=2, waiting=1, free_blocks=9, tokens_per_s=12.5,
-    draining=True, max_running=32, total_blocks=64, cached_blocks=3, prefix_hits=0.5, queue_ms=(1.0, 2.0),
-    first_token_ms=(20.0, 45.5), token_ms=(8.0, 9.5), to_record=1, engine_restarts=1, problems=("redis",),
+    worker_id="w1", model="m", version="0.1.0", started_ms=5, running=2, waiting=1, free_blocks=9,
+    tokens_per_s=12.5,
+    draining=True, max_running=32, total_blocks=64, cached_blocks=3, prefix_hits=0.5,
+    queue_ms=(1.0, 2.0),
+    first_token_ms=(20.0, 45.5), token_ms=(8.0, 9.5), to_record=1, engine_restarts=1,
+    problems=("redis",),
     tenants={"acme": TenantLoad(running=2, tokens_per_s=12.5)},
 )  # fmt: skip
 

@@ -89,7 +89,8 @@ def test_every_field_of_every_message_is_in_a_sample():
     """A later change of the field would otherwise go unnoticed."""
     structs = {
         kind for module in MODULES for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        and kind is not msgspec.Struct
     }  # fmt: skip
     seen: dict[type, set[str]] = {kind: set() for kind in structs}
 

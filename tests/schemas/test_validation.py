@@ -27,13 +27,18 @@ def request(**fields: Any) -> JobRequest:
 
 def test_an_ordinary_request_has_no_problem():
     params = SamplingParams(
-        max_tokens=64, min_tokens=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, seed=-7, stop=("\n", "END"),
-        stop_token_ids=(1, 2), presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.1, logit_bias={5: -100},
-        logprobs=5, top_logprobs=20, n=4, response_format=ResponseFormat(json_schema={"type": "object"}),
+        max_tokens=64, min_tokens=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, seed=-7,
+        stop=("\n", "END"),
+        stop_token_ids=(1, 2), presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.1,
+        logit_bias={5: -100},
+        logprobs=5, top_logprobs=20, n=4,
+        response_format=ResponseFormat(json_schema={"type": "object"}),
     )  # fmt: skip
     full = request(
-        params=params, model="m", tenant="acme", idempotency_key="k", deadline_ms=2_000, not_before_ms=1_500,
-        metadata={"a": "b"}, webhook="https://example.org/hook?x=1", batch_id="b", traceparent="00-ab-cd-01",
+        params=params, model="m", tenant="acme", idempotency_key="k", deadline_ms=2_000,
+        not_before_ms=1_500,
+        metadata={"a": "b"}, webhook="https://example.org/hook?x=1", batch_id="b",
+        traceparent="00-ab-cd-01",
         retry=RetryPolicy(max_attempts=1, backoff_ms=0),
     )  # fmt: skip
     assert problems(full, now_ms=1_000) == []

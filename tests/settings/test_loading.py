@@ -39,14 +39,19 @@ def test_the_defaults_work() -> None:
 
 def test_settings_that_contradict_each_other_are_reported_with_the_others() -> None:
     problems = _problems(
-        max_long_partial_prefills="2", max_num_batched_tokens="10", cpu_offload_gib="4000", max_model_len="100",
-        default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2", webhook_retry_seconds="30",
-        webhook_max_retry_seconds="10", tensor_parallel="true", cuda_graphs="true", async_batching="true",
+        max_long_partial_prefills="2", max_num_batched_tokens="10", cpu_offload_gib="4000",
+        max_model_len="100",
+        default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2",
+        webhook_retry_seconds="30",
+        webhook_max_retry_seconds="10", tensor_parallel="true", cuda_graphs="true",
+        async_batching="true",
     )  # fmt: skip
     named = sorted(line.split(" ")[0] for line in problems)
     assert named == [
-        "--async-batching", "--cpu-offload-gib", "--cuda-graphs", "--default-max-tokens", "--max-long-partial-prefills",
-        "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds", "--webhook-retry-seconds",
+        "--async-batching", "--cpu-offload-gib", "--cuda-graphs", "--default-max-tokens",
+        "--max-long-partial-prefills",
+        "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds",
+        "--webhook-retry-seconds",
     ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""A real headless Chromium for tests of pages: the binary is inside a package of ops/examples/package.json, so that
-no browser has to be on the machine and none is fetched; its own libraries come with it.
+"""A real headless Chromium for tests of pages: the binary is inside a package of
+ops/examples/package.json, so that no browser has to be on the machine and none is fetched; its own
+libraries come with it.
 
 `ops/setup dev` installs the package. It knows nothing of what is looked at.
 """
@@ -18,7 +19,8 @@ from playwright.async_api import Browser, async_playwright
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "ops" / "examples"
 UNPACKED = ROOT / ".cache" / "chromium"
-# The package brings libraries along for machines that lack them; it unpacks them where it thinks it is on such a one.
+# The package brings libraries along for machines that lack them; it unpacks them where it thinks it
+# is on such a one.
 _UNPACK = 'import chromium from "@sparticuz/chromium"; await chromium.executablePath();'
 _WITH_LIBRARIES = {"AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
 

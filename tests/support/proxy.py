@@ -1,7 +1,8 @@
-"""A TCP proxy that misbehaves on request: between a client and a server it cuts, delays, freezes and loses replies.
+"""A TCP proxy that misbehaves on request: between a client and a server it cuts, delays, freezes
+and loses replies.
 
-Runs on an event loop in a thread of its own, so that it serves tests of any kind. It knows bytes, not
-protocols: one Redis script call is one request and, on a quiet connection, one reply.
+Runs on an event loop in a thread of its own, so that it serves tests of any kind. It knows bytes,
+not protocols: one Redis script call is one request and, on a quiet connection, one reply.
 """
 
 import asyncio
@@ -30,7 +31,9 @@ class _Link:
 
 
 class FaultProxy(ManagedProcess):
-    """Listens on a loopback port of its own from `start` to `stop`; the address stays the same in between."""
+    """Listens on a loopback port of its own from `start` to `stop`; the address stays the same in
+    between.
+    """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._target = (host, port)
@@ -94,8 +97,9 @@ class FaultProxy(ManagedProcess):
         self._apply(self._open.clear)
 
     def lose_replies(self, count: int = 1) -> None:
-        """The next `count` pieces from the server are thrown away and their connection is reset: the server has
-        acted, the client cannot know."""
+        """The next `count` pieces from the server are thrown away and their connection is reset:
+        the server has acted, the client cannot know.
+        """
 
         def change() -> None:
             self._replies_to_lose = count

@@ -1,7 +1,7 @@
 """Makes certificates of a test's own authority, and TLS in front of a server that has none.
 
-The Valkey of the wheel is built without TLS, so a front ends it, as stunnel or a load balancer does; what is tested
-is our side of the wire. PostgreSQL speaks TLS itself.
+The Valkey of the wheel is built without TLS, so a front ends it, as stunnel or a load balancer
+does; what is tested is our side of the wire. PostgreSQL speaks TLS itself.
 """
 
 from __future__ import annotations

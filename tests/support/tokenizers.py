@@ -1,6 +1,7 @@
 """Tokenizers for tests: two real ones, and tiny ones of each family of decoders, built in memory.
 
-Each is made once per process; none of them ever asks the network. torch is imported for the real ones only.
+Each is made once per process; none of them ever asks the network. torch is imported for the real
+ones only.
 """
 
 from functools import cache

@@ -1,5 +1,6 @@
-"""Several Valkey servers that act as one: a cluster of primaries (with replicas if asked), and a primary with
-replicas under the eyes of sentinels. Small timeouts, so that a failover takes a second or two.
+"""Several Valkey servers that act as one: a cluster of primaries (with replicas if asked), and a
+primary with replicas under the eyes of sentinels. Small timeouts, so that a failover takes a second
+or two.
 """
 
 import signal

@@ -1,7 +1,8 @@
 """Real Valkey servers that a test starts, freezes, kills and restarts, with or without their data.
 
-`make_valkey` in tests/conftest.py hands them out and stops them. Faults of the network are the business
-of tests/support/proxy.py; what keys may stay after a test is decided in tests/support/leaks.py.
+`make_valkey` in tests/conftest.py hands them out and stops them. Faults of the network are the
+business of tests/support/proxy.py; what keys may stay after a test is decided in
+tests/support/leaks.py.
 """
 
 import shutil
@@ -16,7 +17,7 @@ from tokenmill_worker.local.valkey_server import ValkeyServer
 
 
 class ControlledValkey(ValkeyServer):
-    """`persistent=False` keeps nothing on disk, which is quicker where no test restarts the server."""
+    """`persistent=False` keeps nothing on disk: quicker where no test restarts the server."""
 
     def __init__(
         self,

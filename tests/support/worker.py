@@ -1,4 +1,6 @@
-"""A whole worker inside the test's event loop: real queue, real SQL, the real engine in a thread or a process."""
+"""A whole worker inside the test's event loop: real queue, real SQL, the real engine in a thread or
+a process.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def database_url(folder: Path) -> str:
 def settings(redis_url: str, database: str, **changes: Any) -> Settings:
     """Return the settings of a model-free worker with short times; `changes` are settings."""
     values: dict[str, Any] = {
-        "redis_url": redis_url, "database_url": database, "queue": QUEUE, "model": "synthetic", "num_blocks": 512,
+        "redis_url": redis_url, "database_url": database, "queue": QUEUE, "model": "synthetic",
+        "num_blocks": 512,
         "lease_seconds": 2.0, "drain_seconds": 5.0, "poll_seconds": 0.2, "log_level": "warning",
     }  # fmt: skip
     return load_settings(values | changes, strict=False)

@@ -31,7 +31,8 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 def tasks(redis_url: str, database: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     variables = {
         "REDIS_URL": redis_url, "DATABASE_URL": database, "QUEUE": QUEUE, "MODEL": "synthetic",
-        "WEBHOOK_SECRET": SECRET, "WEBHOOK_NETWORKS": "127.0.0.0/8,::1", "WEBHOOK_SWEEP_SECONDS": "0.2",
+        "WEBHOOK_SECRET": SECRET, "WEBHOOK_NETWORKS": "127.0.0.0/8,::1",
+        "WEBHOOK_SWEEP_SECONDS": "0.2",
         "ROLLUP_SECONDS": "1", "WEBHOOK_TIMEOUT_SECONDS": "60", "LOG_LEVEL": "info",
     }  # fmt: skip
     environment = os.environ | {f"TOKENMILL_{name}": value for name, value in variables.items()}  # noqa: TID251

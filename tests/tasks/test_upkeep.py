@@ -31,7 +31,10 @@ def at(day: int, number: int = 0) -> int:
 
 
 def sums(engine: sa.Engine) -> list[tuple[Any, ...]]:
-    statement = "SELECT day, tenant, state, jobs, completion_tokens, ttft_ms FROM usage_daily ORDER BY 1, 2, 3"
+    statement = (
+        "SELECT day, tenant, state, jobs, completion_tokens, ttft_ms FROM usage_daily "
+        "ORDER BY 1, 2, 3"
+    )
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(sa.text(statement))]
 

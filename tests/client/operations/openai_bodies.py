@@ -168,7 +168,8 @@ REFUSED: dict[str, tuple[Body, str]] = {
         "messages[0].tool_calls[0] must be the call of a function, with name and arguments",
     ),
     "arguments that are no object": (
-        chat({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}),
+        chat({"role": "assistant",
+              "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}),
         "messages[0].tool_calls[0].function.arguments must be a JSON object",
     ),
     "an answer to no call": (

@@ -49,7 +49,8 @@ def decode(
     metadata = AttentionMetadata(
         query_start=torch.arange(count + 1, dtype=torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
-        block_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+        block_table=torch.tensor(
+            [table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
         slot_mapping=torch.zeros(count, dtype=torch.int64),
         max_query_len=1, max_seq_len=max(lens), block_size=block_size, window=None,
     )  # fmt: skip

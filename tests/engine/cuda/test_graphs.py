@@ -265,7 +265,8 @@ def test_padded_steps_give_the_same_tokens(
 ) -> None:
     folder = folder_of(family)
     settings: dict[str, object] = {
-        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": attention, "block_size": 4,
+        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": attention,
+        "block_size": 4,
         "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,
     }  # fmt: skip
     plain = load_model_runner(EngineConfig(**{**settings, "attention": "reference"}))  # type: ignore[arg-type]
@@ -306,7 +307,8 @@ def test_captured_graphs_give_the_eager_tokens_on_cuda(
         pytest.skip("no CUDA device")
     folder = folder_of(family)
     settings: dict[str, object] = {
-        "model": str(folder), "dtype": "float32", "device": "cuda", "attention": "triton", "block_size": 4,
+        "model": str(folder), "dtype": "float32", "device": "cuda", "attention": "triton",
+        "block_size": 4,
         "num_blocks": 300, "max_num_seqs": 8, "q_padding_interval": 16, "kv_padding_interval": 32,
     }  # fmt: skip
     eager = load_model_runner(EngineConfig(**settings, cuda_graphs=False))  # type: ignore[arg-type]

@@ -42,7 +42,8 @@ async def lead(host: EngineProcess, told: asyncio.Event) -> None:
 
 async def main(path: str) -> None:
     config = EngineConfig(
-        model=path, dtype="float32", device="cpu", num_blocks=64, block_size=4, attention="reference",
+        model=path, dtype="float32", device="cpu", num_blocks=64, block_size=4,
+        attention="reference",
         tensor_parallel=True, num_threads=1,
     )  # fmt: skip
     host, told = EngineProcess(config), asyncio.Event()

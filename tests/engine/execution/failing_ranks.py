@@ -1,9 +1,10 @@
-"""Pairs of ranks, for test_failing_ranks: `MODEL FOLDER PORT…`. In the pair at the first port rank 0 fails in the
-middle of the third step, in the next one rank 1.
+"""Pairs of ranks, for test_failing_ranks: `MODEL FOLDER PORT…`. In the pair at the first port rank
+0 fails in the middle of the third step, in the next one rank 1.
 
-Started without torchrun, which would end the other rank by itself; each rank is a fork of this process, which has
-imported everything once. Rank 0 stays alive after its engine has failed, as a program that handles the error would.
-What rank R of pair P said is in FOLDER/P-R.txt, and its exit status, when it has ended, in FOLDER/P-R.status.
+Started without torchrun, which would end the other rank by itself; each rank is a fork of this
+process, which has imported everything once. Rank 0 stays alive after its engine has failed, as a
+program that handles the error would. What rank R of pair P said is in FOLDER/P-R.txt, and its exit
+status, when it has ended, in FOLDER/P-R.status.
 """
 
 import itertools
@@ -80,7 +81,8 @@ def main(path: str, folder: Path, ports: list[str]) -> None:
 
 def serve(path: str, guilty: int) -> None:
     config = EngineConfig(
-        model=path, dtype="float32", device="cpu", num_blocks=24, block_size=4, attention="reference",
+        model=path, dtype="float32", device="cpu", num_blocks=24, block_size=4,
+        attention="reference",
         tensor_parallel=True, num_threads=1,
     )  # fmt: skip
     dist.init_process_group("gloo")

@@ -8,8 +8,10 @@ from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
 def main(path: str, jobs: str) -> None:
     config = EngineConfig(
-        model=path, dtype="float32", device="cpu", num_blocks=24, block_size=4, max_num_batched_tokens=16,
-        max_num_seqs=4, attention="reference", tensor_parallel=True, num_threads=1, cpu_offload_gib=0.001,
+        model=path, dtype="float32", device="cpu", num_blocks=24, block_size=4,
+        max_num_batched_tokens=16,
+        max_num_seqs=4, attention="reference", tensor_parallel=True, num_threads=1,
+        cpu_offload_gib=0.001,
     )  # fmt: skip
     with Engine.load(config) as engine:  # ranks above 0 follow in here, and never return
         prompts = json.loads(jobs)

@@ -22,7 +22,8 @@ def test_a_follower_steps_on_until_rank_0_has_drained(model_path: Path) -> None:
     ranks = []
     for rank in "01":
         variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": "test", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         command = [

@@ -24,7 +24,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, eos_token_id=None,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("failing") / "model"

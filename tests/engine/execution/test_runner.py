@@ -1,4 +1,6 @@
-"""The runner by hand-made plans: launch ahead of finish, drafts, failures of one sequence, block moves."""
+"""The runner by hand-made plans: launch ahead of finish, drafts, failures of one sequence, block
+moves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tokenmill_worker.engine.sequence import Sequence
 
 def load(folder: Path, **changes: object) -> ModelRunner:
     settings: dict[str, object] = {
-        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": "reference", "fuse": False,
+        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": "reference",
+        "fuse": False,
         "block_size": 4, "num_blocks": 100, "max_num_seqs": 2,
     }  # fmt: skip
     return load_model_runner(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
@@ -128,7 +131,9 @@ def test_only_the_sequence_whose_logits_are_not_finite_fails(
 
 
 def test_moved_blocks_keep_their_content(llama: Path) -> None:
-    """Blocks go to the host and come back to other blocks; the answer continues as if nothing had happened."""
+    """Blocks go to the host and come back to other blocks; the answer continues as if nothing had
+    happened.
+    """
     runner = load(llama, cpu_offload_gib=0.001)
     prompt = list(range(3, 13))
     [wanted] = answer(runner, make_sequence("still", prompt, 2))

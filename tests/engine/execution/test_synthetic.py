@@ -1,4 +1,4 @@
-"""The model-free runner: its tokenizer's files, and nothing left behind when its process is killed."""
+"""The model-free runner: its tokenizer's files, and nothing left when its process is killed."""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""Two gloo ranks give the tokens of one: rank 0 plans, the other follows, also through preemption and offload."""
+"""Two gloo ranks give the tokens of one: rank 0 plans, the other follows, also through preemption
+and offload.
+"""
 
 import json
 import subprocess
@@ -24,8 +26,10 @@ def model_path(tmp_path_factory):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, eos_token_id=None,
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
+        eos_token_id=None,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("split") / "model"
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
@@ -48,7 +52,8 @@ def generated_alone(path):
 def test_two_ranks_equal_one(model_path):
     script = Path(__file__).with_name("tensor_parallel_ranks.py")
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}",
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+        f"--master_port={free_port()}",
         str(script), str(model_path), json.dumps(PROMPTS),
     ]  # fmt: skip
     root = Path(__file__).parents[3]

@@ -1,6 +1,8 @@
-"""Every build of the attention kernels that a service can need is made by the steps before it is ready.
+"""Every build of the attention kernels that a service can need is made by the steps before it is
+ready.
 
-A build depends on how a launch is cut up: the test plans launches for many mixed batches and contexts.
+A build depends on how a launch is cut up: the test plans launches for many mixed batches and
+contexts.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Recorder:
 
     def __init__(self, **changes: Any) -> None:
         settings: dict[str, Any] = {
-            "model": "none", "device": "cuda", "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 2048,
+            "model": "none", "device": "cuda", "max_num_seqs": MAX_SEQS,
+            "max_num_batched_tokens": 2048,
             "cuda_graphs": False,
         }  # fmt: skip
         config = EngineConfig(**{**settings, **changes})
@@ -87,7 +90,8 @@ def builds_of(
     for lens in steps:
         launch = plan_launch(
             shape, metadata_of(lens, window), sum(count for count, _ in lens),
-            element_size=element_size, num_multiprocessors=132, has_warp_groups=True, is_exact=element_size == 4,
+            element_size=element_size, num_multiprocessors=132, has_warp_groups=True,
+            is_exact=element_size == 4,
         )  # fmt: skip
         builds.add(
             dataclasses.replace(
@@ -132,8 +136,10 @@ def test_the_largest_batch_is_captured_and_so_are_small_ones(
     assert {1, 2, 4, 8} <= sizes
     assert len(sizes) <= config.max_cached_graphs
     if max_num_seqs <= 256:
-        assert len(sizes) == len({padded_shape(step_of(((1, 30),) * n), config, MAX_MODEL_LEN).num_seqs
-                                  for n in range(1, max_num_seqs + 1)})  # fmt: skip
+        steps = (step_of(((1, 30),) * n) for n in range(1, max_num_seqs + 1))
+        assert len(sizes) == len(
+            {padded_shape(step, config, MAX_MODEL_LEN).num_seqs for step in steps}
+        )
 
 
 def step_of(lens: Lens) -> StepInputs:

@@ -56,8 +56,10 @@ def peft_answers(
 
 def engine_with(model_folder: Path, adapters: dict[str, Path], **changes: object) -> Engine:
     settings: dict[str, object] = {
-        "model": str(model_folder), "dtype": "float32", "device": "cpu", "attention": "reference", "fuse": False,
-        "block_size": 4, "num_blocks": 300, "max_num_seqs": 8, "max_num_batched_tokens": 4096, "num_threads": 1,
+        "model": str(model_folder), "dtype": "float32", "device": "cpu", "attention": "reference",
+        "fuse": False,
+        "block_size": 4, "num_blocks": 300, "max_num_seqs": 8, "max_num_batched_tokens": 4096,
+        "num_threads": 1,
         "adapters": ",".join(f"{name}={folder}" for name, folder in adapters.items()),
     }  # fmt: skip
     return Engine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]

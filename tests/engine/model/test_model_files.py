@@ -169,7 +169,8 @@ def test_a_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path
     with pytest.raises(model_files.CacheUnusableError) as caught:
         resolve(str(gguf_file), tmp_path / "file" / "cache")
     assert str(caught.value) == (
-        f"cannot write to {tmp_path}/file/cache: Not a directory; choose another folder with --cache-dir"
+        f"cannot write to {tmp_path}/file/cache: Not a directory; choose another folder with "
+        "--cache-dir"
     )
 
 

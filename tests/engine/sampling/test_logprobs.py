@@ -1,5 +1,5 @@
-"""Log-probabilities are exact, in order, of the distribution that was asked for, and only where asked
-for.
+"""Log-probabilities are exact, in order, of the distribution that was asked for, and only where
+asked for.
 """
 
 import math

@@ -174,7 +174,8 @@ def test_histories_give_their_memory_back_when_the_last_sequence_leaves() -> Non
 def test_histories_never_hold_more_than_the_memory_estimate_counts() -> None:
     num_seqs, longest = 20, 1500
     shape = MemoryShape(
-        groups=(LayerGroup((0,), 1, 1),), block_size=16, kv_bytes=4, activation_bytes=4, hidden_size=1,
+        groups=(LayerGroup((0,), 1, 1),), block_size=16, kv_bytes=4, activation_bytes=4,
+        hidden_size=1,
         intermediate_size=1, query_size=1, vocab_size=longest, max_num_tokens=1, max_num_rows=1,
         max_num_seqs=num_seqs, max_model_len=longest,
     )  # fmt: skip

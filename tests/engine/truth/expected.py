@@ -15,7 +15,9 @@ CLEAR_GAP = 2e-3  # float noise of these models' logits is some 1e-5
 
 @dataclass(frozen=True)
 class Expected:
-    """`gap` is the least lead of the best token over the second, in logits: float noise must stay far below."""
+    """`gap` is the least lead of the best token over the second, in logits: float noise must stay
+    far below.
+    """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]

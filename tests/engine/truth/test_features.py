@@ -1,4 +1,6 @@
-"""The engine's features on real forward passes: none of them changes a token, and each is seen at work."""
+"""The engine's features on real forward passes: none of them changes a token, and each is seen at
+work.
+"""
 
 import json
 
@@ -21,7 +23,8 @@ def folder(request, folder_of):
 
 def engine_of(folder, **changes):
     settings = {
-        "model": str(folder), "dtype": "float32", "device": "cpu", "num_blocks": 256, "block_size": 8,
+        "model": str(folder), "dtype": "float32", "device": "cpu", "num_blocks": 256,
+        "block_size": 8,
         "max_num_batched_tokens": 48, "max_num_seqs": 8, "num_threads": 1,
     }  # fmt: skip
     return Engine.load(EngineConfig(**(settings | changes)))

@@ -20,8 +20,9 @@ from tokenmill_worker.engine import Engine, EngineConfig
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = "smollm2-135m-instruct"
 TOLERANCE = 2e-5
-# For tokens that are rarely drawn: over the five most likely tokens, Transformers' float32 itself was
-# up to 4e-5 away from its float64. Temperature and penalty multiply such differences of logits.
+# For tokens that are rarely drawn: over the five most likely tokens, Transformers' float32 itself
+# was up to 4e-5 away from its float64. Temperature and penalty multiply such differences of
+# logits.
 NOISE = 1e-4
 NUM_TOKENS = 12
 KINDS = {

@@ -21,12 +21,18 @@ from tokenmill_worker.engine.model.model_files import ModelNotFoundError, resolv
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEXT = (
-    "The old lighthouse keeper counted the ships every evening, and wrote their names into a book that nobody but the "
-    "gulls had ever read. In the village they said that he had once been a mathematician. def count(ships): total = 0 "
-    "\nfor ship in ships: total += ship.masts\nreturn total\n1, 1, 2, 3, 5, 8, 13, 21, 34 - which number comes next? "
-    "Il pleuvait sur la ville, et les lampes des cafés brillaient dans les flaques. Water boils at a lower temperature "
-    "on a mountain because the pressure of the air is lower there; therefore an egg takes longer. Dear Sir or Madam, I "
-    "am writing to you about the parcel that has not arrived. Once upon a time there were three questions: who, where, "
+    "The old lighthouse keeper counted the ships every evening, and wrote their names into a book "
+    "that nobody but the "
+    "gulls had ever read. In the village they said that he had once been a mathematician. def "
+    "count(ships): total = 0 "
+    "\nfor ship in ships: total += ship.masts\nreturn total\n1, 1, 2, 3, 5, 8, 13, 21, 34 - which "
+    "number comes next? "
+    "Il pleuvait sur la ville, et les lampes des cafés brillaient dans les flaques. Water boils "
+    "at a lower temperature "
+    "on a mountain because the pressure of the air is lower there; therefore an egg takes longer. "
+    "Dear Sir or Madam, I "
+    "am writing to you about the parcel that has not arrived. Once upon a time there were three "
+    "questions: who, where, "
     "and above all why. The capital of Norway is Oslo, the capital of Peru is"
 )
 
@@ -64,7 +70,9 @@ def test_smollm2_answers_64_prompts_that_join_at_different_steps(
     folder, wanted = smollm2
     draw = random.Random(3)
     config = EngineConfig(
-        model=str(folder), dtype="float32", device="cpu", attention=attention, fuse=fuse, num_blocks=600,  # type: ignore[arg-type]
+        model=str(folder), dtype="float32", device="cpu", fuse=fuse,
+        attention=attention,  # type: ignore[arg-type]
+        num_blocks=600,
         max_num_batched_tokens=96, max_num_seqs=24,
     )  # fmt: skip
     with Engine.load(config) as engine:
@@ -103,7 +111,8 @@ def test_weights_kept_as_their_file_has_them_change_no_bit(
     assert answers[0] == answers[1]
     told = [record.getMessage() for record in caplog.records if "same bits" in record.getMessage()]
     assert told == [
-        "weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 million as 8 bits",
+        "weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 "
+        "million as 8 bits",
         "weights in memory, each the same bits as in float32: 134.5 million as float32",
     ]
 
@@ -156,7 +165,8 @@ def narrow_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_gemma(folder: Path, **changes: object) -> Engine:
     settings: dict[str, object] = {
-        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": "reference", "fuse": False,
+        "model": str(folder), "dtype": "float32", "device": "cpu", "attention": "reference",
+        "fuse": False,
         "num_blocks": 420, "max_num_batched_tokens": 200, "max_num_seqs": 8,
     }  # fmt: skip
     return Engine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
@@ -176,7 +186,9 @@ def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
 def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
     narrow_gemma3: Path, gemma3_ids: list[int]
 ) -> None:
-    """An answer is greedy iff each of its tokens is the best one after those before it: one dense pass checks it."""
+    """An answer is greedy iff each of its tokens is the best one after those before it: one dense
+    pass checks it.
+    """
     prompt = tuple(gemma3_ids[:30])
     with make_gemma(narrow_gemma3, attention="cpu", fuse=True, num_blocks=20) as engine:
         assert [group.window for group in engine.runner.info.cache_config.groups] == [64, None]

@@ -1,7 +1,8 @@
-"""Asynchronous batching gives the synchronous loop's tokens: step N+1 is launched before N's tokens are read.
+"""Asynchronous batching gives the synchronous loop's tokens: step N+1 is launched before N's tokens
+are read.
 
-On the CPU the real runner stands in for an asynchronous device: tokens stay in its tensors until a step
-is finished, so planning, placeholders, feeding forward and late stops are all exercised.
+On the CPU the real runner stands in for an asynchronous device: tokens stay in its tensors until a
+step is finished, so planning, placeholders, feeding forward and late stops are all exercised.
 """
 
 import random
@@ -22,7 +23,8 @@ def folder(request, folder_of):
 
 def engine_of(folder, **changes):
     settings = {
-        "model": str(folder), "dtype": "float32", "device": "cpu", "num_blocks": 96, "block_size": 8,
+        "model": str(folder), "dtype": "float32", "device": "cpu", "num_blocks": 96,
+        "block_size": 8,
         "max_num_batched_tokens": 24, "max_num_seqs": 6, "num_threads": 1, "attention": "reference",
     }  # fmt: skip
     return Engine.load(EngineConfig(**(settings | changes)))

@@ -1,7 +1,8 @@
-"""Greedy float32 output equals `model.generate` token for token, for many families and many schedules.
+"""Greedy float32 output equals `model.generate` token for token, for many families and many
+schedules.
 
-The real scheduler and engine run; prompts of mixed length join at different steps, so that chunks of some
-and decodes of others meet in one step.
+The real scheduler and engine run; prompts of mixed length join at different steps, so that chunks
+of some and decodes of others meet in one step.
 """
 
 from __future__ import annotations

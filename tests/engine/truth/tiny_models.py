@@ -1,7 +1,7 @@
 """Tiny random models of many families, saved where the engine can load them.
 
-Weights are drawn wide, so that answers vary and the best token leads the second by far more than float
-noise (the tests check that); every family has the trait that makes it worth testing.
+Weights are drawn wide, so that answers vary and the best token leads the second by far more than
+float noise (the tests check that); every family has the trait that makes it worth testing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _SLIDING_BY_TURNS = ["sliding_attention", "full_attention"] * 2
 
 @dataclass(frozen=True)
 class Family:
-    """`config` builds the configuration; `attention` is what `generate` runs with (sinks need eager)."""
+    """`config` builds the configuration; `attention` is what `generate` runs with (sinks need
+    eager).
+    """
 
     config: Callable[[], Any]
     attention: str = "sdpa"

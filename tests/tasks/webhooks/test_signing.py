@@ -23,7 +23,8 @@ def message(
     secret: str = SECRET, *, sent: int = NOW, body: bytes | None = None
 ) -> tuple[bytes, dict[str, str]]:
     data = WebhookJob(
-        job_id="j", status=JobStatus.SUCCEEDED, queue="q", model="m", tenant="", choices=None, usage=None, error=None,
+        job_id="j", status=JobStatus.SUCCEEDED, queue="q", model="m", tenant="", choices=None,
+        usage=None, error=None,
         attempt=1, created_ms=0, started_ms=0, finished_ms=1, metadata={},
     )  # fmt: skip
     event = WebhookEvent(type="job.succeeded", timestamp="1970-01-01T00:00:00Z", data=data)
@@ -120,8 +121,10 @@ def test_the_guide_s_receiver_runs() -> None:
     for secret in (SECRET, new_secret()):
         body, headers = message(secret, sent=round(time.time()))
         names = {
-            "body": body, "request": SimpleNamespace(headers={k.lower(): v for k, v in headers.items()}),
-            "SECRET": SECRET, "first_time": {"msg_1"}.__contains__, "store": lambda job, _choices: stored.append(job),
+            "body": body,
+            "request": SimpleNamespace(headers={k.lower(): v for k, v in headers.items()}),
+            "SECRET": SECRET, "first_time": {"msg_1"}.__contains__, "store": lambda job,
+            _choices: stored.append(job),
         }  # fmt: skip
         if secret == SECRET:
             exec(code, names)

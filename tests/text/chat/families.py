@@ -9,7 +9,8 @@ QWEN3: Final = """\
 {{ messages[0].content }}<|im_end|>
 {% endif -%}
 {%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{%
+     endfor %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}<|im_start|>user
 {{ m.content }}<|im_end|>
@@ -43,7 +44,8 @@ LLAMA3: Final = """\
 {%- if messages[0]['role'] == 'system' %}
 {%- set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
 {%- else %}{% set system = '' %}{% endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '\\n\\n' + system + '<|eot_id|>' }}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '\\n\\n' + system +
+     '<|eot_id|>' }}
 {%- for m in messages %}
 {%- if m.role == 'tool' or m.role == 'ipython' %}
 {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (m.content | tojson) + '<|eot_id|>' }}
@@ -53,10 +55,12 @@ LLAMA3: Final = """\
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "'
   + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eot_id|>' }}
 {%- else %}
-{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}
+{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim +
+     '<|eot_id|>' }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif
+     %}"""
 
 MISTRAL: Final = """\
 {{- bos_token }}
@@ -86,11 +90,14 @@ GEMMA3: Final = """\
 {%- set turns = messages[1:] %}
 {%- else %}{% set prefix = '' %}{% set turns = messages %}{% endif %}
 {%- for m in turns %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (prefix if loop.first else '') }}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate')
+     }}{% endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (prefix if
+     loop.first else '') }}
 {%- if m.content is string %}{{ m.content | trim }}
 {%- elif m.content is iterable %}
-{%- for item in m.content %}{% if item.type == 'text' %}{{ item.text | trim }}{% endif %}{% endfor %}
+{%- for item in m.content %}{% if item.type == 'text' %}{{ item.text | trim }}{% endif %}{% endfor
+     %}
 {%- else %}{{ raise_exception('no such content') }}{% endif %}
 {{- '<end_of_turn>\\n' }}
 {%- endfor %}
@@ -101,7 +108,8 @@ HERMES: Final = """\
 {{- '<|im_start|>' + m.role + '\\n' }}
 {%- if m.content %}{{ m.content }}{% endif %}
 {%- for call in m.tool_calls or [] %}
-{{- '\\n<tool_call>\\n' + {'arguments': call.function.arguments, 'name': call.function.name} | tojson
+{{- '\\n<tool_call>\\n' + {'arguments': call.function.arguments, 'name': call.function.name} |
+     tojson
   + '\\n</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
@@ -110,7 +118,8 @@ HERMES: Final = """\
 
 DEEPSEEK: Final = """\
 {%- set ns = namespace(system='') %}
-{%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{%
+     endfor %}
 {{- bos_token }}{{ ns.system }}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ '<|User|>' + m.content }}
@@ -128,9 +137,11 @@ GPT_OSS: Final = """\
 {%- elif m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}
 {%- elif m.role == 'assistant' %}
 {%- if m.tool_calls %}
-{%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+{%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>'
+     }}{% endif %}
 {{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name
-  + '<|channel|>commentary json<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+  + '<|channel|>commentary json<|message|>' + m.tool_calls[0].function.arguments | tojson +
+     '<|call|>' }}
 {%- else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}
 {%- elif m.role == 'tool' %}{{ '<|start|>tool<|message|>' + m.content | tojson + '<|end|>' }}
 {%- endif %}
@@ -153,7 +164,8 @@ SMOLLM3: Final = """\
 {%- for d in documents or [] %}{{ '[' + d.title + ']' + d.text + '\\n' }}{% endfor %}
 {%- for m in messages if m.role != 'system' %}
 {%- if m.role == 'assistant' and mode == '/no_think' %}
-{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' + m.content.lstrip('\\n') + '<|im_end|>\\n' }}
+{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' + m.content.lstrip('\\n') + '<|im_end|>\\n'
+     }}
 {%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}

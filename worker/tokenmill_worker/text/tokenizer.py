@@ -71,7 +71,9 @@ class Tokenizer:
         return await self._encode_apart(text, special=True)
 
     async def encode_rendered(self, chat: str) -> tuple[int, ...]:
-        """Encode the text of `template.render`; the template has written the special tokens already."""
+        """Encode the text of `template.render`; the template has written the special tokens
+        already.
+        """
         return await self._encode_apart(chat, special=False)
 
     async def _encode_apart(self, text: str, special: bool) -> tuple[int, ...]:

@@ -54,8 +54,10 @@ def run(layers: Layers, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         for position in range(length - count, length)
     ]
     metadata = AttentionMetadata(
-        query_start=starts.to(torch.int32), seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32), block_table=tables,
-        slot_mapping=torch.tensor(slots), max_query_len=max(QUERY_LENS), max_seq_len=max(SEQ_LENS), block_size=BLOCK,
+        query_start=starts.to(torch.int32), seq_lens=torch.tensor(SEQ_LENS, dtype=torch.int32),
+        block_table=tables,
+        slot_mapping=torch.tensor(slots), max_query_len=max(QUERY_LENS), max_seq_len=max(SEQ_LENS),
+        block_size=BLOCK,
         window=None, query_lens_host=QUERY_LENS, seq_lens_host=SEQ_LENS,
     )  # fmt: skip
     bindings = [

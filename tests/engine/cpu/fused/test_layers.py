@@ -109,7 +109,9 @@ def test_what_is_replaced(name: str, folder_of: Callable[[str], Path]) -> None:
 def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, ...], Tensor]]:
     """Return ragged prompts' greedy tokens, computed in chunks, and their top log-probabilities."""
     config = EngineConfig(
-        model=str(folder), dtype="float32", device="cpu", attention=attention, fuse=fuse, block_size=4, num_blocks=200,  # type: ignore[arg-type]
+        model=str(folder), dtype="float32", device="cpu", fuse=fuse,
+        attention=attention,  # type: ignore[arg-type]
+        block_size=4, num_blocks=200,
         max_num_batched_tokens=24, max_num_seqs=8,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, top_logprobs=20)

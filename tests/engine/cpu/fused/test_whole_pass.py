@@ -46,9 +46,12 @@ def packed_as(lens: tuple[int, ...], block_size: int = 4) -> AttentionMetadata:
         for first, width in zip(firsts, widths, strict=True)
     ]
     return AttentionMetadata(
-        query_start=torch.tensor(starts, dtype=torch.int32), seq_lens=torch.tensor(lens, dtype=torch.int32),
-        block_table=torch.tensor(tables, dtype=torch.int32), slot_mapping=torch.tensor(slots), max_query_len=max(lens),
-        max_seq_len=max(lens), block_size=block_size, window=None, query_lens_host=lens, seq_lens_host=lens,
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        block_table=torch.tensor(tables, dtype=torch.int32), slot_mapping=torch.tensor(slots),
+        max_query_len=max(lens),
+        max_seq_len=max(lens), block_size=block_size, window=None, query_lens_host=lens,
+        seq_lens_host=lens,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ SOURCES = {"4 bits": "linear_int4", "8 bits": "linear_byte"}
 DEPTHS = [
     96,
     288,
-]  # of codes of 4 bits, these are multiplied one by one and in pairs (winograd_pairs.h), where that pays
+]  # 4-bit codes are multiplied one by one, and in pairs where that pays (winograd_pairs.h)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def form(request: pytest.FixtureRequest, packer: ExactPacker) -> str:
     name: str = request.param
     if not rows_of(name):
         pytest.skip(
-            f"{name} are multiplied otherwise here: no AVX512 VNNI and VBMI, or matrix registers (AMX)"
+            f"{name} are multiplied otherwise here: no AVX512 VNNI and VBMI, or matrix registers "
+            "(AMX)"
         )
     return name
 

@@ -126,7 +126,8 @@ def test_one_openmp_runtime_in_the_process(
         "import torch, ctypes, sys; torch.randn(500, 500) @ torch.randn(500, 500)\n"
         f"assert ctypes.CDLL({str(path)!r}).answer(2) == 42\n"
         "maps = {line.split()[-1] for line in open('/proc/self/maps')}\n"
-        "print('\\n'.join(name for name in maps if 'omp' in name.rsplit('/', 1)[-1] and '.so' in name))\n"
+        "print('\\n'.join(name for name in maps if 'omp' in name.rsplit('/', 1)[-1] and '.so' in "
+        "name))\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60

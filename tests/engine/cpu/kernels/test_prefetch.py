@@ -19,7 +19,8 @@ ROWS = count(1)
 
 
 def fetched(
-    tables: Sequence[Sequence[int]], lengths: Sequence[int], *, parts: int = 2, calls: int = 4096, window: int = 0,
+    tables: Sequence[Sequence[int]], lengths: Sequence[int], *, parts: int = 2,
+    calls: int = 4096, window: int = 0,
     kv_type: int = 0,
 ) -> Counter[tuple[str, int]]:  # fmt: skip
     """Count the fetches of each block's keys and values.
@@ -33,8 +34,10 @@ def fetched(
     seq_lens = np.array(lengths, np.int32)
     cache = (c_char * 1)()
     attention = AttendArguments(
-        cache=addressof(cache), block_table=table.ctypes.data, seq_lens=seq_lens.ctypes.data, num_seqs=len(tables),
-        table_stride=table.shape[1], block_stride=2 * BLOCK, value_offset=BLOCK, num_kv_heads=KV_HEADS,
+        cache=addressof(cache), block_table=table.ctypes.data, seq_lens=seq_lens.ctypes.data,
+        num_seqs=len(tables),
+        table_stride=table.shape[1], block_stride=2 * BLOCK, value_offset=BLOCK,
+        num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM, block_size=BLOCK_SIZE, window=window, kv_type=kv_type,
     )  # fmt: skip
     addresses = (c_void_p * (parts * calls * 4))()

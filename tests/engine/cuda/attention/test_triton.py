@@ -136,8 +136,12 @@ def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is
     )
     from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel
 
-    loose = {parameter.name for kernel in (attend_kernel, fold_kernel, write_kernel) for parameter in kernel.params
-             if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize}  # fmt: skip
+    loose = {
+        parameter.name
+        for kernel in (attend_kernel, fold_kernel, write_kernel)
+        for parameter in kernel.params
+        if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize
+    }
     assert {
         "block_table",
         "query_start",
@@ -158,7 +162,8 @@ def launch_of(
 ) -> Launch:
     return plan_launch(
         shape, metadata, num_tokens,
-        element_size=2, num_multiprocessors=num_multiprocessors, has_warp_groups=True, is_exact=False,
+        element_size=2, num_multiprocessors=num_multiprocessors, has_warp_groups=True,
+        is_exact=False,
     )  # fmt: skip
 
 

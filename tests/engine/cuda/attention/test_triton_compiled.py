@@ -102,7 +102,8 @@ def source_of(
     for name in attend_kernel.arg_names:
         kind = "fp32" if name in ("scale", "softcap") else "i32"
         if name in ("query", "cache", "out", "sinks"):
-            kind = f"*{'fp32' if name == 'out' and launch.num_splits > 1 else cache if name == 'cache' else element}"
+            is_partial = name == "out" and launch.num_splits > 1
+            kind = f"*{'fp32' if is_partial else cache if name == 'cache' else element}"
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, kind)
     hints = {(attend_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
     return ASTSource(attend_kernel, signature, constants, hints)
@@ -164,7 +165,8 @@ def test_compiles_without_spilling(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_folding_compiles_without_spilling(head_dim: int, capability: int, tmp_path: Path) -> None:
     constants: dict[str, object] = {
-        "NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "HAS_SINKS": False, "MAX_SPLITS": MAX_SPLITS,
+        "NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "HAS_SINKS": False,
+        "MAX_SPLITS": MAX_SPLITS,
         "sinks": None,
     }  # fmt: skip
     pointers = {"partials": "*fp32", "limits": "*fp32", "out": "*bf16"}

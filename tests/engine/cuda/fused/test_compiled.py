@@ -32,12 +32,16 @@ pytestmark = [
     pytest.mark.skipif(not ASSEMBLER.exists(), reason="this Triton brings no assembler for CUDA"),
 ]
 
-HEADS = {"BLOCK_SIZE": 16, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HEAD_PAD": 128, "HALF": 64,
+HEADS = {"BLOCK_SIZE": 16, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HEAD_PAD": 128,
+         "HALF": 64,
          "HALF_PAD": 64, "REST_PAD": 1}  # fmt: skip
-BF16 = dict.fromkeys(("x", "residual", "weight", "out", "sums", "packed", "cache", "cos", "sin", "query_weight",
+BF16 = dict.fromkeys(("x", "residual", "weight", "out", "sums", "packed", "cache", "cos",
+                      "sin", "query_weight",
                       "key_weight", "logits"), "*bf16")  # fmt: skip
-KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "*fp32", "top_p": "*fp64",
-         "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32", "eps": "fp32"}  # fmt: skip
+KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "*fp32",
+         "top_p": "*fp64",
+         "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32",
+         "eps": "fp32"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

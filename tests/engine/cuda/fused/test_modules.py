@@ -211,7 +211,8 @@ def load(folder: Path) -> LoadedModel:
 def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
     """Return greedy answers computed in chunks: prompt, decode and mixed steps."""
     config = EngineConfig(
-        model="none", dtype="float32", device=DEVICE, attention=attention, block_size=4, num_blocks=40,
+        model="none", dtype="float32", device=DEVICE, attention=attention, block_size=4,
+        num_blocks=40,
         max_model_len=64, cuda_graphs=False, fuse=False,
     )  # fmt: skip
     runner = build_runner(loaded, config)

@@ -15,8 +15,10 @@ from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import (
 )
 
 VALUES = [
-    None, True, False, 0, 1, 2, 5, 2.5, -3, "", "a", "b", "ab", "abc", [], [1], [1, "a"], ["a", "a", None], {},
-    {"a": 1}, {"b": 1}, {"a": "a"}, {"a": 1, "b": "x"}, {"ab": None}, {"a": 5, "b": 5, "c": [1]}, {"c": True},
+    None, True, False, 0, 1, 2, 5, 2.5, -3, "", "a", "b", "ab", "abc", [], [1], [1, "a"],
+    ["a", "a", None], {},
+    {"a": 1}, {"b": 1}, {"a": "a"}, {"a": 1, "b": "x"}, {"ab": None}, {"a": 5, "b": 5, "c": [1]},
+    {"c": True},
 ]  # fmt: skip
 
 SCHEMAS = [
@@ -110,9 +112,12 @@ def test_it_admits_what_it_admitted(schema: dict[str, object], expand: bool) -> 
 
 
 KNOWN = {
-    "$ref", "$defs", "allOf", "anyOf", "oneOf", "type", "enum", "const", "properties", "patternProperties",
-    "additionalProperties", "required", "items", "prefixItems", "pattern", "format", "minimum", "maximum",
-    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "minItems", "maxItems",
+    "$ref", "$defs", "allOf", "anyOf", "oneOf", "type", "enum", "const", "properties",
+    "patternProperties",
+    "additionalProperties", "required", "items", "prefixItems", "pattern", "format", "minimum",
+    "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "minItems",
+    "maxItems",
     "minProperties", "maxProperties",
 }  # fmt: skip
 
@@ -136,9 +141,11 @@ def test_it_says_so_with_few_keywords(schema: dict[str, object]) -> None:
 
 LEAVES = st.sampled_from(
     [
-        True, False, {}, {"type": "string"}, {"type": ["object", "null"]}, {"type": "number"}, {"const": "a"},
+        True, False, {}, {"type": "string"}, {"type": ["object", "null"]}, {"type": "number"},
+        {"const": "a"},
         {"const": 1}, {"enum": ["a", "b", None]}, {"minimum": 2}, {"maxLength": 1}, {"minItems": 1},
-        {"required": ["a"]}, {"maxProperties": 1}, {"propertyNames": {"maxLength": 1}}, {"$ref": "#/$defs/d"},
+        {"required": ["a"]}, {"maxProperties": 1}, {"propertyNames": {"maxLength": 1}},
+        {"$ref": "#/$defs/d"},
     ]
 )  # fmt: skip
 
@@ -147,7 +154,8 @@ def grown(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     some = st.lists(inner, min_size=1, max_size=3)
     names = st.dictionaries(st.sampled_from(["a", "b"]), inner, max_size=2)
     keywords = {
-        "allOf": some, "anyOf": some, "oneOf": some, "not": inner, "if": inner, "then": inner, "else": inner,
+        "allOf": some, "anyOf": some, "oneOf": some, "not": inner, "if": inner, "then": inner,
+        "else": inner,
         "properties": names, "additionalProperties": inner, "items": inner, "prefixItems": some,
         "dependentSchemas": names, "unevaluatedProperties": inner, "unevaluatedItems": inner,
         "required": st.just(["b"]), "type": st.sampled_from(["object", "array", "string"]),

@@ -135,7 +135,10 @@ class CpuAttention(AttentionBackend):
         if dtype not in KV_TYPES:
             return f"the cpu kernel does not store keys and values as {dtype}"
         if shape.head_dim % 8 or not 8 <= shape.head_dim <= MAX_HEAD_DIM:
-            return f"the cpu kernel takes head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, not {shape.head_dim}"
+            return (
+                "the cpu kernel takes head sizes that are multiples of 8 up to "
+                f"{MAX_HEAD_DIM}, not {shape.head_dim}"
+            )
         return missing_kernel()
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -69,7 +69,8 @@ def two_prompts(block_size: int, device: torch.device | str = "cpu") -> Attentio
 
     return AttentionMetadata(
         query_start=ints([0, 2, 5]), seq_lens=ints(lens), block_table=ints([[1], [2]]),
-        slot_mapping=ints(slots, torch.int64), max_query_len=max(lens), max_seq_len=max(lens), block_size=block_size,
+        slot_mapping=ints(slots, torch.int64), max_query_len=max(lens), max_seq_len=max(lens),
+        block_size=block_size,
         window=None, query_lens_host=lens, seq_lens_host=lens,
     )  # fmt: skip
 

@@ -44,7 +44,8 @@ def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[L
     if sorted(probe.layers) != list(range(num_layers)):
         missing = len(set(range(num_layers)) - probe.layers.keys())
         problems.append(
-            f"{missing} of its {num_layers} layers do not go through Transformers' AttentionInterface"
+            f"{missing} of its {num_layers} layers do not go through Transformers' "
+            "AttentionInterface"
             if missing
             else f"{len(probe.layers)} layers attend, its configuration says {num_layers}"
         )
@@ -101,7 +102,8 @@ def _config_problems(config: Any) -> list[str]:
     found = [f"its layers are of type {', '.join(sorted(unknown))}"] if unknown else []
     if getattr(config, "attn_temperature_tuning", False):
         found.append(
-            "attn_temperature_tuning scales queries by positions that the model counts over the whole step"
+            "attn_temperature_tuning scales queries by positions that the model counts over the "
+            "whole step"
         )
     return found
 

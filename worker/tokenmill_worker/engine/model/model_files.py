@@ -215,7 +215,8 @@ def _from_hub(model: str, report: ProgressCallback, with_code: bool) -> Path:
         known = ", ".join(BUILT_IN)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(
-            f"{model} is no directory, no .gguf file and none of the built-in names ({known}), and the hub does not "
+            f"{model} is no directory, no .gguf file and none of the built-in names ({known}), "
+            "and the hub does not "
             f"give it, nor is it in the hub's cache here: {reason}"
         ) from error
     if not any(Path(path).glob("*.safetensors")):

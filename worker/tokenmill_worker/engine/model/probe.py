@@ -28,10 +28,8 @@ from tokenmill_worker.engine.model.paged_attention import (
 
 PROBING = "tokenmill_probe"
 OWN = "eager"  # each family's own attention
-_CAUSAL, _OTHER = (
-    -1.0,
-    1.0,
-)  # codes of masks; a window of W tokens is -1 - W. No mask made by a model is filled with one of them
+# codes of masks; a window of W tokens is -1 - W. No mask made by a model is filled with one of them
+_CAUSAL, _OTHER = -1.0, 1.0
 _ROW_TOLERANCE = 1e-3
 
 
@@ -58,7 +56,8 @@ def attend_with(model: Any, implementation: str, name: str) -> None:
     """Set the model's attention function; raises EngineConfigError where it cannot be chosen."""
     if not model._can_set_attn_implementation():
         raise EngineConfigError([
-            f"{name} cannot be served: {type(model).__name__} does not go through Transformers' AttentionInterface"
+            f"{name} cannot be served: {type(model).__name__} does not go through Transformers' "
+            "AttentionInterface"
         ])  # fmt: skip
     model.set_attn_implementation(implementation)
 
@@ -100,7 +99,8 @@ def failed(name: str, error: BaseException) -> EngineConfigError:
     """Return an error whose one sentence describes a pass that raised."""
     first = " ".join(str(error).split())[:160]
     return EngineConfigError([
-        f"{name} cannot be served: its forward pass fails in a step of packed tokens ({type(error).__name__}: {first})"
+        f"{name} cannot be served: its forward pass fails in a step of packed tokens "
+        f"({type(error).__name__}: {first})"
     ])  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Shortens a model to its first layers, and converts it to float32, for the time of a comparison."""
+"""Shortens a model to its first layers, and converts it to float32, during a comparison."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def verify(
             if found is None:
                 return tuple(expected) if depth == len(layers) else ()
     raise EngineConfigError([
-        f"{name} cannot be served: in steps of several sequences its logits differ from those of its own forward pass: "
+        f"{name} cannot be served: in steps of several sequences its logits differ from those of "
+        "its own forward pass: "
         f"{found}"
     ])  # fmt: skip
 
@@ -206,8 +207,10 @@ def _metadata(
         return torch.tensor(values, dtype=dtype, device=device)
 
     return AttentionMetadata(
-        query_start=ints([0, *itertools.accumulate(query_lens)]), seq_lens=ints(seq_lens), block_table=ints(tables),
-        slot_mapping=ints(slots, torch.int64), max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+        query_start=ints([0, *itertools.accumulate(query_lens)]), seq_lens=ints(seq_lens),
+        block_table=ints(tables),
+        slot_mapping=ints(slots, torch.int64), max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
         block_size=block_size, window=window, query_lens_host=query_lens, seq_lens_host=seq_lens,
     )  # fmt: skip
 
@@ -266,7 +269,8 @@ def _expected(
                 }
     except Exception as error:
         raise EngineConfigError([
-            f"{name} cannot be served: its own forward pass fails ({type(error).__name__}: {str(error)[:160]})"
+            f"{name} cannot be served: its own forward pass fails ({type(error).__name__}: "
+            f"{str(error)[:160]})"
         ]) from error  # fmt: skip
     return Expected(prompts, steps, logits)
 

@@ -326,6 +326,7 @@ def linear_arguments(
 
 def norm_arguments(norm: FusedNorm, stride: int, inner: int = 1) -> NormArguments:
     return NormArguments(
-        norm=norm.weight.data_ptr(), norm_eps=norm.eps, norm_offset=norm.offset, k=norm.weight.shape[0], inner=inner,
+        norm=norm.weight.data_ptr(), norm_eps=norm.eps, norm_offset=norm.offset,
+        k=norm.weight.shape[0], inner=inner,
         x_stride=stride, y_stride=stride, residual_stride=stride,
     )  # fmt: skip

@@ -195,8 +195,15 @@ def _run(
     kept = rows.clone()
     try:
         for module in modules:
-            out = module(out, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
-                         position_embeddings=tables, paged=step)  # fmt: skip
+            out = module(
+                out,
+                attention_mask=None,
+                position_ids=None,
+                past_key_values=None,
+                use_cache=False,
+                position_embeddings=tables,
+                paged=step,
+            )
     except Exception as error:
         log.debug("not fused: %s", error)
         return None

@@ -72,8 +72,10 @@ class Buffers:
         self._keys = np.zeros((num_rows, 2), np.int32)
         self._buffers = RotatingBuffers(num_rows)
         self.arguments = _DrawArguments(
-            inverse_temperature=arrays.inverse_temperature.ctypes.data, log_min_p=arrays.log_min_p.ctypes.data,
-            top_p=arrays.top_p.ctypes.data, top_k=arrays.top_k.ctypes.data, keys=self._keys.ctypes.data,
+            inverse_temperature=arrays.inverse_temperature.ctypes.data,
+            log_min_p=arrays.log_min_p.ctypes.data,
+            top_p=arrays.top_p.ctypes.data, top_k=arrays.top_k.ctypes.data,
+            keys=self._keys.ctypes.data,
             num_rows=num_rows,
         )  # fmt: skip
 

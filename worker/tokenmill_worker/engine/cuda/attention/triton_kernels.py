@@ -177,7 +177,9 @@ def store_rows(
 def attend_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     cache,  # the layer's view; keys of block b at b · block_stride, values value_offset further
-    out,  # [num_tokens, NUM_HEADS, HEAD_DIM], or with splits float32 [splits, num_tokens, NUM_HEADS, HEAD_PAD]
+    # [num_tokens, NUM_HEADS, HEAD_DIM], or with splits float32 [splits, num_tokens, NUM_HEADS,
+    # HEAD_PAD]
+    out,
     limits,  # with splits: [2, splits, num_tokens, NUM_HEADS], maxima and sums
     sinks,
     block_table,

@@ -172,13 +172,15 @@ def rotate_and_write_kernel(
     source = row + head * HEAD_DIM
     if head < NUM_HEADS:
         target = out + (token * NUM_HEADS + head) * HEAD_DIM
-        turn_head(source, target, query_weight, cos_at, sin_at, is_token, eps, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
+        turn_head(source, target, query_weight, cos_at, sin_at, is_token, eps,
+                  HEAD_DIM, HALF, HALF_PAD, REST_PAD,
                   HAS_NORM, OFFSET)  # fmt: skip
     else:
         slot = tl.load(slots + token, mask=is_token, other=0)
         kept = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
         kept += (head - NUM_HEADS) * head_stride
-        turn_head(source, kept, key_weight, cos_at, sin_at, is_token, eps, HEAD_DIM, HALF, HALF_PAD, REST_PAD,
+        turn_head(source, kept, key_weight, cos_at, sin_at, is_token, eps,
+                  HEAD_DIM, HALF, HALF_PAD, REST_PAD,
                   HAS_NORM, OFFSET)  # fmt: skip
         values = load_head(source + NUM_KV_HEADS * HEAD_DIM, is_token, 0, HEAD_DIM, HEAD_PAD)
         store_head(kept + value_offset, values, is_token, 0, HEAD_DIM, HEAD_PAD)

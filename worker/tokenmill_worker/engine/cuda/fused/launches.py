@@ -67,7 +67,8 @@ def add_and_norm(
         pad = triton.next_power_of_2(width)
         norm_kernel[(num_rows,)](
             x, residual, weight, out, sums, eps, x.stride(0),
-            WIDTH=width, PAD=pad, OFFSET=offset, ADDS=residual is not None, num_warps=min(16, max(1, pad // 512)),
+            WIDTH=width, PAD=pad, OFFSET=offset, ADDS=residual is not None,
+            num_warps=min(16, max(1, pad // 512)),
         )  # fmt: skip
     return out, sums
 
@@ -105,14 +106,17 @@ def rotate_and_write(
     cos, sin = (table.contiguous() for table in tables)
     half = heads.rotary_dim // 2
     tokens = 1 if num_tokens <= _FEW_TOKENS else 8
-    rotate_and_write_kernel[(triton.cdiv(num_tokens, tokens), heads.num_heads + heads.num_kv_heads)](
+    grid = (triton.cdiv(num_tokens, tokens), heads.num_heads + heads.num_kv_heads)
+    rotate_and_write_kernel[grid](
         packed, out, cache, cos, sin, target.slots,
-        packed if norms is None else norms.query_weight, packed if norms is None else norms.key_weight,
+        packed if norms is None else norms.query_weight,
+        packed if norms is None else norms.key_weight,
         0.0 if norms is None else norms.eps, num_tokens,
         cache.stride(0), cache.stride(1), target.token_stride, target.head_stride,
         BLOCK_SIZE=target.block_size, NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads,
         HEAD_DIM=heads.head_dim, HEAD_PAD=triton.next_power_of_2(heads.head_dim), HALF=half,
-        HALF_PAD=triton.next_power_of_2(half), REST_PAD=triton.next_power_of_2(max(1, heads.head_dim - 2 * half)),
+        HALF_PAD=triton.next_power_of_2(half),
+        REST_PAD=triton.next_power_of_2(max(1, heads.head_dim - 2 * half)),
         HAS_NORM=norms is not None, OFFSET=0.0 if norms is None else norms.offset, TOKENS=tokens,
         num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip

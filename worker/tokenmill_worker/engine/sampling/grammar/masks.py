@@ -186,7 +186,8 @@ class Grammars:
             matcher.rollback(taken)
         if (time.thread_time() - started_s) / (len(new) + len(words)) > TOKEN_LIMIT_S:
             raise GrammarError(
-                f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to check"
+                f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to "
+                "check"
             )
         return words, ends
 

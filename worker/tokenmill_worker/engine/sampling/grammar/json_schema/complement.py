@@ -28,7 +28,8 @@ _OPPOSITES = {
     "exclusiveMaximum": "minimum",
 }
 _ASSERTIONS = {
-    *MAPS, *LISTS, *SINGLE, *COUNTS, *NUMBERS, "type", "const", "enum", "required", "pattern", "format", "uniqueItems",
+    *MAPS, *LISTS, *SINGLE, *COUNTS, *NUMBERS, "type", "const", "enum", "required", "pattern",
+    "format", "uniqueItems",
     "dependentRequired", "dependencies", "$ref", "$dynamicRef",
 } - {"$defs", "definitions", "then", "else"}  # fmt: skip
 

@@ -114,7 +114,10 @@ def _nothing(uri: str) -> Any:
 def _explained(schema: Any, error: jsonschema_rs.ValidationError) -> str:
     message = str(error.message)
     if message.startswith("Unknown meta-schema"):
-        return f"'$schema' at /$schema names a draft that is not supported: {str(schema['$schema'])[:_MAX_CHARS]!r}"
+        return (
+            "'$schema' at /$schema names a draft that is not supported: "
+            f"{str(schema['$schema'])[:_MAX_CHARS]!r}"
+        )
     if message.startswith("Resource "):
         return _outside(schema, message.split("'")[1])
     steps = list(error.instance_path)
@@ -139,7 +142,10 @@ def _outside(root: Any, uri: str) -> str:
                 target = urldefrag(value[key]).url if isinstance(value.get(key), str) else ""
                 if target and uri.endswith(target.lstrip("./")):
                     where = f"{pointer}/{key}"[:_MAX_CHARS]
-                    return f"{key!r} at {where} leads to {target[:_MAX_CHARS]!r}, which is not part of the schema"
+                    return (
+                        f"{key!r} at {where} leads to {target[:_MAX_CHARS]!r}, which is not "
+                        "part of the schema"
+                    )
             waiting += [(f"{pointer}/{escaped(name)}", inner) for name, inner in value.items()]
     return f"a '$ref' leads to {uri[:_MAX_CHARS]!r}, which is not part of the schema"
 
@@ -163,7 +169,8 @@ def _nested_drafts(root: Any) -> list[str]:
             continue
         if "$schema" in schema and str(schema["$schema"]).rstrip("#") != own:
             found.append(
-                f"'$schema' at {pointer[:_MAX_CHARS]} is not supported: it names another draft than the top"
+                f"'$schema' at {pointer[:_MAX_CHARS]} is not supported: it names another draft "
+                "than the top"
             )
         waiting += [(pointer + step, inner, depth + 1) for step, inner in subschemas(schema)]
     return found
