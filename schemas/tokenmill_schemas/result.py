@@ -52,8 +52,8 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One finished sequence of a job.
 
     `text_ends[i]` is len(text) after the chunk of token i. From it the chunks of a finished job can
-    be rebuilt, one per token, after the log is gone. `reasoning_ends` is the same of the thoughts; it
-    ends with their last token.
+    be rebuilt, one per token, after the log is gone. `reasoning_ends` is the same of the thoughts;
+    it ends with their last token.
     """
 
     index: int = 0
@@ -86,7 +86,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     v: int = 1
     order: tuple[int, ...] = ()  # read only, from workers before `Chunk.n`; nobody needs it
-    # the parameters that the answer was drawn with; stop strings, biases and format stay in the request
+    # the parameters that the answer was drawn with; stop strings, biases and format stay in the
+    # request
     params: SamplingParams | None = None
 
     @property

@@ -1,4 +1,6 @@
-"""An answer keeps the sampling defaults of its first worker after `kill -9`, on a worker with others."""
+"""An answer keeps the sampling defaults of its first worker after `kill -9`, on a worker with
+others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A chat's answer has its thoughts apart; the engine learns where they end if anything depends on it."""
+"""A chat's answer has its thoughts apart; the engine learns where they end if anything depends on
+it.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A model's sampling defaults hold where a request names none, and an answer keeps those it began with."""
+"""A model's sampling defaults hold where a request names none, and an answer keeps those it began
+with.
+"""
 
 import dataclasses
 from typing import Any
@@ -93,7 +95,8 @@ async def continued(log: tuple[Chunk, ...], **params):
 
 async def test_an_answer_that_has_begun_keeps_its_first_workers_parameters():
     first = SamplingParams(
-        temperature=0.9, top_p=0.8, top_k=0, min_p=0.0, repetition_penalty=1.2, max_tokens=9, seed=5,
+        temperature=0.9, top_p=0.8, top_k=0, min_p=0.0, repetition_penalty=1.2, max_tokens=9,
+        seed=5,
         logprobs_mode="processed_logprobs",
     )  # fmt: skip
     log = (msgspec.structs.replace(tokens("a"), params=first), tokens("b", 1))
@@ -125,7 +128,8 @@ async def test_the_log_and_the_result_say_how_the_answer_was_drawn():
     )
     (finished,) = report.finished
     wanted = SamplingParams(
-        temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=2, seed=3,
+        temperature=0.5, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=2,
+        seed=3,
         n=2, logprobs_mode="raw_logprobs",
     )  # fmt: skip
     assert finished.result.params == wanted

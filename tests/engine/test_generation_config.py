@@ -12,8 +12,10 @@ from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.generation_config import FILE, read_defaults
 
 QWEN = {
-    "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "pad_token_id": 151643,
-    "repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "transformers_version": "4.56.0",
+    "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
+    "pad_token_id": 151643,
+    "repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20, "top_p": 0.8,
+    "transformers_version": "4.56.0",
 }  # fmt: skip
 
 

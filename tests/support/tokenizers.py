@@ -46,7 +46,8 @@ def byte_level() -> Tokenizer:
 
 
 THINKING_CHAT = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% "
+    "endif %}"
     "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]"
     "{% if enable_thinking is defined %}<think>\n{% if not enable_thinking %}</think>\n{% endif %}"
     "{% endif %}{% endif %}"

@@ -1,5 +1,5 @@
-"""Reads what a model's `generation_config.json` says: its own sampling defaults, and the tokens that
-end a sequence.
+"""Reads what a model's `generation_config.json` says: its own sampling defaults, and the tokens
+that end a sequence.
 
 Only what the file states is a default, as in vLLM: what it leaves out keeps its neutral value.
 """

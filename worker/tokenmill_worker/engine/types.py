@@ -15,7 +15,8 @@ ProgressCallback = Callable[[str, float], None]  # (what is loaded, fraction tha
 
 
 class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Says where the thoughts of an answer begin and end, in token ids. A grammar binds behind them.
+    """Says where the thoughts of an answer begin and end, in token ids. A grammar binds behind
+    them.
 
     `is_open`: the answer begins within thoughts; else they begin if its first token is `start`, and
     without that token there are none. They end with the ids `end`. After `budget` tokens of

@@ -228,7 +228,8 @@ def _is_given(value: object) -> bool:
 _PLAIN = (
     "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "continue_final_message", "thinking_budget", "logprobs", "logprobs_mode", "n", "priority", "tenant",
+    "continue_final_message", "thinking_budget", "logprobs", "logprobs_mode", "n", "priority",
+    "tenant",
     "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
 

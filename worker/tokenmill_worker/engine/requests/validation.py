@@ -111,7 +111,8 @@ class RequestValidator:
         self._check_ids((*thoughts.end, *thoughts.closing, *start), "thoughts")
         if not self.can_structure:
             raise RequestError(
-                "thinking_budget is not available: the engine has no grammar compiler for this model"
+                "thinking_budget is not available: the engine has no grammar compiler for this "
+                "model"
             )
 
     def _check_params(self, params: SamplingParams) -> None:
