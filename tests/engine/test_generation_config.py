@@ -1,4 +1,4 @@
-"""A model's generation_config.json gives the sampling defaults; a bad one is refused in a sentence."""
+"""A model's generation_config.json gives the sampling defaults; a bad one is refused by name."""
 
 import json
 import shutil

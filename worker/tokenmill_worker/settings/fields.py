@@ -89,8 +89,8 @@ class Settings(_EngineFields):
     )
     reasoning_format: Literal["auto", "none", "think", "channels"] = Field(
         "auto",
-        description="how the model marks its thoughts: auto (as its template and tokens say), none, "
-        "think (tags), channels (gpt-oss)",
+        description="how the model marks its thoughts: auto (as its template and tokens say), "
+        "none, think (tags), channels (gpt-oss)",
     )
     # the promise
     lease_seconds: float = Field(
