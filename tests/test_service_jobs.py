@@ -144,7 +144,7 @@ def delivery(job_id: str, **fields: Any) -> Delivery:
 async def test_a_job_lost_and_claimed_again_hears_nothing_of_its_first_time(bench: Bench) -> None:
     await bench.service.take([delivery("job")])
     await bench.host.step(event("ab"))
-    bench.service.drop(["job"])
+    bench.service.ends.drop_lost(["job"])
     assert bench.host.cancelled == ["job/1"]
     await bench.service.take([delivery("job", token=2, log=tuple(bench.log.chunks["job"]))])
     assert bench.host.submitted == ["job/1", "job/2"]
@@ -159,7 +159,7 @@ async def test_a_job_lost_and_claimed_again_hears_nothing_of_its_first_time(benc
 async def test_suspects_that_are_lost_hold_nobody_back(bench: Bench) -> None:
     await bench.service.take([delivery(name, alone=True) for name in "ab"])
     assert bench.host.submitted == ["a/1"]
-    bench.service.drop(["a", "b"])
+    bench.service.ends.drop_lost(["a", "b"])
     await bench.host.step()
     assert bench.service.credits()
     await bench.service.take([delivery("c")])
@@ -170,7 +170,7 @@ async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(
     bench: Bench,
 ) -> None:
     await bench.service.take([delivery(name, alone=True) for name in "ab"])
-    bench.service.drop(["b"])
+    bench.service.ends.drop_lost(["b"])
     await bench.host.step(event("x", "a", end=FinishReason.LENGTH))
     await bench.host.step()
     assert bench.host.submitted == ["a/1"]
@@ -184,7 +184,7 @@ async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Benc
     await bench.host.step(
         event("", end=FinishReason.ERROR, error="boom", error_code="engine_error")
     )
-    bench.service.drop(["job"])
+    bench.service.ends.drop_lost(["job"])
     await bench.service.take([delivery("job", token=2)])
     bench.orders.is_down = False
     await bench.host.step()

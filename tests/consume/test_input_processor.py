@@ -14,7 +14,8 @@ from tokenmill_schemas.generation import (
 )
 from tokenmill_schemas.job import JobRequest, Message, Priority
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.input_processor import InputProcessor, seed_of
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.consume.param_resolver import seed_of
 from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ from tests.support.tokenizers import byte_level
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import ResponseFormat, SamplingNumbers, SamplingParams
 from tokenmill_schemas.job import JobRequest
-from tokenmill_worker.consume.input_processor import InputProcessor, seed_of
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.consume.param_resolver import seed_of
 from tokenmill_worker.jobs import AdmittedJob
 from tokenmill_worker.publish.publisher import Publisher
 

@@ -139,8 +139,8 @@ class Worker:
             lambda: self.reporter.status(),
             lease_s=settings.lease_seconds,
             interval_s=settings.heartbeat_interval,
-            on_cancelled=self.service.cancel_all,
-            on_lost=self.service.drop,
+            on_cancelled=self.service.ends.cancel_all,
+            on_lost=self.service.ends.drop_lost,
             on_expired=self._expired,
         )
         self._control = ControlChannel(
@@ -149,7 +149,7 @@ class Worker:
             settings.worker_name,
             on_wake_all=self._consumer.wake,
             on_wake_up=self._consumer.answer_wake_up,
-            on_cancel=self.service.cancel,
+            on_cancel=self.service.ends.cancel,
             on_drain=self.drain,
         )
         parts = WorkerParts(
@@ -262,7 +262,7 @@ class Worker:
     # ── reports of the stages ──
 
     async def _expired(self) -> None:
-        self.service.drop_all()
+        self.service.ends.drop_all()
         with contextlib.suppress(Unavailable):
             await self.stream.resign()
 

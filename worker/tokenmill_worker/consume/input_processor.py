@@ -8,7 +8,6 @@ a producer can send.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -22,27 +21,18 @@ from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
 from tokenmill_worker.consume.outcomes import Outcomes
+from tokenmill_worker.consume.param_resolver import ParamResolver
+from tokenmill_worker.consume.prompt_encoder import PromptEncoder, thoughts_for_engine
+from tokenmill_worker.consume.refusal import INVALID_REQUEST, Refused
 from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.engine.types import GenerationRequest, Thoughts
+from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.chat.reasoning import Opening, ReasoningFormat
-from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, read_log, replay
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-INVALID = "invalid_request"
-TOO_LONG = "context_length_exceeded"
-
-
-class _Refused(Exception):
-    """Raised to end the job as failed."""
-
-    def __init__(self, message: str, code: str = INVALID) -> None:
-        super().__init__(message)
-        self.error = JobError(code, message)
 
 
 class InputProcessor:
@@ -60,7 +50,8 @@ class InputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
-        self._reasoning = reasoning
+        self._prompts = PromptEncoder(tokenizer, model.max_model_len, reasoning)
+        self._params = ParamResolver(model)
         self._max_payload_bytes = max_payload_bytes
         self._clock = clock
         self._outcomes = Outcomes(worker_id, model.names[0], self._now_ms)
@@ -78,8 +69,8 @@ class InputProcessor:
         except DecodeError as error:
             if delivery.outcome != "run":
                 return self._end(delivery, None)
-            return self._outcomes.failed(delivery, None, JobError(INVALID, f"the {error}"))
-        except _Refused as refusal:
+            return self._outcomes.failed(delivery, None, JobError(INVALID_REQUEST, f"the {error}"))
+        except Refused as refusal:
             return self._outcomes.failed(delivery, request, refusal.error)
         except Exception as error:  # any error: the other jobs of the claim must still start
             log.exception("job %s fails: its request could not be processed", delivery.job_id)
@@ -90,13 +81,11 @@ class InputProcessor:
         self._check(request)
         if self._is_late(request) and not delivery.log:
             return self._outcomes.expired(delivery, request)
-        chat = self._render(request)
-        opening = self._opening(request, chat)
-        prompt_ids = await self._encode(request, chat)
+        chat = self._prompts.render(request)
+        opening = self._prompts.opening(request, chat)
+        prompt_ids = await self._prompts.encode(request, chat)
         chunks = self._read(delivery)
-        defaults = self._defaults(chunks)
-        max_tokens = self._resolve_max_tokens(request, len(prompt_ids), defaults.max_tokens)
-        params = _resolved(delivery, request, defaults, max_tokens)
+        params = self._params.resolve(delivery, request, chunks, len(prompt_ids))
         answer = self._resume(delivery, chunks, params, opening)
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
@@ -104,7 +93,7 @@ class InputProcessor:
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
         generation = self._generation(delivery, request, answer, prompt_ids, params)
-        thoughts = self._thoughts(request, opening)
+        thoughts = thoughts_for_engine(request, opening)
         if thoughts is not None:
             generation = msgspec.structs.replace(generation, thoughts=thoughts)
         return AdmittedJob(delivery, request, generation, answer)
@@ -144,7 +133,7 @@ class InputProcessor:
     def _check(self, request: JobRequest) -> None:
         found = problems(request, is_decoded=True)
         if found:
-            raise _Refused("; ".join(found))
+            raise Refused("; ".join(found))
         self._adapter(request)
         for name, ids in (
             ("prompt_ids", request.prompt_ids or ()),
@@ -152,7 +141,7 @@ class InputProcessor:
             ("logit_bias", tuple(request.params.logit_bias)),
         ):
             if max(ids, default=0) >= self._model.vocab_size:
-                raise _Refused(
+                raise Refused(
                     f"{name} holds {max(ids)}, "
                     f"outside the vocabulary of {self._model.vocab_size} ids"
                 )
@@ -161,102 +150,7 @@ class InputProcessor:
         try:
             return self._model.adapter_for(request.model, request.params.lora)
         except LookupError as error:
-            raise _Refused(str(error.args[0]), "model_not_found") from error
-
-    def _render(self, request: JobRequest) -> str | None:
-        """Return the chat as the model reads it; None for a prompt."""
-        if request.messages is None:
-            return None
-        try:
-            return self._tokenizer.template.render(
-                request.messages,
-                documents=request.documents,
-                continue_final_message=request.continue_final_message,
-                add_generation_prompt=request.add_generation_prompt,
-                variables=request.chat_template_kwargs,
-            )
-        except TemplateError as error:
-            raise _Refused(str(error)) from error
-
-    def _opening(self, request: JobRequest, chat: str | None) -> Opening | None:
-        """Return how the answer begins; None if it has no thoughts that are told apart. What
-        follows a prompt is its continuation, so only a chat's answer has thoughts.
-        """
-        if self._reasoning is not None and chat is not None:
-            return self._reasoning.opening(chat)
-        if request.params.thinking_budget is not None:
-            raise _Refused(
-                "thinking_budget needs messages, and a model whose thoughts are told apart"
-            )
-        return None
-
-    def _thoughts(self, request: JobRequest, opening: Opening | None) -> Thoughts | None:
-        """Return what the engine must know of the thoughts, where anything depends on them."""
-        params = request.params
-        if opening is None or opening.thoughts is None:
-            return None
-        if params.response_format is None and params.thinking_budget is None:
-            return None
-        return msgspec.structs.replace(opening.thoughts, budget=params.thinking_budget)
-
-    async def _encode(self, request: JobRequest, chat: str | None) -> tuple[int, ...]:
-        if request.prompt_ids is not None:
-            prompt_ids = request.prompt_ids
-        elif chat is not None:
-            self._refuse_absurd_length(chat)
-            prompt_ids = await self._tokenizer.encode_rendered(chat)
-        else:
-            text = request.prompt or ""
-            self._refuse_absurd_length(text)
-            prompt_ids = await self._tokenizer.encode_prompt(text)
-        if not prompt_ids:
-            raise _Refused("the prompt is empty: it has no tokens")
-        if len(prompt_ids) >= self._model.max_model_len:
-            raise _Refused(
-                f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG
-            )
-        return prompt_ids
-
-    def _refuse_absurd_length(self, text: str) -> None:
-        """Refuse a text that exceeds the limit by its least possible number of tokens. Tokenising
-        megabytes would take seconds of a core.
-        """
-        least = self._tokenizer.least_tokens(text)
-        if least >= self._model.max_model_len:
-            raise _Refused(f"the prompt has at least {least} tokens; {self._length_rule}", TOO_LONG)
-
-    @property
-    def _length_rule(self) -> str:
-        length = self._model.max_model_len
-        return f"the model's length is {length}, of which the answer needs at least 1"
-
-    def _defaults(self, chunks: list[Chunk]) -> SamplingParams:
-        """Return what holds where a request names nothing.
-
-        An answer that has begun keeps the parameters of its first worker, whose model may have
-        other defaults. A log without parameters was begun by a worker that knew no such defaults.
-        """
-        limit = self._model.default_max_tokens
-        if chunks:
-            return chunks[0].params or SamplingParams(max_tokens=limit)
-        defaults = self._model.sampling_defaults
-        return defaults if limit is None else msgspec.structs.replace(defaults, max_tokens=limit)
-
-    def _resolve_max_tokens(
-        self, request: JobRequest, num_prompt_tokens: int, default: int | None
-    ) -> int:
-        room = self._model.max_model_len - num_prompt_tokens
-        wanted = request.params.max_tokens
-        if wanted is None:
-            return room if default is None else min(room, max(default, request.params.min_tokens))
-        if wanted > room:
-            raise _Refused(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={wanted} "
-                f"make {num_prompt_tokens + wanted}; "
-                f"the model's length is {self._model.max_model_len}",
-                TOO_LONG,
-            )
-        return wanted
+            raise Refused(str(error.args[0]), "model_not_found") from error
 
     def _is_late(self, request: JobRequest) -> bool:
         return request.deadline_ms is not None and request.deadline_ms <= self._now_ms()
@@ -267,7 +161,7 @@ class InputProcessor:
         try:
             return read_log(delivery.log, self._model.vocab_size)
         except LogCorrupt as error:
-            raise _Refused(str(error), "corrupt_log") from error
+            raise Refused(str(error), "corrupt_log") from error
 
     def _resume(
         self,
@@ -281,7 +175,7 @@ class InputProcessor:
         try:
             replay(answer, chunks, EndRules.of(params, self._model.eos_token_ids))
         except LogCorrupt as error:
-            raise _Refused(str(error), "corrupt_log") from error
+            raise Refused(str(error), "corrupt_log") from error
         return answer
 
     def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
@@ -290,31 +184,12 @@ class InputProcessor:
         """
         answer = None
         if request is not None and delivery.log and not problems(request):
-            with contextlib.suppress(_Refused):  # an unreadable log does not change the outcome
+            with contextlib.suppress(Refused):  # an unreadable log does not change the outcome
                 chunks = self._read(delivery)
-                defaults = self._defaults(chunks)
-                most = request.params.max_tokens or defaults.max_tokens
-                params = _resolved(delivery, request, defaults, most)
-                opening = self._opening(request, self._render(request))
+                params = self._params.resolve_logged(delivery, request, chunks)
+                opening = self._prompts.opening(request, self._prompts.render(request))
                 answer = self._resume(delivery, chunks, params, opening)
         return self._outcomes.ended(delivery, request, answer)
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
-
-
-def _resolved(
-    delivery: Delivery, request: JobRequest, defaults: SamplingParams, max_tokens: int | None
-) -> SamplingParams:
-    """Return the request's parameters with nothing left unnamed."""
-    seed = seed_of(delivery.job_id) if request.params.seed is None else request.params.seed
-    return msgspec.structs.replace(
-        request.params.with_defaults(defaults), seed=seed, max_tokens=max_tokens
-    )
-
-
-def seed_of(job_id: str) -> int:
-    """Return the seed of a job that names none. It is the same at every delivery, so that a resumed
-    answer continues as it would have.
-    """
-    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") >> 1

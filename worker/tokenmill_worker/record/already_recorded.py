@@ -6,14 +6,21 @@ row belongs to another job, the later job fails and is not billed.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
+from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.record.result_store import RecordReport
+
+log = logging.getLogger(__name__)
+
+Find = Callable[[Sequence[str]], Awaitable[dict[str, JobResult]]]
 
 
 def recorded_by_us(group: list[FinishedJob], report: RecordReport) -> list[FinishedJob]:
@@ -26,6 +33,36 @@ def recorded_by_us(group: list[FinishedJob], report: RecordReport) -> list[Finis
         item
         for job_id, item in latest.items()
         if job_id in report.written or report.existing.get(job_id) == item.result
+    ]
+
+
+async def skip_recorded(
+    find: Find, outcomes: Sequence[AdmittedJob | FinishedJob]
+) -> list[AdmittedJob | FinishedJob]:
+    """Replace redelivered jobs by the end that SQL has for them.
+
+    Args:
+        find: looks up results by job id.
+    """
+    again = {
+        job.job_id
+        for job in outcomes
+        if isinstance(job, AdmittedJob) and job.delivery.deliveries > 1
+    }
+    if not again:
+        return list(outcomes)
+    try:
+        known = await find(sorted(again))
+    except StoreUnavailable as error:
+        # The jobs are generated again. Where a row exists, it decides.
+        log.warning(
+            "%d redelivered jobs are generated again: SQL cannot tell if they ended: %s",
+            len(again),
+            error,
+        )
+        return list(outcomes)
+    return [
+        unless_recorded(job, known) if isinstance(job, AdmittedJob) else job for job in outcomes
     ]
 
 

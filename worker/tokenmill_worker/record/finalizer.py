@@ -22,13 +22,12 @@ from typing import Protocol, TypeVar
 
 from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Acknowledger, AdmittedJob, FinishedJob
 from tokenmill_worker.record.already_recorded import (
     as_recorded,
     ended_without_id,
     recorded_by_us,
-    unless_recorded,
+    skip_recorded,
 )
 from tokenmill_worker.record.finalizer_stats import FinalizerStats
 from tokenmill_worker.record.job_size import size_of
@@ -133,26 +132,9 @@ class Finalizer:
         before it could acknowledge. Such a job is not generated again: its subscribers would get
         other chunks than the readers of the result.
         """
-        again = {
-            job.job_id
-            for job in outcomes
-            if isinstance(job, AdmittedJob) and job.delivery.deliveries > 1
-        }
-        if not again or self.stats.record_down_since is not None:
+        if self.stats.record_down_since is not None:
             return list(outcomes)
-        try:
-            known = await self._store.find(sorted(again))
-        except StoreUnavailable as error:
-            # The jobs are generated again. Where a row exists, it decides.
-            log.warning(
-                "%d redelivered jobs are generated again: SQL cannot tell if they ended: %s",
-                len(again),
-                error,
-            )
-            return list(outcomes)
-        return [
-            unless_recorded(job, known) if isinstance(job, AdmittedJob) else job for job in outcomes
-        ]
+        return await skip_recorded(self._store.find, outcomes)
 
     async def run(self) -> None:
         """Work off both queues until cancelled."""
@@ -183,18 +165,8 @@ class Finalizer:
         """Record a group. Returns the jobs to try again."""
         started = time.monotonic()
         report = await self._store.record(group)
-        stats = self.stats
-        stats.commit_seconds.append(time.monotonic() - started)
-        stats.record_down_since = None
-        stats.groups += 1
         ours = recorded_by_us(group, report)
-        stats.recorded += len(ours)
-        stats.recorded_before += len(report.written) + len(report.existing) - len(ours)
-        stats.sanitised += len(report.sanitised)
-        stats.refused += len(report.refused)
-        for job_id, reason in report.refused.items():
-            stats.last_error = reason
-            log.error("Job %s was refused by the database and is tried again: %s", job_id, reason)
+        self.stats.note_group(report, len(ours), time.monotonic() - started)
         done = [item for item in group if item.result.job_id not in report.refused]
         taken = [ended_without_id(item) for item in done if item.result.job_id in report.taken]
         kept = [
@@ -210,36 +182,16 @@ class Finalizer:
 
     async def _acknowledge(self, group: list[FinishedJob]) -> list[FinishedJob]:
         answers = await self._acknowledger.finish(group)
-        self.stats.acknowledge_down_since = None
         lost = [item.result.job_id for item, ours in zip(group, answers, strict=True) if not ours]
-        self.stats.acknowledged += len(group) - len(lost)
-        self.stats.lost += len(lost)
-        if lost:
-            log.warning(
-                "%d recorded jobs belong to other workers now, which acknowledge them",
-                len(lost),
-            )
+        self.stats.note_acknowledged(len(group), len(lost))
         self._changed.set()
         return []
 
     def _record_failed(self, error: Exception) -> None:
-        stats = self.stats
-        stats.record_failures += 1
-        stats.last_error = str(error)
-        if stats.record_down_since is None:
-            stats.record_down_since = time.monotonic()
-            log.error("SQL cannot record results; %d jobs wait: %s", len(self._to_record), error)
+        self.stats.note_record_failure(error, len(self._to_record))
 
     def _acknowledge_failed(self, error: Exception) -> None:
-        stats = self.stats
-        stats.last_error = str(error)
-        if stats.acknowledge_down_since is None:
-            stats.acknowledge_down_since = time.monotonic()
-            log.error(
-                "Redis cannot acknowledge recorded jobs; %d wait: %s",
-                len(self._to_acknowledge),
-                error,
-            )
+        self.stats.note_acknowledge_failure(error, len(self._to_acknowledge))
 
 
 def _is_line(finished: FinishedJob) -> bool:

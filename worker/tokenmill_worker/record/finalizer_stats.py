@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from dataclasses import dataclass, field
+
+from tokenmill_worker.record.result_store import RecordReport
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,3 +37,38 @@ class FinalizerStats:
         taken = list(self.commit_seconds)
         self.commit_seconds.clear()
         return taken
+
+    def note_group(self, report: RecordReport, num_ours: int, seconds: float) -> None:
+        """Count a committed group, of which `num_ours` rows are this worker's."""
+        self.commit_seconds.append(seconds)
+        self.record_down_since = None
+        self.groups += 1
+        self.recorded += num_ours
+        self.recorded_before += len(report.written) + len(report.existing) - num_ours
+        self.sanitised += len(report.sanitised)
+        self.refused += len(report.refused)
+        for job_id, reason in report.refused.items():
+            self.last_error = reason
+            log.error("Job %s was refused by the database and is tried again: %s", job_id, reason)
+
+    def note_acknowledged(self, num_jobs: int, num_lost: int) -> None:
+        self.acknowledge_down_since = None
+        self.acknowledged += num_jobs - num_lost
+        self.lost += num_lost
+        if num_lost:
+            log.warning(
+                "%d recorded jobs belong to other workers now, which acknowledge them", num_lost
+            )
+
+    def note_record_failure(self, error: Exception, num_waiting: int) -> None:
+        self.record_failures += 1
+        self.last_error = str(error)
+        if self.record_down_since is None:
+            self.record_down_since = time.monotonic()
+            log.error("SQL cannot record results; %d jobs wait: %s", num_waiting, error)
+
+    def note_acknowledge_failure(self, error: Exception, num_waiting: int) -> None:
+        self.last_error = str(error)
+        if self.acknowledge_down_since is None:
+            self.acknowledge_down_since = time.monotonic()
+            log.error("Redis cannot acknowledge recorded jobs; %d wait: %s", num_waiting, error)

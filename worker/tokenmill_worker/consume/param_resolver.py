@@ -1,0 +1,87 @@
+"""Resolves a request's sampling parameters: nothing is left unnamed for the engine."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.job import JobRequest
+from tokenmill_worker.consume.refusal import TOO_LONG, Refused
+from tokenmill_worker.consume.served_model import ServedModel
+from tokenmill_worker.jobs import Delivery
+
+
+class ParamResolver:
+    """Completes the parameters of requests by the defaults and the length of one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    def resolve(
+        self, delivery: Delivery, request: JobRequest, chunks: list[Chunk], num_prompt_tokens: int
+    ) -> SamplingParams:
+        """Return the complete parameters of a job that goes to the engine.
+
+        Args:
+            chunks: what the job's log holds.
+
+        Raises:
+            Refused: prompt and answer together exceed the model's length.
+        """
+        defaults = self._defaults(chunks)
+        most = self._max_tokens(request, num_prompt_tokens, defaults.max_tokens)
+        return _completed(delivery, request, defaults, most)
+
+    def resolve_logged(
+        self, delivery: Delivery, request: JobRequest, chunks: list[Chunk]
+    ) -> SamplingParams:
+        """Return the parameters by which a logged answer is read; its length is not checked."""
+        defaults = self._defaults(chunks)
+        most = request.params.max_tokens or defaults.max_tokens
+        return _completed(delivery, request, defaults, most)
+
+    def _defaults(self, chunks: list[Chunk]) -> SamplingParams:
+        """Return what holds where a request names nothing.
+
+        An answer that has begun keeps the parameters of its first worker, whose model may have
+        other defaults. A log without parameters was begun by a worker that knew no such defaults.
+        """
+        limit = self._model.default_max_tokens
+        if chunks:
+            return chunks[0].params or SamplingParams(max_tokens=limit)
+        defaults = self._model.sampling_defaults
+        return defaults if limit is None else msgspec.structs.replace(defaults, max_tokens=limit)
+
+    def _max_tokens(self, request: JobRequest, num_prompt_tokens: int, default: int | None) -> int:
+        room = self._model.max_model_len - num_prompt_tokens
+        wanted = request.params.max_tokens
+        if wanted is None:
+            return room if default is None else min(room, max(default, request.params.min_tokens))
+        if wanted > room:
+            raise Refused(
+                f"{num_prompt_tokens} prompt tokens and max_tokens={wanted} "
+                f"make {num_prompt_tokens + wanted}; "
+                f"the model's length is {self._model.max_model_len}",
+                TOO_LONG,
+            )
+        return wanted
+
+
+def _completed(
+    delivery: Delivery, request: JobRequest, defaults: SamplingParams, max_tokens: int | None
+) -> SamplingParams:
+    """Return the request's parameters with nothing left unnamed."""
+    seed = seed_of(delivery.job_id) if request.params.seed is None else request.params.seed
+    return msgspec.structs.replace(
+        request.params.with_defaults(defaults), seed=seed, max_tokens=max_tokens
+    )
+
+
+def seed_of(job_id: str) -> int:
+    """Return the seed of a job that names none. It is the same at every delivery, so that a resumed
+    answer continues as it would have.
+    """
+    return int.from_bytes(hashlib.blake2b(job_id.encode(), digest_size=8).digest(), "big") >> 1

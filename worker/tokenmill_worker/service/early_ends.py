@@ -1,0 +1,125 @@
+"""Ends jobs in this worker before their answer is complete: cancelled, lost, or given back.
+
+A dead engine's jobs go back to the queue as suspects. After a lost lease, every job is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from tokenmill.transport.cancellation import wait_at_most
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Delivery
+from tokenmill_worker.publish.publisher import Publisher
+from tokenmill_worker.service.owned_jobs import OwnedJobs
+from tokenmill_worker.supervisor import EngineSupervisor
+
+log = logging.getLogger(__name__)
+
+HAND_OVER_S = 10.0  # limits the wait for a server that does not answer
+RELEASE_RETRY_S = 1.0
+
+
+class EarlyEnds:
+    """Stops jobs in engine and publisher, and gives back those that another worker continues."""
+
+    def __init__(
+        self,
+        owned: OwnedJobs,
+        stream: JobStream,
+        publisher: Publisher,
+        supervisor: EngineSupervisor,
+    ) -> None:
+        self._owned = owned
+        self._stream = stream
+        self._publisher = publisher
+        self._supervisor = supervisor
+
+    def cancel(self, job_id: str) -> None:
+        """Stop generating. The job ends through its last event, with the text that it has."""
+        if (delivery := self._owned.get(job_id)) is not None:
+            self.stop_generating(delivery.request_id)
+
+    def cancel_all(self, job_ids: Iterable[str]) -> None:
+        for job_id in job_ids:
+            self.cancel(job_id)
+
+    def drop_lost(self, job_ids: Iterable[str]) -> None:
+        """Stop jobs that another worker owns now, and write nothing more for them."""
+        for job_id in job_ids:
+            if (delivery := self._owned.get(job_id)) is not None:
+                self.drop(delivery)
+
+    def drop_all(self) -> None:
+        """Drop every job, because the lease ran out while the process was frozen."""
+        for delivery in self._owned:
+            self.drop(delivery)
+
+    def drop(self, delivery: Delivery) -> None:
+        self.stop_generating(delivery.request_id)
+        self._publisher.close(delivery.request_id)
+        if delivery in self._owned:
+            log.warning("dropped job %s: another worker owns it now", delivery.job_id)
+            self._owned.leave([delivery], "lost")
+
+    def abandon(self, deliveries: list[Delivery]) -> None:
+        """Stop jobs whose start failed; the consumer gives them back."""
+        owned = [delivery for delivery in deliveries if delivery in self._owned]
+        for delivery in owned:
+            self.stop_generating(delivery.request_id)
+            self._publisher.close(delivery.request_id)
+        self._owned.leave(owned, "crash")
+
+    def stop_generating(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.CANCELLED,
+        choice: int | None = None,
+    ) -> None:
+        if self._supervisor.host is not None:
+            self._supervisor.host.cancel(request_id, reason, choice)
+
+    async def release(self, deliveries: list[Delivery], *, crash: bool) -> None:
+        """Give jobs back to the queue with their logs. Raises RedisUnavailable; may be repeated."""
+        for delivery in deliveries:
+            self._publisher.close(delivery.request_id)
+        if deliveries:
+            await self._stream.release([(d.job_id, d.token, crash) for d in deliveries])
+        self._owned.leave(deliveries, "crash" if crash else "handed_over")
+
+    async def release_suspects(self) -> None:
+        """Give back all jobs after an engine's death; jobs that were in the engine are suspects."""
+        suspects, others = self._owned.split_suspects()
+        while not self._supervisor.stopping.is_set():
+            try:
+                await self.release(suspects, crash=True)
+                await self.release(others, crash=False)
+                return
+            except RedisUnavailable:
+                await wait_at_most(self._supervisor.stopping, RELEASE_RETRY_S)
+
+    async def hand_over(self, flush: Callable[[], Awaitable[None]]) -> None:
+        """Append all pending chunks, ignore further events, then stop the jobs in the engine. In
+        another order the engine's end events would end the jobs.
+        """
+        if not self._owned:
+            return
+        log.info("handing over %d running jobs", len(self._owned))
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await flush()
+                deliveries = list(self._owned)
+                for delivery in deliveries:
+                    self._publisher.close(delivery.request_id)
+                    self.stop_generating(delivery.request_id)
+                await self.release(deliveries, crash=False)
+        except (RedisUnavailable, TimeoutError) as error:
+            log.warning(
+                "Redis does not answer; %d jobs stay claimed until this worker's lease expires: %s",
+                len(self._owned),
+                error,
+            )
