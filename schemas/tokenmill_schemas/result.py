@@ -68,7 +68,7 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The final state of a job. `choices` is empty if nothing was generated; partial text is
-    kept.
+    kept. `params` lacks the stop strings, biases and response format of the request.
     """
 
     job_id: str
@@ -86,9 +86,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     v: int = 1
     order: tuple[int, ...] = ()  # read only, from workers before `Chunk.n`; nobody needs it
-    # the parameters that the answer was drawn with; stop strings, biases and format stay in the
-    # request
-    params: SamplingParams | None = None
+    params: SamplingParams | None = None  # with which it was drawn; a seed only if it was named
 
     @property
     def text(self) -> str:

@@ -67,6 +67,24 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
             "max_long_partial_prefills",
             {"max_long_partial_prefills": 1, "max_num_partial_prefills": 1},
         ),
+        (
+            "max_long_partial_prefills",
+            {"max_long_partial_prefills": 2, "long_prefill_token_threshold": 50},
+        ),
+        ("bulk_slowdown", {"enable_chunked_prefill": False, "bulk_slowdown": 0.25}),
+        (
+            "enable_chunked_prefill",
+            {"enable_chunked_prefill": False, "policy": "fifo", "max_num_partial_prefills": 2},
+        ),
+        (
+            "max_num_batched_tokens",
+            {
+                "enable_chunked_prefill": False,
+                "policy": "fifo",
+                "max_model_len": 600,
+                "max_num_batched_tokens": 512,
+            },
+        ),
         ("max_num_batched_tokens", {"max_num_batched_tokens": 63}),
         ("max_memory_gib", {"max_memory_gib": 0.0}),
         ("max_memory_gib", {"max_memory_gib": 1.0, "num_blocks": 64}),
@@ -91,6 +109,7 @@ def test_a_setting_that_cannot_work_or_does_nothing_is_refused(
             "max_num_partial_prefills": 2,
         },  # the threshold follows the model's length
         {"max_num_batched_tokens": 64},
+        {"enable_chunked_prefill": False, "bulk_slowdown": "none", "max_model_len": 512},
         {"cpu_offload_gib": 0.5},
     ],
 )

@@ -21,6 +21,8 @@ _FIRST_COME: dict[str, object] = {"policy": "fifo", "max_bypass": 0, "safety_mar
 _CHUNKED: dict[str, object] = {
     "max_num_batched_tokens": 2_048,
     "long_prefill_token_threshold": 1_024,
+    "max_num_partial_prefills": 0,
+    "max_long_partial_prefills": 0,
 }
 # FCFS: first come, first served. Two sizes separate the effect of its large steps from that of its order.
 POLICIES: dict[str, dict[str, object]] = {

@@ -39,11 +39,39 @@ def test_a_long_prompt_is_cut_to_the_threshold_while_others_are_there() -> None:
     assert chunks(loop) == [{"long": 6, "short": 5}, {"short": 1, "long": 6}]
 
 
-def test_a_lone_long_prompt_is_not_cut() -> None:
+def test_a_lone_long_prompt_is_cut_to_the_threshold_too() -> None:
     loop = Loop.build(max_num_batched_tokens=20, long_prefill_token_threshold=6)
     loop.add(make_sequence("long", prompt(1, 40), 1))
+    loop.run()
+    assert chunks(loop) == [{"long": 6}] * 6 + [{"long": 4}]
+    loop.assert_truth()
+
+
+def test_without_limits_a_lone_prompt_takes_the_whole_step() -> None:
+    loop = Loop.build(max_num_batched_tokens=20)
+    loop.add(make_sequence("long", prompt(1, 40), 1))
+    loop.run()
+    assert chunks(loop) == [{"long": 20}] * 2
+
+
+def test_a_threshold_alone_allows_one_partial_prefill_at_a_time() -> None:
+    loop = Loop.build(max_num_batched_tokens=20, long_prefill_token_threshold=6)
+    loop.add(*[make_sequence(f"long {index}", prompt(index, 12), 1) for index in range(2)])
+    loop.add(make_sequence("short", prompt(9, 5), 1))
+    loop.run()
+    assert chunks(loop) == [
+        {"long 0": 6, "short": 5},
+        {"long 0": 6, "long 1": 6},  # the first one ends within this step
+        {"long 1": 6},
+    ]
+    loop.assert_truth()
+
+
+def test_several_partial_prefills_alone_allow_one_long_one_at_a_time() -> None:
+    loop = Loop.build(max_num_batched_tokens=64, max_num_partial_prefills=2)
+    loop.add(make_sequence("a", prompt(1, 40), 1), make_sequence("b", prompt(2, 40), 1))
     loop.step()
-    assert chunks(loop) == [{"long": 20}]
+    assert chunks(loop) == [{"a": int(MAX_MODEL_LEN * 0.04)}]
 
 
 def test_only_so_many_long_prompts_prefill_at_a_time_and_short_ones_pass_them() -> None:
@@ -72,11 +100,13 @@ def test_partial_prefills_are_limited_and_whole_ones_are_not() -> None:
     for name, length in (("a", 12), ("b", 12), ("c", 2)):
         loop.add(make_sequence(name, prompt(ord(name), length), 1))
     loop.run()
-    assert chunks(loop)[:4] == [{"a": 4, "c": 2}, {"a": 4}, {"a": 4, "b": 4}, {"b": 8}]
+    assert chunks(loop)[:4] == [{"a": 4, "c": 2}, {"a": 4}, {"a": 4, "b": 4}, {"b": 4}]
 
 
 def test_several_partial_prefills_make_four_percent_of_the_context_long() -> None:
-    loop = Loop.build(max_num_batched_tokens=64, max_num_partial_prefills=2)
+    loop = Loop.build(
+        max_num_batched_tokens=64, max_num_partial_prefills=2, max_long_partial_prefills=2
+    )
     loop.add(make_sequence("a", prompt(1, 40), 1), make_sequence("b", prompt(2, 40), 1))
     loop.step()
     assert chunks(loop) == [{"a": int(MAX_MODEL_LEN * 0.04), "b": int(MAX_MODEL_LEN * 0.04)}]

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.engine.scheduler.fake_device import expected_tokens
 from tests.engine.scheduler.integrity import check_integrity, held_blocks
-from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.sequence import Sequence
@@ -56,8 +56,9 @@ worlds = st.fixed_dictionaries(
         "max_read_tokens": st.sampled_from([None, None, 20]),
         "preempt": st.sampled_from(["least_wasted", "newest", "oldest"]),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
-        "max_num_partial_prefills": st.sampled_from([0, 0, 1, 2]),
-        "max_long_partial_prefills": st.sampled_from([0, 0, 1]),
+        "max_num_partial_prefills": st.sampled_from([None, None, 0, 1, 2]),
+        "max_long_partial_prefills": st.sampled_from([None, None, 0, 1]),
+        "enable_chunked_prefill": st.sampled_from([True, True, True, False]),
         "safety_margin": st.sampled_from([0.0, 0.2]),
         "max_bypass": st.sampled_from([0, 1, 16]),
         "max_loras": st.sampled_from([1, 2]),
@@ -77,11 +78,17 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize(world=worlds)
     def build(self, world: dict[str, Any]) -> None:
-        partial, long = world["max_num_partial_prefills"], world["max_long_partial_prefills"]
         has_long = (
-            world["long_prefill_token_threshold"] or partial > 1
+            world["long_prefill_token_threshold"] or (world["max_num_partial_prefills"] or 0) > 1
         )  # else no prompt counts as long
-        world["max_long_partial_prefills"] = long if has_long else 0
+        if not has_long:
+            world["max_long_partial_prefills"] = None
+        if not world["enable_chunked_prefill"]:
+            world |= {
+                "long_prefill_token_threshold": 0, "max_num_partial_prefills": None,
+                "max_long_partial_prefills": None, "max_num_batched_tokens": MAX_MODEL_LEN,
+                "bulk_slowdown": None,
+            }  # fmt: skip
         names = ("num_blocks", "block_size", "windows", "num_host_blocks", "prefix_cache")
         cache = make_cache(**{name: world.pop(name) for name in names})
         proposer = oracle_proposer if world.pop("drafts") else None

@@ -21,7 +21,7 @@ from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
 from tokenmill_worker.consume.outcomes import Outcomes
-from tokenmill_worker.consume.param_resolver import ParamResolver
+from tokenmill_worker.consume.param_resolver import ParamResolver, seed_of
 from tokenmill_worker.consume.prompt_encoder import PromptEncoder, thoughts_for_engine
 from tokenmill_worker.consume.refusal import INVALID_REQUEST, Refused
 from tokenmill_worker.consume.served_model import ServedModel
@@ -85,7 +85,7 @@ class InputProcessor:
         opening = self._prompts.opening(request, chat)
         prompt_ids = await self._prompts.encode(request, chat)
         chunks = self._read(delivery)
-        params = self._params.resolve(delivery, request, chunks, len(prompt_ids))
+        params = self._params.resolve(request, chunks, len(prompt_ids))
         answer = self._resume(delivery, chunks, params, opening)
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
@@ -106,6 +106,7 @@ class InputProcessor:
         prompt_ids: tuple[int, ...],
         params: SamplingParams,
     ) -> GenerationRequest:
+        seed = seed_of(delivery.job_id) if params.seed is None else params.seed
         done = tuple(
             i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
         )
@@ -118,7 +119,7 @@ class InputProcessor:
             request_id=delivery.request_id,
             prompt_ids=prompt_ids,
             params=msgspec.structs.replace(  # the engine sees no text
-                params, stop=(), lora=self._adapter(request)
+                params, seed=seed, stop=(), lora=self._adapter(request)
             ),
             priority=request.priority.rank,
             tenant=request.tenant,
@@ -186,7 +187,7 @@ class InputProcessor:
         if request is not None and delivery.log and not problems(request):
             with contextlib.suppress(Refused):  # an unreadable log does not change the outcome
                 chunks = self._read(delivery)
-                params = self._params.resolve_logged(delivery, request, chunks)
+                params = self._params.resolve_logged(request, chunks)
                 opening = self._prompts.opening(request, self._prompts.render(request))
                 answer = self._resume(delivery, chunks, params, opening)
         return self._outcomes.ended(delivery, request, answer)

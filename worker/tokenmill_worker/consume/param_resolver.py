@@ -1,4 +1,4 @@
-"""Resolves a request's sampling parameters: nothing is left unnamed for the engine."""
+"""Resolves a request's sampling parameters: nothing is left unnamed but a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.refusal import TOO_LONG, Refused
 from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.jobs import Delivery
 
 
 class ParamResolver:
@@ -21,7 +20,7 @@ class ParamResolver:
         self._model = model
 
     def resolve(
-        self, delivery: Delivery, request: JobRequest, chunks: list[Chunk], num_prompt_tokens: int
+        self, request: JobRequest, chunks: list[Chunk], num_prompt_tokens: int
     ) -> SamplingParams:
         """Return the complete parameters of a job that goes to the engine.
 
@@ -33,15 +32,13 @@ class ParamResolver:
         """
         defaults = self._defaults(chunks)
         most = self._max_tokens(request, num_prompt_tokens, defaults.max_tokens)
-        return _completed(delivery, request, defaults, most)
+        return _completed(request, defaults, most)
 
-    def resolve_logged(
-        self, delivery: Delivery, request: JobRequest, chunks: list[Chunk]
-    ) -> SamplingParams:
+    def resolve_logged(self, request: JobRequest, chunks: list[Chunk]) -> SamplingParams:
         """Return the parameters by which a logged answer is read; its length is not checked."""
         defaults = self._defaults(chunks)
         most = request.params.max_tokens or defaults.max_tokens
-        return _completed(delivery, request, defaults, most)
+        return _completed(request, defaults, most)
 
     def _defaults(self, chunks: list[Chunk]) -> SamplingParams:
         """Return what holds where a request names nothing.
@@ -71,13 +68,12 @@ class ParamResolver:
 
 
 def _completed(
-    delivery: Delivery, request: JobRequest, defaults: SamplingParams, max_tokens: int | None
+    request: JobRequest, defaults: SamplingParams, max_tokens: int | None
 ) -> SamplingParams:
-    """Return the request's parameters with nothing left unnamed."""
-    seed = seed_of(delivery.job_id) if request.params.seed is None else request.params.seed
-    return msgspec.structs.replace(
-        request.params.with_defaults(defaults), seed=seed, max_tokens=max_tokens
-    )
+    """Return the request's parameters with nothing left unnamed but the seed, which may follow from
+    the job's id.
+    """
+    return msgspec.structs.replace(request.params.with_defaults(defaults), max_tokens=max_tokens)
 
 
 def seed_of(job_id: str) -> int:

@@ -15,6 +15,7 @@ from tokenmill_schemas.generation import LogprobsMode
 from tokenmill_worker.engine.cache_config import CacheConfig as CacheConfig
 from tokenmill_worker.engine.cache_config import LayerGroup as LayerGroup
 from tokenmill_worker.engine.machine import total_memory
+from tokenmill_worker.engine.prefill_limits import PrefillLimits
 from tokenmill_worker.engine.types import SchedulingPolicy
 
 GIB = 1 << 30
@@ -106,14 +107,24 @@ class EngineConfig:
     safety_margin: float = setting(
         0.05, "no prompt is started when the share of free blocks is below this"
     )
+    enable_chunked_prefill: bool = setting(
+        True, "compute a prompt in parts where a step lacks room for all of it; else it waits"
+    )
     long_prefill_token_threshold: int = setting(
-        0, "a prompt of more tokens counts as long; 0: off", minimum=0
+        0,
+        "a prompt of more tokens counts as long, and a step computes no more of it; 0: off",
+        minimum=0,
     )
-    max_num_partial_prefills: int = setting(
-        0, "prompts that are computed at once; 0: no limit", minimum=0
+    max_num_partial_prefills: int | None = setting(
+        None,
+        "prompts that are computed in parts at once; 0: no limit "
+        "(default: 1 beside another limit on prefills, else no limit)",
+        minimum=0,
     )
-    max_long_partial_prefills: int = setting(
-        0, "long prompts that are computed at once; 0: no limit", minimum=0
+    max_long_partial_prefills: int | None = setting(
+        None,
+        "long prompts among them; 0: no limit (default: as for max-num-partial-prefills)",
+        minimum=0,
     )
     max_waiting: int = setting(100_000, "requests that may wait inside the engine", minimum=1)
     preempt: Literal["least_wasted", "newest", "oldest"] = setting(
@@ -221,12 +232,18 @@ class EngineConfig:
         )
         found += self._memory_problems()
         found += self._idle_settings()
-        if self.max_num_partial_prefills and self.max_long_partial_prefills:
-            require(
-                self.max_long_partial_prefills <= self.max_num_partial_prefills,
-                f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "
-                f"max_num_partial_prefills ({self.max_num_partial_prefills})",
+        found += self.prefill_limits.problems()
+        if self.max_model_len is not None:
+            found += self.prefill_limits.length_problems(
+                self.max_model_len, self.max_num_batched_tokens
             )
+        require(
+            self.enable_chunked_prefill
+            or self.policy is not SchedulingPolicy.PRIORITY
+            or self.bulk_slowdown is None,
+            f"bulk_slowdown ({self.bulk_slowdown}) needs enable_chunked_prefill, because it cuts "
+            "bulk prompts: set it to none",
+        )
         require(
             self.max_cached_loras >= self.max_loras,
             f"max_cached_loras ({self.max_cached_loras}) must be at least "
@@ -270,15 +287,22 @@ class EngineConfig:
     def _idle_settings(self) -> list[str]:
         """Return one sentence for each setting that has no effect beside the others."""
         found = []
-        threshold, longest = self.long_prefill_token_threshold, self.max_model_len
-        if self.max_long_partial_prefills and not threshold and self.max_num_partial_prefills < 2:
+        threshold, long = self.long_prefill_token_threshold, self.max_long_partial_prefills
+        if long and not threshold and self.prefill_limits.partial < 2:
             found.append(
-                f"max_long_partial_prefills ({self.max_long_partial_prefills}) does nothing "
-                "without long_prefill_token_threshold: no prompt counts as long"
+                f"max_long_partial_prefills ({long}) does nothing without "
+                "long_prefill_token_threshold: no prompt counts as long"
             )
-        if longest is not None and threshold > longest:
-            found.append(threshold_problem(threshold, longest))
         return found
+
+    @property
+    def prefill_limits(self) -> PrefillLimits:
+        return PrefillLimits.of(
+            self.enable_chunked_prefill,
+            self.long_prefill_token_threshold,
+            self.max_num_partial_prefills,
+            self.max_long_partial_prefills,
+        )
 
     @property
     def adapter_folders(self) -> dict[str, str]:
@@ -291,13 +315,6 @@ class EngineConfig:
 
     def replace(self, **changes: object) -> EngineConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-
-def threshold_problem(threshold: int, max_model_len: int) -> str:
-    return (
-        f"long_prefill_token_threshold ({threshold}) exceeds the model's length of "
-        f"{max_model_len}: nothing is long"
-    )
 
 
 @lru_cache

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.engine.config import EngineConfig, EngineConfigError, threshold_problem
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.errors import refusal_event
 from tokenmill_worker.engine.execution.interface import Runner, load_runner
 from tokenmill_worker.engine.requests.direct import DirectCalls
@@ -84,15 +84,16 @@ class Engine(DirectCalls):
             async_depth=1 if runner.info.is_asynchronous else 0,
         )
         longest = scheduler.max_model_len
-        threshold = runner.info.config.long_prefill_token_threshold
+        config = runner.info.config
         if longest < runner.info.max_model_len:
             log.info(
                 "the longest sequence has %d tokens, not %d: "
                 "the %d blocks of num_blocks hold no longer one",
                 longest, runner.info.max_model_len, min(runner.info.cache_config.num_blocks),
             )  # fmt: skip
-        if threshold > longest:
-            raise EngineConfigError([threshold_problem(threshold, longest)])
+        found = config.prefill_limits.length_problems(longest, config.max_num_batched_tokens)
+        if found:
+            raise EngineConfigError(found)
         return cls(runner, scheduler)
 
     # ── adding and cancelling ──

@@ -40,7 +40,8 @@ class AdmissionResult(Enum):
 
     Except for ADMITTED, it names what is missing: AWAITS, a block that it can share is still being
     filled; LIMITED, a limit on concurrent prefills; NO_ADAPTER, room for its adapter; NO_BLOCKS,
-    free blocks; NO_READS, read budget; NO_ROW, a free row.
+    free blocks; NO_READS, read budget; NO_ROW, a free row; NO_TOKENS, room in the step for all of
+    it, where prompts are not cut into chunks.
     """
 
     ADMITTED = auto()
@@ -50,12 +51,18 @@ class AdmissionResult(Enum):
     NO_BLOCKS = auto()
     NO_READS = auto()
     NO_ROW = auto()
+    NO_TOKENS = auto()
 
 
 # refusals that hold until something changes
 _LASTING = (AdmissionResult.NO_BLOCKS, AdmissionResult.NO_ROW, AdmissionResult.NO_ADAPTER)
 # refusals that make a sequence the head, which others may bypass
-_BLOCKING = (AdmissionResult.NO_BLOCKS, AdmissionResult.NO_READS, AdmissionResult.NO_ADAPTER)
+_BLOCKING = (
+    AdmissionResult.NO_BLOCKS,
+    AdmissionResult.NO_READS,
+    AdmissionResult.NO_ADAPTER,
+    AdmissionResult.NO_TOKENS,
+)
 
 
 class SequenceAdmission:
@@ -193,6 +200,8 @@ class SequenceAdmission:
         if hit is None:
             return []
         chunk = self._chunk(step, sequence, hit.num_tokens)
+        if not self._fits_whole(sequence, hit.num_tokens, chunk):
+            return []
         missing = MissingBlocks(state.kv, sequence, hit.num_tokens)
         for count, victim in enumerate(victims, start=1):
             missing.without(victim)
@@ -232,6 +241,8 @@ class SequenceAdmission:
             and self._builder.read_cost(hit.num_tokens + chunk) > step.reads
         ):
             return AdmissionResult.NO_READS
+        if not self._fits_whole(sequence, hit.num_tokens, chunk):
+            return AdmissionResult.NO_TOKENS
         if self._is_limited(sequence, hit.num_tokens, chunk):
             return AdmissionResult.LIMITED
         if not self._take(step, sequence, hit):
@@ -259,6 +270,10 @@ class SequenceAdmission:
             sequence.num_tokens - start, step.room, self._builder.chunk_limit(sequence, start)
         )
 
+    def _fits_whole(self, sequence: Sequence, start: int, chunk: int) -> bool:
+        """Return whether the step takes all that is to be computed, or may take a part of it."""
+        return self._builder.limits.is_chunked or chunk == sequence.num_tokens - start
+
     def _is_limited(
         self, sequence: Sequence, start: int, chunk: int, without: Collection[Sequence] = ()
     ) -> bool:
@@ -266,17 +281,17 @@ class SequenceAdmission:
 
         Sequences in `without` do not count. A prefill that ends within this step is never limited.
         """
-        config, threshold = self._config, self._builder.threshold
+        limits = self._builder.limits
         remaining = sequence.num_tokens - start
         if chunk == remaining:
             return False  # ends within this step
         prefilling = [other for other in self._state.prefilling if other not in without]
-        if config.max_num_partial_prefills and len(prefilling) >= config.max_num_partial_prefills:
+        if limits.partial and len(prefilling) >= limits.partial:
             return True
-        if not (config.max_long_partial_prefills and threshold) or remaining <= threshold:
+        if not (limits.long and limits.threshold) or remaining <= limits.threshold:
             return False
         long = sum(1 for s in prefilling if self._state.entries[s].is_long)
-        return long >= config.max_long_partial_prefills
+        return long >= limits.long
 
     def _take(self, step: StepDraft, sequence: Sequence, hit: CachedPrefix) -> bool:
         """Take the blocks; return False if they do not fit."""
@@ -299,7 +314,7 @@ class SequenceAdmission:
         counters.recomputed_tokens += max(0, entry.num_lost_tokens - num_computed)
         entry.num_lost_tokens = entry.bypassed = 0
         entry.has_victims = False
-        entry.is_long = sequence.num_tokens - num_computed > self._builder.threshold > 0
+        entry.is_long = sequence.num_tokens - num_computed > self._builder.limits.threshold > 0
         entry.since = state.clock()
         sequence.num_computed_tokens = sequence.num_committed_tokens = num_computed
         state.start(sequence)

@@ -86,9 +86,7 @@ class StepBuilder:
         self._widest = (
             None if None in windows else max(window for window in windows if window is not None)
         )
-        self.threshold = self._config.long_prefill_token_threshold
-        if not self.threshold and self._config.max_num_partial_prefills > 1:
-            self.threshold = max(1, int(state.max_model_len * 0.04))
+        self.limits = self._config.prefill_limits.for_length(state.max_model_len)
 
     def is_limited_bulk(self, sequence: Sequence) -> bool:
         """Return whether the sequence is bulk work whose tokens per step are limited."""
@@ -154,15 +152,8 @@ class StepBuilder:
                 self.schedule(step, sequence)
 
     def chunk_limit(self, sequence: Sequence, start: int) -> int:
-        """Return how many tokens of the sequence one step may prefill.
-
-        The long-prefill threshold applies only if other sequences run or wait.
-        """
-        state = self._state
-        others = state.num_running + len(state.queue) - (sequence.status is PREFILLING)
-        if self.threshold and others > 0:
-            return self.threshold
-        return sequence.num_tokens + sequence.num_inflight - start
+        """Return how many tokens of the sequence one step may prefill."""
+        return self.limits.threshold or sequence.num_tokens + sequence.num_inflight - start
 
     def read_cost(self, end: int) -> int:
         return end if self._widest is None else min(end, self._widest)
