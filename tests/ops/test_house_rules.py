@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ops.tools.house_rules import (
+    MAX_COLUMNS,
     MAX_LINES,
     REGISTRY_HOSTS,
     dangerous_reads,
@@ -29,6 +30,14 @@ def test_long_sources_are_found(tmp_path: Path) -> None:
     assert list(problems(path, "long.py")) == [
         f"long.py: {MAX_LINES + 1} lines, {MAX_LINES} at most"
     ]
+
+
+@pytest.mark.parametrize("suffix", ["h", "cpp", "lua"])
+def test_wide_lines_are_found(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"wide.{suffix}"
+    path.write_text("×" * MAX_COLUMNS + "\n" + "x" * (MAX_COLUMNS + 1) + "\n")
+    (found,) = problems(path, path.name)
+    assert found == f"{path.name}:2: {MAX_COLUMNS + 1} columns, {MAX_COLUMNS} at most"
 
 
 def test_binary_files_are_passed_over(tmp_path: Path) -> None:

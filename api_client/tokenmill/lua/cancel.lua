@@ -27,7 +27,8 @@ for place = 3, #ARGV do
     redis.call('HSET', job_key(id), 'cancel', '1')
     -- so that the worker's next append checks its jobs
     redis.pcall('HDEL', base .. 'vouchers', job[2] or '')
-    local message = string.char(0x82) .. pack_text('type') .. pack_text('cancel') .. pack_text('job_id') .. pack_text(id)
+    local message = string.char(0x82) .. pack_text('type') .. pack_text('cancel')
+      .. pack_text('job_id') .. pack_text(id)
     redis.call(announce, base .. 'control:' .. (job[2] or ''), message)
     reply[#reply + 1] = 'cancelling'
   else

@@ -17,7 +17,9 @@ local kept_s, max_bytes = amount(3, 'time to keep', 1, MOST), amount(5, 'largest
 local num_kept = amount(4, 'number of jobs kept', 0, #ARGV - FIRST + 1)
 if refusal then return refusal end
 local reply, bytes = {}, 0
-for place = FIRST, FIRST + num_kept - 1 do redis.call('EXPIRE', job_key(ARGV[place]), whole(kept_s)) end
+for place = FIRST, FIRST + num_kept - 1 do
+  redis.call('EXPIRE', job_key(ARGV[place]), whole(kept_s))
+end
 for place = FIRST + num_kept, #ARGV do
   local job, word = redis.pcall('HMGET', job_key(ARGV[place]), 'state', 'settled', 'result'), ''
   if job.err then

@@ -21,7 +21,8 @@ local function refuse(name, rule, value, of)
   if refusal then return end
   local shown = string.gsub(string.sub(value or 'nothing', 1, 60), '[^ -~]', '?')
   if of then name = name .. ' of job ' .. of end
-  refusal = redis.error_reply('INVALID ' .. name .. ' must be ' .. rule .. ", not '" .. shown .. "'")
+  refusal = redis.error_reply('INVALID ' .. name .. ' must be ' .. rule
+    .. ", not '" .. shown .. "'")
 end
 
 -- Returns the argument as a number; a fraction is rounded up.
@@ -61,8 +62,10 @@ end
 -- Returns whether a value is UTF-8 without a zero byte: a text that every language and database
 -- can store.
 local UTF8 = {
-  '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
-  '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
+  '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]',
+    '[\225-\236\238\239][\128-\191][\128-\191]', '\237[\128-\159][\128-\191]',
+  '\240[\144-\191][\128-\191][\128-\191]', '[\241-\243][\128-\191][\128-\191][\128-\191]',
+    '\244[\128-\143][\128-\191][\128-\191]',
 }
 local function is_text(value, most)
   if #value > most or string.find(value, '%z') then return false end
@@ -77,7 +80,8 @@ local function is_name(id) return #id > 0 and is_text(id, 255) end
 local function text(place, name, least, of)
   local value = ARGV[place]
   if value and #value >= least and is_text(value, MOST_BYTES) then return value end
-  refuse(name, string.format('a UTF-8 text of %d to %d bytes without a zero', least, MOST_BYTES), value, of)
+  refuse(name, string.format('a UTF-8 text of %d to %d bytes without a zero', least, MOST_BYTES),
+    value, of)
 end
 
 if #KEYS ~= 1 or meta ~= base .. 'meta' or not string.find(base, '{[^{}]+}:$') then
@@ -178,7 +182,9 @@ local entered = {}
 local function enter_stream(id, class, tenant)
   local stream = stream_key(class, tenant)
   local is_ready = entered[stream]
-  if not is_ready and redis.call('EXISTS', stream) == 0 then redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM') end
+  if not is_ready and redis.call('EXISTS', stream) == 0 then
+    redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+  end
   local entry = redis.call('XADD', stream, '*', 'job', id)
   redis.call('HSET', job_key(id), 'entry', entry)
   if not is_ready then activate(class, tenant) end
@@ -201,7 +207,8 @@ end
 
 -- Requeues a job ahead of all streams: urgent classes first, then the oldest job.
 local function requeue_at_head(id, class, created)
-  redis.call('ZADD', base .. 'returned', exact((RANK[class] or 1) * 1e13 + math.min(created, 1e13 - 1)), id)
+  redis.call('ZADD', base .. 'returned',
+    exact((RANK[class] or 1) * 1e13 + math.min(created, 1e13 - 1)), id)
 end
 
 -- Returns whether a worker returned the job, or died with it. SQL may already have its end,
@@ -218,7 +225,8 @@ local function end_waiting(id, state, code, message, now)
   redis.call('ZREM', base .. 'returned', id)
   redis.call('ZREM', base .. 'delayed', id)
   redis.call('ZREM', base .. 'deadlines', id)
-  redis.call('HSET', key, 'state', state, 'finished_ms', whole(now), 'error_code', code or '', 'error', message or '')
+  redis.call('HSET', key, 'state', state, 'finished_ms', whole(now), 'error_code', code or '',
+    'error', message or '')
   redis.call('ZADD', base .. 'ended', whole(now), id)
   if redis.call('HDEL', key, 'uncounted') == 0 then count_queued(class, -1, number(job[4], 0)) end
   publish_chunk(id, pack_end(id, end_of_log(id), state, code, message))

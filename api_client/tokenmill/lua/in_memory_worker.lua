@@ -8,10 +8,13 @@
 -- ARGV[5] and on          the operation's own arguments, named below
 local SIZES = {promote = 4, take = 5, append = 7, finish = 7}
 local move, id = one_of(3, 'move', {'promote', 'take', 'append', 'finish'}), ARGV[4] or ''
-if move and #ARGV ~= SIZES[move] then refuse('number of arguments', tostring(SIZES[move]), tostring(#ARGV)) end
+if move and #ARGV ~= SIZES[move] then
+  refuse('number of arguments', tostring(SIZES[move]), tostring(#ARGV))
+end
 if move and move ~= 'promote' and not is_name(id) then refuse('job id', 'a name', id) end
 if move == 'take' then text(5, 'worker', 1) end
-local stop = move == 'append' and not refusal and amount(5, 'end of the log', end_of_log(id) + 1, MOST)
+local stop = move == 'append' and not refusal
+  and amount(5, 'end of the log', end_of_log(id) + 1, MOST)
 if move == 'finish' then one_of(5, 'state', ENDS) end
 if refusal then return refusal end
 local key, now = job_key(id), clock_ms()
@@ -27,7 +30,8 @@ if move == 'promote' then  -- queue every job that is due
   return redis.status_reply('OK')
 end
 
-local job = redis.call('HMGET', key, 'state', 'class', 'tenant', 'entry', 'cost', 'request', 'cancel')
+local job = redis.call('HMGET', key, 'state', 'class', 'tenant', 'entry', 'cost', 'request',
+  'cancel')
 
 if move == 'take' then  -- [5] worker; reply: the request, or nil if the job is not queued
   if job[1] ~= 'queued' then return false end
@@ -50,7 +54,8 @@ end
 if job[1] == 'running' then redis.call('HINCRBY', meta, 'running', -1) end
 redis.call('ZREM', base .. 'ended', id)
 redis.call('ZREM', base .. 'deadlines', id)
-redis.call('HSET', key, 'state', ARGV[5], 'result', ARGV[6], 'settled', '1', 'finished_ms', whole(now))
+redis.call('HSET', key, 'state', ARGV[5], 'result', ARGV[6], 'settled', '1', 'finished_ms',
+  whole(now))
 redis.call('HINCRBY', meta, 'finished:' .. ARGV[5], 1)
 start_key_clock(id, 0)
 redis.call('HDEL', key, 'request', 'idem', 'idem_ms')

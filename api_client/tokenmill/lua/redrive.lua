@@ -19,7 +19,8 @@ end
 if refusal then return refusal end
 local wanted, any = {}, #ARGV < FIRST
 for place = FIRST, #ARGV do wanted[ARGV[place]] = true end
-local entries, revived, after = redis.call('XRANGE', base .. 'dead', start, '+', 'COUNT', PAGE), {}, start
+local entries = redis.call('XRANGE', base .. 'dead', start, '+', 'COUNT', PAGE)
+local revived, after = {}, start
 for _, entry in ipairs(entries) do
   if #revived >= limit then break end
   after = '(' .. entry[1]
@@ -29,9 +30,11 @@ for _, entry in ipairs(entries) do
   end
   if id and (any or wanted[id]) then
     local key = job_key(id)
-    local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request', 'idem')
+    local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request',
+      'idem')
     if job[1] == 'dead' and job[2] and job[6] then
-      redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'orphaned', 'cancel', 'finished_ms',
+      redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'orphaned',
+        'cancel', 'finished_ms',
         'worker', 'mark', 'deadline_ms', 'error', 'error_code', 'started_ms')
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1', 'redriven', '1')
       redis.call('PERSIST', key)

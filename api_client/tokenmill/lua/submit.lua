@@ -12,7 +12,8 @@
 -- Error  INVALID, with the name of the first invalid argument; nothing was written then
 local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
 check_groups(FIRST, FIELDS)
-local limit, idempotency_ttl = amount(3, 'backlog limit', 0, MOST), amount(4, 'idempotency TTL', 0, MOST)
+local limit, idempotency_ttl = amount(3, 'backlog limit', 0, MOST),
+  amount(4, 'idempotency TTL', 0, MOST)
 if refusal then return refusal end
 local own = redis.call('HMGET', meta, 'max_queued', 'max_payload', 'idempotency_ms')
 local own_limit, max_bytes = number(own[1], 0), number(own[2], 0)
@@ -35,14 +36,18 @@ end
 for first = FIRST, #ARGV, FIELDS do
   local place = (first - FIRST) / FIELDS
   local job = {
-    id = ARGV[first], class = one_of(first + 1, 'class', CLASSES, place), tenant = text(first + 2, 'tenant', 0, place),
+    id = ARGV[first], class = one_of(first + 1, 'class', CLASSES, place),
+      tenant = text(first + 2, 'tenant', 0, place),
     fingerprint = ARGV[first + 3], idem = '', request = ARGV[first + 5],
-    created = amount(first + 6, 'created', 0, MOST, place), deadline = amount(first + 7, 'deadline', 0, MOST, place),
-    due = amount(first + 8, 'due', 0, MOST, place), cost = amount(first + 9, 'cost', 0, MOST_COST, place),
+    created = amount(first + 6, 'created', 0, MOST, place),
+      deadline = amount(first + 7, 'deadline', 0, MOST, place),
+    due = amount(first + 8, 'due', 0, MOST, place),
+      cost = amount(first + 9, 'cost', 0, MOST_COST, place),
   }
   -- `known_as` splits at the first space
   if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then
-    refuse('fingerprint', 'a text without a space beside an idempotency key', job.fingerprint, place)
+    refuse('fingerprint', 'a text without a space beside an idempotency key', job.fingerprint,
+      place)
   end
   if refusal then return refusal end
   if ARGV[first + 4] ~= '' then
@@ -57,7 +62,9 @@ for first = FIRST, #ARGV, FIELDS do
     job.known = id
   else
     if not is_name(job.id) then return {'name', whole(place)} end
-    if max_bytes > 0 and #job.request > max_bytes then return {'large', whole(#job.request), whole(max_bytes)} end
+    if max_bytes > 0 and #job.request > max_bytes then
+      return {'large', whole(#job.request), whole(max_bytes)}
+    end
     num_new = num_new + 1
     arriving[job.tenant] = (arriving[job.tenant] or 0) + 1
     seen[job.id] = job.fingerprint
@@ -71,7 +78,9 @@ if limit > 0 and num_new > 0 then
   local depth
   -- Due jobs that no worker has moved into their streams yet count as waiting too.
   depth = #redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, MAX_DUE)
-  for _, class in ipairs(CLASSES) do depth = depth + number(redis.call('HGET', meta, 'queued:' .. class), 0) end
+  for _, class in ipairs(CLASSES) do
+    depth = depth + number(redis.call('HGET', meta, 'queued:' .. class), 0)
+  end
   if depth + num_new > limit then return {'full', whole(depth), whole(limit)} end
 end
 
@@ -89,9 +98,12 @@ for tenant, count in pairs(arriving) do
   if rate > 0 then
     local burst = math.max(setting('burst', tenant), 1)
     local bucket = redis.call('HMGET', tenant_key(tenant), 'bucket', 'bucket_ms')
-    local filled = math.min(burst, number(bucket[1], burst) + math.max(0, now - number(bucket[2], now)) * rate / 1000)
+    local filled = math.min(burst,
+      number(bucket[1], burst) + math.max(0, now - number(bucket[2], now)) * rate / 1000)
     local wanted = math.min(count, burst)
-    if filled < wanted then return {'rate', tenant, whole(math.ceil((wanted - filled) * 1000 / rate))} end
+    if filled < wanted then
+      return {'rate', tenant, whole(math.ceil((wanted - filled) * 1000 / rate))}
+    end
     buckets[tenant] = filled - count
   end
 end
@@ -115,8 +127,11 @@ end
 -- Returns whether a worker has ever served this queue; then meta has `served`. Workers of earlier
 -- versions do not set it, but are listed while they live, and count the jobs that they finished.
 local function is_served()
-  if redis.call('HGET', meta, 'served') or redis.call('EXISTS', base .. 'workers') == 1 then return true end
-  for _, count in ipairs(redis.call('HMGET', meta, 'finished:succeeded', 'finished:failed', 'finished:cancelled',
+  if redis.call('HGET', meta, 'served') or redis.call('EXISTS', base .. 'workers') == 1 then
+    return true
+  end
+  for _, count in ipairs(redis.call('HMGET', meta, 'finished:succeeded', 'finished:failed',
+    'finished:cancelled',
     'finished:expired', 'finished:dead')) do
     if count then return true end
   end
@@ -127,14 +142,18 @@ local reply, queued, num_entered, num_urgent = {'ok'}, {}, 0, 0
 for _, job in ipairs(jobs) do
   if not job.known then
     local waits = job.due > now
-    redis.call('HSET', job_key(job.id), 'request', job.request, 'state', waits and 'scheduled' or 'queued',
-      'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms', whole(job.created),
+    redis.call('HSET', job_key(job.id), 'request', job.request, 'state',
+      waits and 'scheduled' or 'queued',
+      'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms',
+        whole(job.created),
       'deadline_ms', whole(job.deadline), 'cost', whole(job.cost), 'due_ms', whole(job.due))
     if job.idem ~= '' then  -- without a TTL while the job lives; the job's end sets one
       redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)
       redis.call('HSET', job_key(job.id), 'idem', job.idem_name, 'idem_ms', whole(idempotency_ttl))
     end
-    if job.deadline > 0 then redis.call('ZADD', base .. 'deadlines', whole(job.deadline), job.id) end
+    if job.deadline > 0 then
+      redis.call('ZADD', base .. 'deadlines', whole(job.deadline), job.id)
+    end
     if waits then
       redis.call('HSET', job_key(job.id), 'uncounted', '1')
       redis.call('ZADD', base .. 'delayed', whole(job.due), job.id)

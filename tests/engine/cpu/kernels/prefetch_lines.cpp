@@ -9,7 +9,8 @@ static void tell(const char *address) { told[num_told++] = address; }
 #undef __builtin_prefetch
 
 // Of every part in turn, `calls` times each: addresses into `to`. Returns how many there are.
-extern "C" int64_t lines_of(const AttendArguments *attention, int64_t row, int32_t parts, int64_t calls, const char **to) {
+extern "C" int64_t lines_of(const AttendArguments *attention, int64_t row, int32_t parts,
+                            int64_t calls, const char **to) {
     static Prefetch prefetches[8];
     told = to, num_told = 0;
     for (int32_t part = 0; part < parts; ++part)

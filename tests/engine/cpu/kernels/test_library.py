@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib.util
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.engine.cpu.kernels.library import cache_folder, compile_library
+from tokenmill_worker.engine.cpu.kernels.library import (
+    SOURCES,
+    cache_folder,
+    compile_library,
+)
 from tokenmill_worker.engine.cpu.kernels.toolchain import (
     KernelUnavailableError,
     Toolchain,
@@ -157,3 +162,27 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KernelUnavailableError, match="no folder"):
         cache_folder(tmp_path / "file")
     assert cache_folder(tmp_path) == tmp_path / "kernels"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SOURCES.glob("*.cpp")))
+@pytest.mark.parametrize("march", ["sapphirerapids", "icelake-server", "x86-64"])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+def test_every_kernel_compiles_for_machines_that_are_not_at_hand(march: str, name: str) -> None:
+    """Matrix registers and byte products are code that this machine may never compile itself."""
+    try:
+        toolchain = find_toolchain(march)
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [
+            toolchain.compiler,
+            *toolchain.flags,
+            "-O0",
+            "-fsyntax-only",
+            str(SOURCES / f"{name}.cpp"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[:3000]

@@ -30,12 +30,16 @@ static void compute(const CountArguments &a, int64_t first, int64_t count) {
 extern "C" int64_t count_member(const CountArguments *arguments, PoolThread *thread) {
     const CountArguments &a = *arguments;
     const auto commit = [&](int64_t first, int64_t count) {
-        for (int64_t i = first; i < first + count; ++i) __atomic_add_fetch(a.counts + i, 1, __ATOMIC_SEQ_CST);
+        for (int64_t i = first; i < first + count; ++i)
+            __atomic_add_fetch(a.counts + i, 1, __ATOMIC_SEQ_CST);
     };
     if (a.commits)
-        thread->parallel_for_commit(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n); }, commit);
+        thread->parallel_for_commit(
+            a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n); }, commit);
     else
-        thread->parallel_for(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) { compute(a, i, n), commit(i, n); });
+        thread->parallel_for(a.units, a.grain, [&](int64_t i, int64_t n, int64_t) {
+            compute(a, i, n), commit(i, n);
+        });
     return 0;
 }
 

@@ -31,12 +31,16 @@
 -- writes has an older one. If it equals ARGV[5], each job with how >= 2 still belongs to the worker
 -- and its log ends at start, so nothing is checked. If not, every job is checked, and the version
 -- is set to ARGV[5] if the worker owns any of them.
-local base, announce, log_ttl, worker, call, try = ARGV[1] or '', ARGV[2], ARGV[3], ARGV[4], redis.call, redis.pcall
-local jobs, logs, channels, versions = base .. 'job:', base .. 'log:', base .. 'chunks:', base .. 'vouchers'
+local base, announce, log_ttl, worker, call, try = ARGV[1] or '', ARGV[2], ARGV[3], ARGV[4],
+  redis.call, redis.pcall
+local jobs, logs, channels, versions = base .. 'job:', base .. 'log:', base .. 'chunks:',
+  base .. 'vouchers'
 local is_packed, chunks = pcall(cmsgpack.unpack, ARGV[6])
 local reply = {}
 
-local function is_whole(value) return value and value >= 0 and value <= 2 ^ 53 and value % 1 == 0 end
+local function is_whole(value)
+  return value and value >= 0 and value <= 2 ^ 53 and value % 1 == 0
+end
 
 -- Comparing a value of another type raises an error. That costs less than a call of `type` each.
 local function check_chunks()
@@ -54,12 +58,18 @@ end
 
 -- Returns the name of the first invalid argument. All arguments are checked before the first write.
 local function find_bad()
-  if KEYS[2] or KEYS[1] ~= base .. 'meta' or not string.find(base, '{[^{}]+}:$') then return 'key base' end
+  if KEYS[2] or KEYS[1] ~= base .. 'meta' or not string.find(base, '{[^{}]+}:$') then
+    return 'key base'
+  end
   if announce ~= 'PUBLISH' and announce ~= 'SPUBLISH' then return 'publish command' end
-  if not string.find(log_ttl or '', '^[1-9]%d*$') or not is_whole(tonumber(log_ttl)) then return 'log TTL' end
+  if not string.find(log_ttl or '', '^[1-9]%d*$') or not is_whole(tonumber(log_ttl)) then
+    return 'log TTL'
+  end
   if not worker or worker == '' then return 'worker' end
   if not is_whole(tonumber(ARGV[5])) then return 'ownership version' end
-  if not is_packed or type(chunks) ~= 'table' or #chunks % 6 ~= 0 or not pcall(check_chunks) then return 'chunks' end
+  if not is_packed or type(chunks) ~= 'table' or #chunks % 6 ~= 0 or not pcall(check_chunks) then
+    return 'chunks'
+  end
 end
 
 local bad = find_bad()
@@ -98,7 +108,9 @@ local function has_entry(log, entry, chunk)
   return found and found[2][2] == chunk
 end
 
-local function keep(log, start, size) if start == 0 or start % 64 + size >= 64 then call('EXPIRE', log, log_ttl) end end
+local function keep(log, start, size)
+  if start == 0 or start % 64 + size >= 64 then call('EXPIRE', log, log_ttl) end
+end
 
 local function append(id, token, start, size, how, chunk)
   local key, log = jobs .. id, logs .. id

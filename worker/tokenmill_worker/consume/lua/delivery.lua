@@ -15,10 +15,13 @@
 check_groups(15, 1)
 local worker, lease_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST)
 local sweep_ms, credits = amount(5, 'sweep interval', 0, MOST), amount(6, 'credits', 0, MOST)
-local max_bytes, max_isolated = amount(7, 'largest reply', 0, MOST), amount(8, 'solo crashes', 0, MOST)
+local max_bytes, max_isolated = amount(7, 'largest reply', 0, MOST),
+  amount(8, 'solo crashes', 0, MOST)
 local max_crashes, log_ttl = amount(9, 'crashes', 0, MOST), amount(10, 'log TTL', 1, MOST)
-local bulk_every, max_orphaned = amount(11, 'share of bulk', 0, MOST), amount(12, 'deliveries', 0, MOST)
-local urgent, redelivers = amount(13, 'urgent credits', 0, MOST), one_of(14, 'redelivery', {'0', '1'})
+local bulk_every, max_orphaned = amount(11, 'share of bulk', 0, MOST),
+  amount(12, 'deliveries', 0, MOST)
+local urgent, redelivers = amount(13, 'urgent credits', 0, MOST),
+  one_of(14, 'redelivery', {'0', '1'})
 if refusal then return refusal end
 local owned = base .. 'held:' .. worker
 local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
@@ -43,8 +46,9 @@ end
 
 local function read_job(id)
   if not is_name(id) then return nil end
-  local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries', 'crashes',
-    'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel', 'class', 'tenant', 'cost', 'orphaned',
+  local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries',
+    'crashes', 'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel',
+    'class', 'tenant', 'cost', 'orphaned',
     'entry', 'uncounted', 'redriven')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
@@ -107,10 +111,12 @@ local function deliver(id, job, again)
     end
     if state == 'queued' then state = 'running' end
   end
-  redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms', whole(started),
+  redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms',
+    whole(started),
     'mark', whole(index), 'deliveries', whole(job.deliveries), 'state', state)
   deliveries[#deliveries + 1] = {
-    id, whole(token), job.request, job.deliveries, job.crashes, outcome, whole(job.created), whole(started),
+    id, whole(token), job.request, job.deliveries, job.crashes, outcome, whole(job.created),
+      whole(started),
     job.attempt, (job.isolated > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
   }
   if outcome == 'run' then

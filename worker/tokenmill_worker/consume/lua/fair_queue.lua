@@ -8,7 +8,8 @@ local MAX_STREAMS = 1024
 local SHARE = {standard = 4, bulk = bulk_every}
 
 local function read_entry(stream)
-  local reply = redis.pcall('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', stream, '>')
+  local reply = redis.pcall('XREADGROUP', 'GROUP', GROUP, READER, 'COUNT', 1, 'STREAMS', stream,
+    '>')
   if type(reply) == 'table' and reply.err then
     if redis.call('EXISTS', stream) == 0 then return nil end
     -- The stream was made by hand and has no group yet.
@@ -24,8 +25,10 @@ local function create_job_from_entry(class, tenant, entry)
   local fields = {}
   for place = 1, #entry[2], 2 do fields[entry[2][place]] = entry[2][place + 1] end
   local id, request = fields['job'], fields['request']
-  if id and request and is_name(id) and string.match(id, '^[%w%p]+$') and redis.call('EXISTS', job_key(id)) == 0 then
-    redis.call('HSET', job_key(id), 'request', request, 'state', 'queued', 'class', class, 'tenant', tenant,
+  if id and request and is_name(id) and string.match(id, '^[%w%p]+$')
+    and redis.call('EXISTS', job_key(id)) == 0 then
+    redis.call('HSET', job_key(id), 'request', request, 'state', 'queued',
+      'class', class, 'tenant', tenant,
       'created_ms', string.match(entry[1], '^(%d+)-'), 'entry', entry[1])
     count_queued(class, 1, 0)
   end
@@ -45,8 +48,10 @@ local tenants = {}  -- limit and weight of each tenant, read once
 
 local function settings_of(tenant)
   if not tenants[tenant] then
-    local set = redis.call('HMGET', meta, 'concurrency:' .. tenant, 'concurrency:*', 'weight:' .. tenant)
-    tenants[tenant] = {limit = tonumber(set[1] or set[2] or 0), weight = math.max(tonumber(set[3] or 1), 0.001)}
+    local set = redis.call('HMGET', meta, 'concurrency:' .. tenant, 'concurrency:*',
+      'weight:' .. tenant)
+    tenants[tenant] = {limit = tonumber(set[1] or set[2] or 0),
+      weight = math.max(tonumber(set[3] or 1), 0.001)}
   end
   return tenants[tenant]
 end
@@ -54,7 +59,8 @@ end
 local function may_run(tenant)
   local limit = settings_of(tenant).limit
   if limit == 0 then return true end
-  return tonumber(redis.call('HGET', tenant_key(tenant), 'running') or 0) + (delivered[tenant] or 0) < limit
+  local running = tonumber(redis.call('HGET', tenant_key(tenant), 'running') or 0)
+  return running + (delivered[tenant] or 0) < limit
 end
 
 -- Reads a class's tenants and their virtual times. The stream of the nameless tenant is always
@@ -67,7 +73,9 @@ local function load_class(name)
     streams[#streams + 1] = {tenant = flat[place], served = tonumber(flat[place + 1])}
     nameless = nameless or flat[place] == ''
   end
-  if not nameless then table.insert(streams, 1, {tenant = '', served = virtual_time, untracked = true}) end
+  if not nameless then
+    table.insert(streams, 1, {tenant = '', served = virtual_time, untracked = true})
+  end
   return {
     name = name, streams = streams, virtual_time = virtual_time, waits = #flat > 0, charged = {},
     skipped = tonumber(redis.call('HGET', meta, 'skipped:' .. name) or 0),
@@ -118,7 +126,9 @@ local function order_of(classes)
   local order = {}
   for place = #classes, 1, -1 do
     local class = classes[place]
-    if class.waits and SHARE[class.name] and class.skipped + 1 >= SHARE[class.name] then order[#order + 1] = class end
+    if class.waits and SHARE[class.name] and class.skipped + 1 >= SHARE[class.name] then
+      order[#order + 1] = class
+    end
   end
   for _, class in ipairs(classes) do order[#order + 1] = class end
   return order
@@ -152,7 +162,11 @@ local function deliver_from_streams()
   while credits <= 0 and urgent > 0 and deliver_next(first) do end
   for _, class in ipairs(classes) do
     redis.call('HSET', meta, 'skipped:' .. class.name, class.skipped)
-    for stream in pairs(class.charged) do redis.call('ZADD', fair_share_key(class.name), exact(stream.served), stream.tenant) end
-    if class.was_charged then redis.call('HSET', meta, 'served:' .. class.name, exact(class.virtual_time)) end
+    for stream in pairs(class.charged) do
+      redis.call('ZADD', fair_share_key(class.name), exact(stream.served), stream.tenant)
+    end
+    if class.was_charged then
+      redis.call('HSET', meta, 'served:' .. class.name, exact(class.virtual_time))
+    end
   end
 end

@@ -9,7 +9,8 @@
 --        gone
 -- Error  INVALID, with the name of the first invalid argument; nothing was written then
 check_groups(5, 6)
-local result_ttl, dead_ttl, now = amount(3, 'result TTL', 0, MOST), amount(4, 'dead TTL', 0, MOST), clock_ms()
+local result_ttl, dead_ttl, now = amount(3, 'result TTL', 0, MOST), amount(4, 'dead TTL', 0, MOST),
+  clock_ms()
 for first = 5, #ARGV, 6 do
   one_of(first + 2, 'state', ENDS, (first - 5) / 6)
   amount(first + 5, 'tokens served', 0, MOST_COST, (first - 5) / 6)
@@ -57,7 +58,8 @@ local function settle_costs()
     for tenant, difference in pairs(tenants) do
       if redis.call('ZSCORE', fair_share_key(class), tenant) then
         local weight = tonumber(redis.call('HGET', meta, 'weight:' .. tenant) or 1)
-        redis.call('ZINCRBY', fair_share_key(class), exact(difference / math.max(weight, 0.001)), tenant)
+        redis.call('ZINCRBY', fair_share_key(class), exact(difference / math.max(weight, 0.001)),
+          tenant)
       end
     end
   end
@@ -72,7 +74,8 @@ local function write_counts()
 end
 
 local function store_dead_letter(id, key)
-  redis.call('XADD', base .. 'dead', '*', 'job', id, 'error', redis.call('HGET', key, 'error') or '',
+  redis.call('XADD', base .. 'dead', '*', 'job', id, 'error',
+    redis.call('HGET', key, 'error') or '',
     'history', redis.call('HGET', key, 'history') or '', 'died_ms', whole(now))
   redis.call('XTRIM', base .. 'dead', 'MINID', whole(math.max(0, now - dead_ttl * 1000)))
   redis.call('EXPIRE', key, whole(dead_ttl))
@@ -80,7 +83,8 @@ end
 
 local function finish(id, token, state, result, chunk, served)
   local key = job_key(id)
-  local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant', 'entry', 'cost',
+  local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant',
+    'entry', 'cost',
     'idem')
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
@@ -97,7 +101,8 @@ local function finish(id, token, state, result, chunk, served)
   end
   due[#due + 1] = id
   count(ends, state, 1)
-  redis.call('HSET', key, 'state', state, 'result', result, 'settled', '1', 'finished_ms', whole(now))
+  redis.call('HSET', key, 'state', state, 'result', result, 'settled', '1', 'finished_ms',
+    whole(now))
   redis.call('DEL', log_key(id))
   if served > 0 then
     served_more[class] = served_more[class] or {}

@@ -12,7 +12,8 @@
 --        previous status}. An id without a valid job hash counts as lost.
 -- Error  INVALID, with the name of the first invalid argument; nothing was written then
 check_groups(7, 2)
-local worker, lease_ms, sweep_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST), amount(5, 'sweep interval', 0, MOST)
+local worker, lease_ms, sweep_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST),
+  amount(5, 'sweep interval', 0, MOST)
 if refusal then return refusal end
 local returns = is_registered(worker)
 local before = redis.pcall('GET', base .. 'worker:' .. worker)

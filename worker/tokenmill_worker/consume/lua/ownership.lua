@@ -4,7 +4,9 @@ local HISTORY_LINES = 20
 
 local function tenant_running(tenant, change)
   local key = tenant_key(tenant)
-  if redis.call('HINCRBY', key, 'running', change) < 0 then redis.call('HSET', key, 'running', '0') end
+  if redis.call('HINCRBY', key, 'running', change) < 0 then
+    redis.call('HSET', key, 'running', '0')
+  end
   redis.call('EXPIRE', key, TENANT_TTL_S)
 end
 
@@ -31,7 +33,9 @@ end
 local function remember(key, line)
   local history = (redis.call('HGET', key, 'history') or '') .. line .. '\n'
   local _, lines = string.gsub(history, '\n', '\n')
-  if lines > HISTORY_LINES then history = string.gsub(history, '^[^\n]*\n', '', lines - HISTORY_LINES) end
+  if lines > HISTORY_LINES then
+    history = string.gsub(history, '^[^\n]*\n', '', lines - HISTORY_LINES)
+  end
   redis.call('HSET', key, 'history', history)
 end
 
@@ -41,7 +45,8 @@ end
 -- An orphan whose log has grown since its claim counts no crash.
 local function give_back(id, now, how, alone, delay_ms, note)
   local key = job_key(id)
-  local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms', 'mark', 'cost')
+  local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms',
+    'mark', 'cost')
   local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
   if not state then return end
   release_ownership(id, worker, tenant)
@@ -57,7 +62,8 @@ local function give_back(id, now, how, alone, delay_ms, note)
   end
   if how == 'orphan' then count_up(key, 'orphaned') end
   if how ~= 'handover' then
-    remember(key, whole(now) .. ' ' .. how .. (alone and ' alone' or '') .. ' on ' .. worker .. (note ~= '' and ': ' .. note or ''))
+    remember(key, whole(now) .. ' ' .. how .. (alone and ' alone' or '') .. ' on ' .. worker
+      .. (note ~= '' and ': ' .. note or ''))
   end
   if how == 'retry' then
     redis.call('HSET', key, 'attempt', whole(number(redis.call('HGET', key, 'attempt'), 1) + 1))
@@ -83,9 +89,11 @@ local function deregister_worker(worker, now, how)
 end
 
 local function promote(now)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, 200)) do
+  local due = redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, 200)
+  for _, id in ipairs(due) do
     redis.call('ZREM', base .. 'delayed', id)
-    local job = redis.call('HMGET', job_key(id), 'state', 'class', 'tenant', 'attempt', 'created_ms', 'cost')
+    local job = redis.call('HMGET', job_key(id), 'state', 'class', 'tenant', 'attempt',
+      'created_ms', 'cost')
     if job[1] == 'scheduled' then
       redis.call('HSET', job_key(id), 'state', 'queued')
       count_due(id, class_of(job[2]), number(job[6], 0))
@@ -99,12 +107,14 @@ local function promote(now)
 end
 
 local function expire_waiting(now)
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', base .. 'deadlines', '-inf', whole(now), 'LIMIT', 0, 200)) do
+  local late = redis.call('ZRANGEBYSCORE', base .. 'deadlines', '-inf', whole(now), 'LIMIT', 0, 200)
+  for _, id in ipairs(late) do
     redis.call('ZREM', base .. 'deadlines', id)  -- the engine expires a running job
     local state = redis.call('HGET', job_key(id), 'state')
     -- The next claim finds a requeued job expired.
     if (state == 'queued' or state == 'scheduled') and not is_requeued(id) then
-      end_waiting(id, 'expired', 'deadline_exceeded', 'the deadline passed before the job was claimed', now)
+      end_waiting(id, 'expired', 'deadline_exceeded',
+        'the deadline passed before the job was claimed', now)
     end
   end
 end
@@ -113,7 +123,9 @@ end
 -- server was probably unreachable, and leases of live workers ran out.
 local OUTAGE_AFTER_LEASE_SHARE = 0.6
 
-local function is_registered(worker) return redis.call('SISMEMBER', base .. 'workers', worker) == 1 end
+local function is_registered(worker)
+  return redis.call('SISMEMBER', base .. 'workers', worker) == 1
+end
 
 -- Sweeps the queue at most once per interval, in the first call that is due. Returns how many
 -- orphans it freed. `returns`: the calling worker was registered before. If such a worker finds
@@ -126,7 +138,8 @@ local function sweep(now, interval_ms, lease_ms, returns)
   local last, from = number(swept[1], 0), number(swept[2], 0)
   if now >= last and now - last < interval_ms then return 0 end
   redis.call('HSET', meta, 'swept_ms', whole(now))
-  if returns and last > 0 and now - last >= math.max(OUTAGE_AFTER_LEASE_SHARE * lease_ms, 2 * interval_ms) then
+  if returns and last > 0 and now - last >= math.max(OUTAGE_AFTER_LEASE_SHARE * lease_ms,
+    2 * interval_ms) then
     redis.call('HSET', meta, 'sweep_from_ms', whole(now + lease_ms))
     return 0
   end

@@ -22,7 +22,8 @@ for first = 3, #ARGV, FIELDS do
     reply[#reply + 1] = 0
   else
     if job[2] and job[2] ~= '' then
-      give_back(id, now, how, how == 'crash' and num_crashed == 1, tonumber(ARGV[first + 3]), ARGV[first + 4])
+      give_back(id, now, how, how == 'crash' and num_crashed == 1, tonumber(ARGV[first + 3]),
+        ARGV[first + 4])
     end
     reply[#reply + 1] = 1
   end

@@ -1,7 +1,8 @@
-// Finds the highest output of each row of a head whose other outputs are not needed: the logits of 32 rows are megabytes,
-// which would be stored and read again for one token each.
+// Finds the highest output of each row of a head whose other outputs are not needed: the logits of
+// 32 rows are megabytes, which would be stored and read again for one token each.
 //
-// Each thread keeps the highest outputs that it computed, by lanes, in its own memory; draw.cpp joins the threads' results.
+// Each thread keeps the highest outputs that it computed, by lanes, in its own memory; draw.cpp
+// joins the threads' results.
 #pragma once
 
 #include "work_stealing.h"
@@ -31,22 +32,26 @@ struct Argmax {
     }
     INLINE_MEMBER void take(vf seen, int32_t at) {
         const vi which = at + vi{};
-        const vi is_new = (vi)(seen > value) | (vi)(seen != seen) | ((vi)(seen == value) & (vi)(which < vector));
+        const vi is_new =
+            (vi)(seen > value) | (vi)(seen != seen) | ((vi)(seen == value) & (vi)(which < vector));
         value = select(is_new, seen, value);
         vector = is_new ? which : vector;
     }
 };
 
-// Result of one thread. It counts only if it was opened in this row of kernels: a late thread may have computed nothing.
+// Result of one thread. It counts only if it was opened in this row of kernels: a late thread may
+// have computed nothing.
 struct ArgmaxSeen {
     alignas(64) int64_t row;
-    alignas(64) float best[ARGMAX_ROWS];  // an output of each row, read by other threads (argmax_byte_dot.h)
+    alignas(64) float best[ARGMAX_ROWS];  // an output of each row, read by other threads
+                                          // (argmax_byte_dot.h)
     alignas(64) Argmax rows[ARGMAX_ROWS];
 
     static ArgmaxSeen &of(void *memory, int32_t part) { return ((ArgmaxSeen *)memory)[part]; }
 
     void open(int64_t count, int64_t number) {
-        for (int64_t r = 0; r < count; ++r) rows[r] = {splat(-INFINITY), INT32_MAX - vi{}}, tell(r, -INFINITY);
+        for (int64_t r = 0; r < count; ++r)
+            rows[r] = {splat(-INFINITY), INT32_MAX - vi{}}, tell(r, -INFINITY);
         __atomic_store_n(&row, number, __ATOMIC_RELEASE);
     }
     void tell(int64_t r, float output) { __atomic_store(&best[r], &output, __ATOMIC_RELAXED); }

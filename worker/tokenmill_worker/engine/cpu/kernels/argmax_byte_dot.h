@@ -1,11 +1,14 @@
-// Finds a row's highest output (argmax.h) from the highest byte of the row's numbers, without most of the other products.
+// Finds a row's highest output (argmax.h) from the highest byte of the row's numbers, without most
+// of the other products.
 //
-// The lower bytes make two thirds of a product's work. The length of an output's column and the length of the lower bytes of
-// the row bound how far they can move it (Cauchy and Schwarz): about a hundredth of the two vectors' lengths. An output that
-// stays below the row's best so far, whatever its lower bytes are, needs no more work. A panel with any other output is
-// computed whole. The highest output is always among those, so the result equals that of all outputs, bit for bit.
+// The lower bytes make two thirds of a product's work. The length of an output's column and the
+// length of the lower bytes of the row bound how far they can move it (Cauchy and Schwarz): about a
+// hundredth of the two vectors' lengths. An output that stays below the row's best so far, whatever
+// its lower bytes are, needs no more work. A panel with any other output is computed whole. The
+// highest output is always among those, so the result equals that of all outputs, bit for bit.
 //
-// Threads share the best output of each row: columns of rare tokens are near each other, and below others.
+// Threads share the best output of each row: columns of rare tokens are near each other, and below
+// others.
 //
 // Bounding the part of a search that can be skipped is branch and bound (Land and Doig 1960).
 #pragma once
@@ -31,9 +34,11 @@ class ArgmaxSearch {
         for (int64_t r = 0; r < a.m; ++r) {
             best_[r] = -INFINITY;
             double squares = 0.0;
-            for (int64_t g = 0; g < rows.num_groups; ++g) squares += (double)rows.units(r)[g] * rows.units(r)[g];
-            // The lower two parts of a number are at most 2^15 + 2^7. Sums of bounds and of outputs are rounded: each by a 2^15th
-            // of this for each group and some, since all of a number is a 256th as long again.
+            for (int64_t g = 0; g < rows.num_groups; ++g)
+                squares += (double)rows.units(r)[g] * rows.units(r)[g];
+            // The lower two parts of a number are at most 2^15 + 2^7. Sums of bounds and of outputs
+            // are rounded: each by a 2^15th of this for each group and some, since all of a number
+            // is a 256th as long again.
             moves_[r] = (float)(1.01 * UNIT * (32768 + 128) * sqrt(squares * DOT_GROUP));
         }
     }
@@ -48,9 +53,11 @@ class ArgmaxSearch {
         }
     }
 
-    // Sums [a.m, STEP]: what `byte_dot` gives, or -infinity for all of a row that can not hold its highest output.
-    void one_panel(const Rows &rows, const LinearArguments &a, const PoolThread &thread, int64_t panel_number, const Ordered &codes,
-                   const Form &panel, const Form &ahead, float *sums) {
+    // Sums [a.m, STEP]: what `byte_dot` gives, or -infinity for all of a row that can not hold its
+    // highest output.
+    void one_panel(const Rows &rows, const LinearArguments &a, const PoolThread &thread,
+                   int64_t panel_number, const Ordered &codes, const Form &panel, const Form &ahead,
+                   float *sums) {
         const int64_t width = a.n - panel_number * NR;
         const float *lengths = Form::lengths(a) + panel_number * NR;
         const vf moves[2] = {load(lengths), load(lengths + VW)};
@@ -67,7 +74,8 @@ class ArgmaxSearch {
             for (int64_t r = 0; r < height; ++r) {
                 float *to = sums + (row + r) * STEP;
                 const vf move = splat(moves_[row + r]);
-                const vf left = fma(moves[0], move, load(found + r * NR)), right = fma(moves[1], move, load(found + r * NR + VW));
+                const vf left = fma(moves[0], move, load(found + r * NR)),
+                         right = fma(moves[1], move, load(found + r * NR + VW));
                 if (!reaches(left, right, best_[row + r])) {
                     store(to, splat(-INFINITY)), store(to + VW, splat(-INFINITY));
                     continue;
@@ -84,7 +92,8 @@ class ArgmaxSearch {
   private:
     static constexpr float UNIT = 1.0f / 65536, TINY = 1e-20f;  // UNIT: of the highest parts
     float best_[ARGMAX_ROWS];   // that this thread knows of, times UNIT
-    float moves_[ARGMAX_ROWS];  // by how much the lower parts move an output of length 1 at most, times UNIT
+    float moves_[ARGMAX_ROWS];  // by how much the lower parts move an output of length 1 at most,
+                                // times UNIT
 
     // NaN reaches everything.
     static bool reaches(vf left, vf right, float best) {
@@ -93,8 +102,8 @@ class ArgmaxSearch {
 
     // Outputs [R, NR] by the highest parts alone, times UNIT.
     template <int R>
-    static void coarse(const Rows &rows, int64_t row, const Ordered &codes_of, const Form &panel, const Form &ahead, unsigned fetched,
-                       float *found) {
+    static void coarse(const Rows &rows, int64_t row, const Ordered &codes_of, const Form &panel,
+                       const Form &ahead, unsigned fetched, float *found) {
         const int64_t num_groups = rows.num_groups;
         const int32_t *x[R];
         vf acc[R][2];
@@ -104,12 +113,14 @@ class ArgmaxSearch {
             if (fetched & 1) ahead.fetch_group(g * DOT_GROUP);
             __m512i parts[R][2];
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) parts[r][0] = parts[r][1] = _mm512_set1_epi32(rows.highest_starts(row + r)[g]);
+            for (int r = 0; r < R; ++r)
+                parts[r][0] = parts[r][1] = _mm512_set1_epi32(rows.highest_starts(row + r)[g]);
 #pragma GCC unroll 4
             for (int eight = 0; eight < DOT_GROUP / 8; ++eight) {
                 const int64_t i = g * DOT_GROUP + eight * 8;
                 if (fetched >> eight & 1)
-                    for (int64_t chunk = i; chunk < i + 8; chunk += Form::CHUNK) ahead.fetch_chunk(chunk);
+                    for (int64_t chunk = i; chunk < i + 8; chunk += Form::CHUNK)
+                        ahead.fetch_chunk(chunk);
 #pragma GCC unroll 2
                 for (int quad = 0; quad < 2; ++quad) {
                     __m512i codes[2];
@@ -130,11 +141,13 @@ class ArgmaxSearch {
                 x[r] += Rows::QUADS;
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half)
-                    acc[r][half] = fma((vf)_mm512_cvtepi32_ps(parts[r][half]), scale[half] * unit, acc[r][half]);
+                    acc[r][half] = fma((vf)_mm512_cvtepi32_ps(parts[r][half]), scale[half] * unit,
+                                       acc[r][half]);
             }
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) store(found + r * NR, acc[r][0]), store(found + r * NR + VW, acc[r][1]);
+        for (int r = 0; r < R; ++r)
+            store(found + r * NR, acc[r][0]), store(found + r * NR + VW, acc[r][1]);
     }
 };
 

@@ -1,8 +1,10 @@
-// Computes a tile of paged attention in the matrix registers, for units of many rows. Their queries, and later the weights of
-// their keys, are split rows; keys and values become right factors, once for all rows of the unit.
+// Computes a tile of paged attention in the matrix registers, for units of many rows. Their
+// queries, and later the weights of their keys, are split rows; keys and values become right
+// factors, once for all rows of the unit.
 //
-// The arithmetic is as exact as that of attention_tile.h but rounds differently. The number of rows of its unit decides which
-// one a row gets. Storage in half precision has fewer parts and fewer products (amx_tiles.h).
+// The arithmetic is as exact as that of attention_tile.h but rounds differently. The number of rows
+// of its unit decides which one a row gets. Storage in half precision has fewer parts and fewer
+// products (amx_tiles.h).
 #pragma once
 
 #include "amx_tiles.h"
@@ -34,6 +36,7 @@ struct Ready {
     static constexpr bool IS_FACTOR = true, HAS_ZEROS = false;
     const uint32_t *lanes;
 
+    INLINE_MEMBER const void *start() const { return lanes; }
     void fetch_chunk(int64_t) const {}
 };
 
@@ -42,30 +45,39 @@ template <class T>
 class AmxAttention {
   public:
     // From so many rows on it pays to make the factors.
-    static bool takes(const AttendArguments &a, int64_t rows) { return rows > (PARTS_OF<T> > 2 ? 96 : 24) && takes_amx(a); }
+    static bool takes(const AttendArguments &a, int64_t rows) {
+        return rows > (PARTS_OF<T> > 2 ? 96 : 24) && takes_amx(a);
+    }
 
     // Of the memory, for units of up to `rows` rows.
     static int64_t bytes(const AttendArguments &a, int64_t rows) {
-        const int64_t queries = rows * a.head_dim * 3 * sizeof(bf16), weights = SEEN_ROWS * TILE * 3 * sizeof(bf16);
-        return queries + weights + SEEN_ROWS * TILE * sizeof(float) + 2 * factors(a.head_dim) * sizeof(uint32_t);
+        const int64_t queries = rows * a.head_dim * 3 * sizeof(bf16),
+                      weights = SEEN_ROWS * TILE * 3 * sizeof(bf16);
+        return queries + weights + SEEN_ROWS * TILE * sizeof(float) +
+               2 * factors(a.head_dim) * sizeof(uint32_t);
     }
 
     AmxAttention(const AttendArguments &a, int64_t rows, char *memory)
-        : dim_(a.head_dim), softcap_(a.softcap), keys_((uint32_t *)memory), values_(keys_ + factors(dim_)),
-          scores_((float *)(values_ + factors(dim_))), weights_((bf16 *)(scores_ + SEEN_ROWS * TILE)),
+        : dim_(a.head_dim),
+          softcap_(a.softcap),
+          keys_((uint32_t *)memory),
+          values_(keys_ + factors(dim_)),
+          scores_((float *)(values_ + factors(dim_))),
+          weights_((bf16 *)(scores_ + SEEN_ROWS * TILE)),
           queries_(weights_ + SEEN_ROWS * TILE * 3) {}
 
     // The unit's queries, [rows, head_dim], from now on.
     void take_queries(const float *queries, int64_t rows) {
         split_ = {queries_, nullptr, rows, dim_};
-        for (int64_t r = 0; r < rows; ++r) split_.template split<false>(queries + r * dim_, r + 1 < rows ? dim_ : 0, dim_, r);
+        for (int64_t r = 0; r < rows; ++r)
+            split_.template split<false>(queries + r * dim_, r + 1 < rows ? dim_ : 0, dim_, r);
     }
 
-    // max[rows], sum[rows] and values[rows][dim] of one tile of keys, for strips that lie at keys[s] and values[s];
-    // see(r, count): what rows [r, r + count) see.
+    // max[rows], sum[rows] and values[rows][dim] of one tile of keys, for strips that lie at
+    // keys[s] and values[s]; see(r, count): what rows [r, r + count) see.
     template <class See>
-    void compute(const T *const *keys, const T *const *values, int first, int last, See see, float *max, float *sum,
-                 float *out) {
+    void compute(const T *const *keys, const T *const *values, int first, int last, See see,
+                 float *max, float *sum, float *out) {
         make_keys(keys, first / STRIP, (last + STRIP - 1) / STRIP);
         make_values(values, first, last);
         for (int64_t r = 0; r < split_.m; r += SEEN_ROWS) {
@@ -74,7 +86,8 @@ class AmxAttention {
             const int panel = seen.begin() / AMX_KEYS, end = (seen.end() + AMX_KEYS - 1) / AMX_KEYS;
             const bool is_seen = seen.end() > seen.begin();
             for (int p = panel; is_seen && p < end; ++p)
-                product(split_, r, keys_ + p * blocks() * Tiles::Made::BLOCK, blocks(), scores_ + p * AMX_KEYS, TILE);
+                product(split_, r, keys_ + p * blocks() * Tiles::Made::BLOCK, blocks(),
+                        scores_ + p * AMX_KEYS, TILE);
             store_first();
             for (int i = 0; i < count; ++i) {
                 float *row = scores_ + i * TILE;
@@ -90,8 +103,8 @@ class AmxAttention {
                 weights.template split<false>(row + panel * AMX_KEYS, TILE, weights.k, i);
             }
             for (int c = 0; c < blocks(); ++c)
-                product(weights, 0, values_ + (c * (TILE / AMX_KEYS) + panel) * Tiles::Made::BLOCK, end - panel,
-                        out + r * dim_ + c * NR, dim_);
+                product(weights, 0, values_ + (c * (TILE / AMX_KEYS) + panel) * Tiles::Made::BLOCK,
+                        end - panel, out + r * dim_ + c * NR, dim_);
         }
     }
 
@@ -100,7 +113,8 @@ class AmxAttention {
 
     const int64_t dim_;
     const float softcap_;
-    uint32_t *const keys_, *const values_;  // [panel of AMX_KEYS][dim / AMX_DEPTH][BLOCK], [panel of NR][AMX_KEYS][BLOCK]
+    uint32_t *const keys_, *const values_;  // [panel of AMX_KEYS][dim / AMX_DEPTH][BLOCK], [panel
+                                            // of NR][AMX_KEYS][BLOCK]
     float *const scores_;                   // [SEEN_ROWS][TILE]
     bf16 *const weights_, *const queries_;
     SplitRows split_{};
@@ -114,14 +128,17 @@ class AmxAttention {
     }
 
     // Rows [row, row + SEEN_ROWS), as far as there are, × `blocks` right factors.
-    void product(const SplitRows &rows, int64_t row, const uint32_t *factors, int64_t blocks, float *to, int64_t stride) {
+    void product(const SplitRows &rows, int64_t row, const uint32_t *factors, int64_t blocks,
+                 float *to, int64_t stride) {
         const Ready<T> ready{factors};
         const int64_t high = rows.height(row), low = rows.height(row + AMX_ROWS);
         if (low)
-            Tiles{rows, ready, ready, nullptr, 0, blocks, -1, shapes_, stride}.template multiply<true>(row, high, low, to);
+            Tiles{rows, ready, ready, nullptr, 0, blocks, -1, shapes_, stride}
+                .template multiply<true>(row, high, low, to);
         else
-            AmxTiles<Ready<T>, false, true>{rows, ready, ready, nullptr, 0, blocks, -1, shapes_, stride}.template multiply<true>(
-                row, high, low, to);
+            AmxTiles<Ready<T>, false, true>{rows,   ready, ready,   nullptr, 0,
+                                            blocks, -1,    shapes_, stride}
+                .template multiply<true>(row, high, low, to);
     }
 
     static INLINE_MEMBER void store_pairs(uint32_t *block, int pair, int half, vf even, vf odd) {

@@ -11,7 +11,8 @@
 #define UNIT_ROWS 96
 
 struct Unit {
-    int32_t seq, head, token, num_tokens;  // tokens [token, token + num_tokens) of the packed queries
+    int32_t seq, head, token,
+        num_tokens;  // tokens [token, token + num_tokens) of the packed queries
     int32_t position;                      // of its first token
     int32_t first_tile, last_tile;
     int64_t partials;  // offset in floats into the partials; −1: one thread folds as it goes
@@ -31,9 +32,18 @@ struct PlanKey {
     int32_t num_seqs, num_heads, num_kv_heads, head_dim, block_size, window, most_rows, unused;
 
     explicit PlanKey(const AttendArguments &a, int32_t rows)
-        : query_start(a.query_start), seq_lens(a.seq_lens), block_table(a.block_table), table_stride(a.table_stride),
-          num_seqs(a.num_seqs), num_heads(a.num_heads), num_kv_heads(a.num_kv_heads), head_dim(a.head_dim),
-          block_size(a.block_size), window(a.window), most_rows(rows), unused(0) {}
+        : query_start(a.query_start),
+          seq_lens(a.seq_lens),
+          block_table(a.block_table),
+          table_stride(a.table_stride),
+          num_seqs(a.num_seqs),
+          num_heads(a.num_heads),
+          num_kv_heads(a.num_kv_heads),
+          head_dim(a.head_dim),
+          block_size(a.block_size),
+          window(a.window),
+          most_rows(rows),
+          unused(0) {}
 };
 
 static_assert(sizeof(PlanKey) == 4 * 8 + 8 * 4, "compared byte by byte");
@@ -50,8 +60,9 @@ struct Plan {
     bool has_partials;
 };
 
-// At the start of the workspace: the plans of a row of kernels. Layers that are alike share one, and none changes before
-// the row is over: a thread that comes late to a layer still finds what it was at.
+// At the start of the workspace: the plans of a row of kernels. Layers that are alike share one,
+// and none changes before the row is over: a thread that comes late to a layer still finds what it
+// was at.
 struct Plans {
     int64_t row, used;  // bytes
     Plan *newest;
@@ -88,31 +99,40 @@ struct Planner {
 
     void sequence(Plan *plan, int seq, bool scarce) {
         const int group = a.num_heads / a.num_kv_heads, start = a.query_start[seq];
-        const int num_tokens = a.query_start[seq + 1] - start, step = group < unit_rows ? unit_rows / group : 1;
-        for (int head = 0; head < a.num_kv_heads; ++head)  // outermost, so that a head's keys stay in the cache
+        const int num_tokens = a.query_start[seq + 1] - start,
+                  step = group < unit_rows ? unit_rows / group : 1;
+        for (int head = 0; head < a.num_kv_heads;
+             ++head)  // outermost, so that a head's keys stay in the cache
             for (int token = num_tokens - 1; token >= 0; token -= step) {
-                const int first = token - step + 1 > 0 ? token - step + 1 : 0, count = token - first + 1;
+                const int first = token - step + 1 > 0 ? token - step + 1 : 0,
+                          count = token - first + 1;
                 const int position = a.seq_lens[seq] - num_tokens + first, end = position + count;
                 const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
-                const int first_tile = begin / TILE, last_tile = end > 0 ? (end + TILE - 1) / TILE : first_tile;
-                const int64_t rows = (int64_t)count * group, floats = rows * (rounded(a.head_dim, STRIP) + 2);
+                const int first_tile = begin / TILE,
+                          last_tile = end > 0 ? (end + TILE - 1) / TILE : first_tile;
+                const int64_t rows = (int64_t)count * group,
+                              floats = rows * (rounded(a.head_dim, STRIP) + 2);
                 const bool split = last_tile - first_tile > 1 && (scarce || rows <= 2 * MAX_ROWS);
                 if (rows > max_rows) max_rows = rows;
-                add(plan, {seq, head, start + first, count, position, first_tile, last_tile, 0}, split, floats);
+                add(plan, {seq, head, start + first, count, position, first_tile, last_tile, 0},
+                    split, floats);
             }
     }
 
     void all(Plan *plan, bool scarce) {
         num_units = num_items = partials = 0;
-        for (int chunks = 1; chunks >= 0; --chunks)  // prefill chunks first: their units are the longest
+        for (int chunks = 1; chunks >= 0;
+             --chunks)  // prefill chunks first: their units are the longest
             for (int seq = 0; seq < a.num_seqs; ++seq)
-                if ((a.query_start[seq + 1] - a.query_start[seq] > 1) == (bool)chunks) sequence(plan, seq, scarce);
+                if ((a.query_start[seq + 1] - a.query_start[seq] > 1) == (bool)chunks)
+                    sequence(plan, seq, scarce);
     }
 };
 
-// Decodes whose prompts begin alike have the same blocks in their first tiles: such a tile is computed once for all of
-// them, so that its keys and values are read once and enough rows stand against them. Each row's arithmetic stays the
-// same. Hydragen and cascade attention part a batch's common prefix off likewise.
+// Decodes whose prompts begin alike have the same blocks in their first tiles: such a tile is
+// computed once for all of them, so that its keys and values are read once and enough rows stand
+// against them. Each row's arithmetic stays the same. Hydragen and cascade attention part a batch's
+// common prefix off likewise.
 struct Sharing {
     const AttendArguments &a;
     Plan &plan;
@@ -126,7 +146,8 @@ struct Sharing {
     }
 
     const int32_t *blocks(const Item &item) const {
-        return a.block_table + plan.units[item.unit].seq * a.table_stride + item.tile * (TILE / a.block_size);
+        return a.block_table + plan.units[item.unit].seq * a.table_stride +
+               item.tile * (TILE / a.block_size);
     }
     bool may_share(const Item &item) const {
         if (item.tile < 0) return false;
@@ -160,7 +181,9 @@ struct Sharing {
     }
 
     int32_t *slot_of(const Item &item) const {
-        uint64_t at = ((uint64_t)*blocks(item) * a.num_kv_heads + plan.units[item.unit].head) * 0x9e3779b97f4a7c15u >> 20;
+        uint64_t at = ((uint64_t)*blocks(item) * a.num_kv_heads + plan.units[item.unit].head) *
+                          0x9e3779b97f4a7c15u >>
+                      20;
         for (;; ++at) {
             int32_t *slot = leaders + (at & (slots - 1));
             if (*slot < 0 || alike(plan.items[*slot], item)) return slot;
@@ -173,21 +196,27 @@ struct Sharing {
     }
 };
 
-// The plan of these arguments, in the workspace, of which `plans.used` bytes are taken. Returns 0, or the number of bytes
-// that it must have.
+// The plan of these arguments, in the workspace, of which `plans.used` bytes are taken. Returns 0,
+// or the number of bytes that it must have.
 INLINE int64_t make_plan(const AttendArguments &a, Plans &plans, const PlanKey &key, int threads) {
     Planner planner{a, key.most_rows};
     planner.all(nullptr, false);
     const bool scarce = planner.num_items < 4 * threads;
     if (scarce) planner.all(nullptr, true);
     const int64_t width = rounded(a.head_dim, STRIP), slots = Sharing::slots_for(planner.num_items);
-    const int64_t rows = (planner.partials && planner.max_rows < UNIT_ROWS ? UNIT_ROWS : planner.max_rows) + 1;
-    const int64_t scratch_floats =
-        aligned((rows * (a.head_dim + 2 * width + 4) + 4 * VW + MAX_ROWS * TILE + 2 * TILE * width) * 4) / 4;
+    const int64_t rows =
+        (planner.partials && planner.max_rows < UNIT_ROWS ? UNIT_ROWS : planner.max_rows) + 1;
+    const int64_t scratch_floats = aligned((rows * (a.head_dim + 2 * width + 4) + 4 * VW +
+                                            MAX_ROWS * TILE + 2 * TILE * width) *
+                                           4) /
+                                   4;
     int64_t offset = plans.used + aligned(sizeof(Plan)), place[6];
-    const int64_t sizes[6] = {planner.num_units * (int64_t)sizeof(Unit), planner.num_items * (int64_t)sizeof(Item),
-                              planner.partials * 4, threads * scratch_floats * 4,
-                              planner.num_items * (int64_t)sizeof(Link), slots * (int64_t)sizeof(int32_t)};
+    const int64_t sizes[6] = {planner.num_units * (int64_t)sizeof(Unit),
+                              planner.num_items * (int64_t)sizeof(Item),
+                              planner.partials * 4,
+                              threads * scratch_floats * 4,
+                              planner.num_items * (int64_t)sizeof(Link),
+                              slots * (int64_t)sizeof(int32_t)};
     for (int i = 0; i < 6; ++i) place[i] = offset, offset += aligned(sizes[i]);
     if (offset > a.workspace_bytes) return offset;
     Plan &plan = *new (a.workspace + plans.used) Plan{key, plans.newest};
@@ -205,7 +234,8 @@ INLINE int64_t make_plan(const AttendArguments &a, Plans &plans, const PlanKey &
     return 0;
 }
 
-// Gives the arguments a plan, with units of `most_rows` rows at most, and zeros to rows of no sequence. Returns as make_plan.
+// Gives the arguments a plan, with units of `most_rows` rows at most, and zeros to rows of no
+// sequence. Returns as make_plan.
 INLINE int64_t prepare(const AttendArguments &a, int32_t most_rows, const PoolThread &thread) {
     Plans &plans = *(Plans *)a.workspace;
     if (plans.row != thread.row()) plans = {thread.row(), aligned(sizeof(Plans)), nullptr};
@@ -213,7 +243,24 @@ INLINE int64_t prepare(const AttendArguments &a, int32_t most_rows, const PoolTh
     a.plan = plans.find(key);
     if (!a.plan)
         if (const int64_t missing = make_plan(a, plans, key, thread.parts)) return missing;
-    const int64_t row = (int64_t)a.num_heads * a.head_dim, used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
-    if (used < a.num_tokens) memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
+    const int64_t row = (int64_t)a.num_heads * a.head_dim,
+                  used = a.num_seqs ? a.query_start[a.num_seqs] : 0;
+    if (used < a.num_tokens)
+        memset(a.out + used * row, 0, (a.num_tokens - used) * row * sizeof(float));
     return 0;
 }
+
+namespace {
+
+template <class T>
+constexpr float UNIT = 1.0f;  // what is loaded counts times so much
+template <>
+constexpr float UNIT<f8> = F8_UNIT;
+
+template <class T>
+struct KeyTile {  // where the strips of one tile lie; entries outside [first, last) are undefined
+    const T *keys[TILE_STRIPS], *values[TILE_STRIPS];
+    int first, last;  // positions within the tile that some row of the unit sees
+};
+
+}  // namespace

@@ -1,16 +1,18 @@
-// The inner loops of paged attention: scores of a few query rows against strips of 16 keys, their softmax,
-// and the weighted sum of the values, over one tile of keys.
+// The inner loops of paged attention: scores of a few query rows against strips of 16 keys, their
+// softmax, and the weighted sum of the values, over one tile of keys.
 //
 // Every row is computed by the same operations in the same order however many rows go together and
-// however wide the register tile is, so a row's result depends neither on its batch nor on its chunk.
+// however wide the register tile is, so a row's result depends neither on its batch nor on its
+// chunk.
 #pragma once
 
 #include "vectors.h"
 
-// out[r][s·16 + lane] = Σ_d query[r][d] · strips[s][d][lane]; `ahead` is fetched into the cache meanwhile.
+// out[r][s·16 + lane] = Σ_d query[r][d] · strips[s][d][lane]; `ahead` is fetched into the cache
+// meanwhile.
 template <class T, int R, int S, bool AHEAD>
-static void score_kernel(const float *query, int64_t query_stride, const T *const *strips, const T *const *ahead,
-                         int dim, float *out, int64_t out_stride) {
+static void score_kernel(const float *query, int64_t query_stride, const T *const *strips,
+                         const T *const *ahead, int dim, float *out, int64_t out_stride) {
     vf sums[R][S * VPS];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
@@ -19,7 +21,8 @@ static void score_kernel(const float *query, int64_t query_stride, const T *cons
     for (int d = 0; d < dim; ++d) {
         vf keys[S * VPS];
 #pragma GCC unroll 16
-        for (int i = 0; i < S * VPS; ++i) keys[i] = load(strips[i / VPS] + d * STRIP + (i % VPS) * VW);
+        for (int i = 0; i < S * VPS; ++i)
+            keys[i] = load(strips[i / VPS] + d * STRIP + (i % VPS) * VW);
         if (AHEAD)
 #pragma GCC unroll 4
             for (int s = 0; s < S; ++s)
@@ -37,10 +40,12 @@ static void score_kernel(const float *query, int64_t query_stride, const T *cons
         for (int i = 0; i < S * VPS; ++i) store(out + r * out_stride + i * VW, sums[r][i]);
 }
 
-// out[r][column…] = Σ_{k in [first, last)} weights[r][k] · value of key k; strips hold 16 keys × `dim` each.
+// out[r][column…] = Σ_{k in [first, last)} weights[r][k] · value of key k; strips hold 16 keys ×
+// `dim` each.
 template <class T, int R, int S, bool AHEAD>
-static void value_kernel(const float *weights, int64_t weights_stride, const T *const *strips, const T *const *ahead,
-                         int first, int last, int dim, float *out, int64_t out_stride) {
+static void value_kernel(const float *weights, int64_t weights_stride, const T *const *strips,
+                         const T *const *ahead, int first, int last, int dim, float *out,
+                         int64_t out_stride) {
     vf sums[R][S * VPS];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
@@ -74,33 +79,39 @@ static void value_kernel(const float *weights, int64_t weights_stride, const T *
 
 // Any number of strips: as many as fit the registers at a time.
 template <class T, int R, bool AHEAD>
-static void score_strips(const float *query, int64_t query_stride, const T *const *strips, const T *const *ahead,
-                         int num_strips, int dim, float *out, int64_t out_stride) {
+static void score_strips(const float *query, int64_t query_stride, const T *const *strips,
+                         const T *const *ahead, int num_strips, int dim, float *out,
+                         int64_t out_stride) {
     int s = 0;
     if constexpr (MAX_STRIPS == 4)
         for (; s + 4 <= num_strips; s += 4)
-            score_kernel<T, R, 4, AHEAD>(query, query_stride, strips + s, ahead + s, dim, out + s * STRIP, out_stride);
+            score_kernel<T, R, 4, AHEAD>(query, query_stride, strips + s, ahead + s, dim,
+                                         out + s * STRIP, out_stride);
     if constexpr (MAX_STRIPS == 4)
         for (; s + 2 <= num_strips; s += 2)
-            score_kernel<T, R, 2, AHEAD>(query, query_stride, strips + s, ahead + s, dim, out + s * STRIP, out_stride);
+            score_kernel<T, R, 2, AHEAD>(query, query_stride, strips + s, ahead + s, dim,
+                                         out + s * STRIP, out_stride);
     for (; s < num_strips; ++s)
-        score_kernel<T, R, 1, AHEAD>(query, query_stride, strips + s, ahead + s, dim, out + s * STRIP, out_stride);
+        score_kernel<T, R, 1, AHEAD>(query, query_stride, strips + s, ahead + s, dim,
+                                     out + s * STRIP, out_stride);
 }
 
 template <class T, int R, bool AHEAD>
-static void value_columns(const float *weights, int64_t weights_stride, const T *const *strips, const T *const *ahead,
-                          int first, int last, int dim, float *out, int64_t out_stride) {
+static void value_columns(const float *weights, int64_t weights_stride, const T *const *strips,
+                          const T *const *ahead, int first, int last, int dim, float *out,
+                          int64_t out_stride) {
     const T *from[STRIP], *then[STRIP];
     const int strip0 = first / STRIP, strip1 = (last + STRIP - 1) / STRIP;
     for (int column = 0; column < dim;) {
-        for (int s = strip0; s < strip1; ++s) from[s] = strips[s] + column, then[s] = ahead[s] + column;
+        for (int s = strip0; s < strip1; ++s)
+            from[s] = strips[s] + column, then[s] = ahead[s] + column;
         if (MAX_STRIPS == 4 && dim - column >= 4 * STRIP) {
-            value_kernel<T, R, MAX_STRIPS, AHEAD>(weights, weights_stride, from, then, first, last, dim, out + column,
-                                                  out_stride);
+            value_kernel<T, R, MAX_STRIPS, AHEAD>(weights, weights_stride, from, then, first, last,
+                                                  dim, out + column, out_stride);
             column += MAX_STRIPS * STRIP;
         } else {
-            value_kernel<T, R, 1, AHEAD>(weights, weights_stride, from, then, first, last, dim, out + column,
-                                         out_stride);
+            value_kernel<T, R, 1, AHEAD>(weights, weights_stride, from, then, first, last, dim,
+                                         out + column, out_stride);
             column += STRIP;
         }
     }
@@ -118,12 +129,15 @@ static void value_columns(const float *weights, int64_t weights_stride, const T 
 
 #define SEEN_ROWS 32  // at most
 
-// The positions of a tile that rows which are computed together see: [first, last) each, [any_first, any_last) some of them.
+// The positions of a tile that rows which are computed together see: [first, last) each,
+// [any_first, any_last) some of them.
 struct Seen {
     int first[SEEN_ROWS], last[SEEN_ROWS], any_first, any_last;
 
     int begin() const { return any_first / STRIP * STRIP; }  // in whole strips
-    int end() const { return any_last > any_first ? (any_last + STRIP - 1) / STRIP * STRIP : begin(); }
+    int end() const {
+        return any_last > any_first ? (any_last + STRIP - 1) / STRIP * STRIP : begin();
+    }
 };
 
 // The logits of row i as they count: capped, −∞ where it does not see. Returns their maximum.
@@ -166,14 +180,15 @@ INLINE void weigh_strips(float *row, vf shift, vf *total) {
     }
 }
 
-// Logits become weights exp(logit − max). Returns their sum; `max` is −∞ where nothing is seen, and becomes NaN with the
-// sum, for a NaN among the logits must not pass for a row that saw nothing.
+// Logits become weights exp(logit − max). Returns their sum; `max` is −∞ where nothing is seen, and
+// becomes NaN with the sum, for a NaN among the logits must not pass for a row that saw nothing.
 static float weigh(float *row, const Seen &seen, float *max) {
     const int end = seen.end();
     const vf shift = splat(*max > -INFINITY ? *max : 0.0f);
     vf total[VPS] = {};
     int c = seen.begin();
-    for (; c + MAX_STRIPS * STRIP <= end; c += MAX_STRIPS * STRIP) weigh_strips<MAX_STRIPS>(row + c, shift, total);
+    for (; c + MAX_STRIPS * STRIP <= end; c += MAX_STRIPS * STRIP)
+        weigh_strips<MAX_STRIPS>(row + c, shift, total);
     for (; c < end; c += STRIP) weigh_strips<1>(row + c, shift, total);
     for (int v = 1; v < VPS; ++v) total[0] += total[v];
     const float sum = sum_lanes(total[0]);
@@ -181,12 +196,13 @@ static float weigh(float *row, const Seen &seen, float *max) {
     return sum;
 }
 
-// Fold one tile's max[rows], sum[rows], values[rows][width] into the running ones, whose max and sum have room for whole
-// vectors. A row that saw nothing leaves them untouched.
-static void fold(int rows, int width, float *max, float *sum, float *values, const float *tile_max, const float *tile_sum,
-                 const float *tile) {
+// Fold one tile's max[rows], sum[rows], values[rows][width] into the running ones, whose max and
+// sum have room for whole vectors. A row that saw nothing leaves them untouched.
+static void fold(int rows, int width, float *max, float *sum, float *values, const float *tile_max,
+                 const float *tile_sum, const float *tile) {
     for (int first = 0; first < rows; first += VW) {
-        const vf before = load(max + first), now = load(tile_max + first), both = larger(before, now);
+        const vf before = load(max + first), now = load(tile_max + first),
+                 both = larger(before, now);
         const vi saw_nothing = now == splat(-INFINITY);
         vf factors[2] = {before - both, now - both};
         vexps<2>(factors);
@@ -201,7 +217,8 @@ static void fold(int rows, int width, float *max, float *sum, float *values, con
             if (before[r - first] == -INFINITY)
                 memcpy(to, from, width * sizeof(float));
             else
-                for (int c = 0; c < width; c += VW) store(to + c, fma(keep, load(to + c), add * load(from + c)));
+                for (int c = 0; c < width; c += VW)
+                    store(to + c, fma(keep, load(to + c), add * load(from + c)));
         }
     }
 }

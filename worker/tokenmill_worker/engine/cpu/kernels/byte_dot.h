@@ -1,22 +1,25 @@
 // Multiplies rows of float32 by codes of 4 or 8 bits, by dot products of bytes.
 //
-// A float32 chain takes one multiply-add for each weight of a vector's lanes. A number in three bytes takes three quarters of
-// one, since VPDPBUSD sums the products of four bytes, and codes need no conversion to floats. A group's sums are joined,
-// scaled and added in float32. The rest of the group's zero beside the codes' offset is multiplied by the sum of the row's
-// numbers.
+// A float32 chain takes one multiply-add for each weight of a vector's lanes. A number in three
+// bytes takes three quarters of one, since VPDPBUSD sums the products of four bytes, and codes need
+// no conversion to floats. A group's sums are joined, scaled and added in float32. The rest of the
+// group's zero beside the codes' offset is multiplied by the sum of the row's numbers.
 //
 // A form (weight_form.h) has
 //     OFFSET        its codes c, counted from 0, stand for scale · (c − OFFSET) + zero
 //     FITS          a group's sum of products fits 32 bits
-//     IN_PLACE      its codes lie in order; otherwise they are put in order first, where rows are more than a few
+//     IN_PLACE      its codes lie in order; otherwise they are put in order first, where rows are
+//                   more than a few
 //     HAS_LENGTHS   has the lengths of its columns, for argmax_byte_dot.h, as
 //         static const float *lengths(const LinearArguments &);    [n] of vectors of k weights
 //     PAIRS         its codes leave room beside parts of 7 bits, for winograd_pairs.h
 //     DOT_ROWS      rows up to which this is faster than matrix registers
-//     void quads(int64_t i, int quad, __m512i *to) const;    codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
+//     void quads(int64_t i, int quad, __m512i *to) const;
+//         codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
 //     static void scales_of(const Group &, vf *scale, vf *zero);
 //
-// A row's bits depend neither on its batch nor on the thread, but are not those of the chains in float_tile.h.
+// A row's bits depend neither on its batch nor on the thread, but are not those of the chains in
+// float_tile.h.
 #pragma once
 
 #include "decode_weights.h"
@@ -24,14 +27,22 @@
 
 #if BYTE_DOT
 #define DOT_HEIGHT 2         // rows of a tile, against one panel
-#define DOT_FEW 8            // rows up to which all tiles fetch all of the panel ahead, else the first four a quarter each
-#define DOT_BYTES (1 << 17)  // of a block of whole rows, where rows are many: their sums stay near the first-level cache
-#define DOT_OWN_ROWS 64      // so many more are rounded, where every thread does it for itself: that is sooner done than shared
+// DOT_FEW: rows up to which all tiles fetch all of the panel ahead, else the first four a quarter
+// each
+#define DOT_FEW 8
+// DOT_BYTES: of a block of whole rows, where rows are many: their sums stay near the first-level
+// cache
+#define DOT_BYTES (1 << 17)
+// DOT_OWN_ROWS: so many more are rounded, where every thread does it for itself: that is sooner
+// done than shared
+#define DOT_OWN_ROWS 64
 
 namespace {
 
 // In assembly, since GCC moves sums to and fro around the intrinsic.
-INLINE void add_dots(__m512i &sum, __m512i codes, __m512i bytes) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes)); }
+INLINE void add_dots(__m512i &sum, __m512i codes, __m512i bytes) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
+}
 
 template <class Form, int SHIFT = 8>
 using Int24RowsOf = Int24Rows<Form::OFFSET, Form::FITS, SHIFT>;
@@ -55,11 +66,11 @@ struct Ordered {
     }
 };
 
-// P panels against R rows from `row` on; sums [R, STEP]. `fetched`: a bit for each eight of a group's steps that are fetched of
-// the panels ahead, the first with the group's scales.
+// P panels against R rows from `row` on; sums [R, STEP]. `fetched`: a bit for each eight of a
+// group's steps that are fetched of the panels ahead, the first with the group's scales.
 template <int R, int P, int SHIFT, class Codes, class Form>
-void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *codes_of, const Form *panels, const Form *ahead, unsigned fetched,
-          float *sums) {
+void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *codes_of,
+              const Form *panels, const Form *ahead, unsigned fetched, float *sums) {
     constexpr int V = 2 * P;
     const int64_t num_groups = rows.num_groups;
     const int32_t *x[R];
@@ -79,7 +90,8 @@ void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *co
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
                 parts[r][v][0] = _mm512_setzero_si512();
-                parts[r][v][1] = Form::FITS ? _mm512_setzero_si512() : _mm512_set1_epi32(rows.upper_starts(row + r)[g]);
+                parts[r][v][1] = Form::FITS ? _mm512_setzero_si512()
+                                            : _mm512_set1_epi32(rows.upper_starts(row + r)[g]);
                 parts[r][v][2] = _mm512_set1_epi32(rows.lowest_starts(row + r)[g]);
             }
 #pragma GCC unroll 1
@@ -89,7 +101,8 @@ void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *co
 #pragma GCC unroll 2
                 for (int q = 0; q < P; ++q)
 #pragma GCC unroll 4
-                    for (int64_t chunk = i; chunk < i + 8; chunk += Form::CHUNK) ahead[q].fetch_chunk(chunk);
+                    for (int64_t chunk = i; chunk < i + 8; chunk += Form::CHUNK)
+                        ahead[q].fetch_chunk(chunk);
 #pragma GCC unroll 2
             for (int quad = 0; quad < 2; ++quad) {
                 __m512i codes[V];
@@ -117,12 +130,15 @@ void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *co
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
                     const __m512i *part = parts[r][2 * q + half];
-                    const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(part[0], SHIFT), part[1]);
+                    const __m512i upper =
+                        _mm512_add_epi32(_mm512_slli_epi32(part[0], SHIFT), part[1]);
                     vf whole;
                     if (Form::FITS)
-                        whole = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper, 8), part[2]));
+                        whole = (vf)_mm512_cvtepi32_ps(
+                            _mm512_add_epi32(_mm512_slli_epi32(upper, 8), part[2]));
                     else
-                        whole = fma((vf)_mm512_cvtepi32_ps(upper), splat(256.0f), (vf)_mm512_cvtepi32_ps(part[2]));
+                        whole = fma((vf)_mm512_cvtepi32_ps(upper), splat(256.0f),
+                                    (vf)_mm512_cvtepi32_ps(part[2]));
                     vf &sum = acc[r][2 * q + half];
                     sum = fma(whole, scale[half] * unit, sum);
                     if (Form::HAS_ZEROS) sum = fma(zero[half], splat(rows.sums(row + r)[g]), sum);
@@ -150,11 +166,12 @@ struct ByteDotLinear {
 
     // Rows [first, end).
     template <class Rows, class Codes>
-    static void one_panel(const Rows &rows, int64_t first, int64_t end, const Codes &codes, const Form &panel, const Form &ahead,
-                          float *sums) {
+    static void one_panel(const Rows &rows, int64_t first, int64_t end, const Codes &codes,
+                          const Form &panel, const Form &ahead, float *sums) {
         const bool is_few = end - first <= DOT_FEW;
         unsigned fetched = is_few ? 15 : 1;
-        for (; end - first >= DOT_HEIGHT; first += DOT_HEIGHT, sums += DOT_HEIGHT * STEP, fetched <<= !is_few)
+        for (; end - first >= DOT_HEIGHT;
+             first += DOT_HEIGHT, sums += DOT_HEIGHT * STEP, fetched <<= !is_few)
             byte_dot<DOT_HEIGHT, 1>(rows, first, &codes, &panel, &ahead, fetched & 15, sums);
         if (first < end) byte_dot<1, 1>(rows, first, &codes, &panel, &ahead, fetched & 15, sums);
     }
@@ -170,14 +187,21 @@ struct ByteDotLinear {
         typedef Int24RowsOf<Form, SHIFT> Rows;
         constexpr bool PAIRED = SHIFT == 7;
         const int64_t one_row = (a.k + 15) & ~(int64_t)15;
-        const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k), most = fit < COMMIT_ROWS ? COMMIT_ROWS : fit;
-        const int64_t height = block_height<DOT_HEIGHT>(a.m, most), blocks = (a.m + height - 1) / height;
-        const bool is_own = blocks > 1 ? blocks >= thread->parts : a.m * (thread->parts - 1) <= DOT_OWN_ROWS;
+        const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k),
+                      most = fit < COMMIT_ROWS ? COMMIT_ROWS : fit;
+        const int64_t height = block_height<DOT_HEIGHT>(a.m, most),
+                      blocks = (a.m + height - 1) / height;
+        const bool is_own =
+            blocks > 1 ? blocks >= thread->parts : a.m * (thread->parts - 1) <= DOT_OWN_ROWS;
         const int64_t own = is_own ? height * Rows::row_bytes(a.k) / (int64_t)sizeof(float) : 0;
-        const int64_t lanes = PAIRED ? PairedCodes<Form>::floats(a.k) : Form::IN_PLACE ? 0 : a.k / 4 * NR;
-        // Sums, then a panel's codes in order, a row behind its norm, and a block of rows of one's own.
+        const int64_t lanes = PAIRED           ? PairedCodes<Form>::floats(a.k)
+                              : Form::IN_PLACE ? 0
+                                               : a.k / 4 * NR;
+        // Sums, then a panel's codes in order, a row behind its norm, and a block of rows of one's
+        // own.
         const int64_t num_sums = sum_floats<DOT_HEIGHT>(a.m, most);
-        float *room = (float *)thread->scratch((num_sums + lanes + one_row + own) * sizeof(float)) + num_sums + lanes;
+        float *room = (float *)thread->scratch((num_sums + lanes + one_row + own) * sizeof(float)) +
+                      num_sums + lanes;
         __m512i *ordered = (__m512i *)(room - lanes);
         const bool is_paired = PAIRED && a.m >= PAIR_ROWS;
         const Rows rows = Rows::at(is_own ? (char *)(room + one_row) : a.workspace, a.k, is_paired);
@@ -200,40 +224,49 @@ struct ByteDotLinear {
         ArgmaxSearch<Form> search;
         if constexpr (Form::HAS_LENGTHS)
             if (searches) search.open(rows, a);
-        each_columns<DOT_HEIGHT, true>(behind, thread, most, (lanes + one_row + own) * sizeof(float),
-                                       [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
-            const Columns then = next.count ? next : mine;
-            Form panels[SIDE], ahead[SIDE];
-            for (int q = 0; q < SIDE; ++q) {
-                panels[q] = Form::at(a, mine.panel + q % mine.count);
-                ahead[q] = Form::at(a, then.panel + q % then.count);
-            }
-            if constexpr (Form::HAS_LENGTHS)
-                if (searches) search.read_others(a, *thread);
-            if (a.m == 1 && mine.count == SIDE) {
-                const InPlace<Form> both[SIDE] = {{panels[0]}, {panels[1]}};
-                return byte_dot<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
-            }
-            const int64_t block = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride, row = is_own ? 0 : block;
-            if (is_own && held != block) round(held = block, some.m, -1);
-            for (int64_t q = 0; q < mine.count; ++q) {
-                if constexpr (PAIRED) if (is_paired) {
-                    PairedCodes<Form>::make(panels[q], a.k, ordered);
-                    winograd_pairs_of_rows(rows, row, row + some.m, PairedCodes<Form>{ordered}, ahead[q], prefetch, sums + q * NR);
-                    continue;
+        each_columns<DOT_HEIGHT, true>(
+            behind, thread, most, (lanes + one_row + own) * sizeof(float),
+            [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
+                const Columns then = next.count ? next : mine;
+                Form panels[SIDE], ahead[SIDE];
+                for (int q = 0; q < SIDE; ++q) {
+                    panels[q] = Form::at(a, mine.panel + q % mine.count);
+                    ahead[q] = Form::at(a, then.panel + q % then.count);
                 }
-                if (Form::IN_PLACE || some.m <= DOT_FEW / 2) {
-                    one_panel(rows, row, row + some.m, InPlace<Form>{panels[q]}, panels[q], ahead[q], sums + q * NR);
-                    continue;
+                if constexpr (Form::HAS_LENGTHS)
+                    if (searches) search.read_others(a, *thread);
+                if (a.m == 1 && mine.count == SIDE) {
+                    const InPlace<Form> both[SIDE] = {{panels[0]}, {panels[1]}};
+                    return byte_dot<1, SIDE>(rows, 0, both, panels, ahead, 15, sums);
                 }
-                Ordered::make(panels[q], a.k, ordered);
-                if constexpr (Form::HAS_LENGTHS) if (searches) {
-                    search.one_panel(rows, a, *thread, mine.panel + q, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
-                    continue;
+                const int64_t block = some.m == a.m ? 0 : (some.x - a.x) / a.x_stride,
+                              row = is_own ? 0 : block;
+                if (is_own && held != block) round(held = block, some.m, -1);
+                for (int64_t q = 0; q < mine.count; ++q) {
+                    if constexpr (PAIRED)
+                        if (is_paired) {
+                            PairedCodes<Form>::make(panels[q], a.k, ordered);
+                            winograd_pairs_of_rows(rows, row, row + some.m,
+                                                   PairedCodes<Form>{ordered}, ahead[q], prefetch,
+                                                   sums + q * NR);
+                            continue;
+                        }
+                    if (Form::IN_PLACE || some.m <= DOT_FEW / 2) {
+                        one_panel(rows, row, row + some.m, InPlace<Form>{panels[q]}, panels[q],
+                                  ahead[q], sums + q * NR);
+                        continue;
+                    }
+                    Ordered::make(panels[q], a.k, ordered);
+                    if constexpr (Form::HAS_LENGTHS)
+                        if (searches) {
+                            search.one_panel(rows, a, *thread, mine.panel + q, Ordered{ordered},
+                                             panels[q], ahead[q], sums + q * NR);
+                            continue;
+                        }
+                    one_panel(rows, row, row + some.m, Ordered{ordered}, panels[q], ahead[q],
+                              sums + q * NR);
                 }
-                one_panel(rows, row, row + some.m, Ordered{ordered}, panels[q], ahead[q], sums + q * NR);
-            }
-        });
+            });
     }
 };
 
@@ -255,13 +288,15 @@ namespace {
 template <class Form>
 struct Coded {
     static void member(const LinearArguments &a, PoolThread *thread) {
-        ByteDotLinear<Form>::takes(a) ? ByteDotLinear<Form>::member(a, thread) : DecodedLinear<Form>::member(a, thread);
+        ByteDotLinear<Form>::takes(a) ? ByteDotLinear<Form>::member(a, thread)
+                                      : DecodedLinear<Form>::member(a, thread);
     }
 };
 
 }  // namespace
 
-// In place of DECODED_LINEAR (decode_weights.h). `tokenmill_dot_rows`: up to so many rows are multiplied as bytes.
-#define CODED_LINEAR(form)                                                                          \
-    LINEAR_MEMBERS(Coded<form>)                                                                     \
+// In place of DECODED_LINEAR (decode_weights.h). `tokenmill_dot_rows`: up to so many rows are
+// multiplied as bytes.
+#define CODED_LINEAR(form)      \
+    LINEAR_MEMBERS(Coded<form>) \
     extern "C" int64_t tokenmill_dot_rows() { return ByteDotLinear<form>::most_rows(); }

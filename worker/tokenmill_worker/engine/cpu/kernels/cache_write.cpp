@@ -1,6 +1,7 @@
 // Stores a step's keys and values in their blocks, alone or together with the rotary embedding.
 //
-// The layout is that of attention.cpp: keys in strips [head_dim][16 tokens], values [token][head_dim].
+// The layout is that of attention.cpp: keys in strips [head_dim][16 tokens], values
+// [token][head_dim].
 
 #include "work_stealing.h"
 #include "vectors.h"
@@ -9,12 +10,15 @@
 #define MOST_DIMENSIONS 1024
 
 struct WriteArguments {
-    const float *query, *key, *value;  // [num_tokens, heads, head_dim], each with strides of its own; query may be null
+    const float *query, *key,
+        *value;  // [num_tokens, heads, head_dim], each with strides of its own; query may be null
     const float *cos, *sin;            // [num_tokens, rotary_dim], or null: no rotation
-    float *rotated;                    // [num_tokens, num_heads, head_dim]: the rotated queries; may be `query` itself
+    float
+        *rotated;  // [num_tokens, num_heads, head_dim]: the rotated queries; may be `query` itself
     void *cache;
     const int64_t *slots;
-    int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, cos_stride;
+    int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
+        value_head_stride, cos_stride;
     int64_t rotated_stride;
     int64_t block_stride, value_offset;
     int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
@@ -23,8 +27,10 @@ struct WriteArguments {
 
 namespace {
 
-// Half-rotation: dimension i is paired with i + rotary_dim / 2; dimensions from rotary_dim on are kept. `to` may be `from`.
-INLINE void rotate(const float *from, const float *cos, const float *sin, int rotary_dim, int head_dim, float *to) {
+// Half-rotation: dimension i is paired with i + rotary_dim / 2; dimensions from rotary_dim on are
+// kept. `to` may be `from`.
+INLINE void rotate(const float *from, const float *cos, const float *sin, int rotary_dim,
+                   int head_dim, float *to) {
     const int half = rotary_dim / 2;
     int i = 0;
     for (; i + VW <= half; i += VW) {
@@ -37,7 +43,8 @@ INLINE void rotate(const float *from, const float *cos, const float *sin, int ro
         to[i] = low * cos[i] - high * sin[i];
         to[i + half] = high * cos[i + half] + low * sin[i + half];
     }
-    if (to != from) memcpy(to + rotary_dim, from + rotary_dim, sizeof(float) * (head_dim - rotary_dim));
+    if (to != from)
+        memcpy(to + rotary_dim, from + rotary_dim, sizeof(float) * (head_dim - rotary_dim));
 }
 
 // One token: computed in scratch, then committed to the cache.
@@ -48,7 +55,9 @@ struct TokenWriter {
     float *queries;    // [num_heads, head_dim]
 
     static int64_t bytes(const WriteArguments &a) {
-        return (2 * a.num_kv_heads * (int64_t)sizeof(T) + a.num_heads * (int64_t)sizeof(float)) * a.head_dim + 2 * VW * sizeof(float);
+        return (2 * a.num_kv_heads * (int64_t)sizeof(T) + a.num_heads * (int64_t)sizeof(float)) *
+                   a.head_dim +
+               2 * VW * sizeof(float);
     }
 
     TokenWriter(const WriteArguments &arguments, char *memory)
@@ -69,7 +78,8 @@ struct TokenWriter {
             for (int d = 0; d < dim; ++d) put(values + head * dim + d, value[d]);
         }
         for (int head = 0; turns_queries() && head < a.num_heads; ++head)
-            rotate(a.query + token * a.query_stride + head * a.query_head_stride, cos, sin, a.rotary_dim, dim, queries + head * dim);
+            rotate(a.query + token * a.query_stride + head * a.query_head_stride, cos, sin,
+                   a.rotary_dim, dim, queries + head * dim);
     }
 
     void commit(int64_t token) const {
@@ -77,18 +87,24 @@ struct TokenWriter {
         const int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
         T *base = (T *)a.cache + block * a.block_stride;
         for (int head = 0; head < a.num_kv_heads; ++head) {
-            T *strip = base + (head * a.block_size + offset / tokens * tokens) * dim + offset % tokens;
+            T *strip =
+                base + (head * a.block_size + offset / tokens * tokens) * dim + offset % tokens;
             for (int d = 0; d < dim; ++d) strip[(int64_t)d * tokens] = keys[head * dim + d];
-            memcpy(base + a.value_offset + (head * a.block_size + offset) * dim, values + head * dim, dim * sizeof(T));
+            memcpy(base + a.value_offset + (head * a.block_size + offset) * dim,
+                   values + head * dim, dim * sizeof(T));
         }
-        if (turns_queries()) memcpy(a.rotated + token * a.rotated_stride, queries, sizeof(float) * a.num_heads * dim);
+        if (turns_queries())
+            memcpy(a.rotated + token * a.rotated_stride, queries,
+                   sizeof(float) * a.num_heads * dim);
     }
 };
 
 template <class T>
 void write(const WriteArguments &a, PoolThread *thread) {
     char *scratch = thread->scratch(AT_ONCE * TokenWriter<T>::bytes(a));
-    const auto writer = [&](int64_t token) { return TokenWriter<T>(a, scratch + token % AT_ONCE * TokenWriter<T>::bytes(a)); };
+    const auto writer = [&](int64_t token) {
+        return TokenWriter<T>(a, scratch + token % AT_ONCE * TokenWriter<T>::bytes(a));
+    };
     thread->parallel_for_commit(
         a.num_tokens, AT_ONCE,
         [&](int64_t first, int64_t count, int64_t) {

@@ -1,10 +1,10 @@
-// Samples one token per row of logits: the highest logit, or the winner of a race with Gumbel noise among the tokens that
-// min-p, top-k and top-p keep.
+// Samples one token per row of logits: the highest logit, or the winner of a race with Gumbel noise
+// among the tokens that min-p, top-k and top-p keep.
 //
-// The noise is the hash of sampling/noise.py. A token must beat the best so far, and -log1p(-u) >= u, so
-// u >= exp(scaled - best) rules a token out with one exponential; the few tokens left are computed exactly.
-// The floor is searched among the tokens near the peak, and further down only if these do not decide it.
-// One thread computes a row, and the result depends on that row alone.
+// The noise is the hash of sampling/noise.py. A token must beat the best so far, and -log1p(-u) >=
+// u, so u >= exp(scaled - best) rules a token out with one exponential; the few tokens left are
+// computed exactly. The floor is searched among the tokens near the peak, and further down only if
+// these do not decide it. One thread computes a row, and the result depends on that row alone.
 
 #include "argmax.h"
 
@@ -28,7 +28,8 @@ struct DrawArguments {
 
 namespace {
 
-const float DEPTHS[] = {-8.0f, -20.0f, -INFINITY};  // how far below the peak candidates are looked for
+const float DEPTHS[] = {-8.0f, -20.0f,
+                        -INFINITY};  // how far below the peak candidates are looked for
 
 struct Space {
     double mass[BINS];
@@ -97,7 +98,8 @@ int64_t collect(Space &space, int64_t n, float floor) {
         const vi enough = (vi)(load(space.scaled + i) >= least);
 #if VW == 16
         const __mmask16 mask = _mm512_test_epi32_mask((__m512i)enough, (__m512i)enough);
-        _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask, (__m512)load(space.scaled + i)));  // to ends before i + VW
+        _mm512_storeu_ps(to, _mm512_maskz_compress_ps(
+                                 mask, (__m512)load(space.scaled + i)));  // to ends before i + VW
         to += __builtin_popcount(mask);
 #else
         if (!any_lane(enough)) continue;
@@ -110,7 +112,8 @@ int64_t collect(Space &space, int64_t n, float floor) {
     return to - space.candidates;
 }
 
-// The first of `values`, in falling order, at which their mass, `reached` before them, comes to the target.
+// The first of `values`, in falling order, at which their mass, `reached` before them, comes to the
+// target.
 float border_among(float *values, int64_t count, double reached, double target) {
     std::sort(values, values + count, std::greater<float>());
     for (int64_t i = 0; i < count; ++i) {
@@ -120,7 +123,8 @@ float border_among(float *values, int64_t count, double reached, double target) 
     return values[count - 1];
 }
 
-// As border_among, of many values: bins of equal width first, then what lies in the bin at the border.
+// As border_among, of many values: bins of equal width first, then what lies in the bin at the
+// border.
 float border_by_bins(Space &space, int64_t count, double target) {
     const float *values = space.candidates;
     float lowest = 0.0f;
@@ -160,12 +164,14 @@ float find_floor(Space &space, int64_t n, float floor, int64_t top_k, double top
         float least = floor;
         if (has_k && count >= top_k) {
             float *kth = space.candidates + (top_k - 1);
-            std::nth_element(space.candidates, kth, space.candidates + count, std::greater<float>());
+            std::nth_element(space.candidates, kth, space.candidates + count,
+                             std::greater<float>());
             least = *kth;
         }
         if (!has_p) return least;
         if (has_k) {
-            count = std::partition(space.candidates, space.candidates + count, [=](float v) { return v >= least; }) -
+            count = std::partition(space.candidates, space.candidates + count,
+                                   [=](float v) { return v >= least; }) -
                     space.candidates;
             total = mass_of(space.candidates, count, least);
         }
@@ -201,7 +207,8 @@ int64_t race(const Space &space, int64_t n, float floor, int64_t first, const in
         vu x = id * 0x9E3779B1u ^ k0;
         x ^= x >> 16, x *= 0x7FEB352Du, x ^= x >> 15;
         x ^= k1, x *= 0x846CA68Bu, x ^= x >> 16;
-        const vf u = (__builtin_convertvector((vi)(x & 0x7FFFFFFFu), vf) + splat(0.5f)) * splat(0x1p-31f);
+        const vf u =
+            (__builtin_convertvector((vi)(x & 0x7FFFFFFFu), vf) + splat(0.5f)) * splat(0x1p-31f);
         const vf bound = vexp(s - splat(best)) * splat(1.0001f);
         const vi may_win = (vi)(u < bound) & (vi)(s >= least);
         if (!any_lane(may_win)) continue;
@@ -232,7 +239,9 @@ void draw_row(const DrawArguments &a, int64_t row, Space &space) {
 
 int64_t padded_floats(int64_t vocab) { return (vocab + 15) & ~(int64_t)15; }
 
-int64_t bytes_for(int64_t vocab) { return ((int64_t)sizeof(Space) + 63) / 64 * 64 + 3 * padded_floats(vocab) * 4; }
+int64_t bytes_for(int64_t vocab) {
+    return ((int64_t)sizeof(Space) + 63) / 64 * 64 + 3 * padded_floats(vocab) * 4;
+}
 
 }  // namespace
 
@@ -249,7 +258,8 @@ extern "C" int64_t tokenmill_draw_member(const DrawArguments *arguments, PoolThr
     return 0;
 }
 
-// What threads have kept of a head's outputs (argmax.h) → as draw for greedy rows. No rows: nothing is done.
+// What threads have kept of a head's outputs (argmax.h) → as draw for greedy rows. No rows: nothing
+// is done.
 struct ArgmaxArguments {
     char *seen;  // [threads] ArgmaxSeen
     int64_t *token_ids;
@@ -274,7 +284,8 @@ extern "C" int64_t tokenmill_argmax_member(const ArgmaxArguments *arguments, Poo
                 for (int j = 0; j < VW; ++j) {
                     const float value = seen.rows[r].value[j];
                     const int64_t at = (int64_t)seen.rows[r].vector[j] * VW + j;
-                    if (value > peak || value != value || (value == peak && at < token)) peak = value, token = at;
+                    if (value > peak || value != value || (value == peak && at < token))
+                        peak = value, token = at;
                 }
             }
             a.peaks[r] = peak;

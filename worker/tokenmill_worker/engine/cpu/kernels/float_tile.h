@@ -1,8 +1,9 @@
-// Tiles of rows × panels of float32 weights: one chain of fused multiply-adds over k for each output.
+// Tiles of rows × panels of float32 weights: one chain of fused multiply-adds over k for each
+// output.
 //
-// Panels lie SIDE by SIDE, [n / NR / SIDE][k][SIDE][NR], since a tile of few rows and many columns loads least for what
-// it multiplies; SIDE panels or one of them are multiplied at a time, by the same chains. A chain may be cut along k:
-// its sums then wait in memory, as exact as they were.
+// Panels lie SIDE by SIDE, [n / NR / SIDE][k][SIDE][NR], since a tile of few rows and many columns
+// loads least for what it multiplies; SIDE panels or one of them are multiplied at a time, by the
+// same chains. A chain may be cut along k: its sums then wait in memory, as exact as they were.
 #pragma once
 
 #include "linear.h"
@@ -25,17 +26,20 @@
 #define PREFETCH_STEPS 8  // of k, between what is fetched for attention
 #define STEP (SIDE * NR)  // floats from one step of k to the next
 
-namespace {  // tables of templates are shared between libraries otherwise, whatever machine these were compiled for
+namespace {  // tables of templates are shared between libraries otherwise, whatever machine these
+             // were compiled for
 
-// While panels are multiplied, the next ones are fetched into the second-level cache, evenly over all tiles of rows: the
-// first tile would otherwise wait for memory alone and the others for nothing.
+// While panels are multiplied, the next ones are fetched into the second-level cache, evenly over
+// all tiles of rows: the first tile would otherwise wait for memory alone and the others for
+// nothing.
 struct Tile {
     const float *x, *panel;
     int64_t x_stride, k;
     float *sums;  // [rows, STEP] of the steps before, and for those behind
     bool first, last;  // last: the sums go where `out` says
     Output out[SIDE];
-    const char *ahead;    // what this tile fetches: FETCHES lines for each step of k, `ahead_stride` bytes apart
+    const char *ahead;  // what this tile fetches: FETCHES lines for each step of k, `ahead_stride`
+                        // bytes apart
     int64_t ahead_stride;
     Prefetch *prefetch;
 };
@@ -50,7 +54,8 @@ void tile(const Tile &t) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < 2 * P; ++v) acc[r][v] = t.first ? vf{} : load(t.sums + r * STEP + v * VW);
+        for (int v = 0; v < 2 * P; ++v)
+            acc[r][v] = t.first ? vf{} : load(t.sums + r * STEP + v * VW);
     const float *w = t.panel;
     const char *ahead = t.ahead;
     for (int64_t i = 0; i < t.k; ++i, w += STEP) {
@@ -60,7 +65,8 @@ void tile(const Tile &t) {
             columns[v] = load(w + v * VW);
             if (!NEAR) __builtin_prefetch(w + 8 * STEP + v * VW);
         }
-        for (int f = 0; f < FETCHES<NEAR>; ++f, ahead += t.ahead_stride) __builtin_prefetch(ahead, 0, 2);
+        for (int f = 0; f < FETCHES<NEAR>; ++f, ahead += t.ahead_stride)
+            __builtin_prefetch(ahead, 0, 2);
         if (i % PREFETCH_STEPS == 0) t.prefetch->fetch();
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -81,29 +87,33 @@ void tile(const Tile &t) {
 typedef void (*TileFunction)(const Tile &);
 template <bool NEAR>
 struct Tiles {
-    static constexpr TileFunction ONE[] = {nullptr, tile<1, 1, NEAR>, tile<2, 1, NEAR>, tile<3, 1, NEAR>, tile<4, 1, NEAR>,
+    static constexpr TileFunction ONE[] = {
+        nullptr,           tile<1, 1, NEAR>,  tile<2, 1, NEAR>, tile<3, 1, NEAR>, tile<4, 1, NEAR>,
 #if MR > 4
-                                           tile<5, 1, NEAR>,
+        tile<5, 1, NEAR>,
 #endif
 #if MR > 5
-                                           tile<6, 1, NEAR>, tile<7, 1, NEAR>, tile<8, 1, NEAR>, tile<9, 1, NEAR>,
-                                           tile<10, 1, NEAR>, tile<11, 1, NEAR>, tile<12, 1, NEAR>,
+        tile<6, 1, NEAR>,  tile<7, 1, NEAR>,  tile<8, 1, NEAR>, tile<9, 1, NEAR>, tile<10, 1, NEAR>,
+        tile<11, 1, NEAR>, tile<12, 1, NEAR>,
 #endif
     };
 #if SIDE == 2
-    static constexpr TileFunction BOTH[] = {nullptr, tile<1, 2, NEAR>, tile<2, 2, NEAR>, tile<3, 2, NEAR>,
-                                            tile<4, 2, NEAR>, tile<5, 2, NEAR>, tile<6, 2, NEAR>};
+    static constexpr TileFunction BOTH[] = {nullptr,          tile<1, 2, NEAR>, tile<2, 2, NEAR>,
+                                            tile<3, 2, NEAR>, tile<4, 2, NEAR>, tile<5, 2, NEAR>,
+                                            tile<6, 2, NEAR>};
 #endif
 };
 
-// Panels [panel, panel + count), what a thread multiplies at a time: SIDE of them, or one that has no other beside it.
+// Panels [panel, panel + count), what a thread multiplies at a time: SIDE of them, or one that has
+// no other beside it.
 struct Columns {
     int64_t panel, count;
 };
 
 // Where the rows of `columns` go.
 INLINE void outputs(const LinearArguments &a, Columns columns, Output *out) {
-    for (int64_t q = 0; q < columns.count; ++q) out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
+    for (int64_t q = 0; q < columns.count; ++q)
+        out[q] = at_panel(whole_output(a), columns.panel + q, a.n);
 }
 
 // Steps [first, first + count) of k.
@@ -111,17 +121,28 @@ struct Depth {
     int64_t first, count;
 };
 
-// Every row against `columns` over some steps of k, whose weights begin at `weights`, in tiles of nearly equal height,
-// while `ahead_bytes` from `ahead` on are fetched. `sums` [m, STEP] hold what steps of k before and behind share;
-// `finishes`: those of the last steps become outputs.
+// Every row against `columns` over some steps of k, whose weights begin at `weights`, in tiles of
+// nearly equal height, while `ahead_bytes` from `ahead` on are fetched. `sums` [m, STEP] hold what
+// steps of k before and behind share; `finishes`: those of the last steps become outputs.
 template <bool NEAR>
-void all_rows(const LinearArguments &a, Columns columns, Depth depth, const float *weights, float *sums, bool finishes,
-              const void *ahead, int64_t ahead_bytes, Prefetch &prefetch) {
+void all_rows(const LinearArguments &a, Columns columns, Depth depth, const float *weights,
+              float *sums, bool finishes, const void *ahead, int64_t ahead_bytes,
+              Prefetch &prefetch) {
     const bool both = columns.count > 1;
     const int64_t height = both ? SIDE_MR : MR, tiles = (a.m + height - 1) / height;
-    const int64_t base = a.m / tiles, extra = a.m % tiles, lines = FETCHES<NEAR> * tiles * depth.count;
-    Tile t{a.x + depth.first, weights, a.x_stride, depth.count, sums, depth.first == 0, finishes && depth.first + depth.count == a.k,
-           {}, (const char *)ahead, (ahead_bytes + lines - 1) / lines, &prefetch};
+    const int64_t base = a.m / tiles, extra = a.m % tiles,
+                  lines = FETCHES<NEAR> * tiles * depth.count;
+    Tile t{a.x + depth.first,
+           weights,
+           a.x_stride,
+           depth.count,
+           sums,
+           depth.first == 0,
+           finishes && depth.first + depth.count == a.k,
+           {},
+           (const char *)ahead,
+           (ahead_bytes + lines - 1) / lines,
+           &prefetch};
     outputs(a, columns, t.out);
     for (int64_t index = 0; index < tiles; ++index) {
         const int64_t rows = base + (index < extra);
@@ -157,16 +178,19 @@ INLINE int64_t sum_floats(int64_t m, int64_t most) {
     return (height < COMMIT_ROWS ? COMMIT_ROWS : height) * STEP;
 }
 
-// What rows behind their norm take that every thread makes for itself, which is sooner done than shared where they are few.
+// What rows behind their norm take that every thread makes for itself, which is sooner done than
+// shared where they are few.
 INLINE int64_t own_floats(const LinearArguments &a, const PoolThread &thread) {
     return a.norm.weight && a.m * thread.parts <= OWN_NORMS ? a.m * a.k : 0;
 }
-// All rows behind their norm, from now on without one: each thread's own in `room`, or, without it, in the workspace.
+// All rows behind their norm, from now on without one: each thread's own in `room`, or, without it,
+// in the workspace.
 INLINE LinearArguments behind_norm(LinearArguments a, PoolThread *thread, float *room) {
     if (!a.norm.weight) return a;
     float *rows = room ? room : (float *)a.workspace;
     const auto make = [&](int64_t first, int64_t count, int64_t) {
-        for (int64_t r = first; r < first + count; ++r) input_row(a, r, r + 1 < first + count, rows + r * a.k);
+        for (int64_t r = first; r < first + count; ++r)
+            input_row(a, r, r + 1 < first + count, rows + r * a.k);
     };
     if (room)
         make(0, a.m, -1);
@@ -176,19 +200,23 @@ INLINE LinearArguments behind_norm(LinearArguments a, PoolThread *thread, float 
     return a;
 }
 
-// A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and, beyond COMMIT_ROWS, for
-// blocks of its rows, so that threads come to the end together. `some`: the layer of these rows; `next`: the columns behind,
-// of count 0 where there are none or these go on. It leaves sums [rows, STEP], but is given none for blocks and stores its
-// outputs itself unless it LEAVES_SUMS there too; then a block of rows meets all columns before the next one, else columns
+// A linear layer's phase: multiply(some, columns, next, sums, rest) for all of its columns and,
+// beyond COMMIT_ROWS, for blocks of its rows, so that threads come to the end together. `some`: the
+// layer of these rows; `next`: the columns behind, of count 0 where there are none or these go on.
+// It leaves sums [rows, STEP], but is given none for blocks and stores its outputs itself unless it
+// LEAVES_SUMS there too; then a block of rows meets all columns before the next one, else columns
 // meet all blocks. `rest`: `bytes` of this thread's scratch.
 template <int HEIGHT = SIDE_MR, bool LEAVES_SUMS = false, class Multiply>
-void each_columns(const LinearArguments &arguments, PoolThread *thread, int64_t most, int64_t bytes, Multiply multiply) {
-    const int64_t m = arguments.m, panels = num_panels(arguments.n), own = own_floats(arguments, *thread);
+void each_columns(const LinearArguments &arguments, PoolThread *thread, int64_t most, int64_t bytes,
+                  Multiply multiply) {
+    const int64_t m = arguments.m, panels = num_panels(arguments.n),
+                  own = own_floats(arguments, *thread);
     const int64_t height = block_height<HEIGHT>(m, most), blocks = (m + height - 1) / height;
     const int64_t num_sums = LEAVES_SUMS ? sum_floats<HEIGHT>(m, most) : COMMIT_ROWS * STEP;
     float *sums = (float *)thread->scratch((num_sums + own) * sizeof(float) + bytes);
     char *rest = (char *)(sums + num_sums);
-    const LinearArguments a = of_thread(behind_norm(arguments, thread, own ? (float *)(rest + bytes) : nullptr), thread);
+    const LinearArguments a =
+        of_thread(behind_norm(arguments, thread, own ? (float *)(rest + bytes) : nullptr), thread);
     const auto finish = [&](const LinearArguments &some, Columns columns) {
         Output out[SIDE];
         outputs(some, columns, out);
@@ -196,27 +224,37 @@ void each_columns(const LinearArguments &arguments, PoolThread *thread, int64_t 
     };
     if (m > COMMIT_ROWS) {
         const int64_t sides = (panels + SIDE - 1) / SIDE;
-        const auto side_of = [&](int64_t unit) { return LEAVES_SUMS ? unit % sides : unit / blocks; };
+        const auto side_of = [&](int64_t unit) {
+            return LEAVES_SUMS ? unit % sides : unit / blocks;
+        };
         const auto columns_of = [&](int64_t unit) {
             const int64_t panel = side_of(unit) * SIDE;
             return Columns{panel, panels - panel < SIDE ? panels - panel : SIDE};
         };
-        const auto rows = [&](int64_t unit) { return rows_of(a, (LEAVES_SUMS ? unit / sides : unit % blocks) * height, height); };
+        const auto rows = [&](int64_t unit) {
+            return rows_of(a, (LEAVES_SUMS ? unit / sides : unit % blocks) * height, height);
+        };
         const auto work = [&](int64_t unit, int64_t, int64_t next) {
             const bool stays = next < 0 || side_of(next) == side_of(unit);
-            multiply(rows(unit), columns_of(unit), stays ? Columns{} : columns_of(next), LEAVES_SUMS ? sums : nullptr, rest);
+            multiply(rows(unit), columns_of(unit), stays ? Columns{} : columns_of(next),
+                     LEAVES_SUMS ? sums : nullptr, rest);
         };
         if (LEAVES_SUMS)
-            thread->parallel_for_commit(sides * blocks, 1, work, [&](int64_t unit, int64_t) { finish(rows(unit), columns_of(unit)); });
+            thread->parallel_for_commit(sides * blocks, 1, work, [&](int64_t unit, int64_t) {
+                finish(rows(unit), columns_of(unit));
+            });
         else
             thread->parallel_for(sides * blocks, 1, work);
         return;
     }
-    const auto work = [&](int64_t first, int64_t count, int64_t next) __attribute__((always_inline)) {
+    const auto work = [&](int64_t first, int64_t count,
+                          int64_t next) __attribute__((always_inline)) {
         const int64_t behind = next % SIDE ? 1 : panels - next < SIDE ? panels - next : SIDE;
-        multiply(a, Columns{first, count}, next < 0 ? Columns{} : Columns{next, behind}, sums, rest);
+        multiply(a, Columns{first, count}, next < 0 ? Columns{} : Columns{next, behind}, sums,
+                 rest);
     };
-    thread->parallel_for_commit(panels, SIDE, work, [&](int64_t first, int64_t count) { finish(a, {first, count}); });
+    thread->parallel_for_commit(panels, SIDE, work,
+                                [&](int64_t first, int64_t count) { finish(a, {first, count}); });
 }
 
 }  // namespace

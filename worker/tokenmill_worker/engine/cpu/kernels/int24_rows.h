@@ -1,7 +1,8 @@
-// Rows of float32 numbers as integers in three signed bytes, with one unit for each group of 32 numbers.
+// Rows of float32 numbers as integers in three signed bytes, with one unit for each group of 32
+// numbers.
 //
-// Relative to the greatest number of a group they are as exact as float32 sums. Products with codes are sums of products of
-// bytes (byte_dot.h, winograd_pairs.h), which are exact in 32 bits.
+// Relative to the greatest number of a group they are as exact as float32 sums. Products with codes
+// are sums of products of bytes (byte_dot.h, winograd_pairs.h), which are exact in 32 bits.
 #pragma once
 
 #include "linear.h"
@@ -13,9 +14,10 @@ namespace {
 
 constexpr int64_t DOT_GROUP = 32, DOT_PARTS = 3;
 
-// For codes that count from 0 and stand for numbers from -OFFSET on. FITS: a group's sum of products fits 32 bits, so that its
-// parts are never apart. SHIFT: the bits of the middle part; 8: 24 bits in all, and what 1 stands for is a power of two; 7: 23
-// bits, the middle part from -64 to 63 and the highest from -120 to 119, so that both leave room for a code.
+// For codes that count from 0 and stand for numbers from -OFFSET on. FITS: a group's sum of
+// products fits 32 bits, so that its parts are never apart. SHIFT: the bits of the middle part; 8:
+// 24 bits in all, and what 1 stands for is a power of two; 7: 23 bits, the middle part from -64 to
+// 63 and the highest from -120 to 119, so that both leave room for a code.
 template <int OFFSET, bool FITS, int SHIFT>
 struct Int24Rows {
     static_assert(SHIFT == 8 || (SHIFT == 7 && FITS), "parts that are apart are of 8 bits");
@@ -24,42 +26,64 @@ struct Int24Rows {
 
     char *memory;  // [m] rows of row_bytes(k)
     int64_t num_groups;
-    bool is_paired;  // SHIFT 7: for winograd_pairs.h, which takes lowest parts, and the first quads of the others, as bytes from -128 on
+    bool is_paired;  // SHIFT 7: for winograd_pairs.h, which takes lowest parts, and the first quads
+                     // of the others, as bytes from -128 on
 
-    static int64_t row_bytes(int64_t k) { return k / DOT_GROUP * (int64_t)(QUADS * sizeof(int32_t) + 5 * sizeof(float)); }
-    static Int24Rows at(char *memory, int64_t k, bool is_paired) { return {memory, k / DOT_GROUP, is_paired}; }
-    INLINE_MEMBER int64_t apart() const { return row_bytes(num_groups * DOT_GROUP) / (int64_t)sizeof(int32_t); }
+    static int64_t row_bytes(int64_t k) {
+        return k / DOT_GROUP * (int64_t)(QUADS * sizeof(int32_t) + 5 * sizeof(float));
+    }
+    static Int24Rows at(char *memory, int64_t k, bool is_paired) {
+        return {memory, k / DOT_GROUP, is_paired};
+    }
+    INLINE_MEMBER int64_t apart() const {
+        return row_bytes(num_groups * DOT_GROUP) / (int64_t)sizeof(int32_t);
+    }
 
-    // [groups][eight steps of k][parts, the highest first][2]: steps 0, 4, 1, 5, then 2, 6, 3, 7 of the eight.
+    // [groups][eight steps of k][parts, the highest first][2]: steps 0, 4, 1, 5, then 2, 6, 3, 7 of
+    // the eight.
     INLINE_MEMBER int32_t *quads(int64_t row) const { return (int32_t *)memory + row * apart(); }
-    // [groups] each: what 1 stands for; the numbers' sum; where the sums of products begin, being -OFFSET times what the codes
-    // are multiplied by: of the lowest parts and of the upper ones, as one number, or of all parts, in place of the lowest.
-    INLINE_MEMBER float *units(int64_t row) const { return (float *)(quads(row) + num_groups * QUADS); }
+    // [groups] each: what 1 stands for; the numbers' sum; where the sums of products begin, being
+    // -OFFSET times what the codes are multiplied by: of the lowest parts and of the upper ones, as
+    // one number, or of all parts, in place of the lowest.
+    INLINE_MEMBER float *units(int64_t row) const {
+        return (float *)(quads(row) + num_groups * QUADS);
+    }
     INLINE_MEMBER float *sums(int64_t row) const { return units(row) + num_groups; }
-    INLINE_MEMBER int32_t *lowest_starts(int64_t row) const { return (int32_t *)(sums(row) + num_groups); }
-    INLINE_MEMBER int32_t *upper_starts(int64_t row) const { return lowest_starts(row) + num_groups; }
+    INLINE_MEMBER int32_t *lowest_starts(int64_t row) const {
+        return (int32_t *)(sums(row) + num_groups);
+    }
+    INLINE_MEMBER int32_t *upper_starts(int64_t row) const {
+        return lowest_starts(row) + num_groups;
+    }
     // Of parts in pairs, what winograd_pairs.h takes from its sums.
     INLINE_MEMBER int32_t *pair_starts(int64_t row) const { return upper_starts(row); }
     // The same for the highest parts alone.
-    INLINE_MEMBER int32_t *highest_starts(int64_t row) const { return upper_starts(row) + num_groups; }
+    INLINE_MEMBER int32_t *highest_starts(int64_t row) const {
+        return upper_starts(row) + num_groups;
+    }
 
-    // The row behind it lies `next` floats further on, and is fetched: another core has written it, mostly.
+    // The row behind it lies `next` floats further on, and is fetched: another core has written it,
+    // mostly.
     void round(const float *x, int64_t next, int64_t row) const {
         int64_t first = 0;
-        for (; first + MANY <= num_groups; first += MANY) round_groups<MANY>(x + first * DOT_GROUP, next, row, first, MANY);
+        for (; first + MANY <= num_groups; first += MANY)
+            round_groups<MANY>(x + first * DOT_GROUP, next, row, first, MANY);
         for (; first < num_groups; first += FEW)
-            round_groups<FEW>(x + first * DOT_GROUP, next, row, first, num_groups - first < FEW ? (int)(num_groups - first) : FEW);
+            round_groups<FEW>(x + first * DOT_GROUP, next, row, first,
+                              num_groups - first < FEW ? (int)(num_groups - first) : FEW);
     }
 
   private:
     template <int BATCH>
     void round_groups(const float *x, int64_t next, int64_t row, int64_t first, int count) const {
-        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH], highest[BATCH], pairs[BATCH];
+        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH], highest[BATCH],
+            pairs[BATCH];
         for (int g = 0; g < count; ++g) {
             const float *at = x + g * DOT_GROUP;
             __builtin_prefetch(at + next), __builtin_prefetch(at + next + VW);
             const vf low = load(at), high = load(at + VW);
-            sizes[g] = _mm512_max_epi32(size_of(low), size_of(high));  // all bits but signs: NaN is above all
+            sizes[g] = _mm512_max_epi32(size_of(low),
+                                        size_of(high));  // all bits but signs: NaN is above all
             sums[g] = (__m512i)(low + high);
         }
         for (int g = count; g < BATCH; ++g) {
@@ -67,7 +91,8 @@ struct Int24Rows {
             if (!FITS) lowest[g] = highest[g] = _mm512_setzero_si512();
             if (SHIFT == 7) pairs[g] = _mm512_setzero_si512();
         }
-        const __m512i most = folded<BATCH>(sizes, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
+        const __m512i most =
+            folded<BATCH>(sizes, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
         vf unit;
         float to_whole[VW];
         if (SHIFT == 7) {
@@ -107,29 +132,40 @@ struct Int24Rows {
                 else
                     _mm512_storeu_si512(to + half * QUADS / 2, in_order);
             }
-            if (SHIFT == 7) pairs[g] = _mm512_mullo_epi32(pairs[g], _mm512_load_si512(PAIR_FACTORS));
+            if (SHIFT == 7)
+                pairs[g] = _mm512_mullo_epi32(pairs[g], _mm512_load_si512(PAIR_FACTORS));
         }
         const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
         const __m512i all = folded<BATCH>(wholes, add), offset = _mm512_set1_epi32(-OFFSET);
         const __mmask16 is_infinite = _mm512_cmpge_epi32_mask(most, _mm512_set1_epi32(0x7f800000));
         const __mmask16 some = (__mmask16)((1u << count) - 1);
         // A group that is not finite must not come out finite.
-        _mm512_mask_storeu_ps(units(row) + first, some, _mm512_mask_blend_ps(is_infinite, (__m512)unit, (__m512)splat(NAN)));
-        _mm512_mask_storeu_ps(this->sums(row) + first, some, (__m512)folded<BATCH>(sums, [](__m512i a, __m512i b) { return (__m512i)((vf)a + (vf)b); }));
+        _mm512_mask_storeu_ps(units(row) + first, some,
+                              _mm512_mask_blend_ps(is_infinite, (__m512)unit, (__m512)splat(NAN)));
+        _mm512_mask_storeu_ps(this->sums(row) + first, some,
+                              (__m512)folded<BATCH>(sums, [](__m512i a, __m512i b) {
+                                  return (__m512i)((vf)a + (vf)b);
+                              }));
         const __m512i low = FITS ? all : folded<BATCH>(lowest, add);
         _mm512_mask_storeu_epi32(lowest_starts(row) + first, some, _mm512_mullo_epi32(low, offset));
-        if (SHIFT == 7) _mm512_mask_storeu_epi32(pair_starts(row) + first, some, folded<BATCH>(pairs, add));
+        if (SHIFT == 7)
+            _mm512_mask_storeu_epi32(pair_starts(row) + first, some, folded<BATCH>(pairs, add));
         if (FITS) return;
         const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(all, low), 8);
-        _mm512_mask_storeu_epi32(upper_starts(row) + first, some, _mm512_mullo_epi32(upper, offset));
-        _mm512_mask_storeu_epi32(highest_starts(row) + first, some, _mm512_mullo_epi32(folded<BATCH>(highest, add), offset));
+        _mm512_mask_storeu_epi32(upper_starts(row) + first, some,
+                                 _mm512_mullo_epi32(upper, offset));
+        _mm512_mask_storeu_epi32(highest_starts(row) + first, some,
+                                 _mm512_mullo_epi32(folded<BATCH>(highest, add), offset));
     }
 
     static INLINE_MEMBER __m512i size_of(vf x) { return (__m512i)((vi)x & 0x7fffffff); }
-    // Numbers up to those of `bits` are below 2^exponent by more than a 256th of it, or their highest part would be no byte.
+    // Numbers up to those of `bits` are below 2^exponent by more than a 256th of it, or their
+    // highest part would be no byte.
     static INLINE_MEMBER __m512i above(__m512i bits) {
-        const __m512i exponent = _mm512_srai_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x20000)), 23);
-        return _mm512_max_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(126)), _mm512_set1_epi32(-100));
+        const __m512i exponent =
+            _mm512_srai_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x20000)), 23);
+        return _mm512_max_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(126)),
+                                _mm512_set1_epi32(-100));
     }
     static INLINE_MEMBER vf power_of_two(__m512i exponent) {
         return (vf)_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23);
@@ -139,18 +175,23 @@ struct Int24Rows {
 
     // The bytes of a number so much greater are its parts, but for the sign of the lower two.
     static INLINE_MEMBER __m512i parts_of_8(__m512i whole) {
-        return _mm512_xor_si512(_mm512_add_epi32(whole, _mm512_set1_epi32(0x8080)), _mm512_set1_epi32(0x8080));
+        return _mm512_xor_si512(_mm512_add_epi32(whole, _mm512_set1_epi32(0x8080)),
+                                _mm512_set1_epi32(0x8080));
     }
     static INLINE_MEMBER __m512i parts_of_7(__m512i whole) {
         const __m512i greater = _mm512_add_epi32(whole, _mm512_set1_epi32(64 << 8 | 128));
-        const __m512i bits_from = _mm512_set1_epi64(0x372f2820170f0800);  // 0, 8, 15 and on, of both numbers
-        const __m512i parts = _mm512_and_si512(_mm512_multishift_epi64_epi8(bits_from, greater), _mm512_set1_epi32(0xff7fff));
+        const __m512i bits_from =
+            _mm512_set1_epi64(0x372f2820170f0800);  // 0, 8, 15 and on, of both numbers
+        const __m512i parts = _mm512_and_si512(_mm512_multishift_epi64_epi8(bits_from, greater),
+                                               _mm512_set1_epi32(0xff7fff));
         return _mm512_sub_epi8(parts, _mm512_set1_epi32(0x4080));
     }
     // What the sums of pairs are of each part, and that they are taken away.
-    alignas(64) static constexpr int32_t PAIR_FACTORS[16] = {-(1 << 15), 0, -(1 << 8), 0, 0, 0, -(1 << 15), 0, -(1 << 8)};
+    alignas(64) static constexpr int32_t PAIR_FACTORS[16] = {-(1 << 15), 0, -(1 << 8), 0, 0, 0,
+                                                             -(1 << 15), 0, -(1 << 8)};
     static constexpr int32_t ALL = (int32_t)0x80808080;
-    alignas(64) static constexpr int32_t BIASES[16] = {ALL, 0, ALL, 0, ALL, ALL, ALL, 0, ALL, 0, ALL, ALL};
+    alignas(64) static constexpr int32_t BIASES[16] = {ALL, 0, ALL, 0, ALL, ALL,
+                                                       ALL, 0, ALL, 0, ALL, ALL};
 
     // All lanes of each vector as one, by halves: of vector g in lane g.
     template <int COUNT, class Fold>
@@ -168,7 +209,8 @@ struct Int24Rows {
         }
         if (COUNT == FEW) {
             const __m512i by_eight = by_lanes(by_four[0], by_four[0], fold);
-            return _mm512_permutexvar_epi32(_mm512_load_si512(FOLDED_FEW), by_lanes(by_eight, by_eight, fold));
+            return _mm512_permutexvar_epi32(_mm512_load_si512(FOLDED_FEW),
+                                            by_lanes(by_eight, by_eight, fold));
         }
         const __m512i first = by_lanes(by_four[0], by_four[COUNT / 8], fold);
         const __m512i second = by_lanes(by_four[COUNT / 16], by_four[3 * COUNT / 16], fold);
@@ -179,11 +221,14 @@ struct Int24Rows {
         return fold(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
     }
     alignas(64) static constexpr int32_t FOLDED_FEW[16] = {0, 2, 1, 3};
-    alignas(64) static constexpr int32_t FOLDED[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
-#define STEPS(first, byte)                                                                                              \
-    (first) * 4 + byte, (first) * 4 + 16 + byte, (first) * 4 + 4 + byte, (first) * 4 + 20 + byte, (first) * 4 + 8 + byte, \
-        (first) * 4 + 24 + byte, (first) * 4 + 12 + byte, (first) * 4 + 28 + byte
-    alignas(64) static constexpr uint8_t PLACES[64] = {STEPS(0, 2), STEPS(0, 1), STEPS(0, 0), STEPS(8, 2), STEPS(8, 1), STEPS(8, 0)};
+    alignas(64) static constexpr int32_t FOLDED[16] = {0, 8, 4, 12, 2, 10, 6, 14,
+                                                       1, 9, 5, 13, 3, 11, 7, 15};
+#define STEPS(first, byte)                                                                        \
+    (first) * 4 + byte, (first) * 4 + 16 + byte, (first) * 4 + 4 + byte, (first) * 4 + 20 + byte, \
+        (first) * 4 + 8 + byte, (first) * 4 + 24 + byte, (first) * 4 + 12 + byte,                 \
+        (first) * 4 + 28 + byte
+    alignas(64) static constexpr uint8_t PLACES[64] = {STEPS(0, 2), STEPS(0, 1), STEPS(0, 0),
+                                                       STEPS(8, 2), STEPS(8, 1), STEPS(8, 0)};
 #undef STEPS
 };
 

@@ -1,4 +1,5 @@
-// Rows of floats rounded to 8 bits, and the dot product of four bytes with four others, as this machine has it.
+// Rows of floats rounded to 8 bits, and the dot product of four bytes with four others, as this
+// machine has it.
 #pragma once
 
 #include "linear.h"
@@ -14,10 +15,14 @@ namespace {
 
 #if VW == 16 && defined(__AVX512VNNI__)
 #define VNNI 1
-INLINE vi dot4(vi sum, vi w, vi x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+INLINE vi dot4(vi sum, vi w, vi x) {
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
 #elif VW == 8 && defined(__AVXVNNI__)
 #define VNNI 1
-INLINE vi dot4(vi sum, vi w, vi x) { return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x); }
+INLINE vi dot4(vi sum, vi w, vi x) {
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
 #else
 #define VNNI 0
 // Products of two 16-bit pairs, summed: bytes would saturate where no VNNI is.
@@ -64,7 +69,8 @@ INLINE vi dot(vi sum, const Columns &w, const Quad &x) {
     return sum + dot2(w.even, x.even - vi{}) + dot2(w.odd, x.odd - vi{});
 }
 INLINE Quad quad(const i8 *q) {
-    return {(q[0] & 0xffff) | (int32_t)((uint32_t)q[2] << 16), (q[1] & 0xffff) | (int32_t)((uint32_t)q[3] << 16)};
+    return {(q[0] & 0xffff) | (int32_t)((uint32_t)q[2] << 16),
+            (q[1] & 0xffff) | (int32_t)((uint32_t)q[3] << 16)};
 }
 #endif
 
@@ -84,7 +90,9 @@ struct Rows {
     int64_t stride;
 };
 
-INLINE int64_t row_bytes(int64_t k) { return quads(k) * (int64_t)sizeof(Quad) + (int64_t)sizeof(Row); }
+INLINE int64_t row_bytes(int64_t k) {
+    return quads(k) * (int64_t)sizeof(Quad) + (int64_t)sizeof(Row);
+}
 INLINE Rows rows_at(char *memory, const LinearArguments &a) {
     const int64_t stride = quads(a.k);
     return {(Quad *)memory, (Row *)((Quad *)memory + a.m * stride), stride};
@@ -108,7 +116,8 @@ INLINE Range range_of(const float *x, int64_t k) {
                 bad[j] += v - v;
             }
         const vf least = select(low[1] < low[0], low[1], low[0]);
-        range = {-max_lanes(-least), max_lanes(larger(high[1], high[0])), sum_lanes(bad[0] + bad[1])};
+        range = {-max_lanes(-least), max_lanes(larger(high[1], high[0])),
+                 sum_lanes(bad[0] + bad[1])};
     }
     for (; i < k; ++i) {
         range.low = x[i] < range.low ? x[i] : range.low;
@@ -130,7 +139,8 @@ INLINE void store_steps(vi steps, Quad *to, int64_t count) {
 
 Row quantise(const float *x, int64_t k, Quad *values) {
     const Range range = range_of(x, k);
-    if (range.bad != 0.0f) {  // a row that is not finite must not come out finite; NaN as a whole number is anything
+    if (range.bad != 0.0f) {  // a row that is not finite must not come out finite; NaN as a whole
+                              // number is anything
         memset((void *)values, 0, quads(k) * sizeof(Quad));
         return {0.0f, range.bad, 0};
     }
@@ -138,8 +148,10 @@ Row quantise(const float *x, int64_t k, Quad *values) {
     const bool varies = width > 0.0f;
     const float inverse = varies ? 255.0f / width : 0.0f, scale = varies ? width / 255.0f : 0.0f;
     const auto steps_of = [&](vf v) __attribute__((always_inline)) {
-        const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to the nearest integer, ties to even
-        return __builtin_convertvector(fma(v - splat(low), splat(inverse), magic) - magic, vi) - 128;
+        const vf magic = splat(
+            12582912.0f);  // 1.5 · 2^23: adding it rounds to the nearest integer, ties to even
+        return __builtin_convertvector(fma(v - splat(low), splat(inverse), magic) - magic, vi) -
+               128;
     };
     vi sums{};
     int64_t i = 0;

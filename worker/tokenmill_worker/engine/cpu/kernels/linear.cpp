@@ -1,12 +1,14 @@
 // Linear layers over weights packed once, fused with the operations next to them in a decoder.
 //
-// A weight [n, k] is packed into panels of NR columns, so that a product streams it from memory once and in
-// order (float_tile.h). Each output is one chain of fused multiply-adds over k: a row's result
-// depends neither on how many rows are in the batch nor on the thread that computes it, bit for bit.
+// A weight [n, k] is packed into panels of NR columns, so that a product streams it from memory
+// once and in order (float_tile.h). Each output is one chain of fused multiply-adds over k: a row's
+// result depends neither on how many rows are in the batch nor on the thread that computes it, bit
+// for bit.
 
 #include "amx_float.h"
 
-// Row r lies at (r / inner) · stride + (r % inner) · k: heads of a token lie together, tokens apart.
+// Row r lies at (r / inner) · stride + (r % inner) · k: heads of a token lie together, tokens
+// apart.
 struct NormArguments {
     const float *x, *residual;  // residual: added to the normalised row, or null
     float *y;                   // may be x or residual
@@ -25,12 +27,15 @@ struct Float {
     };
     const float *weights;
 
-    static Float at(const LinearArguments &a, int64_t p) { return {(const float *)a.weight + p / SIDE * a.k * STEP + p % SIDE * NR}; }
+    static Float at(const LinearArguments &a, int64_t p) {
+        return {(const float *)a.weight + p / SIDE * a.k * STEP + p % SIDE * NR};
+    }
     INLINE_MEMBER Group group(int64_t) const { return {}; }
     INLINE_MEMBER Chunk chunk(int64_t i) const { return {weights + i * STEP}; }
     INLINE_MEMBER void fetch_group(int64_t) const {}
     INLINE_MEMBER void fetch_chunk(int64_t i) const {
-        for (int step = 0; step < CHUNK; ++step) fetch_lines(weights + (i + step) * STEP, NR * sizeof(float));
+        for (int step = 0; step < CHUNK; ++step)
+            fetch_lines(weights + (i + step) * STEP, NR * sizeof(float));
     }
     INLINE_MEMBER static vf decode(const Group &, const Chunk &chunk, int step, int half) {
         return load(chunk.weights + step * STEP + half * VW);
@@ -45,14 +50,19 @@ extern "C" int tokenmill_panel_width() { return NR; }
 
 extern "C" int64_t tokenmill_row_bytes(int64_t k) { return float_row_bytes(k); }
 
-extern "C" int64_t tokenmill_packed_floats(int64_t n, int64_t k) { return (n + STEP - 1) / STEP * STEP * k; }
-
-// weight [n, k] with a row stride → panels; columns past n are zero
-extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, int64_t k, int64_t stride) {
-    pack_panels<STEP>(packed, n, k, [=](int64_t row, int64_t i) { return weight[row * stride + i]; });
+extern "C" int64_t tokenmill_packed_floats(int64_t n, int64_t k) {
+    return (n + STEP - 1) / STEP * STEP * k;
 }
 
-// y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up columns.
+// weight [n, k] with a row stride → panels; columns past n are zero
+extern "C" void tokenmill_pack(const float *weight, float *packed, int64_t n, int64_t k,
+                               int64_t stride) {
+    pack_panels<STEP>(packed, n, k,
+                      [=](int64_t row, int64_t i) { return weight[row * stride + i]; });
+}
+
+// y = epilogue(x · weightᵀ + bias). Gated epilogues want panels of VW gate columns beside VW up
+// columns.
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, PoolThread *thread) {
     const LinearArguments &a = *arguments;
     if (AmxLinear<Float>::takes(a)) return AmxLinear<Float>::member(a, thread), 0;
@@ -60,10 +70,12 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Poo
         return (const float *)a.weight + c.panel / SIDE * a.k * STEP + c.panel % SIDE * NR;
     };
     Prefetch &prefetch = read_ahead(a, thread);
-    each_columns(a, thread, AT_ONCE, 0, [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
-        all_rows<false>(some, mine, {0, a.k}, weights(mine), sums, !sums, weights(next),
-                        next.count * NR * a.k * sizeof(float), prefetch);
-    });
+    each_columns(a, thread, AT_ONCE, 0,
+                 [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
+                     all_rows<false>(some, mine, {0, a.k}, weights(mine), sums, !sums,
+                                     weights(next), next.count * NR * a.k * sizeof(float),
+                                     prefetch);
+                 });
     return 0;
 }
 

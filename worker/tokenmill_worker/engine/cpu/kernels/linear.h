@@ -1,14 +1,16 @@
-// Arguments of a linear layer, and the epilogues applied to its sums before they are stored, for every form of weights.
+// Arguments of a linear layer, and the epilogues applied to its sums before they are stored, for
+// every form of weights.
 //
-// Weights lie in panels of NR columns; a tile of rows × one panel ends here as two vectors per row. Gated
-// epilogues take VW gate columns beside VW up columns and store VW results.
+// Weights lie in panels of NR columns; a tile of rows × one panel ends here as two vectors per row.
+// Gated epilogues take VW gate columns beside VW up columns and store VW results.
 #pragma once
 
 #include "argmax.h"
 #include "norm.h"
 
 #define NR (2 * VW)
-#define COMMIT_ROWS 64  // up to so many a thread's sums are committed when all of its columns are done
+// COMMIT_ROWS: up to so many a thread's sums are committed when all of its columns are done
+#define COMMIT_ROWS 64
 #define PREFETCH_ROWS 8
 static_assert(ARGMAX_ROWS <= COMMIT_ROWS, "maxima are compared once, when sums are committed");
 
@@ -22,8 +24,8 @@ struct LinearArguments {
     const void *scale;     // of quantised weights
     const float *bias;     // [n], padded to whole panels, or null
     const float *residual; // [m, n] for ADD, with y's stride
-    float *y;              // [m, n], or [m, n / 2] for the gated epilogues, or [threads] ArgmaxSeen for ARGMAX
-    char *workspace;       // shared by all threads, as large as the kernel says, or null where it says 0
+    float *y;  // [m, n], or [m, n / 2] for the gated epilogues, or [threads] ArgmaxSeen for ARGMAX
+    char *workspace;  // shared by all threads, as large as the kernel says, or null where it says 0
     int64_t x_stride, y_stride;
     int64_t m, n, k;
     int32_t epilogue;
@@ -32,8 +34,8 @@ struct LinearArguments {
     const AttendArguments *ahead;  // the attention that comes next in the row of kernels, or null
 };
 
-// Write panels [n / WIDTH][depth][WIDTH] of value(row, i), where a row is one of the n outputs. Outputs
-// past n are `blank`.
+// Write panels [n / WIDTH][depth][WIDTH] of value(row, i), where a row is one of the n outputs.
+// Outputs past n are `blank`.
 template <int WIDTH, class T, class Value>
 void pack_panels(T *panels, int64_t n, int64_t depth, Value value, T blank = 0) {
     const int64_t count = (n + WIDTH - 1) / WIDTH;
@@ -46,8 +48,11 @@ void pack_panels(T *panels, int64_t n, int64_t depth, Value value, T blank = 0) 
             }
 }
 
-// Return the prefetch of the next attention; products of few rows fetch nothing, since they wait for memory themselves.
-INLINE Prefetch &read_ahead(const LinearArguments &a, PoolThread *thread) { return thread->prefetch(a.m >= PREFETCH_ROWS ? a.ahead : nullptr); }
+// Return the prefetch of the next attention; products of few rows fetch nothing, since they wait
+// for memory themselves.
+INLINE Prefetch &read_ahead(const LinearArguments &a, PoolThread *thread) {
+    return thread->prefetch(a.m >= PREFETCH_ROWS ? a.ahead : nullptr);
+}
 
 // Return a row after its norm; `room` holds k floats. `goes_on`: the next row is read after it.
 INLINE const float *input_row(const LinearArguments &a, int64_t row, bool goes_on, float *room) {
@@ -66,7 +71,8 @@ INLINE LinearArguments of_thread(LinearArguments a, PoolThread *thread) {
     return a;
 }
 
-// Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that exist.
+// Where a tile's first row goes; bias and residual may be null. `width`: columns of the panel that
+// exist.
 struct Output {
     float *y;
     const float *bias, *residual;
@@ -145,17 +151,21 @@ INLINE void finish_row(const Output &t, vf a, vf b, int64_t row) {
 }
 
 template <int EPILOGUE>
-INLINE void finish_all(const Output *out, int64_t count, const float *sums, int64_t stride, int64_t rows) {
+INLINE void finish_all(const Output *out, int64_t count, const float *sums, int64_t stride,
+                       int64_t rows) {
     for (int64_t q = 0; q < count; ++q) {
         const Output one = out[q];
         for (int64_t r = 0; r < rows; ++r)
-            finish_row<EPILOGUE>(one, load(sums + r * stride + q * NR), load(sums + r * stride + q * NR + VW), r);
+            finish_row<EPILOGUE>(one, load(sums + r * stride + q * NR),
+                                 load(sums + r * stride + q * NR + VW), r);
     }
 }
 
-// What becomes of the sums [rows, stride] of `count` panels; a function of its own, since tiles are many.
-static __attribute__((noinline, unused)) void finish_rows(const Output *out, int64_t count, const float *sums,
-                                                          int64_t stride, int64_t rows) {
+// What becomes of the sums [rows, stride] of `count` panels; a function of its own, since tiles are
+// many.
+static __attribute__((noinline, unused)) void finish_rows(const Output *out, int64_t count,
+                                                          const float *sums, int64_t stride,
+                                                          int64_t rows) {
     switch (out->epilogue) {
         case PLAIN: return finish_all<PLAIN>(out, count, sums, stride, rows);
         case ADD: return finish_all<ADD>(out, count, sums, stride, rows);

@@ -14,7 +14,8 @@ struct Bf16 {
 
     static INLINE_MEMBER Chunk load(const uint16_t *panel, int64_t i) {
         Chunk c;
-        // A vector at a time: a copy of both is made in smaller pieces, for which the registers then wait.
+        // A vector at a time: a copy of both is made in smaller pieces, for which the registers
+        // then wait.
         for (int half = 0; half < 2; ++half)
             memcpy(&c.lanes[half], panel + i * NR + 2 * half * VW, sizeof c.lanes[half]);
         return c;

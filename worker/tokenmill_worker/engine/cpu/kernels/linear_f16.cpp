@@ -11,7 +11,9 @@ struct F16 {
         const f16 *weights;
     };
 
-    static INLINE_MEMBER Chunk load(const uint16_t *panel, int64_t i) { return {(const f16 *)panel + i * NR}; }
+    static INLINE_MEMBER Chunk load(const uint16_t *panel, int64_t i) {
+        return {(const f16 *)panel + i * NR};
+    }
     static INLINE_MEMBER vf decode(const Chunk &chunk, int step, int half) {
         return ::load(chunk.weights + step * NR + half * VW);
     }

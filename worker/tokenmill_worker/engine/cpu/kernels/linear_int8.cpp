@@ -1,10 +1,12 @@
-// Linear layers with 8-bit weights (a scale per output) and 8-bit activations (a scale and a zero per row).
+// Linear layers with 8-bit weights (a scale per output) and 8-bit activations (a scale and a zero
+// per row).
 //
-// Each row is rounded to the 256 steps between its least and its largest value: x = scale · q + zero. The
-// sums of q · w over k are exact in 32-bit integers, scales and zeros are applied at the end, so a row's
-// result depends on nothing but the row. Weights are stored plus 128, so that the unsigned operand of the
-// dot product is the one that stays in registers; 128 times the sum of the row's q is taken off again.
-// Panels are [n / NR][k / 4][NR columns][4 bytes], `scale` [n / NR][2][NR]: scales, then sums of the weights.
+// Each row is rounded to the 256 steps between its least and its largest value: x = scale · q +
+// zero. The sums of q · w over k are exact in 32-bit integers, scales and zeros are applied at the
+// end, so a row's result depends on nothing but the row. Weights are stored plus 128, so that the
+// unsigned operand of the dot product is the one that stays in registers; 128 times the sum of the
+// row's q is taken off again. Panels are [n / NR][k / 4][NR columns][4 bytes], `scale` [n /
+// NR][2][NR]: scales, then sums of the weights.
 
 #include "amx.h"
 #include "int8_rows.h"
@@ -15,7 +17,9 @@
 #define MR 4
 #endif
 
-#define OWN_ROWS 16  // times threads: up to so many every thread rounds for itself, which is sooner done than shared
+// OWN_ROWS: times threads: up to so many every thread rounds for itself, which is sooner done than
+// shared
+#define OWN_ROWS 16
 #define AMX_FEW 11   // rows that dot products of vectors take
 
 namespace {
@@ -33,7 +37,8 @@ struct ColumnScales {
         const vi offset = row.offset - vi{};
         const vf own = splat(row.scale), zero = splat(row.zero);
         store(to, fma(zero, sum[0], __builtin_convertvector(left - offset, vf) * scale[0] * own));
-        store(to + VW, fma(zero, sum[1], __builtin_convertvector(right - offset, vf) * scale[1] * own));
+        store(to + VW,
+              fma(zero, sum[1], __builtin_convertvector(right - offset, vf) * scale[1] * own));
     }
 };
 
@@ -44,13 +49,16 @@ struct Tile {
     const Row *rows;
     int64_t stride;
     float *sums;          // [rows, NR]
-    const u8 *ahead;  // what this tile fetches: `ahead_stride` bytes for each step of k (as in float_tile.h)
+    const u8 *ahead;      // what this tile fetches: `ahead_stride` bytes for each step of k (as in
+                          // float_tile.h)
     int64_t ahead_stride;
 };
 
 template <int R>
 void tile(const Tile &t) {
-    constexpr int CHAINS = R == 1 ? 4 : R == 2 ? 2 : 1;  // integer sums may be split: they are exact
+    constexpr int CHAINS = R == 1   ? 4
+                           : R == 2 ? 2
+                                    : 1;  // integer sums may be split: they are exact
     vi acc[CHAINS][R][2];
     for (int c = 0; c < CHAINS; ++c)
         for (int r = 0; r < R; ++r) acc[c][r][0] = acc[c][r][1] = vi{};
@@ -87,7 +95,8 @@ void tile(const Tile &t) {
     }
 }
 
-// Weights that are fetched while something else is done, spread over it: loads wait behind lines that come in bursts.
+// Weights that are fetched while something else is done, spread over it: loads wait behind lines
+// that come in bursts.
 struct Fetch {
     const u8 *next, *const end;
 
@@ -98,13 +107,15 @@ struct Fetch {
 };
 
 typedef void (*TileFunction)(const Tile &);
-const TileFunction TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
+const TileFunction TILES[] = {
+    nullptr, tile<1>, tile<2>, tile<3>, tile<4>,
 #if MR > 4
-                              tile<5>, tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>,
+    tile<5>, tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>,
 #endif
 };
 
-INLINE void finish(const LinearArguments &a, int64_t p, int64_t first_row, const float *sums, int64_t rows) {
+INLINE void finish(const LinearArguments &a, int64_t p, int64_t first_row, const float *sums,
+                   int64_t rows) {
     const Output out = below(at_panel(whole_output(a), p, a.n), first_row);
     finish_rows(&out, 1, sums, NR, rows);
 }
@@ -173,15 +184,23 @@ struct TileShapes {};
 INLINE void amx_rows(const Tile &, int64_t, TileShapes &) {}
 #endif
 
-// Panel `p`, while panel `next` is fetched (none: −1). `sums` [m, NR], or where each tile's become outputs, [MOST_ROWS, NR].
-void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int64_t next, float *sums, bool finishes,
-                      TileShapes &shapes) {
+// Panel `p`, while panel `next` is fetched (none: −1). `sums` [m, NR], or where each tile's become
+// outputs, [MOST_ROWS, NR].
+void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int64_t next,
+                      float *sums, bool finishes, TileShapes &shapes) {
     const bool by_amx = uses_amx(a);
-    const int64_t most = by_amx ? MOST_ROWS : MR, tiles = (a.m + most - 1) / most, base = a.m / tiles, extra = a.m % tiles;
+    const int64_t most = by_amx ? MOST_ROWS : MR, tiles = (a.m + most - 1) / most,
+                  base = a.m / tiles, extra = a.m % tiles;
     const int64_t size = rows.stride * NR * DEPTH, steps = tiles * rows.stride;
     const u8 *weight = (const u8 *)a.weight;
-    Tile t{rows.values, weight + p * size, (const float *)a.scale + p * 2 * NR, rows.rows, rows.stride, sums,
-           weight + (next < 0 ? p : next) * size, next < 0 ? 0 : (size + steps - 1) / steps};
+    Tile t{rows.values,
+           weight + p * size,
+           (const float *)a.scale + p * 2 * NR,
+           rows.rows,
+           rows.stride,
+           sums,
+           weight + (next < 0 ? p : next) * size,
+           next < 0 ? 0 : (size + steps - 1) / steps};
     for (int64_t index = 0, row = 0; index < tiles; ++index) {
         const int64_t count = base + (index < extra);
         if (by_amx)
@@ -199,7 +218,9 @@ void panel_times_rows(const LinearArguments &a, const Rows &rows, int64_t p, int
 
 extern "C" int tokenmill_panel_width() { return NR; }
 
-extern "C" int64_t tokenmill_panel_bytes(int64_t n, int64_t k) { return (n + NR - 1) / NR * NR * quads(k) * DEPTH; }
+extern "C" int64_t tokenmill_panel_bytes(int64_t n, int64_t k) {
+    return (n + NR - 1) / NR * NR * quads(k) * DEPTH;
+}
 
 extern "C" int64_t tokenmill_row_bytes(int64_t k) { return row_bytes(k); }
 
@@ -218,19 +239,23 @@ extern "C" void tokenmill_pack(const i8 *weight, u8 *packed, int64_t n, int64_t 
 // y = epilogue(x · weightᵀ + bias)
 extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, PoolThread *thread) {
     const LinearArguments a = of_thread(*arguments, thread);
-    const int64_t panels = num_panels(a.n), num_sums = COMMIT_ROWS * NR, one_row = (a.k + 15) & ~(int64_t)15;
+    const int64_t panels = num_panels(a.n), num_sums = COMMIT_ROWS * NR,
+                  one_row = (a.k + 15) & ~(int64_t)15;
     const bool is_own = a.m * thread->parts <= OWN_ROWS;
-    float *sums = (float *)thread->scratch((num_sums + one_row) * sizeof(float) + (is_own ? a.m * row_bytes(a.k) : 0));
+    float *sums = (float *)thread->scratch((num_sums + one_row) * sizeof(float) +
+                                           (is_own ? a.m * row_bytes(a.k) : 0));
     float *room = sums + num_sums;
     const Rows rows = rows_at(is_own ? (char *)(room + one_row) : a.workspace, a);
     const int64_t panel_bytes = rows.stride * NR * DEPTH;
     const u8 *mine = (const u8 *)a.weight + thread->first_of(panels, thread->part) * panel_bytes;
-    Fetch first_panel{mine, mine + (is_own ? 0 : panel_bytes)};  // rows of one's own are soon rounded
+    Fetch first_panel{mine,
+                      mine + (is_own ? 0 : panel_bytes)};  // rows of one's own are soon rounded
     const int64_t some = first_panel.left() * thread->parts / a.m + 1;
     const auto round = [&](int64_t first, int64_t count, int64_t) {
         for (int64_t r = first; r < first + count; ++r) {
             first_panel.lines(some);
-            rows.rows[r] = quantise(input_row(a, r, r + 1 < first + count, room), a.k, rows.values + r * rows.stride);
+            rows.rows[r] = quantise(input_row(a, r, r + 1 < first + count, room), a.k,
+                                    rows.values + r * rows.stride);
         }
     };
     if (is_own)
@@ -239,9 +264,12 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Poo
         thread->parallel_for(a.m, 4, round);
     const bool commits = a.m <= COMMIT_ROWS;
     TileShapes shapes;
-    const auto work = [&](int64_t p, int64_t, int64_t next) { panel_times_rows(a, rows, p, next, sums, !commits, shapes); };
+    const auto work = [&](int64_t p, int64_t, int64_t next) {
+        panel_times_rows(a, rows, p, next, sums, !commits, shapes);
+    };
     if (commits)
-        thread->parallel_for_commit(panels, 1, work, [&](int64_t p, int64_t) { finish(a, p, 0, sums, a.m); });
+        thread->parallel_for_commit(panels, 1, work,
+                                    [&](int64_t p, int64_t) { finish(a, p, 0, sums, a.m); });
     else
         thread->parallel_for(panels, 1, work);
     return 0;

@@ -8,9 +8,11 @@ struct Norm {
     float eps, offset;
 };
 
-// All kernels use this one function, so that a row's bits are the same everywhere. y may be x or the residual. The
-// row that comes after it lies `next` floats further on, and is fetched: another core has written it, mostly.
-static __attribute__((noinline, unused)) void normalise(const Norm &norm, const float *x, int64_t next, const float *residual,
+// All kernels use this one function, so that a row's bits are the same everywhere. y may be x or
+// the residual. The row that comes after it lies `next` floats further on, and is fetched: another
+// core has written it, mostly.
+static __attribute__((noinline, unused)) void normalise(const Norm &norm, const float *x,
+                                                        int64_t next, const float *residual,
                                                         int64_t k, float *y) {
     vf sums[4] = {vf{}, vf{}, vf{}, vf{}};
     int64_t i = 0;

@@ -1,9 +1,11 @@
-// Arguments of paged attention, and a prefetch of what it reads while the products before it are computed.
+// Arguments of paged attention, and a prefetch of what it reads while the products before it are
+// computed.
 //
-// In a step of many decodes, attention reads its keys and values from memory once and waits for them. Products before it
-// leave memory idle: their rows and weights come from the caches. So a product that knows the next attention fetches a few
-// lines for it beside every few of its own steps, each thread for its share of the sequences. Lines that the second-level
-// cache cannot hold stay in the third.
+// In a step of many decodes, attention reads its keys and values from memory once and waits for
+// them. Products before it leave memory idle: their rows and weights come from the caches. So a
+// product that knows the next attention fetches a few lines for it beside every few of its own
+// steps, each thread for its share of the sequences. Lines that the second-level cache cannot hold
+// stay in the third.
 #pragma once
 
 #include <stdint.h>
@@ -11,11 +13,13 @@
 struct AttendArguments {
     const float *query;  // [num_tokens, num_heads, head_dim]; a head's dimensions lie together
     float *out;          // the same shape, contiguous
-    const void *cache;   // the layer's view: keys of block b at b · block_stride; values value_offset further
+    const void *cache;   // the layer's view: keys of block b at b · block_stride; values
+                         // value_offset further
     const int32_t *query_start, *seq_lens, *block_table;
     const float *sinks;  // [num_heads] or null
     char *workspace;
-    int64_t workspace_bytes, query_stride, query_head_stride, block_stride, value_offset, table_stride;
+    int64_t workspace_bytes, query_stride, query_head_stride, block_stride, value_offset,
+        table_stride;
     int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     int32_t window;   // 0: none
     int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
@@ -36,7 +40,8 @@ class Prefetch {
         if (!a) return;
         static const int64_t BYTES[] = {4, 2, 2, 1};
         item_ = BYTES[a->kv_type];
-        first_ = (int32_t)((int64_t)a->num_seqs * part / parts), end_seq_ = (int32_t)((int64_t)a->num_seqs * (part + 1) / parts);
+        first_ = (int32_t)((int64_t)a->num_seqs * part / parts),
+        end_seq_ = (int32_t)((int64_t)a->num_seqs * (part + 1) / parts);
         seq_ = first_ - 1, block_ = num_blocks_ = 0;
     }
 
@@ -53,11 +58,13 @@ class Prefetch {
     static constexpr int64_t MOST_BYTES = 1 << 22;  // for one attention; the first that it reads
 
     const AttendArguments *of_ = nullptr;
-    const char *at_ = nullptr, *end_ = nullptr, *values_ = nullptr;  // values_: of the block whose keys these are
+    const char *at_ = nullptr, *end_ = nullptr,
+               *values_ = nullptr;  // values_: of the block whose keys these are
     int64_t row_ = 0, bytes_left_ = 0, item_ = 0;
     int32_t first_ = 0, end_seq_ = 0, seq_ = 0, block_ = 0, num_blocks_ = 0;
 
-    // Go on to the values of this block or the keys of the next. Blocks shared with the previous sequence are skipped.
+    // Go on to the values of this block or the keys of the next. Blocks shared with the previous
+    // sequence are skipped.
     __attribute__((noinline)) bool next() {
         const AttendArguments &a = *of_;
         const int64_t bytes = (int64_t)a.num_kv_heads * a.block_size * a.head_dim * item_;

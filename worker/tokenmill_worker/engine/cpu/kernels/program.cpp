@@ -1,8 +1,9 @@
-// Runs a row of kernel calls on a pool of threads, so that many decoder layers are one call. All kernels get their threads
-// here.
+// Runs a row of kernel calls on a pool of threads, so that many decoder layers are one call. All
+// kernels get their threads here.
 //
-// Each calling thread has its own helpers. A helper joins a row when it gets a core and leaves it at the end. No thread waits
-// for a helper to join (work_stealing.h), so a row starts at once while helpers sleep.
+// Each calling thread has its own helpers. A helper joins a row when it gets a core and leaves it
+// at the end. No thread waits for a helper to join (work_stealing.h), so a row starts at once while
+// helpers sleep.
 
 #include <pthread.h>
 #include <signal.h>
@@ -10,7 +11,9 @@
 
 #include "work_stealing.h"
 
-#define LOOK_NS 200000  // a helper polls this long for the next row before it sleeps: from layers to the head, not a whole gap
+// LOOK_NS: a helper polls this long for the next row before it sleeps: from layers to the head, not
+// a whole gap
+#define LOOK_NS 200000
 
 struct Call {
     Member member;
@@ -19,7 +22,8 @@ struct Call {
 
 namespace {
 
-// What a thread brings upon itself: blocked, it would end the process without a word from any handler.
+// What a thread brings upon itself: blocked, it would end the process without a word from any
+// handler.
 const int FAULTS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT, SIGTRAP};
 
 struct Row {
@@ -56,7 +60,8 @@ class ThreadPool {
         if (born_ != num_forks) return;
         __atomic_store_n(&is_ending_, true, __ATOMIC_SEQ_CST);
         open_or_close();
-        for (int32_t i = 0; i < size_; ++i) pthread_join(helpers_[i]->thread, nullptr), delete helpers_[i];
+        for (int32_t i = 0; i < size_; ++i)
+            pthread_join(helpers_[i]->thread, nullptr), delete helpers_[i];
         free(barrier_.slots);
         free(helpers_);
     }
@@ -123,7 +128,8 @@ class ThreadPool {
 
     void open_or_close() {
         __atomic_add_fetch(&turn_, 1, __ATOMIC_SEQ_CST);
-        if ((turn_ & 1 || is_ending_) && __atomic_load_n(&sleepers_, __ATOMIC_SEQ_CST)) wake_all(&turn_);
+        if ((turn_ & 1 || is_ending_) && __atomic_load_n(&sleepers_, __ATOMIC_SEQ_CST))
+            wake_all(&turn_);
     }
 
     static void *help(void *argument) {
@@ -133,7 +139,8 @@ class ThreadPool {
             const int32_t turn = pool.next_turn(seen);
             if (__atomic_load_n(&pool.is_ending_, __ATOMIC_SEQ_CST)) return nullptr;
             __atomic_add_fetch(&pool.inside_, 1, __ATOMIC_SEQ_CST);
-            if (__atomic_load_n(&pool.turn_, __ATOMIC_SEQ_CST) == turn && me.part < pool.row_->parts)
+            if (__atomic_load_n(&pool.turn_, __ATOMIC_SEQ_CST) == turn &&
+                me.part < pool.row_->parts)
                 pool.row_->run(&pool.barrier_, me.part, &me.scratch);
             __atomic_sub_fetch(&pool.inside_, 1, __ATOMIC_SEQ_CST);
             seen = turn;
@@ -159,10 +166,11 @@ class ThreadPool {
 
 }  // namespace
 
-// Runs calls [first, count). Returns count, or the index of the call that answered, with its number in `answer`.
-// `ended`, unless it is null, gets when each of them was over, of the monotonic clock in nanoseconds.
-extern "C" int64_t tokenmill_run(
-    const Call *calls, int64_t first, int64_t count, int64_t num_threads, int64_t *answer, int64_t *ended) {
+// Runs calls [first, count). Returns count, or the index of the call that answered, with its number
+// in `answer`. `ended`, unless it is null, gets when each of them was over, of the monotonic clock
+// in nanoseconds.
+extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count,
+                                 int64_t num_threads, int64_t *answer, int64_t *ended) {
     static thread_local ThreadPool pool;
     Row row{calls, first, count, (int32_t)num_threads, count, 0, ended};
     pool.run(row);
@@ -170,8 +178,9 @@ extern "C" int64_t tokenmill_run(
     return row.stopped;
 }
 
-// Row from_rows[i] of `from` becomes row to_rows[i] of `to`; null: row i. `limit`, where it is not 0, is the number of
-// rows of `from`: answers -1 and moves nothing where one beyond it is asked for.
+// Row from_rows[i] of `from` becomes row to_rows[i] of `to`; null: row i. `limit`, where it is not
+// 0, is the number of rows of `from`: answers -1 and moves nothing where one beyond it is asked
+// for.
 struct RowArguments {
     const float *from;
     float *to;
@@ -186,8 +195,8 @@ extern "C" int64_t tokenmill_move_rows_member(const RowArguments *arguments, Poo
             if ((uint64_t)a.from_rows[i] >= (uint64_t)a.limit) return -1;
     thread->parallel_for(a.count, 16, [&](int64_t first, int64_t count, int64_t) {
         for (int64_t i = first; i < first + count; ++i)
-            memcpy(a.to + (a.to_rows ? a.to_rows[i] : i) * a.width, a.from + (a.from_rows ? a.from_rows[i] : i) * a.width,
-                   a.width * sizeof(float));
+            memcpy(a.to + (a.to_rows ? a.to_rows[i] : i) * a.width,
+                   a.from + (a.from_rows ? a.from_rows[i] : i) * a.width, a.width * sizeof(float));
     });
     return 0;
 }

@@ -22,8 +22,8 @@
 #define STRIP 16
 #define VPS (STRIP / VW)
 
-// Register tiles: rows of queries × strips of columns, so that accumulators, one column vector and one
-// broadcast fit the register file (32 registers on AVX512 and NEON, 16 elsewhere).
+// Register tiles: rows of queries × strips of columns, so that accumulators, one column vector and
+// one broadcast fit the register file (32 registers on AVX512 and NEON, 16 elsewhere).
 #if VW == 16
 #define MAX_ROWS 6
 #define MAX_STRIPS 4
@@ -50,11 +50,14 @@ struct f16 {
 struct bf16 {
     uint16_t bits;
 };
-struct f8 {  // E4M3: 4 bits of exponent, 3 of fraction; up to 448, no infinities, one NaN (Micikevicius et al. 2022)
+struct f8 {  // E4M3: 4 bits of exponent, 3 of fraction; up to 448, no infinities, one NaN
+             // (Micikevicius et al. 2022)
     uint8_t bits;
 };
 
-INLINE vf splat(float x) { return x - vf{}; }  // x − 0 is x for every x, so only the broadcast remains
+INLINE vf splat(float x) {
+    return x - vf{};
+}  // x − 0 is x for every x, so only the broadcast remains
 INLINE vf fma(vf a, vf b, vf c) {
 #if VW == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -113,23 +116,29 @@ INLINE vf load(const f16 *p) {
 #endif
 }
 
-// A 256th of the number, which is what its bits are in half precision: who multiplies does so where there is less of it
-// (F8_UNIT). The bit above the exponent, where a half has another one, is the carry of a NaN, all of whose bits are set.
+// A 256th of the number, which is what its bits are in half precision: who multiplies does so where
+// there is less of it (F8_UNIT). The bit above the exponent, where a half has another one, is the
+// carry of a NaN, all of whose bits are set.
 #define F8_UNIT 256.0f
 INLINE vf load(const f8 *p) {
 #if VW == 16
-    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
-    const __m256i carried = _mm256_add_epi16(bits, _mm256_set1_epi16(0x80)), place = _mm256_set1_epi16(0x4000);
-    return (vf)_mm512_cvtph_ps(_mm256_ternarylogic_epi32(bits, carried, place, 0x78));  // bits ^ (carried & place)
+    const __m256i bits =
+        _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    const __m256i carried = _mm256_add_epi16(bits, _mm256_set1_epi16(0x80)),
+                  place = _mm256_set1_epi16(0x4000);
+    return (vf)_mm512_cvtph_ps(
+        _mm256_ternarylogic_epi32(bits, carried, place, 0x78));  // bits ^ (carried & place)
 #elif VW == 8 && defined(__F16C__)
     const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
-    const __m128i carried = _mm_add_epi16(bits, _mm_set1_epi16(0x80)), place = _mm_set1_epi16(0x4000);
+    const __m128i carried = _mm_add_epi16(bits, _mm_set1_epi16(0x80)),
+                  place = _mm_set1_epi16(0x4000);
     return (vf)_mm256_cvtph_ps(_mm_xor_si128(bits, _mm_and_si128(carried, place)));
 #else
     vb v;
     memcpy(&v, p, sizeof v);
     const vu wide = __builtin_convertvector(v, vu), magnitude = wide & 0x7f;
-    const vf scaled = (vf)(magnitude << 20) * splat(0x1p112f);  // rebias the exponent; exact for subnormals too
+    const vf scaled =
+        (vf)(magnitude << 20) * splat(0x1p112f);  // rebias the exponent; exact for subnormals too
     const vf value = select((vi)(magnitude == 0x7f), splat(NAN), scaled);
     return (vf)((vu)value | ((wide & 0x80) << 24));
 #endif
@@ -165,7 +174,8 @@ INLINE void put(float *p, float x) { *p = x; }
 INLINE void put(bf16 *p, float x) {  // round to nearest even; NaN stays NaN
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    p->bits = x != x ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    p->bits = x != x ? (uint16_t)((bits >> 16) | 0x40)
+                     : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 INLINE void put(f16 *p, float x) {
 #if defined(__F16C__)
@@ -186,12 +196,15 @@ INLINE void put(f16 *p, float x) {
         memcpy(&magnitude, &y, 4);
         p->bits = sign | (uint16_t)(magnitude - 0x3f000000);
     } else {
-        p->bits = sign | (uint16_t)((magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000) >> 13);
+        p->bits =
+            sign | (uint16_t)((magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000) >> 13);
     }
 #endif
 }
 
-INLINE void put(f8 *p, float x) {  // round to nearest even, at most 448; without branches, so that rows become vectors
+INLINE void put(
+    f8 *p,
+    float x) {  // round to nearest even, at most 448; without branches, so that rows become vectors
     uint32_t bits;
     memcpy(&bits, &x, 4);
     const uint32_t magnitude = bits & 0x7fffffff;
@@ -207,11 +220,12 @@ INLINE void put(f8 *p, float x) {  // round to nearest even, at most 448; withou
     p->bits = (uint8_t)(value | bits >> 24 & 0x80);
 }
 
-// exp(x) in place, N vectors in step so that none waits for another's result; relative error about 1e-7, exactly 0
-// below -87 (a masked logit), NaN stays NaN. x must not exceed 88.
+// exp(x) in place, N vectors in step so that none waits for another's result; relative error about
+// 1e-7, exactly 0 below -87 (a masked logit), NaN stays NaN. x must not exceed 88.
 template <int N>
 INLINE void vexps(vf *x) {
-    const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to an integer in the low bits
+    const vf magic =
+        splat(12582912.0f);  // 1.5 · 2^23: adding it rounds to an integer in the low bits
     vf shifted[N], n[N], f[N], y[N];
 #define EACH(...)             \
     _Pragma("GCC unroll 4") for (int i = 0; i < N; ++i) { __VA_ARGS__; }
@@ -226,8 +240,9 @@ INLINE void vexps(vf *x) {
     EACH(y[i] = fma(y[i], f[i], splat(5.0000001201e-1f)))
     EACH(y[i] = fma(y[i], f[i] * f[i], f[i]) + splat(1.0f))
 #if VW == 16
-    EACH(x[i] = (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x[i], (__m512)splat(-87.0f), _CMP_NLT_UQ),
-                                           (__m512)y[i], (__m512)n[i]))
+    EACH(x[i] = (vf)_mm512_maskz_scalef_ps(
+             _mm512_cmp_ps_mask((__m512)x[i], (__m512)splat(-87.0f), _CMP_NLT_UQ), (__m512)y[i],
+             (__m512)n[i]))
 #else
     EACH(vf result = (vf)((vi)y[i] + ((vi)shifted[i] << 23));
          result = select(x[i] < splat(-87.0f), splat(0.0f), result);

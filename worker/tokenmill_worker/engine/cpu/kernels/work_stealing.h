@@ -1,13 +1,15 @@
 // Runs phases of units on a pool of threads, so that no thread delays the others.
 //
-// Each thread starts with an equal range of a phase's units. A thread that has finished its range steals the back half
-// of another thread's range. A phase ends when all units are done, even if a thread never ran: an I/O process or another
-// guest of the machine may hold its core, and other threads then do its share. If such a thread has begun a unit, a
-// waiting thread computes that unit again, where the kernel computes into scratch and stores at the end. The first result
-// is stored, the second is dropped.
+// Each thread starts with an equal range of a phase's units. A thread that has finished its range
+// steals the back half of another thread's range. A phase ends when all units are done, even if a
+// thread never ran: an I/O process or another guest of the machine may hold its core, and other
+// threads then do its share. If such a thread has begun a unit, a waiting thread computes that unit
+// again, where the kernel computes into scratch and stores at the end. The first result is stored,
+// the second is dropped.
 //
-// Code outside of phases runs in every thread, in a late one after the phase is over. It may read only what stays the
-// same during the whole row of kernels, and counts, which a late thread never uses.
+// Code outside of phases runs in every thread, in a late one after the phase is over. It may read
+// only what stays the same during the whole row of kernels, and counts, which a late thread never
+// uses.
 //
 // Stealing from the back of a range: Blumofe and Leiserson 1999; ranges as in Intel's TBB.
 #pragma once
@@ -26,14 +28,17 @@
 #include "prefetch.h"
 
 #define SPIN_NS 100000      // a waiting thread polls this long before it sleeps
-#define RECOMPUTE_AFTER_NS 10000   // time beyond a unit's own before another thread computes it again
+// RECOMPUTE_AFTER_NS: time beyond a unit's own before another thread computes it again
+#define RECOMPUTE_AFTER_NS 10000
 
-// Units [first, end) of a phase, as one word that can be compared and exchanged: fewer than 2^16 phases, 2^24 units.
+// Units [first, end) of a phase, as one word that can be compared and exchanged: fewer than 2^16
+// phases, 2^24 units.
 struct Range {
     int64_t phase, first, end;
 
     static Range of(uint64_t word) {
-        return {(int64_t)(word >> 48), (int64_t)(word >> 24 & 0xffffff), (int64_t)(word & 0xffffff)};
+        return {(int64_t)(word >> 48), (int64_t)(word >> 24 & 0xffffff),
+                (int64_t)(word & 0xffffff)};
     }
     uint64_t word() const { return (uint64_t)phase << 48 | (uint64_t)first << 24 | (uint64_t)end; }
 };
@@ -96,15 +101,15 @@ class PoolThread {
     PoolThread(Barrier *barrier, int32_t part, int32_t parts, Scratch *scratch)
         : part(part), parts(parts), barrier_(barrier), scratch_(scratch) {}
 
-    // work(first, count, next) for all of `count` units, up to `grain` at a time and none across a multiple of it;
-    // `next`: what this thread will probably do then, or −1.
+    // work(first, count, next) for all of `count` units, up to `grain` at a time and none across a
+    // multiple of it; `next`: what this thread will probably do then, or −1.
     template <class Work>
     void parallel_for(int64_t count, int64_t grain, Work work) {
         run<false>(count, grain, work, [](int64_t, int64_t) {});
     }
 
-    // The same for work that writes nothing but this thread's scratch, and commit(first, count), which is called at
-    // once after it or never.
+    // The same for work that writes nothing but this thread's scratch, and commit(first, count),
+    // which is called at once after it or never.
     template <class Work, class Commit>
     void parallel_for_commit(int64_t count, int64_t grain, Work work, Commit commit) {
         run<true>(count, grain, work, commit);
@@ -124,7 +129,8 @@ class PoolThread {
             barrier_->answer = answer;
             __atomic_store_n(&barrier_->answered, phase_, __ATOMIC_RELEASE);
         });
-        return __atomic_load_n(&barrier_->answered, __ATOMIC_ACQUIRE) == phase_ ? barrier_->answer : 0;
+        return __atomic_load_n(&barrier_->answered, __ATOMIC_ACQUIRE) == phase_ ? barrier_->answer
+                                                                                : 0;
     }
 
     // This thread's own memory, aligned to 64 bytes. What was in it is lost when it grows.
@@ -137,7 +143,8 @@ class PoolThread {
         return scratch_->bytes;
     }
 
-    // Return the prefetch of what `attention`, a later kernel of this row, reads; null: it fetches nothing.
+    // Return the prefetch of what `attention`, a later kernel of this row, reads; null: it fetches
+    // nothing.
     Prefetch &prefetch(const AttendArguments *attention) {
         scratch_->prefetch.open(attention, barrier_->row, part, parts);
         return scratch_->prefetch;
@@ -164,8 +171,8 @@ class PoolThread {
         WorkerSlot &slot = barrier_->slots[part];
         uint64_t word = __atomic_load_n(&slot.units, __ATOMIC_ACQUIRE);
         if (Range::of(word).phase < phase_)  // otherwise another thread has stolen from this range
-            __atomic_compare_exchange_n(&slot.units, &word, share(count, part).word(), false, __ATOMIC_ACQ_REL,
-                                        __ATOMIC_RELAXED);
+            __atomic_compare_exchange_n(&slot.units, &word, share(count, part).word(), false,
+                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
         const int64_t started = now_ns();
         int64_t done = 0;
         WorkerSlot *from = &slot;  // whose unit it is
@@ -178,17 +185,20 @@ class PoolThread {
                     if (from == &slot && take_free<COMMITS>(count, grain)) continue;
                     break;
                 }
-                const int64_t size = chunk_size(left.first, left.end, grain), behind = left.first + size;
+                const int64_t size = chunk_size(left.first, left.end, grain),
+                              behind = left.first + size;
                 if (!COMMITS && !take(*from, word, {phase_, behind, left.end})) continue;
                 work(left.first, size, behind < left.end && from == &slot ? behind : -1);
                 if (!COMMITS || is_first(*from, left.first, size)) {
                     commit(left.first, size);
                     done += size;
-                    __atomic_store_n(&slot.done, (uint64_t)phase_ << 48 | (uint64_t)done, __ATOMIC_RELEASE);
+                    __atomic_store_n(&slot.done, (uint64_t)phase_ << 48 | (uint64_t)done,
+                                     __ATOMIC_RELEASE);
                 }
                 if (from != &slot) break;
             }
-        } while ((from = wait<COMMITS>(count, done ? (now_ns() - started) * grain / done : SPIN_NS)));
+        } while (
+            (from = wait<COMMITS>(count, done ? (now_ns() - started) * grain / done : SPIN_NS)));
     }
 
     static int64_t chunk_size(int64_t first, int64_t end, int64_t grain) {
@@ -196,15 +206,19 @@ class PoolThread {
         return size < end - first ? size : end - first;
     }
 
-    Range share(int64_t count, int32_t of) const { return {phase_, first_of(count, of), first_of(count, of + 1)}; }
+    Range share(int64_t count, int32_t of) const {
+        return {phase_, first_of(count, of), first_of(count, of + 1)};
+    }
 
     bool is_over() const { return __atomic_load_n(&barrier_->phase, __ATOMIC_ACQUIRE) >= phase_; }
 
     static bool take(WorkerSlot &from, uint64_t &word, Range left) {
-        return __atomic_compare_exchange_n(&from.units, &word, left.word(), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+        return __atomic_compare_exchange_n(&from.units, &word, left.word(), false, __ATOMIC_ACQ_REL,
+                                           __ATOMIC_ACQUIRE);
     }
 
-    // Remove finished units from the slot. Return false if another thread that computed them removed them first.
+    // Remove finished units from the slot. Return false if another thread that computed them
+    // removed them first.
     bool is_first(WorkerSlot &slot, int64_t first, int64_t size) const {
         uint64_t word = __atomic_load_n(&slot.units, __ATOMIC_ACQUIRE);
         for (;;) {
@@ -227,12 +241,14 @@ class PoolThread {
                 const bool has_come = left.phase == phase_;
                 if (!has_come) left = share(count, from);
                 int64_t begun = left.first;
-                if (COMMITS && has_come && left.first < left.end) begun += chunk_size(left.first, left.end, grain);
+                if (COMMITS && has_come && left.first < left.end)
+                    begun += chunk_size(left.first, left.end, grain);
                 if (begun == left.end) break;
                 int64_t middle = begun + (left.end - begun) / 2;
                 if (middle - middle % grain >= begun) middle -= middle % grain;
                 if (!take(slot, word, {phase_, left.first, middle})) continue;
-                __atomic_store_n(&barrier_->slots[part].units, Range{phase_, middle, left.end}.word(), __ATOMIC_RELEASE);
+                __atomic_store_n(&barrier_->slots[part].units,
+                                 Range{phase_, middle, left.end}.word(), __ATOMIC_RELEASE);
                 return true;
             }
         }
@@ -258,7 +274,8 @@ class PoolThread {
         return done == count;
     }
 
-    // Wait for the end of the phase. Return null then, or a slot whose unit takes long and is to be computed again.
+    // Wait for the end of the phase. Return null then, or a slot whose unit takes long and is to be
+    // computed again.
     template <bool COMMITS>
     WorkerSlot *wait(int64_t count, int64_t unit_ns) {
         for (int64_t started = 0;;) {
@@ -276,14 +293,16 @@ class PoolThread {
             if (now - started > unit_ns + SPIN_NS) break;
         }
         __atomic_add_fetch(&barrier_->sleepers, 1, __ATOMIC_SEQ_CST);
-        while (__atomic_load_n(&barrier_->phase, __ATOMIC_SEQ_CST) < phase_) sleep_on(&barrier_->phase, phase_ - 1);
+        while (__atomic_load_n(&barrier_->phase, __ATOMIC_SEQ_CST) < phase_)
+            sleep_on(&barrier_->phase, phase_ - 1);
         __atomic_sub_fetch(&barrier_->sleepers, 1, __ATOMIC_SEQ_CST);
         return nullptr;
     }
 
     void end_phase() {
         int32_t before = phase_ - 1;
-        if (__atomic_compare_exchange_n(&barrier_->phase, &before, phase_, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
+        if (__atomic_compare_exchange_n(&barrier_->phase, &before, phase_, false, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST) &&
             __atomic_load_n(&barrier_->sleepers, __ATOMIC_SEQ_CST))
             wake_all(&barrier_->phase);
     }
