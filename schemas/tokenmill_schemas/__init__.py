@@ -14,15 +14,26 @@ from tokenmill_schemas.job import (
     Priority,
     RetryPolicy,
     TextPart,
+    Tool,
     ToolCall,
+    ToolFunction,
 )
-from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+from tokenmill_schemas.result import (
+    ChoiceResult,
+    GeneratedCall,
+    JobError,
+    JobResult,
+    JobStatus,
+    ToolCallDelta,
+    Usage,
+)
 
 __all__ = [
     "ChoiceResult",
     "Chunk",
     "FinishReason",
     "FunctionCall",
+    "GeneratedCall",
     "JobError",
     "JobRequest",
     "JobResult",
@@ -34,6 +45,9 @@ __all__ = [
     "SamplingParams",
     "TextPart",
     "TokenLogprob",
+    "Tool",
     "ToolCall",
+    "ToolCallDelta",
+    "ToolFunction",
     "Usage",
 ]

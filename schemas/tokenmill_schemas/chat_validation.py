@@ -29,8 +29,17 @@ def chat_texts(request: JobRequest) -> Iterator[tuple[str, str]]:
             for text in (call.id, call.function.name, call.function.arguments):
                 yield f"{where}.tool_calls[{j}]", text
     yield from (("documents", text) for text in json_texts(request.documents))
+    yield from _tool_texts(request)
     kwargs = request.chat_template_kwargs
     yield from (("chat_template_kwargs", text) for text in json_texts(kwargs))
+
+
+def _tool_texts(request: JobRequest) -> Iterator[tuple[str, str]]:
+    for i, tool in enumerate(request.tools):
+        function = tool.function
+        texts = (function.name, function.description or "", *json_texts(function.parameters))
+        yield from ((f"tools[{i}]", text) for text in texts)
+    yield "tool_choice", request.tool_choice
 
 
 def json_texts(value: object, depth: int = 0) -> Iterator[str]:

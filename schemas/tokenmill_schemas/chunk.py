@@ -3,7 +3,7 @@
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_schemas.result import JobError, JobStatus, Usage
+from tokenmill_schemas.result import JobError, JobStatus, ToolCallDelta, Usage
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -33,6 +33,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     n: int = 1  # how many choices the job has
     reasoning: str = ""  # text of the model's thoughts
     reasoning_ends: tuple[int, ...] = ()  # len(reasoning) after each token, as text_ends
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     after: str = ""  # never sent: set by a reader of several choices; see `position`
     params: SamplingParams | None = None  # as in JobResult; in the log's first chunk only
 

@@ -21,6 +21,35 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"  # its deadline passed; what was generated is kept
     ERROR = "error"
+    TOOL_CALLS = "tool_calls"  # it called tools, and every call is complete
+
+
+class CallableTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool that an answer may call. `strict`: refuse a schema that cannot be enforced."""
+
+    name: str
+    schema: dict[str, object]
+    strict: bool = False
+
+
+class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form of an answer that may call tools, in one model's format.
+
+    A call is `before`, the name, `after`, the arguments as JSON, `end`. The first follows
+    `trigger`, which ends the free text; each further one follows `separator` (None: there is none);
+    `closing` follows the last. `marks` are the parts of these texts that are one token each, with its id.
+    `is_required`: the answer begins with a call.
+    """
+
+    trigger: str
+    before: str
+    after: str
+    end: str
+    tools: tuple[CallableTool, ...]
+    separator: str | None = None
+    closing: str = ""
+    marks: dict[str, int] = {}
+    is_required: bool = False
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,6 +60,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     grammar: str | None = None  # EBNF, as xgrammar reads it
+    calls: CallGrammar | None = None  # set by the worker, from the tools of a request
     strict: bool = True  # json_schema: refuse what cannot be enforced; False: enforce what can
 
 

@@ -52,6 +52,22 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     type: Literal["function"] = "function"
 
 
+class ToolFunction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call. `parameters` is the JSON schema of its arguments; None:
+    it takes none. `strict`: refuse a schema that cannot be enforced; else enforce what can.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool = False
+
+
+class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
+    function: ToolFunction
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of a chat.
 
@@ -110,7 +126,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Unix milliseconds. With `stream=False` the worker writes checkpoints to the job's log instead of
     one chunk per token.
 
-    The fields after `v` concern the chat template, and need `messages`.
+    The fields after `v` belong to chats: they need `messages`.
     `add_generation_prompt=None` means: yes, unless the final message is continued. `v` is the
     version that a worker must read at least. Workers of version 1 ignore a number there, so version
     2 is written as text: they refuse such a request with a sentence, where they would otherwise
@@ -140,9 +156,12 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     documents: tuple[dict[str, str], ...] = ()
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"  # auto, none, required, or function:NAME
+    parallel_tool_calls: bool = True
 
 
-_NEW_FIELDS: Final = ("chat_template_kwargs", "documents", "continue_final_message")
+_NEW_FIELDS: Final = ("chat_template_kwargs", "documents", "continue_final_message", "tools")
 _NEW_PARAMS: Final = ("logprobs_mode", "thinking_budget")
 
 

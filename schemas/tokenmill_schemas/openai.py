@@ -107,10 +107,22 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET  # as vLLM names it
 
 
@@ -118,7 +130,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] = "stop"
+    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
 
 
 class ChatCompletion(

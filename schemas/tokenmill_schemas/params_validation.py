@@ -110,6 +110,8 @@ def _bias_problems(params: SamplingParams) -> Iterator[str]:
 def _format_problems(wanted: ResponseFormat | None) -> Iterator[str]:
     if wanted is None:
         return
+    if wanted.calls is not None:
+        yield "response_format.calls is the worker's own: send tools"
     given = [
         name for name in ("json_schema", "regex", "grammar") if getattr(wanted, name) is not None
     ]

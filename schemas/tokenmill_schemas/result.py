@@ -48,6 +48,31 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasoning_tokens: int = 0  # of the completion's tokens: those of thoughts, with their marks
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of call `index` of a choice. The first piece has the id and the name; the `arguments`
+    of all pieces together are the call's.
+
+    `token` is the place of its token: in a chunk among the chunk's, in a result among all.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    token: int = 0
+
+
+class GeneratedCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call of an answer. `arguments` is a JSON object, as text. `is_complete=False`: the answer
+    was cut before the object ended.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    is_complete: bool = True
+
+
 class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One finished sequence of a job.
 
@@ -64,6 +89,8 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: tuple[TokenLogprob, ...] | None = None
     reasoning: str = ""
     reasoning_ends: tuple[int, ...] = ()
+    tool_calls: tuple[GeneratedCall, ...] = ()
+    call_deltas: tuple[ToolCallDelta, ...] = ()  # the same calls, piece by piece
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,6 +122,10 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def reasoning(self) -> str:
         return self.choices[0].reasoning if self.choices else ""
+
+    @property
+    def tool_calls(self) -> tuple[GeneratedCall, ...]:
+        return self.choices[0].tool_calls if self.choices else ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ MAX_PROMPT_IDS: Final = 2_000_000  # longer than any model
 MAX_MESSAGES: Final = 10_000
 MAX_METADATA: Final = 64
 MAX_DOCUMENTS: Final = 10_000
+MAX_TOOLS: Final = 128
 MAX_FORMAT_CHARS: Final = 256 * 1024
 
 HARMLESS_BYTES: Final = 256 * 1024  # smaller requests decode to at most 64 times their size
@@ -45,7 +46,9 @@ def reject_oversized(request: bytes) -> bytes:
     _limit(fields, "messages", MAX_MESSAGES, "entries")
     _limit(fields, "metadata", MAX_METADATA, "entries")
     _limit(fields, "documents", MAX_DOCUMENTS, "entries")
-    _limit_size(fields, "chat_template_kwargs", "chat_template_kwargs")
+    _limit(fields, "tools", MAX_TOOLS, "entries")
+    for name in ("chat_template_kwargs", "tools"):
+        _limit_size(fields, name, name)
     if _is_map(fields.get("params")):
         fields["params"] = msgspec.Raw(_params(bytes(fields["params"])))
     return _join(fields)

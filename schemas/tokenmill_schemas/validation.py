@@ -17,6 +17,7 @@ from tokenmill_schemas.params_validation import MAX_CHOICES as MAX_CHOICES
 from tokenmill_schemas.params_validation import encoded_size, id_problems
 from tokenmill_schemas.params_validation import params_problems as params_problems
 from tokenmill_schemas.size_limits import MAX_MESSAGES, MAX_METADATA, MAX_PROMPT_IDS
+from tokenmill_schemas.tools_validation import tool_problems
 from tokenmill_schemas.webhook import redacted_url
 
 # the width of the SQL columns: job id, model, tenant, idempotency key, batch id
@@ -60,6 +61,7 @@ def problems(
     found += _name_problems(request)
     found += _prompt_problems(request)
     found += chat_problems(request)
+    found += tool_problems(request)
     found += _time_problems(request, now_ms)
     found += _retry_problems(request.retry)
     found += metadata_problems(request.metadata)

@@ -59,7 +59,7 @@ async def test_the_engine_learns_of_thoughts_if_anything_depends_on_them(params,
 
 async def test_a_prompt_has_no_thoughts():
     job = await admitted(messages=None, prompt="Hi")
-    assert not job.answer.choices[0].stream.has_thoughts
+    assert job.answer.choices[0].stream.is_plain
 
 
 @pytest.mark.parametrize("fields", [{"messages": None, "prompt": "Hi"}, {"messages": HI}])

@@ -12,7 +12,14 @@ import msgspec
 
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, ControlMessage, Drain, TenantLoad, WorkerStatus
-from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
+from tokenmill_schemas.generation import (
+    CallableTool,
+    CallGrammar,
+    FinishReason,
+    ResponseFormat,
+    SamplingParams,
+    TokenLogprob,
+)
 from tokenmill_schemas.job import (
     FunctionCall,
     JobRequest,
@@ -20,9 +27,19 @@ from tokenmill_schemas.job import (
     Priority,
     RetryPolicy,
     TextPart,
+    Tool,
     ToolCall,
+    ToolFunction,
 )
-from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+from tokenmill_schemas.result import (
+    ChoiceResult,
+    GeneratedCall,
+    JobError,
+    JobResult,
+    JobStatus,
+    ToolCallDelta,
+    Usage,
+)
 
 LOGPROBS: Final = (
     TokenLogprob(-0.25, ((72, -0.25), (73, -1.75))),
@@ -70,11 +87,15 @@ REQUEST: Final = JobRequest(
     batch_id="batch-9", v="2", chat_template_kwargs={"enable_thinking": False},
     documents=({"title": "T", "text": "x"},),
     continue_final_message=True, add_generation_prompt=False,
+    tools=(Tool(ToolFunction("sky", "its colour", {"type": "object"}, strict=True)),),
+    tool_choice="function:sky", parallel_tool_calls=False,
 )  # fmt: skip
+DELTA: Final = ToolCallDelta(1, "c1", "sky", '{"of', token=1)
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,
     finish_reason=FinishReason.STOP, attempt=2, status=JobStatus.FAILED, usage=USAGE, error=ERROR,
-    text_ends=(1, 2), n=2, after="3.5e", params=PARAMS, reasoning="Hm", reasoning_ends=(2, 2),
+    text_ends=(1, 2), n=2, after="3.5e", params=PARAMS, tool_calls=(DELTA,),
+    reasoning="Hm", reasoning_ends=(2, 2),
 )  # fmt: skip
 RESULT: Final = JobResult(
     job_id="job-1", status=JobStatus.SUCCEEDED, model="q", tenant="acme",
@@ -83,6 +104,8 @@ RESULT: Final = JobResult(
             index=1, text="Hi", token_ids=(72, 105), text_ends=(1, 2),
             finish_reason=FinishReason.LENGTH,
             logprobs=LOGPROBS, reasoning="Hm", reasoning_ends=(2,),
+            tool_calls=(GeneratedCall("c1", "sky", '{"of', is_complete=False),),
+            call_deltas=(DELTA,),
         ),
     ),
     usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000,
@@ -118,6 +141,27 @@ SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
             prompt_ids=(1, 300, 70_000),
             params=SamplingParams(
                 logprobs=3, response_format=ResponseFormat(grammar='root ::= "a"')
+            ),
+        ),
+        JobRequest,
+    ),
+    "request-calls": (
+        msgspec.structs.replace(
+            REQUEST,
+            params=SamplingParams(
+                response_format=ResponseFormat(
+                    calls=CallGrammar(
+                        trigger="[",
+                        before="<",
+                        after=">",
+                        end="/",
+                        separator=",",
+                        closing="]",
+                        tools=(CallableTool("sky", {"type": "object"}, strict=True),),
+                        marks={"[": 7},
+                        is_required=True,
+                    )
+                )
             ),
         ),
         JobRequest,

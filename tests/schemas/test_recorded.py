@@ -108,7 +108,8 @@ def test_every_field_of_every_message_is_in_a_sample():
     for value, _ in SAMPLES.values():
         visit(value)
     seen[tokenmill_schemas.chunk.Chunk].add("place")  # only read: `recorded/3` has it
-    for kind in (tokenmill_schemas.job.TextPart, tokenmill_schemas.job.ToolCall):
+    job = tokenmill_schemas.job
+    for kind in (job.TextPart, job.ToolCall, job.Tool):
         seen[kind].add("type")  # it has one value
     unseen = {kind.__name__: set(kind.__struct_fields__) - names for kind, names in seen.items()}
     assert not {name: fields for name, fields in unseen.items() if fields}, (
@@ -146,6 +147,9 @@ def _grown(node: Any, key: str = "") -> Any:
             "tenants",
             "chat_template_kwargs",
             "documents",
+            "parameters",
+            "schema",
+            "marks",
         )  # keys of these are users'
         return grown if free else grown | {"future": {"deep": [1, None, "x"]}}
     if isinstance(node, list):

@@ -24,6 +24,7 @@ NEW: list[dict[str, Any]] = [
     {"messages": [CALLING]},
     {"messages": [CALLING, {"role": "tool", "content": "7", "tool_call_id": "c"}]},
     {"messages": [{"role": "assistant", "content": "a", "reasoning": "b"}]},
+    {"messages": [HI], "tools": [{"type": "function", "function": {"name": "f"}}]},
     {"messages": [HI], "thinking_budget": 0},
     {"messages": [HI], "logprobs": True, "logprobs_mode": "raw_logprobs"},
     {"messages": [{**HI, "content": [{"type": "text", "text": t} for t in "ab"]}]},

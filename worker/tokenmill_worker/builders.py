@@ -55,6 +55,7 @@ async def input_processor(settings: Settings, config: EngineConfig, ready: Ready
         worker_id=settings.worker_name,
         max_payload_bytes=settings.max_payload_bytes,
         reasoning=reasoning,
+        tool_format=tokenizer.tool_format(settings.tool_format),
     )
 
 

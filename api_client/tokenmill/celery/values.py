@@ -41,12 +41,14 @@ def value_of(result: JobResult, returns: str) -> Any:
         "model": result.model,
         "text": result.text,
         "reasoning": result.reasoning,
+        "tool_calls": msgspec.to_builtins(result.tool_calls),
         "finish_reason": result.finish_reason.value if result.finish_reason else None,
         "choices": [
             {
                 "index": one.index,
                 "text": one.text,
                 "reasoning": one.reasoning,
+                "tool_calls": msgspec.to_builtins(one.tool_calls),
                 "finish_reason": one.finish_reason and one.finish_reason.value,
             }
             for one in result.choices

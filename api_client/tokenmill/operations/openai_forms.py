@@ -1,5 +1,5 @@
 """Reads the request shapes of OpenAI's API: prompts, stop texts, biases and response formats;
-openai_messages.py reads messages.
+openai_messages.py and openai_tools.py read the others.
 
 Clients, the command line, Celery tasks and bulk files all use `read_forms`, so that the same shape
 gives the same job or the same error everywhere. A shape that this project defines itself
@@ -16,6 +16,7 @@ from typing import Any, Final, TypeGuard
 
 from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
 from tokenmill.operations.openai_messages import read_messages
+from tokenmill.operations.openai_tools import read_tool_choice, read_tools
 from tokenmill_schemas.size_limits import WHOLE_NUMBER
 
 _OWN_FORMAT_KEYS: Final = ("json_schema", "regex", "grammar", "strict")
@@ -153,6 +154,8 @@ _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | None
 _READERS: Final[Mapping[str, Callable[[dict[str, Any]], None]]] = {
     "prompt": _read_prompt,
     "messages": read_messages,
+    "tools": read_tools,
+    "tool_choice": read_tool_choice,
     "max_completion_tokens": _read_length,
     "stop": _read_stop,
     "logit_bias": _read_biases,

@@ -14,7 +14,7 @@ import msgspec
 
 from tokenmill.errors import ConfigurationError
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.result import ChoiceResult, JobResult
+from tokenmill_schemas.result import ChoiceResult, JobResult, ToolCallDelta
 from tokenmill_schemas.validation import MAX_CHOICES
 
 _POSITION = re.compile(rf"[0-9]{{1,15}}e?(?:\.[0-9]{{1,15}}e?){{0,{MAX_CHOICES - 1}}}", re.ASCII)
@@ -124,6 +124,7 @@ class StreamPosition:
         tokens = range(first, len(choice.token_ids) + 1)
         texts = _pieces(choice.text, choice.text_ends, tokens)
         thoughts = _pieces(choice.reasoning, choice.reasoning_ends, tokens)
+        calls = _by_token(choice)
         for index, (text, thought) in enumerate(zip(texts, thoughts, strict=True), first):
             self._has[which] = index + 1
             chunk = Chunk(
@@ -133,6 +134,7 @@ class StreamPosition:
                 token_ids=(choice.token_ids[index],),
                 text=text,
                 reasoning=thought,
+                tool_calls=calls.get(index, ()),
                 logprobs=choice.logprobs[index : index + 1] if choice.logprobs else None,
                 attempt=result.attempt,
                 n=self._num_choices,
@@ -234,6 +236,15 @@ def read_position(value: str | int) -> tuple[list[int], set[int]]:
     return [int(part.removesuffix(_ENDED)) for part in parts], ended
 
 
+def _by_token(choice: ChoiceResult) -> dict[int, tuple[ToolCallDelta, ...]]:
+    """Return the pieces of calls by their token, each as a chunk of one token has it."""
+    found: dict[int, tuple[ToolCallDelta, ...]] = {}
+    for delta in choice.call_deltas:
+        own = msgspec.structs.replace(delta, token=0)
+        found[delta.token] = (*found.get(delta.token, ()), own)
+    return found
+
+
 def _pieces(text: str, ends: tuple[int, ...], tokens: range) -> Iterator[str]:
     """Yield the part of a text that belongs to each of the tokens; `ends` may leave out the last
     ones, whose part is empty.
@@ -256,6 +267,11 @@ def _without(chunk: Chunk, seen: int) -> Chunk:
         text=chunk.text[delivered:],
         logprobs=chunk.logprobs[seen:] if chunk.logprobs else None,
         text_ends=tuple(end - delivered for end in chunk.text_ends[seen:]),
+        tool_calls=tuple(
+            msgspec.structs.replace(delta, token=delta.token - seen)
+            for delta in chunk.tool_calls
+            if delta.token >= seen
+        ),
         reasoning=chunk.reasoning[thought:],
         reasoning_ends=tuple(end - thought for end in chunk.reasoning_ends[seen:]),
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill_schemas.generation import ResponseFormat
-from tokenmill_schemas.job import FunctionCall, Message, TextPart, ToolCall
+from tokenmill_schemas.job import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 
 Body = Mapping[str, Any]
 
@@ -13,6 +13,7 @@ SCHEMA: dict[str, object] = {
     "properties": {"n": {"type": "integer"}},
     "required": ["n"],
 }
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 
 
@@ -96,6 +97,14 @@ TAKEN: dict[str, tuple[Body, dict[str, Any]]] = {
         {"chat_template_kwargs": {"enable_thinking": False},
             "documents": ({"title": "T", "text": "x"},), "add_generation_prompt": False},
     ),
+    "tools and a named one": (
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "description": "d",
+            "parameters": {"type": "object"}, "strict": True}}], "parallel_tool_calls": False,
+            "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": (Tool(ToolFunction("f", "d", {"type": "object"}, strict=True)),),
+            "tool_choice": "function:f", "parallel_tool_calls": False},
+    ),
+    "no tools": ({**CHAT, "tools": [], "tool_choice": "none"}, {"tool_choice": "none"}),
     "a message to continue": (
         {**chat({"role": "assistant", "content": "H"}), "continue_final_message": True},
         {"messages": (Message("assistant", "H"),), "continue_final_message": True},
@@ -162,6 +171,30 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "an unknown key of a message": (
         chat({"role": "user", "content": "Hi", "weight": 1}),
         "messages[0] has the unknown key 'weight'",
+    ),
+    "a tool that is no function": ({**CHAT, "tools": [{"type": "web_search"}]},
+        "tools[0] must be a function, with a name and parameters"),
+    "two tools of one name": (
+        {**CHAT, "tools": [TOOL, TOOL]}, "tools[1].function.name is 'f', which another tool has",
+    ),
+    "an unknown tool in the choice": (
+        {**CHAT, "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice names 'g', which is no tool",
+    ),
+    "a call that is required of no tool": ({**CHAT, "tool_choice": "required"},
+        "tool_choice is 'required', but there are no tools"),
+    "a tool of no object": (
+        {**CHAT, "tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters must be the JSON schema of an object",
+    ),
+    "a name with a blank": ({**CHAT, "tools": [{"function": {"name": "f g"}}]},
+        "tools[0].function.name must have 1 to 64 letters, digits, '_', '.' or '-', not 'f g'"),
+    "too many tools": ({**CHAT, "tools": [TOOL] * 10_000},
+        "tools may have 128 entries, not 10000"),
+    "tools beside a format": (
+        {**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}},
+        "response_format cannot be given together with tools",
     ),
     "a call without a function": (
         chat({"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}),

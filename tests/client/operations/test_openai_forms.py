@@ -35,11 +35,13 @@ _FLAGS = {"max_tokens": "--max-tokens", "top_p": "--top-p"}
 _SWITCHES = {
     "continue_final_message": "--continue-final-message",
     "add_generation_prompt": "--generation-prompt",
+    "parallel_tool_calls": "--parallel-tool-calls",
 }
 _JSON_FLAGS = {
     "messages": "--messages",
     "chat_template_kwargs": "--chat-template-kwargs",
     "documents": "--documents",
+    "tools": "--tools",
     "response_format": "--response-format",
     "logit_bias": "--logit-bias",
 }
@@ -76,6 +78,9 @@ def by_command_line(url: str, body: Body) -> JobRequest:
             arguments += [_JSON_FLAGS[name], json.dumps(value)]
         elif name in _SWITCHES:
             arguments.append(_SWITCHES[name] if value else f"--no-{_SWITCHES[name][2:]}")
+        elif name == "tool_choice":
+            named = value if isinstance(value, str) else f"function:{value['function']['name']}"
+            arguments += ["--tool-choice", named]
         elif name in _FLAGS:
             arguments += [_FLAGS[name], str(value)]
         elif name == "stop":
@@ -160,6 +165,9 @@ def meant(fields: dict[str, Any]) -> dict[str, Any]:
         "documents": (),
         "continue_final_message": False,
         "add_generation_prompt": None,
+        "tools": (),
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
     }
     return {
         **what,

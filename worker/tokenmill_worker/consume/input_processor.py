@@ -22,12 +22,14 @@ from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
 from tokenmill_worker.consume.outcomes import Outcomes
 from tokenmill_worker.consume.param_resolver import ParamResolver, seed_of
-from tokenmill_worker.consume.prompt_encoder import PromptEncoder, thoughts_for_engine
+from tokenmill_worker.consume.prompt_encoder import PromptEncoder
 from tokenmill_worker.consume.refusal import INVALID_REQUEST, Refused
 from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
-from tokenmill_worker.text.chat.reasoning import Opening, ReasoningFormat
+from tokenmill_worker.text.chat.chat_format import AnswerForm, ChatFormat
+from tokenmill_worker.text.chat.reasoning import ReasoningFormat
+from tokenmill_worker.text.chat.tools import ToolFormat
 from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, read_log, replay
 from tokenmill_worker.text.tokenizer import Tokenizer
@@ -46,11 +48,13 @@ class InputProcessor:
         worker_id: str = "",
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         reasoning: ReasoningFormat | None = None,
+        tool_format: ToolFormat | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
-        self._prompts = PromptEncoder(tokenizer, model.max_model_len, reasoning)
+        chat = ChatFormat(tokenizer, reasoning, tool_format)
+        self._prompts = PromptEncoder(tokenizer, model.max_model_len, chat)
         self._params = ParamResolver(model)
         self._max_payload_bytes = max_payload_bytes
         self._clock = clock
@@ -81,22 +85,18 @@ class InputProcessor:
         self._check(request)
         if self._is_late(request) and not delivery.log:
             return self._outcomes.expired(delivery, request)
-        chat = self._prompts.render(request)
-        opening = self._prompts.opening(request, chat)
+        chat, form = self._prompts.render(request)
         prompt_ids = await self._prompts.encode(request, chat)
         chunks = self._read(delivery)
         params = self._params.resolve(request, chunks, len(prompt_ids))
-        answer = self._resume(delivery, chunks, params, opening)
+        answer = self._resume(delivery, chunks, params, form)
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
         generation = self._generation(delivery, request, answer, prompt_ids, params)
-        thoughts = thoughts_for_engine(request, opening)
-        if thoughts is not None:
-            generation = msgspec.structs.replace(generation, thoughts=thoughts)
-        return AdmittedJob(delivery, request, generation, answer)
+        return AdmittedJob(delivery, request, form.bound(generation), answer)
 
     def _generation(
         self,
@@ -169,9 +169,9 @@ class InputProcessor:
         delivery: Delivery,
         chunks: list[Chunk],
         params: SamplingParams,
-        opening: Opening | None,
+        form: AnswerForm,
     ) -> JobOutput:
-        answer = JobOutput.start(self._tokenizer, params, opening)
+        answer = JobOutput.start(self._tokenizer, params, form.opening, form.calls)
         answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
         try:
             replay(answer, chunks, EndRules.of(params, self._model.eos_token_ids))
@@ -188,8 +188,8 @@ class InputProcessor:
             with contextlib.suppress(Refused):  # an unreadable log does not change the outcome
                 chunks = self._read(delivery)
                 params = self._params.resolve_logged(request, chunks)
-                opening = self._prompts.opening(request, self._prompts.render(request))
-                answer = self._resume(delivery, chunks, params, opening)
+                _, form = self._prompts.render(request)
+                answer = self._resume(delivery, chunks, params, form)
         return self._outcomes.ended(delivery, request, answer)
 
     def _now_ms(self) -> int:

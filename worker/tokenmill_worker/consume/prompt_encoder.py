@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.refusal import TOO_LONG, Refused
-from tokenmill_worker.engine.types import Thoughts
-from tokenmill_worker.text.chat.reasoning import Opening, ReasoningFormat
+from tokenmill_worker.text.chat.chat_format import AnswerForm, ChatFormat
 from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.tokenizer import Tokenizer
 
@@ -15,39 +12,18 @@ from tokenmill_worker.text.tokenizer import Tokenizer
 class PromptEncoder:
     """Renders chats and tokenises prompts for one model. Every method may raise Refused."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, max_model_len: int, reasoning: ReasoningFormat | None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, chat: ChatFormat) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._reasoning = reasoning
+        self._chat = chat
 
-    def render(self, request: JobRequest) -> str | None:
-        """Return the chat as the model reads it; None for a prompt."""
-        if request.messages is None:
-            return None
+    def render(self, request: JobRequest) -> tuple[str | None, AnswerForm]:
+        """Return the chat as the model reads it (None for a prompt), and its answers' form."""
         try:
-            return self._tokenizer.template.render(
-                request.messages,
-                documents=request.documents,
-                continue_final_message=request.continue_final_message,
-                add_generation_prompt=request.add_generation_prompt,
-                variables=request.chat_template_kwargs,
-            )
+            chat = self._chat.render(request)
+            return chat, self._chat.answer_form(request, chat)
         except TemplateError as error:
             raise Refused(str(error)) from error
-
-    def opening(self, request: JobRequest, chat: str | None) -> Opening | None:
-        """Return how the answer begins; None if it has no thoughts that are told apart. What
-        follows a prompt is its continuation, so only a chat's answer has thoughts.
-        """
-        if self._reasoning is not None and chat is not None:
-            return self._reasoning.opening(chat)
-        if request.params.thinking_budget is not None:
-            raise Refused(
-                "thinking_budget needs messages, and a model whose thoughts are told apart"
-            )
-        return None
 
     async def encode(self, request: JobRequest, chat: str | None) -> tuple[int, ...]:
         if request.prompt_ids is not None:
@@ -77,13 +53,3 @@ class PromptEncoder:
     def _length_rule(self) -> str:
         length = self._max_model_len
         return f"the model's length is {length}, of which the answer needs at least 1"
-
-
-def thoughts_for_engine(request: JobRequest, opening: Opening | None) -> Thoughts | None:
-    """Return what the engine must know of the thoughts, where anything depends on them."""
-    params = request.params
-    if opening is None or opening.thoughts is None:
-        return None
-    if params.response_format is None and params.thinking_budget is None:
-        return None
-    return msgspec.structs.replace(opening.thoughts, budget=params.thinking_budget)

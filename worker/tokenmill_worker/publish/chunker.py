@@ -13,6 +13,7 @@ from itertools import accumulate, islice
 
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_worker.jobs import AdmittedJob, ChunkAppend
+from tokenmill_worker.text.job_output import deltas_of
 
 CHECKPOINT_TOKENS = 32
 MOST_TOGETHER = 16  # tokens in a chunk of a stream whose log is behind
@@ -68,7 +69,8 @@ class Chunker:
         self._is_plain = (
             lone is not None
             and lone.logprobs is None
-            and not (lone.stream.has_stops or lone.stream.has_thoughts)
+            and lone.stream.is_plain
+            and not lone.stream.has_stops
         )
         self._unconfirmed: deque[ChunkAppend] = deque()
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
@@ -167,7 +169,7 @@ class Chunker:
                 lone.finish_reason is None
                 and lone.logprobs is None
                 and self._place
-                and not lone.stream.has_thoughts
+                and lone.stream.is_plain
             ):
                 append = self._make_next(lone.stream.token_ids[-1], lone.stream.pieces[-1])
             else:
@@ -235,6 +237,7 @@ class Chunker:
             reasoning_ends=tuple(accumulate(map(len, thoughts)))
             if len(thoughts) > 1 and any(thoughts)
             else (),
+            tool_calls=deltas_of(choice.stream.call_pieces[start:stop]),
             choice=choice_index,
             logprobs=tuple(logprobs[start:stop]) if num_tokens and logprobs is not None else None,
             finish_reason=finish_reason,

@@ -31,7 +31,12 @@ def _of_choice(choice: ChoiceResult) -> int:
     per_token = _TOKEN
     if choice.logprobs:
         per_token += _LOGPROB + _ALTERNATIVE * len(choice.logprobs[-1].top)
-    return len(choice.text) + len(choice.reasoning) + len(choice.token_ids) * per_token
+    return (
+        len(choice.text)
+        + len(choice.reasoning)
+        + _TOKEN * len(choice.call_deltas)
+        + len(choice.token_ids) * per_token
+    )
 
 
 def _of_request(request: JobRequest) -> int:

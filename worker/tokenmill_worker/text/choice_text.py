@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+from tokenmill_schemas.result import GeneratedCall, ToolCallDelta
+from tokenmill_worker.text.chat.call_parser import CallParser
 from tokenmill_worker.text.chat.thought_text import ThoughtText
 from tokenmill_worker.text.detokenizer import Detokenizer
 from tokenmill_worker.text.stop_strings import StopFinder
@@ -25,11 +27,12 @@ class TextStream:
     and further tokens are ignored. `has_stops`: there are stop strings to look for.
 
     `thoughts` sorts out the tokens of the model's thoughts: their text is in `reasoning_pieces` and
-    `reasoning_rest`, and stop strings are not looked for in them. None: there are none.
+    `reasoning_rest`, and stop strings are not looked for in them. None: there are none. `calls`
+    sorts out tool calls: `call_pieces` has those of each token. None: the answer calls no tools.
     """
 
     __slots__ = (
-        "_detokenizer", "_is_closed", "_min_tokens", "_stops", "_thoughts",
+        "_calls", "_detokenizer", "_is_closed", "_min_tokens", "_stops", "_thoughts", "call_pieces",
         "has_stops", "pieces", "reasoning_pieces", "reasoning_rest", "rest", "stopped", "token_ids",
     )  # fmt: skip
 
@@ -39,6 +42,7 @@ class TextStream:
         stop: Iterable[str] = (),
         min_tokens: int = 0,
         thoughts: ThoughtText | None = None,
+        calls: CallParser | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopFinder(stop)
@@ -46,6 +50,8 @@ class TextStream:
         self._min_tokens = min_tokens
         self._is_closed = False
         self._thoughts = thoughts
+        self._calls = calls
+        self.call_pieces: list[tuple[ToolCallDelta, ...]] = []
         self.reasoning_pieces: list[str] = []
         self.reasoning_rest = ""
         self.token_ids: list[int] = []
@@ -63,9 +69,18 @@ class TextStream:
         return tuple(accumulate(map(len, self.pieces)))
 
     @property
-    def has_thoughts(self) -> bool:
-        """May the answer have thoughts?"""
-        return self._thoughts is not None
+    def is_plain(self) -> bool:
+        """Is the answer text alone, without thoughts and calls?"""
+        return self._thoughts is None and self._calls is None
+
+    @property
+    def tool_calls(self) -> tuple[GeneratedCall, ...]:
+        return () if self._calls is None else self._calls.calls
+
+    @property
+    def has_only_complete_calls(self) -> bool:
+        """Are there calls, and is each of them complete?"""
+        return self._calls is not None and self._calls.has_only_complete_calls
 
     @property
     def reasoning(self) -> str:
@@ -91,14 +106,25 @@ class TextStream:
             self.reasoning_pieces.append(thought or "")
             if thought is not None:
                 self.pieces.append("")
+                if self._calls is not None:
+                    self.call_pieces.append(())
                 return ""
-        text = self._detokenizer.push(token_id)
+        text = self._token_text(token_id)
         if self._thoughts is not None:
             text = self._thoughts.without_gap(text)
+        if self._calls is not None:
+            text, pieces = self._calls.push(text)
+            self.call_pieces.append(pieces)
         if self.has_stops and len(self.token_ids) >= self._min_tokens:
             text = self._look_for_stops(text)
         self.pieces.append(text)
         return text
+
+    def _token_text(self, token_id: int) -> str:
+        """Return the text that the token makes certain; the marks of calls count as their text."""
+        if self._calls is not None and (mark := self._calls.marks.get(token_id)) is not None:
+            return mark
+        return self._detokenizer.push(token_id)
 
     def close(self, *, with_last_token: bool = True) -> str:
         """End the stream and return the text that was held back. That text may complete a stop
@@ -118,7 +144,10 @@ class TextStream:
                 self.reasoning_pieces[-1] += thought
             else:
                 self.reasoning_rest = thought
-        text = self._look_for_stops(self._detokenizer.flush())
+        text = self._detokenizer.flush()
+        if self._calls is not None:
+            text = self._calls.close(text)
+        text = self._look_for_stops(text)
         if not self.stopped:
             text += self._stops.flush()
         if with_last_token and self.pieces:

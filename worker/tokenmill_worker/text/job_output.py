@@ -6,15 +6,28 @@ and then by events. Deliveries, chunks and queues do not appear here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_schemas.result import ChoiceResult, JobStatus, Usage
+from tokenmill_schemas.result import ChoiceResult, JobStatus, ToolCallDelta, Usage
+from tokenmill_worker.text.chat.call_parser import CallParser
 from tokenmill_worker.text.chat.reasoning import Opening
 from tokenmill_worker.text.chat.thought_text import ThoughtText
 from tokenmill_worker.text.choice_text import TextStream
 from tokenmill_worker.text.tokenizer import Tokenizer
+
+
+def deltas_of(pieces: Iterable[tuple[ToolCallDelta, ...]]) -> tuple[ToolCallDelta, ...]:
+    """Return the pieces of calls, each with the place of its token."""
+    return tuple(
+        msgspec.structs.replace(delta, token=token) if token else delta
+        for token, deltas in enumerate(pieces)
+        for delta in deltas
+    )
+
 
 # The job's status if its choices ended differently: the first match counts.
 _STATUS_OF_END = (
@@ -54,7 +67,11 @@ class JobOutput:
 
     @classmethod
     def start(
-        cls, tokenizer: Tokenizer, params: SamplingParams, opening: Opening | None = None
+        cls,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        opening: Opening | None = None,
+        calls: Callable[[int], CallParser] | None = None,
     ) -> JobOutput:
         """Create an empty answer, with a new text stream for each choice.
 
@@ -62,6 +79,7 @@ class JobOutput:
             tokenizer: The served model's.
             params: The request's, with nothing left unnamed.
             opening: How the model begins, if its thoughts are told apart.
+            calls: Makes the parser of a choice's calls, if the answer may call tools.
         """
         return cls(
             tuple(
@@ -73,10 +91,11 @@ class JobOutput:
                         None
                         if opening is None
                         else ThoughtText(opening.parser(), tokenizer.detokenizer),
+                        None if calls is None else calls(choice),
                     ),
                     [] if params.wants_logprobs else None,
                 )
-                for _ in range(params.n)
+                for choice in range(params.n)
             ),
             params.without_content(),
         )
@@ -107,7 +126,11 @@ class JobOutput:
         choice = self.choices[index]
         if choice.finish_reason is None:
             choice.stream.close(with_last_token=with_last_token)
-            choice.finish_reason = FinishReason.STOP if choice.stream.stopped else reason
+            if choice.stream.stopped:
+                reason = FinishReason.STOP
+            elif reason is FinishReason.STOP and choice.stream.has_only_complete_calls:
+                reason = FinishReason.TOOL_CALLS
+            choice.finish_reason = reason
 
     def end_all(self, reason: FinishReason) -> None:
         """End every choice that has not ended."""
@@ -186,4 +209,6 @@ class JobOutput:
             logprobs=None if choice.logprobs is None else tuple(choice.logprobs),
             reasoning=stream.reasoning,
             reasoning_ends=stream.reasoning_ends,
+            tool_calls=stream.tool_calls,
+            call_deltas=deltas_of(stream.call_pieces),
         )

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from tokenmill_worker.text.chat.reasoning import ReasoningFormat, detect
 from tokenmill_worker.text.chat.templates import ChatTemplate
+from tokenmill_worker.text.chat.tools import ToolFormat, detect_tools, special_marks
 from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from tokenmill_worker.text.token_pieces import Pieces, read_pieces
 
@@ -112,6 +113,13 @@ class Tokenizer:
     def reasoning_format(self, wanted: str) -> ReasoningFormat | None:
         """Return the format of the model's thoughts; `wanted` as in `detect`. Raises ValueError."""
         return detect(self._tokenizer, self.template.text, wanted)
+
+    def tool_format(self, wanted: str) -> ToolFormat | None:
+        """Return the format of the model's tool calls; `wanted` as in `detect_tools`."""
+        return detect_tools(self.template.text, wanted)
+
+    def special_marks(self, form: ToolFormat) -> dict[str, int]:
+        return special_marks(self._tokenizer, form)
 
     @property
     def vocab_size(self) -> int:

@@ -18,10 +18,12 @@ from tokenmill.bulk.formats.input_file import BadLine, line_of
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.openai import (
     CHAT_URL,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
+    ChatToolCall,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -177,9 +179,25 @@ def _answer(result: JobResult) -> ChatCompletion | Completion:
 def _chat_choice(choice: ChoiceResult) -> ChatChoice:
     return ChatChoice(
         index=choice.index,
-        message=ChatMessage(choice.text, reasoning_content=choice.reasoning or UNSET),
+        message=_message(choice),
         logprobs=_chat_logprobs(choice),
-        finish_reason=_REASONS.get(choice.finish_reason, "stop"),
+        finish_reason="tool_calls"
+        if choice.finish_reason is FinishReason.TOOL_CALLS
+        else _REASONS.get(choice.finish_reason, "stop"),
+    )
+
+
+def _message(choice: ChoiceResult) -> ChatMessage:
+    """Return the answer as a message. A call that was cut is left out: it is no call yet."""
+    calls = [
+        ChatToolCall(call.id, CalledFunction(call.name, call.arguments))
+        for call in choice.tool_calls
+        if call.is_complete
+    ]
+    return ChatMessage(
+        choice.text or (None if calls else ""),
+        tool_calls=calls or UNSET,
+        reasoning_content=choice.reasoning or UNSET,
     )
 
 

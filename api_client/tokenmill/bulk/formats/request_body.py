@@ -29,9 +29,6 @@ _LABELS: Final = frozenset({
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "stream": (False,),
     "stream_options": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -44,9 +41,10 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-# what vLLM adds for the chat template
+# tools, and what vLLM adds for the chat template
 _TEMPLATE: Final = (
     "chat_template_kwargs", "documents", "continue_final_message", "add_generation_prompt",
+    "tools", "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
 _CHAT_ONLY: Final = frozenset({"messages", "max_completion_tokens", "top_logprobs", *_TEMPLATE})
 _COMPLETION_ONLY: Final = frozenset({"prompt", "best_of"})

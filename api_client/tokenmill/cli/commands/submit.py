@@ -72,6 +72,18 @@ def submit(
             help="Documents for the chat template as JSON (or @FILE).", rich_help_panel=_PROMPT
         ),
     ] = None,
+    tools: Annotated[
+        str | None,
+        typer.Option(help="OpenAI's tools as JSON (or @FILE).", rich_help_panel=_PROMPT),
+    ] = None,
+    tool_choice: Annotated[
+        str | None,
+        typer.Option(help="auto, none, required, or function:NAME.", rich_help_panel=_PROMPT),
+    ] = None,
+    parallel_tool_calls: Annotated[
+        bool | None,
+        typer.Option(help="Let an answer call several tools.", rich_help_panel=_PROMPT),
+    ] = None,
     continue_final_message: Annotated[
         bool,
         typer.Option(
@@ -183,10 +195,11 @@ def submit(
     arguments |= _prompt(prompt, chat or system is not None, system, messages, prompt_ids)
     arguments |= {
         name: _from_json(given[name], f"--{name.replace('_', '-')}")
-        for name in ("logit_bias", "chat_template_kwargs", "documents")
+        for name in ("logit_bias", "chat_template_kwargs", "documents", "tools")
         if given[name] is not None
     }
     arguments["add_generation_prompt"] = generation_prompt
+    arguments["parallel_tool_calls"] = parallel_tool_calls
     if wanted := _response_format(json_schema, regex, grammar, response_format):
         arguments["response_format"] = wanted
     if metadata:
@@ -228,8 +241,8 @@ def _is_given(value: object) -> bool:
 _PLAIN = (
     "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "continue_final_message", "thinking_budget", "logprobs", "logprobs_mode", "n", "priority",
-    "tenant",
+    "continue_final_message", "tool_choice", "thinking_budget", "logprobs", "logprobs_mode", "n",
+    "priority", "tenant",
     "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
 

@@ -16,8 +16,9 @@ from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED as EXPIRED_LINE
 from tokenmill.bulk.formats.output_line import line_number, of_bad_line, of_result, unanswered
 from tokenmill_schemas.codec import encode
+from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.openai import COMPLETIONS_URL, BatchError
-from tokenmill_schemas.result import JobError, JobStatus
+from tokenmill_schemas.result import GeneratedCall, JobError, JobStatus
 
 BATCH = "batch_abc"
 
@@ -75,6 +76,29 @@ def test_thoughts_are_apart_in_an_answer() -> None:
     assert told.usage.completion_tokens_details.reasoning_tokens == 1
     assert told.choices[0].logprobs is not None
     assert [entry.token for entry in told.choices[0].logprobs.content or ()] == ["Hm", "☁"]
+
+
+def test_calls_are_those_of_an_answer_of_openai() -> None:
+    job = result(BATCH, 4)
+    (choice,) = job.choices
+    calling = msgspec.structs.replace(
+        choice,
+        text="",
+        finish_reason=FinishReason.TOOL_CALLS,
+        tool_calls=(
+            GeneratedCall("c1", "get", '{"a": 1}'),
+            GeneratedCall("c2", "get", '{"a', is_complete=False),
+        ),
+    )
+    body = line_of(of_result(BATCH, msgspec.structs.replace(job, choices=(calling,))))["response"]
+    told = TheirChat.model_validate(body["body"], strict=True)
+    assert told.choices[0].finish_reason == "tool_calls"
+    assert told.choices[0].message.content is None
+    calls = told.choices[0].message.tool_calls
+    assert calls is not None
+    assert [call.model_dump() for call in calls] == [
+        {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+    ]
 
 
 def test_a_completions_answer() -> None:

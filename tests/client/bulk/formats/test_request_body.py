@@ -130,7 +130,7 @@ def test_log_probabilities_of_a_chat() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "invalid_value"),
         ({"stream": True}, "stream", "unsupported_parameter"),
         ({"foo": 1}, "foo", "unknown_parameter"),
         ({"prompt": "x"}, "prompt", "unknown_parameter"),

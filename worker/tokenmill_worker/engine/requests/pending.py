@@ -39,7 +39,9 @@ class Prerequisites:
         """
         if self.grammar is not None and (error := self.grammar.exception()) is not None:
             reason = str(error) if isinstance(error, ValueError) else sentence_of(error)
-            raise RequestError(f"response_format cannot be used: {reason}") from error
+            wanted = sequences[0].params.response_format
+            what = "response_format" if wanted is None or wanted.calls is None else "tools"
+            raise RequestError(f"{what} cannot be used: {reason}") from error
         for sequence in sequences:
             sequence.grammar = None if self.grammar is None else self.grammar.result()
         if self.adapter is None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from tokenmill_schemas.chat_validation import parsed_arguments
-from tokenmill_schemas.job import Message, ToolCall
+from tokenmill_schemas.job import Message, Tool, ToolCall
 
 _PROBE: Final = "probe"
 # Arguments of `apply_chat_template`; a variable of the template cannot have such a name.
@@ -54,6 +54,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         add_generation_prompt: bool | None = None,
         variables: Mapping[str, object] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """Return the chat as the model reads it.
 
@@ -64,6 +65,7 @@ class ChatTemplate:
             add_generation_prompt: begin an assistant's message; None: unless the final message is
                 continued.
             variables: further variables of the template.
+            tools: passed to the template where there are any.
 
         Raises:
             TemplateError: with one sentence.
@@ -82,6 +84,7 @@ class ChatTemplate:
                 documents=[dict(document) for document in documents] or None,
                 continue_final_message=continue_final_message,
                 add_generation_prompt=begins,
+                tools=[_tool(tool) for tool in tools] or None,
                 **(variables or {}),
             )
         except Exception as error:  # templates are programs and may raise any error
@@ -135,6 +138,17 @@ class ChatTemplate:
             return expected in self._apply([{"role": "user", "content": content}])
         except Exception:  # the template takes no such content
             return False
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = tool.function
+    given = {
+        "name": function.name,
+        "description": function.description,
+        "parameters": function.parameters,
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    return {"type": tool.type, "function": found | ({"strict": True} if function.strict else {})}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -16,7 +16,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+import msgspec
+
+from tokenmill_schemas.generation import CallGrammar, ResponseFormat, SamplingParams
+from tokenmill_worker.engine.sampling.grammar.calls import ToolRefused, compile_calls
 from tokenmill_worker.engine.sampling.grammar.json_grammar import (
     Encode,
     JsonCompiler,
@@ -200,6 +203,8 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
 
     Raises GrammarError for a response format that would not be enforced.
     """
+    if wanted.calls is not None:
+        return _within_limit("tools", msgspec.json.encode(wanted.calls).decode())
     given = [
         (kind, value)
         for kind, value in (
@@ -218,6 +223,10 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
         kind = kind if wanted.strict else LOOSE_JSON
     if not value:
         raise GrammarError(f"the {kind} is empty")
+    return _within_limit(kind, value)
+
+
+def _within_limit(kind: str, value: str) -> tuple[str, str]:
     if len(value) > MAX_SOURCE_CHARS:
         raise GrammarError(
             f"the {kind} has {len(value)} characters; the limit is {MAX_SOURCE_CHARS}"
@@ -259,6 +268,11 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
                 raise GrammarError(
                     f"response_format.json_schema cannot be enforced: {refusal}"
                 ) from refusal
+        if kind == "tools":
+            try:
+                return compile_calls(schemas(), msgspec.json.decode(source, type=CallGrammar))
+            except ToolRefused as refused:
+                raise GrammarError(str(refused)) from refused
         try:
             if kind == "regex":
                 compiled = compiler.compile_regex(source)

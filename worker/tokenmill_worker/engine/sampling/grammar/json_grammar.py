@@ -107,10 +107,27 @@ class JsonCompiler:
         raises SchemaRefused for a part that cannot be enforced; without, that part stays open.
         """
         schema = json.loads(source)
-        grammar = self._strict(schema) if strict else self._loose(schema)
+        grammar, _ = self._strict(schema) if strict else self._loose(schema)
         return lambda: JsonMatcher(grammar.deep_copy(), self._stops)
 
-    def _strict(self, schema: Any) -> Any:
+    def rewritten(self, schema: Any, *, strict: bool) -> dict[str, Any]:
+        """Return a schema that can stand in a grammar of llguidance, with the style of `compile`.
+
+        Raises as `compile` does.
+        """
+        _, found = self._strict(schema) if strict else self._loose(schema)
+        return {**_as_object(found), "x-guidance": _STYLE if strict else _STYLE | _LOOSE}
+
+    def compile_lark(self, source: str) -> Callable[[], JsonMatcher]:
+        """Compile a grammar in llguidance's own form. Raises ValueError."""
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher(self._tokenizer, source, log_level=0)
+        if grammar.is_error():
+            raise ValueError(_first_line(grammar.get_error()))
+        return lambda: JsonMatcher(grammar.deep_copy(), self._stops)
+
+    def _strict(self, schema: Any) -> tuple[Any, Any]:
         read = modern(schema)
         rewritten = rewrite(read.schema)
         if problems := (*read.problems, *rewritten.problems):
@@ -121,20 +138,20 @@ class JsonCompiler:
             grammar = self._grammar(rewritten.schema)
         if grammar.is_error():
             raise SchemaRefused(self._refusal(rewritten, schema, grammar.get_error()))
-        return grammar
+        return grammar, rewritten.schema
 
-    def _loose(self, schema: Any) -> Any:
-        grammar = self._grammar(rewrite(modern(schema).schema).schema, **_LOOSE)
-        return (
-            self._grammar({"type": "object"} if _is_object(schema) else {})
-            if grammar.is_error()
-            else grammar
-        )
+    def _loose(self, schema: Any) -> tuple[Any, Any]:
+        found: Any = rewrite(modern(schema).schema).schema
+        grammar = self._grammar(found, **_LOOSE)
+        if grammar.is_error():
+            found = {"type": "object"} if _is_object(schema) else {}
+            grammar = self._grammar(found)
+        return grammar, found
 
     def _grammar(self, schema: Any, **options: bool) -> Any:
         from llguidance import LLMatcher
 
-        text = json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]})
+        text = json.dumps(_as_object(schema))
         return LLMatcher(
             self._tokenizer,
             LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _STYLE | options)),
@@ -236,6 +253,10 @@ def _explained(error: str) -> str:
 
 def _first_line(error: str) -> str:
     return error.strip().split("\n", 1)[0].strip()
+
+
+def _as_object(schema: Any) -> dict[str, Any]:
+    return schema if isinstance(schema, dict) else {"allOf": [schema]}
 
 
 def _is_object(schema: Any) -> bool:

@@ -1,0 +1,160 @@
+"""Whatever the logits say, each call that is written is one that its parser reads, with arguments
+that keep their schema.
+"""
+
+import json
+
+import jsonschema
+import pytest
+
+from tests.engine.sampling.grammar.test_masks import VOCAB as BYTES
+from tests.engine.sampling.helpers import CPU, ToyModel, plan_item
+from tests.text.chat.test_tools import FORMATS
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.job import Tool, ToolFunction
+from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
+from tokenmill_worker.engine.sampling.grammar.compiler import GrammarError
+from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.text.chat.call_parser import CallParser
+from tokenmill_worker.text.chat.tools import ToolFormat, call_grammar, call_ids
+
+MARKS = ["<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+         "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"]  # fmt: skip
+VOCAB = [*BYTES[:-1], *(mark.encode() for mark in MARKS), b""]
+EOS = len(VOCAB) - 1
+FIRST_MARK = len(BYTES) - 1
+SPECIAL = {mark: FIRST_MARK + i for i, mark in enumerate(MARKS)}
+CITY: dict[str, object] = {
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = (Tool(ToolFunction("get", parameters=CITY, strict=True)), Tool(ToolFunction("get_all")))
+SCHEMAS = {"get": {"type": "object", **CITY}, "get_all": {"type": "object", "maxProperties": 0}}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler.from_vocab(VOCAB, [EOS])
+
+
+class Caller(ToyModel):
+    """Random logits that favour marks, ends and brackets."""
+
+    def row(self, token_ids):
+        values = super().row(token_ids)
+        values[EOS] += 3.0
+        values[[ord("\n"), ord(","), SPECIAL["<｜tool▁call▁begin｜>"]]] += 3.0
+        values[[ord(c) for c in '"}]']] += 4.0
+        values[FIRST_MARK:EOS] += 4.0
+        values[128:256] -= 100.0
+        return values
+
+
+def answer(
+    compiler: GrammarCompiler,
+    form: ToolFormat,
+    seed: int,
+    choice: str = "auto",
+    is_parallel: bool = True,
+    resumed: tuple[int, ...] = (),
+) -> list[int]:
+    calls = call_grammar(form, {}, TOOLS, choice, is_parallel)
+    params = SamplingParams(temperature=1.0, response_format=ResponseFormat(calls=calls))
+    sequence = Sequence("r", [1, 2, 3, *resumed], 3, params, seed=seed)
+    sampler, model = Sampler(len(VOCAB), CPU, frozenset({EOS}), compiler), Caller(len(VOCAB), 64)
+    while EOS not in sequence.output_ids and sequence.num_output_tokens < 600:
+        item = plan_item(sequence)
+        tokens, _, errors = sampler.sample(model.logits([item]), [item]).finish()
+        assert errors == {}
+        sequence.token_ids += tokens[0]
+    assert EOS in sequence.output_ids
+    return sequence.output_ids
+
+
+def read(form: ToolFormat, ids: list[int], choice: str = "auto", is_parallel: bool = True):
+    parser = CallParser(call_grammar(form, {}, TOOLS, choice, is_parallel), call_ids("j", 0, 24))
+    text = b"".join(VOCAB[i] for i in ids).decode()
+    free = "".join(parser.push(letter)[0] for letter in text) + parser.close("")
+    return free, parser, text
+
+
+def check(form: ToolFormat, parser: CallParser, text: str) -> None:
+    """Check that the calls are valid, and that they are the whole text behind the trigger."""
+    assert parser.has_only_complete_calls
+    for call in parser.calls:
+        jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    bodies = [f"{form.before}{c.name}{form.after}{c.arguments}{form.end}" for c in parser.calls]
+    assert text.endswith(form.trigger + (form.separator or "").join(bodies) + form.closing)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_every_required_call_is_valid_and_read(compiler: GrammarCompiler, form: ToolFormat) -> None:
+    numbers = set()
+    for seed in range(40):
+        free, parser, text = read(form, answer(compiler, form, seed, "required"), "required")
+        check(form, parser, text)
+        assert free == ""
+        numbers.add(len(parser.calls))
+    assert len(numbers) > 1 or form.separator is None
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_free_text_may_end_in_calls(compiler: GrammarCompiler, form: ToolFormat) -> None:
+    with_calls = 0
+    for seed in range(60):
+        free, parser, text = read(form, answer(compiler, form, seed))
+        if form.trigger in text:
+            check(form, parser, text)
+            with_calls += 1
+        else:
+            assert (free, parser.calls) == (text, ())
+    assert with_calls or form.trigger not in MARKS
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_one_call_at_most_and_a_named_one(compiler: GrammarCompiler, form: ToolFormat) -> None:
+    for seed in range(15):
+        ids = answer(compiler, form, seed, "required", is_parallel=False)
+        _, parser, text = read(form, ids, "required", is_parallel=False)
+        check(form, parser, text)
+        assert len(parser.calls) == 1
+        _, parser, text = read(form, answer(compiler, form, seed, "function:get_all"))
+        assert [call.name for call in parser.calls] == ["get_all"]
+
+
+def test_a_resume_at_every_token_goes_on_alike(compiler: GrammarCompiler) -> None:
+    form = FORMATS["HERMES"]
+    whole = answer(compiler, form, 7, "required")
+    for cut in range(len(whole)):
+        assert answer(compiler, form, 7, "required", resumed=tuple(whole[:cut])) == whole, cut
+
+
+def test_a_special_token_is_the_trigger(compiler: GrammarCompiler) -> None:
+    vocab = [b"" if i >= FIRST_MARK else word for i, word in enumerate(VOCAB)]
+    special = GrammarCompiler.from_vocab(vocab, [EOS], special_ids=[*SPECIAL.values(), EOS])
+    form = FORMATS["MISTRAL"]
+    marks = {mark: SPECIAL[mark] for mark in ("[TOOL_CALLS]", "[ARGS]")}
+    wanted = ResponseFormat(calls=call_grammar(form, marks, TOOLS, "auto", is_parallel=True))
+    matcher = special.compile(wanted).result(20)()
+    text = [*b"Hi [TOOL_CALLS]", marks["[TOOL_CALLS]"], *b"get_all", marks["[ARGS]"], *b"{}"]
+    for token_id in text:
+        assert matcher.accept_token(token_id)
+    assert not matcher.accept_token(ord("x"))
+    assert matcher.accept_token(EOS)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "wizard"}}}, "are no valid JSON schema"),
+        ({"properties": {"a": {"$ref": "https://example.org/a.json"}}}, "'get'"),
+    ],
+)
+def test_parameters_that_cannot_be_used_are_refused_by_name(
+    compiler: GrammarCompiler, parameters: dict[str, object], sentence: str
+) -> None:
+    tools = (Tool(ToolFunction("get", parameters=parameters, strict=True)),)
+    calls = call_grammar(FORMATS["HERMES"], {}, tools, "auto", is_parallel=True)
+    with pytest.raises(GrammarError, match=sentence):
+        compiler.compile(ResponseFormat(calls=calls)).result(20)

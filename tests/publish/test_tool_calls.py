@@ -1,0 +1,151 @@
+"""Calls come in pieces that join to the result's, for any cut and any reader."""
+
+import json
+import math
+
+import pytest
+
+from tests.publish.support import MODEL, Clock, FakeLog, delivery_of
+from tests.support.tokenizers import byte_level
+from tokenmill.operations.stream_position import StreamPosition
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.job import JobRequest, Message, Tool, ToolFunction
+from tokenmill_schemas.result import GeneratedCall
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.jobs import AdmittedJob, FinishedJob
+from tokenmill_worker.publish.publisher import Publisher, PublishLimits
+from tokenmill_worker.text.chat.tools import HERMES, LLAMA3
+from tokenmill_worker.text.tokenizer import Tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ (tools or []) | length }} tools"
+CALL = '<tool_call>\n{"name": "get", "arguments": {"a": "é"}}\n</tool_call>'
+IDS = byte_level().encode(f"I look. {CALL}\n{CALL}")
+TOOLS = (Tool(ToolFunction("get", parameters={"type": "object"})),)
+
+
+def request_of(**fields) -> JobRequest:
+    values = {"job_id": "job", "messages": (Message("user", "Hi"),), "tools": TOOLS} | fields
+    return JobRequest(**values)
+
+
+async def processed(request: JobRequest, log: tuple[Chunk, ...] = (), form=HERMES):
+    tokenizer = Tokenizer(byte_level()._tokenizer, TEMPLATE)
+    processor = InputProcessor(tokenizer, MODEL, clock=Clock(), tool_format=form)
+    return await processor.process(delivery_of(request, log))
+
+
+async def admitted(request: JobRequest, log: tuple[Chunk, ...] = ()) -> AdmittedJob:
+    job = await processed(request, log)
+    assert isinstance(job, AdmittedJob)
+    return job
+
+
+async def published(
+    chunk_tokens: int, n: int = 1, ids=IDS, reason=FinishReason.STOP
+) -> tuple[list[Chunk], FinishedJob]:
+    log = FakeLog()
+    limits = PublishLimits(chunk_tokens=chunk_tokens, chunk_wait_s=math.inf)
+    publisher = Publisher(log, limits=limits)
+    job = await admitted(request_of(params=SamplingParams(n=n)))
+    publisher.open(job)
+    finished: list[FinishedJob] = []
+    for place, token_id in enumerate(ids):
+        end = reason if place == len(ids) - 1 else None
+        events = [
+            TokenEvent(
+                request_id=job.request_id, choice=c, token_ids=(token_id,), finish_reason=end
+            )
+            for c in range(n)
+        ]
+        finished += (await publisher.handle(events)).finished
+    (one,) = finished
+    return log.chunks.get("job", []), one
+
+
+def joined(chunks: list[Chunk]) -> list[tuple[str, str, str]]:
+    found: dict[int, list[str]] = {}
+    for delta in (delta for chunk in chunks for delta in chunk.tool_calls):
+        call = found.setdefault(delta.index, ["", "", ""])
+        for place, text in enumerate((delta.id, delta.name, delta.arguments)):
+            call[place] += text
+    return [(call[0], call[1], call[2]) for _, call in sorted(found.items())]
+
+
+def told(calls: tuple[GeneratedCall, ...]) -> list[tuple[str, str, str]]:
+    return [(call.id, call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("chunk_tokens", [1, 5])
+async def test_the_pieces_join_to_the_result(chunk_tokens: int, n: int) -> None:
+    chunks, finished = await published(chunk_tokens, n)
+    for choice in finished.result.choices:
+        assert choice.finish_reason is FinishReason.TOOL_CALLS
+        assert choice.text == "I look. "
+        assert [json.loads(call.arguments) for call in choice.tool_calls] == [{"a": "é"}] * 2
+        own = [chunk for chunk in [*chunks, finished.final_chunk] if chunk.choice == choice.index]
+        assert joined(own) == told(choice.tool_calls)
+        assert "".join(chunk.text for chunk in own) == choice.text
+    ids = {call.id for choice in finished.result.choices for call in choice.tool_calls}
+    assert len(ids) == 2 * n
+
+
+@pytest.mark.parametrize("after", range(0, len(IDS) + 1, 3))
+@pytest.mark.parametrize("source", ["log", "result"])
+async def test_a_reader_may_begin_at_any_token(after: int, source: str) -> None:
+    chunks, finished = await published(5)
+    (choice,) = finished.result.choices
+    seen = list(StreamPosition("job").accept_result(finished.result))[:after]
+    cursor = StreamPosition("job", after)
+    rest = (
+        list(cursor.accept_result(finished.result))
+        if source == "result"
+        else [t for c in [*chunks, finished.final_chunk] for t in cursor.accept(c) or ()]
+    )
+    assert joined([*seen, *rest]) == told(choice.tool_calls)
+
+
+@pytest.mark.parametrize("cut", range(1, len(IDS), 5))
+async def test_a_log_cut_anywhere_is_continued_with_the_same_calls(cut: int) -> None:
+    _, finished = await published(1)
+    log = Chunk(job_id="job", index=0, token_ids=IDS[:cut])
+    job = await admitted(request_of(), (log,))
+    job.answer.push(0, IDS[cut:])
+    job.answer.end(0, FinishReason.STOP, with_last_token=True)
+    assert job.answer.results() == finished.result.choices
+
+
+async def test_a_call_that_is_cut_is_marked_and_the_reason_is_the_length() -> None:
+    _, finished = await published(1, ids=IDS[:-20], reason=FinishReason.LENGTH)
+    (choice,) = finished.result.choices
+    assert choice.finish_reason is FinishReason.LENGTH
+    assert [call.is_complete for call in choice.tool_calls] == [True, False]
+    job = await published(1, ids=IDS[:-20], reason=FinishReason.STOP)
+    assert job[1].result.finish_reason is FinishReason.STOP
+
+
+async def test_the_engine_is_bound_and_the_template_is_told_of_the_tools() -> None:
+    job = await admitted(request_of(tool_choice="required"))
+    bound = job.generation.params.response_format
+    assert bound is not None
+    assert bound.calls is not None
+    assert bound.calls.is_required
+    assert byte_level().decode(job.generation.prompt_ids) == "Hi1 tools"
+    free = await admitted(request_of(tool_choice="none"))
+    assert free.generation.params.response_format is None
+    assert free.answer.choices[0].stream.is_plain
+    assert byte_level().decode(free.generation.prompt_ids) == "Hi0 tools"
+
+
+async def test_a_model_without_a_form_of_calls_refuses_tools() -> None:
+    ended = await processed(request_of(), form=None)
+    assert isinstance(ended, FinishedJob)
+    assert ended.result.error is not None
+    assert ended.result.error.message == (
+        "tools cannot be used with this model: its chat template has no form of tool calls that is "
+        "known"
+    )
+    assert not isinstance(await processed(request_of(tool_choice="none"), form=None), FinishedJob)
+    assert isinstance(await processed(request_of(), form=LLAMA3), AdmittedJob)

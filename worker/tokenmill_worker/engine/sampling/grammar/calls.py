@@ -1,0 +1,95 @@
+"""Writes grammars of answers that may call tools: free text, then calls that keep their schemas.
+
+They are written in llguidance's form. The free text ends at the first trigger, by a lazy lexeme or
+at the trigger's own token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tokenmill_schemas.generation import CallableTool, CallGrammar
+from tokenmill_worker.engine.sampling.grammar.json_grammar import (
+    JsonCompiler,
+    JsonMatcher,
+    SchemaRefused,
+)
+from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
+
+
+class ToolRefused(ValueError):
+    """A tool whose parameters cannot be used; the text is one sentence."""
+
+
+def compile_calls(compiler: JsonCompiler, calls: CallGrammar) -> Callable[[], JsonMatcher]:
+    """Return a function that makes a matcher for each sequence. Raises ToolRefused."""
+    try:
+        return compiler.compile_lark(lark(calls, lambda tool: _schema(compiler, tool)))
+    except ToolRefused:
+        raise
+    except ValueError as error:
+        raise ToolRefused(f"their grammar cannot be compiled: {error}") from error
+
+
+def lark(calls: CallGrammar, schema_of: Callable[[CallableTool], dict[str, Any]]) -> str:
+    """Return the grammar as text."""
+    rules = []
+    for i, tool in enumerate(calls.tools):
+        begin = _terms(tool.name + calls.after, calls)
+        rules.append(f"call_{i}: {begin} %json {json.dumps(schema_of(tool))}")
+    one = f"{_terms(calls.before, calls)} call {_terms(calls.end, calls)}"
+    more = "" if calls.separator is None else f"({_terms(calls.separator, calls)} {one})*"
+    tail = f"{one} {more} {_terms(calls.closing, calls)}"
+    return "\n".join(
+        (
+            "%llguidance {}",
+            *_start(calls, tail),
+            "call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))),
+            *rules,
+        )
+    )
+
+
+def _start(calls: CallGrammar, tail: str) -> tuple[str, ...]:
+    """Return the rules of the answer up to its first call."""
+    first, *rest = _parts(calls.trigger, calls)
+    others = " ".join(_term(part, calls) for part in rest)
+    if calls.is_required:
+        return (f"start: {_term(first, calls)} {others} {tail}",)
+    text = "TEXT: /(.|\\n)*/"
+    if first in calls.marks:
+        return (f"start: TEXT | TEXT {_term(first, calls)} {others} {tail}", text)
+    lazy = f"trigger[lazy]: TEXT {json.dumps(first)}"
+    return (f"start: TEXT | trigger {others} {tail}", lazy, text)
+
+
+def _terms(text: str, calls: CallGrammar) -> str:
+    return " ".join(_term(part, calls) for part in _parts(text, calls))
+
+
+def _parts(text: str, calls: CallGrammar) -> list[str]:
+    """Split a text at the marks, which are kept."""
+    if not calls.marks:
+        return [text] if text else []
+    marks = "|".join(map(re.escape, sorted(calls.marks, key=len, reverse=True)))
+    return [part for part in re.split(f"({marks})", text) if part]
+
+
+def _term(part: str, calls: CallGrammar) -> str:
+    return f"<[{calls.marks[part]}]>" if part in calls.marks else json.dumps(part)
+
+
+def _schema(compiler: JsonCompiler, tool: CallableTool) -> dict[str, Any]:
+    try:
+        return compiler.rewritten(tool.schema, strict=tool.strict)
+    except InvalidSchema as problem:
+        raise ToolRefused(
+            f"the parameters of {tool.name!r} are no valid JSON schema: {problem}"
+        ) from problem
+    except SchemaRefused as refusal:
+        raise ToolRefused(
+            f"the parameters of {tool.name!r} cannot be enforced: {refusal}"
+        ) from refusal

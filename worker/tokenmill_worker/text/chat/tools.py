@@ -1,0 +1,172 @@
+"""Describes how each family writes tool calls.
+
+From one description come the grammar that the engine binds and the parser that reads the answer
+(call_parser.py), so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from tokenmill_schemas.generation import CallableTool, CallGrammar
+from tokenmill_schemas.job import Tool
+from tokenmill_schemas.tools_validation import NAMED
+
+_NO_ARGUMENTS: Final[dict[str, object]] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """The texts around the calls of one family; see CallGrammar. `id_chars`: the length of a call's
+    id that its template takes.
+    """
+
+    trigger: str
+    before: str
+    after: str
+    end: str
+    separator: str | None = None
+    closing: str = ""
+    id_chars: int = 24
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        parts = (self.trigger, self.before, self.after, self.end, self.separator, self.closing)
+        return tuple(part for part in parts if part)
+
+
+HERMES: Final = ToolFormat(
+    trigger="<tool_call>",
+    before='\n{"name": "',
+    after='", "arguments": ',
+    end="}\n</tool_call>",
+    separator="\n<tool_call>",
+)
+LLAMA3: Final = ToolFormat(trigger='{"name": "', before="", after='", "parameters": ', end="}")
+MISTRAL_LIST: Final = ToolFormat(
+    trigger="[TOOL_CALLS][",
+    before='{"name": "',
+    after='", "arguments": ',
+    end="}",
+    separator=", ",
+    closing="]",
+    id_chars=9,
+)
+MISTRAL: Final = ToolFormat(
+    trigger="[TOOL_CALLS]",
+    before="",
+    after="[ARGS]",
+    end="",
+    separator="[TOOL_CALLS]",
+    id_chars=9,
+)
+DEEPSEEK: Final = ToolFormat(
+    trigger="<｜tool▁calls▁begin｜>",
+    before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    after="\n```json\n",
+    end="\n```<｜tool▁call▁end｜>",
+    separator="\n",
+    closing="<｜tool▁calls▁end｜>",
+)
+_BY_NAME: Final = {
+    "hermes": (HERMES,),
+    "llama3": (LLAMA3,),
+    "mistral": (MISTRAL, MISTRAL_LIST),
+    "deepseek": (DEEPSEEK,),
+}
+# what a template of the family says and templates of others do not
+_SIGNS: Final = (
+    ("deepseek", "<｜tool▁calls▁begin｜>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("llama3", '"parameters": '),
+    ("hermes", "<tool_call>"),
+)
+# calls in other forms: in XML, and in the channels of gpt-oss
+_UNKNOWN: Final = ("<function=", "<|channel|>")
+
+
+def _is_deepseek_v3_1(template: str) -> bool:
+    """Does the template write DeepSeek's marks around arguments without a fence of JSON?"""
+    return DEEPSEEK.trigger in template and "```json" not in template
+
+
+def detect_tools(template: str, wanted: str) -> ToolFormat | None:
+    """Return the format of a model's calls; None if it has none that is known.
+
+    Args:
+        template: the text of the chat template.
+        wanted: the worker's setting `tool_format`: "auto" reads the template, a name takes that
+            family, "none" takes none.
+    """
+    if wanted == "none" or "tools" not in template:
+        return None
+    name = wanted
+    if wanted == "auto":
+        if any(sign in template for sign in _UNKNOWN) or _is_deepseek_v3_1(template):
+            return None
+        name = next((family for family, sign in _SIGNS if sign in template), "")
+    found = _BY_NAME.get(name)
+    if found is None:
+        return None
+    if found[0] is MISTRAL and "[ARGS]" not in template:
+        spaced = "[TOOL_CALLS] [" in template
+        return replace(MISTRAL_LIST, trigger="[TOOL_CALLS] [") if spaced else MISTRAL_LIST
+    return found[0]
+
+
+def special_marks(tokenizer: Any, form: ToolFormat) -> dict[str, int]:
+    """Return the special tokens inside the texts of a format, which have no text of their own."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {
+        token.content: token_id
+        for token_id, token in added
+        if token.special and any(token.content in text for text in form.texts)
+    }
+
+
+def call_grammar(
+    form: ToolFormat, marks: dict[str, int], tools: Sequence[Tool], choice: str, is_parallel: bool
+) -> CallGrammar:
+    """Return the form of the answers to one request; its tools are valid."""
+    named = choice.removeprefix(NAMED) if choice.startswith(NAMED) else None
+    callable_ = tuple(
+        CallableTool(
+            tool.function.name,
+            _NO_ARGUMENTS
+            if tool.function.parameters is None
+            else {"type": "object", **tool.function.parameters},
+            tool.function.strict,
+        )
+        for tool in tools
+        if named in (None, tool.function.name)
+    )
+    return CallGrammar(
+        trigger=form.trigger,
+        before=form.before,
+        after=form.after,
+        end=form.end,
+        tools=callable_,
+        separator=form.separator if is_parallel and named is None else None,
+        closing=form.closing,
+        marks=marks,
+        is_required=named is not None or choice == "required",
+    )
+
+
+def call_ids(job_id: str, choice: int, num_chars: int) -> Callable[[int], str]:
+    """Return a function that gives the id of each call of a choice. Another worker that resumes the
+    job gives the same ids.
+    """
+
+    def id_of(index: int) -> str:
+        digest = hashlib.blake2b(f"{job_id}/{choice}/{index}".encode(), digest_size=16)
+        return digest.hexdigest()[:num_chars]
+
+    return id_of
