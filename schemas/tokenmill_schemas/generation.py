@@ -37,8 +37,8 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     A call is `before`, the name, `after`, the arguments as JSON, `end`. The first follows
     `trigger`, which ends the free text; each further one follows `separator` (None: there is none);
-    `closing` follows the last. `marks` are the parts of these texts that are one token each, with its id.
-    `is_required`: the answer begins with a call.
+    `closing` follows the last. `marks` are the parts of these texts that are one token each, with
+    its id. `is_required`: the answer begins with a call.
     """
 
     trigger: str
