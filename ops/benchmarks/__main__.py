@@ -19,19 +19,29 @@ from typing import Any, NoReturn
 from ops.benchmarks import pictures
 
 COMMANDS = {
-    "engine": "the bare engine: tokens per second, TTFT, TPOT, beside --peer transformers|vllm|llamacpp",
+    "engine": (
+        "the bare engine: tokens per second, TTFT, TPOT, beside --peer transformers|vllm|llamacpp"
+    ),
     "workloads": "write the five workload files of `engine` (seeded)",
-    "service": "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is left of its tokens/s",
+    "service": (
+        "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is "
+        "left of its tokens/s"
+    ),
     "queue": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
     "bulk": "what a bulk file costs the interactive jobs beside it",
     "step": "where the time of a decode step goes: linear layers, attention, other kernels, Python",
     "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "sampler": "the sampler alone, by what the requests ask for",
-    "schemas": "random answers under JSON schemas: what is refused, what is told as broken, what is silent",
+    "schemas": (
+        "random answers under JSON schemas: what is refused, what is told as broken, what is silent"
+    ),
     "attention": "the attention backends beside one another, and what they read per second",
     "floor": "the linear layers alone: what an engine's steps stand on",
-    "quality": "what rounding weights, or keys and values, costs: perplexity on real text, equal greedy tokens",
+    "quality": (
+        "what rounding weights, or keys and values, costs: perplexity on real text, equal "
+        "greedy tokens"
+    ),
     "simulate": "goodput and latency under load, on a cost model; one queue under 1 to 64 workers",
     "plot": "the picture of a JSON file that another command wrote",
     "gpu": "share of the roofline on a CUDA device",

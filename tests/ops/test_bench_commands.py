@@ -1,4 +1,6 @@
-"""`ops/bench engine`, `service`, `queue` from end to end on the model-free engine: real processes and figures."""
+"""`ops/bench engine`, `service`, `queue` from end to end on the model-free engine: real processes
+and figures.
+"""
 
 import json
 import signal
@@ -84,7 +86,9 @@ def test_ourselves_without_rounded_weights() -> None:
 
 @contextmanager
 def heeding_interrupts() -> Iterator[None]:
-    """A shell's background jobs ignore Ctrl-C, and so would what they start: here a child begins with the default."""
+    """A shell's background jobs ignore Ctrl-C, and so would what they start: here a child begins
+    with the default.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,6 @@
-"""The device benchmark on the CPU with a tiny model: all of its code but the CUDA parts; and what it counts."""
+"""The device benchmark on the CPU with a tiny model: all of its code but the CUDA parts; and what
+it counts.
+"""
 
 import argparse
 import contextlib
@@ -25,7 +27,8 @@ from ops.benchmarks.measure.protocol import EngineOptions, Round
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers.transformers_batching import TransformersBatching
 
-TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3", "--steps", "8",
+TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3",
+        "--steps", "8",
         "--prefill", "96", "--context", "20", "--long", "70",
         "--attention", "reference", "--attention", "flash"]  # fmt: skip
 
@@ -39,7 +42,8 @@ def test_the_whole_command_on_a_tiny_model(
     assert main(["gpu", *TINY, "--share", "0.05", "--rounds", "1", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
     found = record["results"]["tiny"]
-    settings = ("default", "without graphs", "without running ahead", "without fused modules", "attention reference",
+    settings = ("default", "without graphs", "without running ahead", "without fused modules",
+                "attention reference",
                 "8-bit keys and values", "uneven lengths", "scattered blocks",
                 "without the drawing kernel")  # fmt: skip
     for setting in settings:

@@ -1,4 +1,6 @@
-"""Pictures of what was measured: drawn from records, as files that are images; what cannot be drawn is one sentence."""
+"""Pictures of what was measured: drawn from records, as files that are images; what cannot be drawn
+is one sentence.
+"""
 
 import json
 from pathlib import Path

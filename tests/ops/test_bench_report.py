@@ -179,7 +179,9 @@ class TestCoreWatch:
 class TestWaitUntilQuiet:
     @staticmethod
     def pauses(proc: Path, busy_shares: list[float]) -> int:
-        """Count the pauses of `wait_until_quiet` if the cores are this busy at its looks, then idle."""
+        """Count the pauses of `wait_until_quiet` if the cores are this busy at its looks, then
+        idle.
+        """
         ticks, looks = [0.0, 0.0], 0
 
         def pause(_: float) -> None:

@@ -1,4 +1,6 @@
-"""Counts random answers under JSON schemas: none may break its schema in silence, and each refusal is a sentence."""
+"""Counts random answers under JSON schemas: none may break its schema in silence, and each refusal
+is a sentence.
+"""
 
 import json
 from typing import Any

@@ -1,4 +1,6 @@
-"""The benchmarks' own parts: workload files, figures, the protocol with measured engines, the command line."""
+"""The benchmarks' own parts: workload files, figures, the protocol with measured engines, the
+command line.
+"""
 
 import json
 import math
@@ -117,7 +119,9 @@ class TestFigures:
 
 
 class TestChildren:
-    """A child that answers by the protocol without any engine: the benchmark's plumbing, in a real process."""
+    """A child that answers by the protocol without any engine: the benchmark's plumbing, in a real
+    process.
+    """
 
     MODULE = """
 import sys
@@ -133,7 +137,8 @@ class Parrot:
     def run(self, requests):
         if requests[0].max_tokens == 99:
             raise RuntimeError("it broke")
-        return Round(1.0, [list(r.prompt) for r in requests], [0.1] * len(requests), [0.2] * len(requests))
+        num = len(requests)
+        return Round(1.0, [list(r.prompt) for r in requests], [0.1] * num, [0.2] * num)
     def close(self):
         print("closed in order")
 

@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     names = (options.backends or DEFAULT_BACKENDS[device.type]).split(",")
     figures: list[dict[str, object]] = []
     print(
-        f"{'':<26}{'KV':<9}{'backend':<13}{'median ms':>10}{'best':>8}{'GB/s':>8}{'GFLOP/s':>9}{'write ms':>10}"
+        f"{'':<26}{'KV':<9}{'backend':<13}{'median ms':>10}{'best':>8}"
+        f"{'GB/s':>8}{'GFLOP/s':>9}{'write ms':>10}"
     )
     for dtype_name in options.dtypes.split(","):
         dtype = DTYPES[dtype_name]
@@ -117,7 +118,7 @@ def _is_usable(
 
 
 class Contender:
-    """One backend on one problem, with a pool of its own layout that holds random keys and values."""
+    """One backend on one problem, with a pool of its layout that holds random keys and values."""
 
     def __init__(
         self,
@@ -238,7 +239,8 @@ def _report(name: str, contender: Contender, dtype: str) -> dict[str, object]:
         "write_ms": statistics.median(contender.write_ms),
     }
     print(
-        f"{problem.name:<26}{dtype:<9}{name:<13}{median:>10.3f}{best:>8.3f}{num_bytes / median / 1e6:>8.1f}"
+        f"{problem.name:<26}{dtype:<9}{name:<13}{median:>10.3f}{best:>8.3f}"
+        f"{num_bytes / median / 1e6:>8.1f}"
         f"{operations / median / 1e6:>9.0f}{figure['write_ms']:>10.3f}",
         flush=True,
     )

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=("transformers", "vllm", "llamacpp", comparison.UNQUANTISED, comparison.WIDE),
-        help="repeatable; unquantised: ourselves without `--set quantization`; wide: the same with every weight as "
-        "float32 in memory (`narrow_weights` off)",
+        help="repeatable; unquantised: ourselves without `--set quantization`; wide: the same with "
+        "every weight as float32 in memory (`narrow_weights` off)",
     )
     parser.add_argument(
         "--floor",

@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     console = report.console()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         console.print(
-            "ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same code)"
+            "ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same "
+            "code)"
         )
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]

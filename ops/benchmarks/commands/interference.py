@@ -51,7 +51,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for chunk, done in rounds.items()
     }
     table = Table(
-        title=f"{options.streams} streams, a prompt of {options.long} tokens, then one of {options.short}"
+        title=(
+            f"{options.streams} streams, a prompt of {options.long} tokens, then one of "
+            f"{options.short}"
+        )
     )
     table.add_column("steps of at most")
     for chunk in chunks:

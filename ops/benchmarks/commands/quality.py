@@ -29,7 +29,7 @@ QUANTIZATIONS = ("int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Mean negative log-likelihood per token, and greedy answers to the beginnings of the windows."""
+    """Mean negative log-likelihood per token, and greedy answers to the windows' beginnings."""
 
     nll: float
     answers: tuple[tuple[int, ...], ...]
@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kinds",
         default="int8,int4,float8_e4m3fn",
-        help="compared with float32, with commas: of weights, of keys and values, or both (int8+float8_e4m3fn)",
+        help=(
+            "compared with float32, with commas: of weights, of keys and values, or both "
+            "(int8+float8_e4m3fn)"
+        ),
     )
     parser.add_argument("--windows", type=int, default=16, help="pieces of text")
     parser.add_argument("--length", type=int, default=256, help="tokens of a piece")
@@ -87,7 +90,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     for kind, figure in figures.items():
         table.add_row(
             kind, f"{figure['perplexity']:.3f}", f"{figure['nll']:.4f}", f"{figure['ratio']:.4f}",
-            f"{figure['equal_answers']:.0%}", f"{figure['equal_tokens']:.1%}", f"{figure['seconds']:.0f}",
+            f"{figure['equal_answers']:.0%}", f"{figure['equal_tokens']:.1%}",
+            f"{figure['seconds']:.0f}",
         )  # fmt: skip
     console.print(table)
     return {"quality": figures, "text": SOURCE, "windows": len(windows), "length": options.length}
@@ -113,7 +117,8 @@ def chosen(kind: str) -> dict[str, Any]:
 def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
     """Raises EngineConfigError."""
     return EngineConfig(
-        model=options.model, dtype="float32", device="cpu", max_memory_gib=1.0, num_threads=options.threads or None,
+        model=options.model, dtype="float32", device="cpu", max_memory_gib=1.0,
+        num_threads=options.threads or None,
         max_model_len=options.length + options.answers + 1, **chosen(kind),
     )  # fmt: skip
 

@@ -84,7 +84,10 @@ def _medians(measured: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _show(medians: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
-    title = f"{options.jobs} jobs of {options.tokens} tokens, one worker; medians of {options.rounds} rounds"
+    title = (
+        f"{options.jobs} jobs of {options.tokens} tokens, one worker; medians of "
+        f"{options.rounds} rounds"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for name in medians:

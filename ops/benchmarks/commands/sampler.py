@@ -69,7 +69,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         times = [_time(sampler, logits, items) for _ in range(options.repeat)]
         figures[name] = {"median_ms": statistics.median(times), "best_ms": min(times)}
         print(
-            f"{name:<28}{figures[name]['median_ms']:8.2f} ms median {figures[name]['best_ms']:8.2f} ms best"
+            f"{name:<28}{figures[name]['median_ms']:8.2f} ms median "
+            f"{figures[name]['best_ms']:8.2f} ms best"
         )
         for item in items:
             sampler.release(item.sequence)

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig, LayerGroup
+from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence

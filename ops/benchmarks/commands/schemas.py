@@ -38,14 +38,19 @@ TYPED: list[dict[str, Any]] = [
     {"enum": ["abc", "a"], "maxLength": 1, "type": "string"},
     {"type": "string", "pattern": "^(?!foo)[a-z]+$"},
     {"type": "string", "format": "ipv4", "pattern": "^1"},
-    *({"minimum": 1.1}, {"maxItems": 2}, {"minLength": 2}, {"pattern": "^a*$"}, {"maxProperties": 0}),
+    *({"minimum": 1.1}, {"maxItems": 2}, {"minLength": 2}, {"pattern": "^a*$"},
+      {"maxProperties": 0}),
     {"type": "object", "properties": {"a": {"type": "integer"}}, "propertyNames": {"maxLength": 1}},
     {"type": "object", "patternProperties": {"^x": {"type": "integer"}}, "required": ["x1"]},
     {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
-    {"$defs": {"s": {"$dynamicAnchor": "s", "type": "string"}}, "items": {"$dynamicRef": "#s"}, "type": "array"},
-    {"type": "object", "properties": {"k": {"enum": ["a", "b"]}, "v": {"type": "integer"}}, "required": ["k"],
-     "if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["v"]}, "additionalProperties": False},
-    {"type": "object", "properties": {"day": {"type": "string", "format": "date"}, "n": {"type": ["integer", "null"]}},
+    {"$defs": {"s": {"$dynamicAnchor": "s", "type": "string"}},
+     "items": {"$dynamicRef": "#s"}, "type": "array"},
+    {"type": "object", "properties": {"k": {"enum": ["a", "b"]}, "v": {"type": "integer"}},
+     "required": ["k"],
+     "if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["v"]},
+     "additionalProperties": False},
+    {"type": "object", "properties": {"day": {"type": "string", "format": "date"},
+                                      "n": {"type": ["integer", "null"]}},
      "required": ["day", "n"], "additionalProperties": False},
 ]  # fmt: skip
 
@@ -157,7 +162,9 @@ class Writer:
 
 
 def is_broken(schema: dict[str, Any], text: str) -> bool:
-    """Validate with floats and with decimals: a float is no exact multiple of 0.0001, a decimal 1.0 no integer."""
+    """Validate with floats and with decimals: a float is no exact multiple of 0.0001, a decimal 1.0
+    no integer.
+    """
     make = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     try:

@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     engine, times = _engine(options, max(sizes))
     if times is None:
         console.print(
-            "ops/bench step: the passes of this model are not one program: only whole steps can be timed"
+            "ops/bench step: the passes of this model are not one program: only whole steps can "
+            "be timed"
         )
     found = {size: _measure(engine, times, size, options) for size in sizes}
     engine.stop(drain=False)

@@ -23,7 +23,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         workload.save(path)
         files[name] = str(path)
         print(
-            f"{path}: {len(workload.requests)} requests, {workload.num_prompt_tokens} prompt tokens, "
+            f"{path}: {len(workload.requests)} requests, {workload.num_prompt_tokens} prompt "
+            "tokens, "
             f"{workload.num_output_tokens} output tokens"
         )
     return {"files": files}

@@ -52,7 +52,10 @@ def turn_line(measurement: Measurement, name: str, turn: Turn, rounds: int) -> s
     """Format one finished turn as a line."""
     number = len(measurement.turns[name])
     speed = _number(turn.figures["output_tok_s"])
-    line = f"{measurement.workload.name} {number}/{rounds}  {name:<13}{speed:>7} tok/s {turn.measured.wall_s:8.1f} s"
+    line = (
+        f"{measurement.workload.name} {number}/{rounds}  {name:<13}{speed:>7} tok/s "
+        f"{turn.measured.wall_s:8.1f} s"
+    )
     if turn.disturbance is None:
         return line
     return f"{line}   {turn.disturbance}{'  DISTURBED' if turn.disturbance.is_large else ''}"
@@ -107,8 +110,10 @@ def show(result: dict[str, Any], console: Console) -> None:
     names = list(result["summary"])
     num_rounds = min(len(rounds) for rounds in result["rounds"].values())
     console.print(
-        f"\n[b]{result['workload']}[/b]: {result['requests']} requests, {result['prompt_tokens']:,} prompt and "
-        f"{result['output_tokens']:,} output tokens; medians of {num_rounds} round{'s' * (num_rounds > 1)}"
+        f"\n[b]{result['workload']}[/b]: {result['requests']} requests, "
+        f"{result['prompt_tokens']:,} prompt and "
+        f"{result['output_tokens']:,} output tokens; medians of {num_rounds} "
+        f"round{'s' * (num_rounds > 1)}"
     )
     ours, *others = names
     if others:

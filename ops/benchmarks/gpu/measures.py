@@ -38,7 +38,8 @@ def configure(shape: Shape, options: argparse.Namespace, **changes: Any) -> Engi
     each = options.steps + headroom(prompts, largest, budget) + 2 * block
     tokens = max(prompts + largest * each, options.prefill + 2 * block)
     fields: dict[str, Any] = {
-        "model": "random weights", "dtype": options.dtype, "device": options.device, "block_size": block,
+        "model": "random weights", "dtype": options.dtype, "device": options.device,
+        "block_size": block,
         "num_blocks": tokens // block + largest + 2, "max_num_seqs": largest, "prefix_cache": False,
         "max_num_batched_tokens": budget, "max_model_len": shape.max_position_embeddings,
     }  # fmt: skip
@@ -168,7 +169,8 @@ def _start(
     """
     spare = headroom(sum(contexts), len(contexts), engine.runner.info.config.max_num_batched_tokens)
     limits = SamplingParams(
-        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed, ignore_eos=True,
+        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed,
+        ignore_eos=True,
         max_tokens=options.steps + spare,
     )  # fmt: skip
     requests = engine.add_requests(

@@ -60,7 +60,7 @@ class Shape:
         )
 
     def attention_operations(self, pairs: int) -> int:
-        """Count the operations of attention for (query, key) pairs: logits and the sum of values."""
+        """Count the operations of attention for (query, key) pairs: logits and value sums."""
         return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * pairs
 
     def prefill_operations(self, tokens: int) -> int:

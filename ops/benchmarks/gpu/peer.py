@@ -47,7 +47,8 @@ def beside(
     theirs = random_model(shape, options.device, getattr(torch, options.dtype))
     theirs.set_attn_implementation(PEER_ATTENTION)
     given = EngineOptions(
-        model="", dtype=options.dtype, pool_tokens=pool, max_batch_tokens=config.max_num_batched_tokens,
+        model="", dtype=options.dtype, pool_tokens=pool,
+        max_batch_tokens=config.max_num_batched_tokens,
         max_sequences=largest,
     )  # fmt: skip
     contenders: dict[str, MeasuredEngine] = {

@@ -43,7 +43,8 @@ def tell(console: Console, what: str, found: Any) -> None:
 def show(console: Console, record: dict[str, Any]) -> None:
     ceilings = record["ceilings"]
     console.print(
-        f"ceilings: {ceilings['bytes_s'] / 1e9:,.1f} GB/s, {ceilings['operations_s'] / 1e12:,.2f} TFLOP/s",
+        f"ceilings: {ceilings['bytes_s'] / 1e9:,.1f} GB/s, {ceilings['operations_s'] / 1e12:,.2f} "
+        "TFLOP/s",
         markup=False,
     )
     for name, found in record["results"].items():

@@ -1,1 +1,3 @@
-"""Measuring tools that know no engine: workloads, figures, scores, tables, the machine's disturbance."""
+"""Measuring tools that know no engine: workloads, figures, scores, tables, the machine's
+disturbance.
+"""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-DISTURBED_SHARE = 0.1  # share of all cores' time, stolen and others' together, above which a round counts as disturbed
+# share of all cores' time, stolen and others' together, above which a round counts as disturbed
+DISTURBED_SHARE = 0.1
 SHORTEST_TICKS = 40  # ticks of all cores together; a shorter interval gives no figures
 QUIET_SHARE = 0.03
 QUIET_LOOK_S, QUIET_LIMIT_S = 0.25, 5.0
@@ -108,7 +109,7 @@ class CoreWatch:
         return None if cores is None else (cores, self._own())
 
     def _own(self) -> int:
-        """Return the CPU ticks of the tree's living processes and of the children that they reaped."""
+        """Return the CPU ticks of the tree's living processes and of reaped children."""
         parents: dict[int, int] = {}
         ticks: dict[int, int] = {}
         for entry in os.scandir(self._proc):

@@ -1,4 +1,4 @@
-"""Computes figures from rounds: throughput, percentiles, medians with spread, ratios, equal tokens."""
+"""Computes figures from rounds: throughput, percentiles, medians with spread, equal tokens."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Computes the likelihood of a text with the weights, kernels and paged cache that the engine uses."""
+"""Computes the likelihood of a text with the engine's weights, kernels and paged cache."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ class Scorer:
 
     @torch.inference_mode()
     def nll(self, token_ids: Sequence[int]) -> float:
-        """Return the mean negative log-likelihood per token after the first, given those before it."""
+        """Return the mean negative log-likelihood per token after the first."""
         ids = torch.tensor(token_ids)
         logits = self._logits(ids)
         return float(F.cross_entropy(logits[:-1].float(), ids[1:]))

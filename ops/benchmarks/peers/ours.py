@@ -34,7 +34,8 @@ class Tokenmill:
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         engine = self._engine
-        engine.scheduler.reset_prefix_cache()  # otherwise a later round finds the prompts of an earlier one
+        # otherwise a later round finds the prompts of an earlier one
+        engine.scheduler.reset_prefix_cache()
         before = engine.stats()
         params = [
             SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True)

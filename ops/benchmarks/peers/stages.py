@@ -1,6 +1,7 @@
 """Splits a token's time from the engine's step to its subscriber into stages.
 
-    step's end ──frame──▶ I/O process ──chunk──▶ append called ──server──▶ subscriber's connection ──told──▶ its task
+    step's end ──frame──▶ I/O process ──chunk──▶ append called ──server──▶ subscriber's connection
+    ──told──▶ its task
 
 The worker and the subscribers note times, for one job in several. All processes of a benchmark are
 on one machine and read one monotonic clock. A noted job has NOTED_SEED as its seed, which greedy
@@ -25,7 +26,7 @@ NOTED_SEED = 4711
 
 @dataclass(slots=True)
 class Notes:
-    """Times that the worker wrote: the sequences of each step by its end, and further times by job."""
+    """Times that the worker wrote: the sequences of each step by its end, other times by job."""
 
     steps: dict[float, int] = field(default_factory=dict)
     num_tokens: int = 0  # tokens of all jobs

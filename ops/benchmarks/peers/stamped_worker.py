@@ -6,10 +6,10 @@ file when the engine has been idle for two frames in a row, because at the first
 answers are still on their way. Settings come from the environment, as for any worker; the argument
 is the file's name. All times are seconds of the machine's monotonic clock. The lines are:
 
-    submit <time> <job>                     the engine receives the job; for every job
-    step <end> <sequences> <tokens>         the step gave so many sequences so many tokens; every step
-    token <step's end> <time> <job> <tokens so far>
-    append <time> <job> <tokens so far>     the chunk is built; the script's call begins
+    submit <time> <job>                     the engine receives the job; for every job step <end>
+    <sequences> <tokens>         the step gave so many sequences so many tokens; every step token
+    <step's end> <time> <job> <tokens so far> append <time> <job> <tokens so far>     the chunk is
+    built; the script's call begins
 """
 
 import asyncio

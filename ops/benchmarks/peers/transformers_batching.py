@@ -59,7 +59,8 @@ class TransformersBatching:
         ) as manager:
             self._wake(manager)
             started = time.perf_counter()
-            # Its add_requests takes one max_new_tokens for all; the order is its own, for prefix hits.
+            # Its add_requests takes one max_new_tokens for all; the order is its own, for prefix
+            # hits.
             for index in sorted(
                 range(len(requests)), key=lambda i: requests[i].prompt, reverse=True
             ):

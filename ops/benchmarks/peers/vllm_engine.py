@@ -31,7 +31,8 @@ class Vllm:
         from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
-        self._llm.reset_prefix_cache()  # otherwise a later round finds the prompts of an earlier one
+        # otherwise a later round finds the prompts of an earlier one
+        self._llm.reset_prefix_cache()
         engine = self._llm.llm_engine
         tokens: dict[str, list[int]] = {str(index): [] for index in range(len(requests))}
         first: dict[str, float] = {}

@@ -239,7 +239,7 @@ class WholeWay:
         return notes
 
     def _cpu(self) -> dict[str, float]:
-        """Return the CPU seconds of each process so far; the worker's do not include its engine's."""
+        """Return each process's CPU seconds so far; the worker's exclude its engine's."""
         pids = {
             "worker": self._worker.process.pid,
             "server": self._valkey.pid,

@@ -216,7 +216,8 @@ def _row(batch: Batch, line: int) -> JobRecord:
         {"custom_id": name, "endpoint": COMPLETIONS_URL},
     )
     result = JobResult(
-        job_id=name, status=JobStatus.SUCCEEDED, model="synthetic", choices=(choice,), created_ms=now,
+        job_id=name, status=JobStatus.SUCCEEDED, model="synthetic", choices=(choice,),
+        created_ms=now,
         finished_ms=now + line, usage=used, metadata=metadata,
     )  # fmt: skip
     request = JobRequest(job_id=name, batch_id=batch.id, prompt="x", metadata=metadata)

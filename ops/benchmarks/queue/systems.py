@@ -105,7 +105,8 @@ class Tokenmill(QueueSystem):
             chunks_s = service.stream_jobs(min(jobs, 64), 4 * tokens)["chunks_s"]
         finally:
             service.close()
-        return {"jobs_s": jobs / seconds, "tokens_s": jobs * tokens / seconds, "commands_per_job": commands[0] / jobs,
+        return {"jobs_s": jobs / seconds, "tokens_s": jobs * tokens / seconds,
+                "commands_per_job": commands[0] / jobs,
                 **self._at_pace(tokens), "chunks_s": chunks_s}  # fmt: skip
 
     def _at_pace(self, tokens: int) -> dict[str, float]:
@@ -161,9 +162,12 @@ class CeleryTasks(QueueSystem):
         from celery.result import ResultSet
 
         with ValkeyServer(at_death=signal.SIGKILL) as server, ExitStack() as undo:
-            command = [sys.executable, "-m", "celery", "-A", "ops.benchmarks.queue.peers.celery_app", "worker",
-                       "--pool", "solo", "--loglevel", "error", "--without-gossip", "--without-mingle"]  # fmt: skip
-            worker = GuardedProcess(command, at_death=signal.SIGKILL, env=os.environ | {"BENCH_BROKER": server.url},
+            command = [sys.executable, "-m", "celery", "-A",
+                       "ops.benchmarks.queue.peers.celery_app", "worker",
+                       "--pool", "solo", "--loglevel", "error", "--without-gossip",
+                       "--without-mingle"]  # fmt: skip
+            worker = GuardedProcess(command, at_death=signal.SIGKILL,
+                            env=os.environ | {"BENCH_BROKER": server.url},
                             output=self._log)  # fmt: skip
             undo.callback(worker.end, signal.SIGTERM)
             task = celery_app.make_task(server.url)

@@ -35,7 +35,8 @@ NUM_JOBS, NUM_SINGLE, GROUP = (
 NUM_STEPS = 40
 NUM_SUBSCRIBERS = 8  # connections; a backend shares one between its streams
 
-# `calibrate` measured these on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey 9.1.2, append-only
+# `calibrate` measured these on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey
+# 9.1.2, append-only
 # file on: the least of 45 rounds within a quarter of an hour on a machine that was not idle.
 STORED = ScriptCosts(
     append=21.2e-6,

@@ -24,7 +24,8 @@ _CHUNKED: dict[str, object] = {
     "max_num_partial_prefills": 0,
     "max_long_partial_prefills": 0,
 }
-# FCFS: first come, first served. Two sizes separate the effect of its large steps from that of its order.
+# FCFS: first come, first served. Two sizes separate the effect of its large steps from that of its
+# order.
 POLICIES: dict[str, dict[str, object]] = {
     "fcfs, 8k": {**_FIRST_COME, "max_num_batched_tokens": 8_192},
     "fcfs, 2k": {**_FIRST_COME, "max_num_batched_tokens": 2_048},
@@ -57,9 +58,12 @@ def measure(
     costs = CostModel()
     limit = capacity(costs, max_num_seqs, seed)
     console.print(
-        f"[b]{costs.device.name}, {costs.model.name}[/b]: {limit:.1f} requests/s at capacity, room for "
-        f"{costs.num_cache_tokens:,} tokens; good is a first token within {TTFT_LIMIT_S[0]:g} s (interactive) or "
-        f"{TTFT_LIMIT_S[1]:g} s (standard) and no gap over {GAP_LIMIT_S[0]:g} or {GAP_LIMIT_S[1]:g} s; bulk: done",
+        f"[b]{costs.device.name}, {costs.model.name}[/b]: {limit:.1f} requests/s at capacity, "
+        "room for "
+        f"{costs.num_cache_tokens:,} tokens; good is a first token within {TTFT_LIMIT_S[0]:g} s "
+        "(interactive) or "
+        f"{TTFT_LIMIT_S[1]:g} s (standard) and no gap over {GAP_LIMIT_S[0]:g} or "
+        f"{GAP_LIMIT_S[1]:g} s; bulk: done",
         highlight=False,
     )
     rows: Rows = []

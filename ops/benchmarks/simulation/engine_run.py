@@ -1,11 +1,12 @@
-"""Runs the real scheduler in virtual time: step times come from the cost model, tokens are made up."""
+"""Runs the real scheduler in virtual time: step times from the cost model, tokens made up."""
 
 from dataclasses import dataclass, field
 
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.trace import Arrival
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.config import CacheConfig, EngineConfig, LayerGroup
+from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence

@@ -1,6 +1,8 @@
-"""Simulates the worker's claims (worker/tokenmill_worker/consume/consumer.py) from a backlog that never ends.
+"""Simulates the worker's claims (worker/tokenmill_worker/consume/consumer.py) from a backlog that
+never ends.
 
-    room ─▶ claim of at most MAX_AT_ONCE ─▶ still room: the next one; else idle, until a step has made room
+    room ─▶ claim of at most MAX_AT_ONCE ─▶ still room: the next one; else idle, until a step has
+    made room
 
 One call runs at a time. Each claim gets as many jobs as it asks for, so the worker always knows
 that jobs wait: it never claims only to find out, it is never in the idle-worker set, and no submit

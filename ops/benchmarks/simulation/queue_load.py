@@ -49,7 +49,7 @@ class Mix:
 
 @dataclass(slots=True)
 class Observations:
-    """Observations of all workers from `since` on, in seconds; tokens count when they are logged."""
+    """Observations of all workers from `since` on, in seconds; tokens count when logged."""
 
     since: float
     tokens: int = 0

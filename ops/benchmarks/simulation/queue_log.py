@@ -1,6 +1,7 @@
-"""Simulates how steps enter the log, as worker/tokenmill_worker/service.py and worker/publish append them.
+"""Simulates how steps enter the log, as the service and the publisher append them.
 
-    steps that have piled up ─▶ parts of as many events as a step may have ─▶ an append for each ─▶ ends, then room
+    steps that have piled up ─▶ parts of as many events as a step may have ─▶ an append for each ─▶
+    ends, then room
 
 When all earlier steps are logged, the waiting steps are taken together and split by jobs; steps of
 interactive jobs stay one part. Tokens of the same job share chunks. The jobs that end in a part

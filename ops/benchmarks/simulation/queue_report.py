@@ -70,7 +70,8 @@ def _row(mix: Mix, cutting: Cutting, result: QueueResult) -> dict[str, Any]:
 
 def _title(mix: Mix) -> str:
     return (
-        f"\n[b]One queue, {mix.name}[/b]: {mix.num_sequences} sequences a worker, {mix.prompt_tokens:,} tokens in; "
+        f"\n[b]One queue, {mix.name}[/b]: {mix.num_sequences} sequences a worker, "
+        f"{mix.prompt_tokens:,} tokens in; "
         "all taken"
     )
 
@@ -127,9 +128,11 @@ def _show_costs(costs: ScriptCosts, console: Console) -> None:
         f"{1e6 * seconds:.1f} (of {tokens})" for tokens, seconds in costs.chunk.items()
     )
     console.print(
-        f"\n[b]The queue server's thread[/b], µs: append {1e6 * costs.append:.0f} and per chunk {chunks}, a "
+        f"\n[b]The queue server's thread[/b], µs: append {1e6 * costs.append:.0f} and per chunk "
+        f"{chunks}, a "
         f"job's first {1e6 * costs.opened:.1f}; claim "
-        f"{1e6 * costs.claim:.0f} and {1e6 * costs.claimed:.0f} a job; finish {1e6 * costs.finish:.0f} and "
+        f"{1e6 * costs.claim:.0f} and {1e6 * costs.claimed:.0f} a job; finish "
+        f"{1e6 * costs.finish:.0f} and "
         f"{1e6 * costs.finished:.0f} a job; submit {1e6 * costs.submit:.0f}; "
         f"heartbeat {1e6 * costs.heartbeat:.0f} and {1e6 * costs.held:.1f} a job",
         highlight=False,

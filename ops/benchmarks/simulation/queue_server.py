@@ -17,7 +17,8 @@ class ScriptCosts:
     """Seconds of the server's main thread per call and per item of a call; see `calibrate`.
 
     Args:
-        chunk: per chunk of an append, by its number of tokens, while the worker's ownership version is
+        chunk: per chunk of an append, by its number of tokens, while the worker's ownership version
+        is
             valid; checkpoints are not published.
         opened: per first chunk of a job, for which the job is looked up and its log begun.
     """
@@ -40,7 +41,7 @@ class ScriptCosts:
 
 
 class Clock:
-    """Runs events in order of time; events of equal time run in the order in which they were added."""
+    """Runs events in order of time; events of equal time run in the order of their adding."""
 
     def __init__(self) -> None:
         self.now = 0.0

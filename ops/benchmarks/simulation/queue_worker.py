@@ -132,7 +132,7 @@ class Worker:
     # ── jobs ──
 
     def _credits(self) -> int:
-        """Return the credits as Service.credits would, for an engine that admits its jobs at once."""
+        """Return credits as Service.credits would, for an engine that admits jobs at once."""
         return (
             0
             if self._records.is_full

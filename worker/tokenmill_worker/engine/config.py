@@ -12,8 +12,6 @@ from functools import lru_cache
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tokenmill_schemas.generation import LogprobsMode
-from tokenmill_worker.engine.cache_config import CacheConfig as CacheConfig
-from tokenmill_worker.engine.cache_config import LayerGroup as LayerGroup
 from tokenmill_worker.engine.machine import total_memory
 from tokenmill_worker.engine.prefill_limits import PrefillLimits
 from tokenmill_worker.engine.types import SchedulingPolicy
