@@ -13,9 +13,10 @@ from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
 from tokenmill_worker.engine.errors import EngineError, StepsFailError
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
+from tokenmill_worker.engine.failed_steps import MAX_FAILED_REQUESTS
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
-from tokenmill_worker.engine.stepping import MAX_FAILED_REQUESTS, StepExecutor
+from tokenmill_worker.engine.stepping import StepExecutor
 from tokenmill_worker.engine.types import TokenEvent
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
