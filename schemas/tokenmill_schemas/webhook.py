@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_schemas.result import JobError, JobStatus, Usage
+from tokenmill_schemas.result import GeneratedCall, JobError, JobStatus, Usage
 
 _AUTHORITY: Final = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")
 
@@ -36,11 +36,13 @@ def redacted_url(url: str) -> str:
 
 
 class WebhookChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of the job's answer."""
+    """One choice of the job's answer. Thoughts and calls are there where the answer has them."""
 
     index: int
     text: str
     finish_reason: FinishReason | None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: tuple[GeneratedCall, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class WebhookJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from tests.record.support import failed
 from tests.tasks.receiver import Receiver
 from tests.tasks.support import SECRET, START_MS, Clock, delivery, messages, record, with_webhook
 from tokenmill.webhooks import tenant_secret, verify
-from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
+from tokenmill_schemas import ChoiceResult, FinishReason, GeneratedCall, JobStatus
 from tokenmill_schemas.tables import jobs
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.tasks.webhooks.delivery import MAX_TEXT_BYTES
@@ -209,6 +209,30 @@ def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(
         assert sorted(ours.deliver(claim) for claim in ours.claim()) == ["delivered", "skipped"]
         assert [json.loads(seen.body)["type"] for seen in receiver.received] == ["job.succeeded"]
     assert [row["state"] for row in messages(engine)] == ["superseded", "delivered"]
+
+
+def test_thoughts_and_calls_are_told_where_there_are_any(url: str, engine: sa.Engine) -> None:
+    call = GeneratedCall("c1", "get", '{"a": 1}')
+    choice = ChoiceResult(
+        text="", reasoning="Hm", tool_calls=(call,), finish_reason=FinishReason.TOOL_CALLS
+    )
+    with Receiver() as receiver:
+        record(url, with_webhook("a", receiver.url, choices=(choice,)))
+        record(url, with_webhook("b", receiver.url))
+        ours = delivery(engine, Clock())
+        assert [ours.deliver(claim) for claim in ours.claim()] == ["delivered"] * 2
+        bodies = {
+            data["job_id"]: data["choices"][0]
+            for data in (json.loads(seen.body)["data"] for seen in receiver.received)
+        }
+    assert bodies["a"] == {
+        "index": 0,
+        "text": "",
+        "finish_reason": "tool_calls",
+        "reasoning": "Hm",
+        "tool_calls": [{"id": "c1", "name": "get", "arguments": '{"a": 1}'}],
+    }
+    assert bodies["b"].keys() == {"index", "text", "finish_reason"}
 
 
 def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> None:

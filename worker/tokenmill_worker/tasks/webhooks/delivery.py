@@ -19,7 +19,7 @@ from tokenmill.transport.backoff import Backoff
 from tokenmill.webhooks import sign, tenant_secret
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_schemas.result import JobError, JobStatus, Usage
+from tokenmill_schemas.result import ChoiceResult, JobError, JobStatus, Usage
 from tokenmill_schemas.webhook import WebhookChoice, WebhookEvent, WebhookJob
 from tokenmill_worker.tasks.webhooks.addresses import AddressRefused, AddressUnknown
 from tokenmill_worker.tasks.webhooks.http_sender import Reply, Sender, SendFailed
@@ -142,12 +142,24 @@ def _choices(job: Mapping[str, Any]) -> tuple[WebhookChoice, ...] | None:
     except DecodeError:  # written by a newer version: use the first choice from the columns
         reason = FinishReason(job["finish_reason"]) if job["finish_reason"] else None
         return (WebhookChoice(index=0, text=job["text"] or "", finish_reason=reason),)
-    if sum(len(choice.text.encode()) for choice in choices) > MAX_TEXT_BYTES:
+    if sum(map(_num_bytes, choices)) > MAX_TEXT_BYTES:
         return None
     return tuple(
-        WebhookChoice(index=one.index, text=one.text, finish_reason=one.finish_reason)
+        WebhookChoice(
+            index=one.index,
+            text=one.text,
+            finish_reason=one.finish_reason,
+            reasoning=one.reasoning or msgspec.UNSET,
+            tool_calls=one.tool_calls or msgspec.UNSET,
+        )
         for one in choices
     )
+
+
+def _num_bytes(choice: ChoiceResult) -> int:
+    """Return the size of the choice's text, thoughts and calls."""
+    calls = "".join(call.name + call.arguments for call in choice.tool_calls)
+    return len((choice.text + choice.reasoning + calls).encode())
 
 
 def _usage(row: Mapping[str, Any] | None) -> Usage | None:
