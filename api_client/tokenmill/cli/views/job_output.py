@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import typer
 from msgspec import to_builtins
 
 from tokenmill.cli.output import complain, emit, err, say, seconds
 from tokenmill.client import Client
-from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
+from tokenmill_schemas.result import JobError, JobResult, JobStatus, ToolCallDelta, Usage
 
 
 def follow(
@@ -46,11 +47,11 @@ def _stream(
     for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
         if as_json:
             emit(to_builtins(chunk) | {"position": chunk.position}, line=True)
-        elif chunk.text:
+        elif shown := chunk.text + _calls(chunk.tool_calls):
             if chunk.choice != choice and (chunk.choice or choice is not None or chunk.n > 1):
                 say(("" if choice is None else "\n") + f"[{chunk.choice}] ")
             choice = chunk.choice
-            say(chunk.text)
+            say(shown)
         if chunk.status is not None:
             if not as_json:
                 say("\n")
@@ -67,9 +68,15 @@ def _wait(client: Client, job_id: str, as_json: bool, timeout: float | None) -> 
 
 
 def show_answer(result: JobResult) -> None:
-    """Print the text of each choice, numbered if there are several."""
+    """Print the text and the tool calls of each choice, numbered if there are several."""
     for choice in result.choices:
-        say((f"[{choice.index}] " if len(result.choices) > 1 else "") + choice.text + "\n")
+        shown = choice.text + _calls(choice.call_deltas)
+        say((f"[{choice.index}] " if len(result.choices) > 1 else "") + shown + "\n")
+
+
+def _calls(deltas: Iterable[ToolCallDelta]) -> str:
+    """Return pieces of tool calls as they are shown: each call in a line of its own."""
+    return "".join((f"\n{delta.name} " if delta.name else "") + delta.arguments for delta in deltas)
 
 
 def _conclude(
