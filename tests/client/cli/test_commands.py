@@ -11,11 +11,9 @@ from typer.testing import Result
 from tests.client.cli.support import Shell
 from tests.support.valkey import ControlledValkey
 from tokenmill import Client
-from tokenmill.cli.views.job_output import show_answer
 from tokenmill.errors import ConfigurationError
 from tokenmill_schemas.codec import decode_request
 from tokenmill_schemas.keys import Keys
-from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, ToolCallDelta
 
 pytestmark = pytest.mark.redis
 
@@ -350,16 +348,3 @@ def test_every_command_explains_itself(shell: Shell, command: tuple[str, ...]) -
     done = shell(*command, "--help")
     assert done.exit_code == 0
     assert "Usage" in done.stdout
-
-
-def test_tool_calls_are_shown_in_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    deltas = (
-        ToolCallDelta(0, "c1", "get"),
-        ToolCallDelta(0, arguments='{"a": '),
-        ToolCallDelta(0, arguments="1}"),
-        ToolCallDelta(1, "c2", "now"),
-        ToolCallDelta(1, arguments="{}"),
-    )
-    choice = ChoiceResult(text="I look.", call_deltas=deltas)
-    show_answer(JobResult(job_id="a", status=JobStatus.SUCCEEDED, choices=(choice,)))
-    assert capsys.readouterr().out == 'I look.\nget {"a": 1}\nnow {}\n'
