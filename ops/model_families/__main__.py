@@ -43,11 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         results.append(result)
         print(
-            f"{result.verdict:9}  {result.name}{': ' if result.reason else ''}{result.reason}",
+            f"{result.outcome:9}  {result.name}{': ' if result.reason else ''}{result.reason}",
             flush=True,
         )
-    counts = Counter(result.verdict for result in results)
-    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    counts = Counter(result.outcome for result in results)
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     if options.write:
         GUIDE.write_text(table.replaced(GUIDE.read_text(), table.rendered(results)))
     return 1 if counts["wrong"] + counts["crashed"] else 0
@@ -62,7 +62,7 @@ def run_all(families: list[str], jobs: int, time_limit_s: float, fuse: bool) -> 
 
     with ThreadPoolExecutor(jobs) as pool:
         for found in pool.map(tried, trials):
-            if not (found.setting and found.verdict == "not built"):
+            if not (found.setting and found.outcome == "not built"):
                 yield found
 
 

@@ -16,10 +16,10 @@ def rendered(results: Iterable[Trial]) -> str:
     equal: list[str] = []
     others: dict[str, list[str]] = {}
     for result in results:
-        if result.verdict == "equal":
+        if result.outcome == "equal":
             equal.append(result.name)
         else:
-            others.setdefault(f"{result.verdict}: {_general(result.reason)}", []).append(
+            others.setdefault(f"{result.outcome}: {_general(result.reason)}", []).append(
                 result.name
             )
     rows = [f"| same tokens as `generate` | {_joined(equal)} |"] if equal else []

@@ -28,7 +28,7 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.engine import Engine
 
-Verdict = Literal["equal", "refused", "wrong", "crashed", "not built"]
+TrialOutcome = Literal["equal", "refused", "wrong", "crashed", "not built"]
 
 PROMPT_LENGTHS = (5, 23, 40)  # the longer ones exceed a small window and are computed in chunks
 MAX_TOKENS = 8
@@ -40,7 +40,7 @@ TIME_LIMIT_S = 120.0
 class Trial:
     family: str
     setting: str  # "": the family's defaults
-    verdict: Verdict
+    outcome: TrialOutcome
     reason: str = ""  # the engine's sentence, or the error
 
     @property
@@ -67,20 +67,20 @@ def run(family: str, setting: str = "", time_limit_s: float = TIME_LIMIT_S, **en
     )
     process.start()
     theirs.close()
-    verdict: Verdict = "crashed"
+    outcome: TrialOutcome = "crashed"
     reason = f"took more than {time_limit_s:.0f} seconds"
     if ours.poll(time_limit_s):
         try:
-            verdict, reason = ours.recv()
+            outcome, reason = ours.recv()
         except EOFError:
             process.join(5)
             reason = f"the process ended with status {process.exitcode}"
     process.kill()
     process.join()
-    return Trial(family, setting, verdict, reason)
+    return Trial(family, setting, outcome, reason)
 
 
-def _report(pipe: Connection, attempt: Callable[[], tuple[Verdict, str]]) -> None:
+def _report(pipe: Connection, attempt: Callable[[], tuple[TrialOutcome, str]]) -> None:
     with (
         Path(os.devnull).open("w") as nowhere,
         contextlib.redirect_stderr(nowhere),
@@ -93,7 +93,7 @@ def _report(pipe: Connection, attempt: Callable[[], tuple[Verdict, str]]) -> Non
         pipe.send(attempt())
 
 
-def _try(family: str, setting: str, engine: dict[str, Any]) -> tuple[Verdict, str]:
+def _try(family: str, setting: str, engine: dict[str, Any]) -> tuple[TrialOutcome, str]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             model = small.build(family, setting)
@@ -148,7 +148,7 @@ def _answers(folder: Path, wanted: list[_Wanted], changes: dict[str, Any]) -> li
         return [list(output.token_ids) for output in outputs]
 
 
-def _compare(wanted: list[_Wanted], answers: list[list[int]]) -> tuple[Verdict, str]:
+def _compare(wanted: list[_Wanted], answers: list[list[int]]) -> tuple[TrialOutcome, str]:
     """Compare answers; a difference where two tokens nearly tie is allowed."""
     for one, answer in zip(wanted, answers, strict=True):
         for index, (expected, lead) in enumerate(zip(one.answer, one.leads, strict=True)):

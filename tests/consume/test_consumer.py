@@ -104,7 +104,7 @@ async def test_a_worker_full_of_bulk_wakes_up_for_urgent_jobs() -> None:
         await until(lambda: sink.taken == ["urgent"])
 
 
-async def test_a_ring_that_found_no_credit_is_remembered() -> None:
+async def test_a_wake_up_that_found_no_credit_is_remembered() -> None:
     queue, sink = FakeQueue(), JobSink(0)
     async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await settle()
@@ -117,7 +117,9 @@ async def test_a_ring_that_found_no_credit_is_remembered() -> None:
 
 
 @pytest.mark.parametrize("first", [["a", "b"], ["a"]], ids=["full", "short"])
-async def test_a_ring_during_a_claim_is_remembered_when_no_credit_is_left(first: list[str]) -> None:
+async def test_a_wake_up_during_a_claim_is_remembered_when_no_credit_is_left(
+    first: list[str],
+) -> None:
     """The next claim has no room for anything; what rang must be claimed when there is some, not at
     the next poll.
     """
@@ -171,7 +173,7 @@ async def test_many_are_claimed_in_small_parts() -> None:
     assert max(queue.asked) == MAX_AT_ONCE
 
 
-async def test_a_ring_wakes_it_when_it_has_room() -> None:
+async def test_a_wake_up_starts_a_claim_when_it_has_room() -> None:
     queue, sink = FakeQueue(), JobSink(2)
     async with consuming(queue, sink):
         await settle()

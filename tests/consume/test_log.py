@@ -92,7 +92,7 @@ async def test_a_chunk_that_says_nothing_is_refused(queue: Queue) -> None:
         )
 
 
-async def test_a_cancelled_job_hears_of_it_at_its_next_append(queue: Queue) -> None:
+async def test_a_cancel_is_reported_at_the_next_append(queue: Queue) -> None:
     worker, job = await claimed(queue)
     assert await queue.client.cancel(job.job_id) == "cancelling"
     assert await appended(worker, [token(job, 0)]) == [(CANCELLED, 1)]

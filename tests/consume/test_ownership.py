@@ -106,7 +106,7 @@ async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
     assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.owned("w1"))
 
 
-async def test_of_two_namesakes_the_first_hears_of_the_second(queue: Queue) -> None:
+async def test_the_first_of_two_namesakes_is_replaced_by_the_second(queue: Queue) -> None:
     first, second = (WorkerStatus(worker_id="w1", started_ms=started) for started in (1_000, 2_000))
     old, new = queue.worker("w1"), queue.worker("w1")
     assert not (await old.heartbeat(first)).is_replaced

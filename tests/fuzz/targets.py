@@ -97,9 +97,9 @@ class _Processing:
 
     def __call__(self, data: bytes) -> None:
         parts = _parts(data)
-        verdicts = ("run", "run", "run", "run", "cancelled", "expired", "dead")
+        outcomes = ("run", "run", "run", "run", "cancelled", "expired", "dead")
         outcome: Any = (
-            verdicts[parts[1] % len(verdicts)]
+            outcomes[parts[1] % len(outcomes)]
             if len(parts) > 1 and isinstance(parts[1], int)
             else "run"
         )

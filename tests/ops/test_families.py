@@ -33,12 +33,12 @@ def found() -> list[Trial]:
 
 
 def test_none_of_a_few_families_is_wrong_or_crashes(found: list[Trial]) -> None:
-    verdicts = {one.name: one.verdict for one in found}
-    assert verdicts["llama"] == verdicts["stablelm"] == "equal"
+    outcomes = {one.name: one.outcome for one in found}
+    assert outcomes["llama"] == outcomes["stablelm"] == "equal"
     assert (
-        verdicts["bart"] == verdicts["doge"] == verdicts["falcon"] == verdicts["mamba"] == "refused"
+        outcomes["bart"] == outcomes["doge"] == outcomes["falcon"] == outcomes["mamba"] == "refused"
     )
-    assert set(verdicts.values()) == {"equal", "refused"}
+    assert set(outcomes.values()) == {"equal", "refused"}
 
 
 def test_the_guides_table_says_the_same(found: list[Trial]) -> None:
@@ -58,7 +58,7 @@ def test_no_family_is_wrong_or_crashes(soak_seconds: float) -> None:
     is_long = soak_seconds >= 60
     families = small.families() if is_long else small.families()[::48]
     results = list(command.run_all(families, jobs=1, time_limit_s=trial.TIME_LIMIT_S, fuse=True))
-    assert not [one for one in results if one.verdict in ("wrong", "crashed")]
+    assert not [one for one in results if one.outcome in ("wrong", "crashed")]
     if is_long:
         assert lines(table.rendered(results)) == lines(table.current(GUIDE.read_text()))
 
@@ -73,27 +73,27 @@ def tried(monkeypatch: pytest.MonkeyPatch, answers: Any) -> Trial:
 
 def test_other_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer) for one in wanted])
-    assert right.verdict == "equal"
+    assert right.outcome == "equal"
     found = tried(
         monkeypatch, lambda _f, wanted, _e: [[one.answer[0] ^ 1, *one.answer[1:]] for one in wanted]
     )
-    assert found.verdict == "wrong"
+    assert found.outcome == "wrong"
     assert found.reason.startswith("generate answers [")
 
 
 def test_a_shorter_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
-        tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer[:-1]) for one in wanted]).verdict
+        tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer[:-1]) for one in wanted]).outcome
         == "wrong"
     )
 
 
 def test_a_process_that_dies_or_hangs_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tried(monkeypatch, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    assert (found.verdict, found.reason) == ("crashed", "the process ended with status -9")
+    assert (found.outcome, found.reason) == ("crashed", "the process ended with status -9")
     monkeypatch.setattr(trial, "_try", lambda *_: time.sleep(60))
     hung = trial.run("llama", time_limit_s=0.5)
-    assert (hung.verdict, hung.reason) == ("crashed", "took more than 0 seconds")
+    assert (hung.outcome, hung.reason) == ("crashed", "took more than 0 seconds")
 
 
 # ── the table ──

@@ -270,7 +270,7 @@ async def test_what_the_engine_still_says_of_a_lost_delivery_is_nothing_to_the_n
     assert (finished.result.text, finished.token) == ("abcd", 2)
 
 
-async def test_a_job_that_is_to_be_tried_again_leaves_no_tokens_gathering(log):
+async def test_a_job_that_is_to_be_tried_again_leaves_no_partial_chunk(log):
     publisher = Publisher(log, limits=PublishLimits(chunk_tokens=4, chunk_wait_s=0), clock=Clock())
     publisher.open(await admit())
     await publisher.handle([event("a")])

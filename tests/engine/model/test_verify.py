@@ -109,7 +109,7 @@ def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(
     family: str, setting: str
 ) -> None:
     found = trial.run(family, setting)
-    assert (found.verdict, found.reason) == ("equal", "")
+    assert (found.outcome, found.reason) == ("equal", "")
 
 
 # ── the comparison of logits ──

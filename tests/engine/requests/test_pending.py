@@ -23,7 +23,7 @@ class SlowlyPreparing(SyntheticRunner):
 
 
 @pytest.fixture
-def preparing():
+def pending():
     runner = SlowlyPreparing.load(
         EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8)
     )
@@ -34,7 +34,7 @@ def preparing():
         runner.grammar.set_exception(ValueError("over"))
 
 
-def test_a_deadline_passes_while_a_grammar_is_compiled(preparing):
+def test_a_deadline_passes_while_a_grammar_is_compiled(pending):
     now = time.time()
     late = GenerationRequest(
         request_id="late", prompt_ids=(1, 2), params=STRUCTURED, deadline=now - 1
@@ -42,48 +42,48 @@ def test_a_deadline_passes_while_a_grammar_is_compiled(preparing):
     early = GenerationRequest(
         request_id="early", prompt_ids=(1, 2), params=STRUCTURED, deadline=now + 3600
     )
-    preparing.submit([late, early])
-    events = preparing.step()
-    events += preparing.step()
+    pending.submit([late, early])
+    events = pending.step()
+    events += pending.step()
     assert [(event.request_id, event.finish_reason) for event in events] == [
         ("late", FinishReason.EXPIRED)
     ]
-    assert preparing.waits_only
-    assert preparing.request_ids() == ["early"]
+    assert pending.waits_only
+    assert pending.request_ids() == ["early"]
 
 
-def test_one_choice_is_cancelled_while_a_grammar_is_compiled(preparing):
+def test_one_choice_is_cancelled_while_a_grammar_is_compiled(pending):
     params = SamplingParams(max_tokens=5, n=3, response_format=ResponseFormat(regex="a"))
-    preparing.submit([GenerationRequest(request_id="x", prompt_ids=(1, 2), params=params)])
-    assert preparing.cancel("x", choice=1)
-    assert not preparing.cancel("x", choice=1)
-    events = preparing.step()
+    pending.submit([GenerationRequest(request_id="x", prompt_ids=(1, 2), params=params)])
+    assert pending.cancel("x", choice=1)
+    assert not pending.cancel("x", choice=1)
+    events = pending.step()
     assert [(event.choice, event.finish_reason) for event in events] == [
         (1, FinishReason.CANCELLED)
     ]
-    assert preparing.request_ids() == ["x"]
-    assert preparing.cancel("x")
-    events = preparing.step()
+    assert pending.request_ids() == ["x"]
+    assert pending.cancel("x")
+    events = pending.step()
     assert [(event.choice, event.finish_reason) for event in events] == [
         (0, FinishReason.CANCELLED), (2, FinishReason.CANCELLED),
     ]  # fmt: skip
-    assert preparing.request_ids() == []
+    assert pending.request_ids() == []
 
 
-def test_a_refused_group_leaves_those_that_waited_before(preparing):
-    preparing.add_request([1, 2], STRUCTURED, "first")
+def test_a_refused_group_leaves_those_that_waited_before(pending):
+    pending.add_request([1, 2], STRUCTURED, "first")
     with pytest.raises(RequestError, match="in use"):
-        preparing.add_requests([[1, 2], [1, 2]], STRUCTURED, ["second", "first"])
-    assert preparing.request_ids() == ["first"]
+        pending.add_requests([[1, 2], [1, 2]], STRUCTURED, ["second", "first"])
+    assert pending.request_ids() == ["first"]
 
 
-def test_requests_added_together_are_taken_all_or_none(preparing):
+def test_requests_added_together_are_taken_all_or_none(pending):
     with pytest.raises(RequestError, match="vocabulary"):
-        preparing.add_requests([[1, 2], [10**9]], STRUCTURED)
-    assert preparing.request_ids() == []
+        pending.add_requests([[1, 2], [10**9]], STRUCTURED)
+    assert pending.request_ids() == []
 
 
-def test_a_request_with_nothing_left_to_do_is_refused(preparing):
-    preparing.submit([GenerationRequest(request_id="r", prompt_ids=(1, 2), done=(0,))])
-    (event,) = preparing.step()
+def test_a_request_with_nothing_left_to_do_is_refused(pending):
+    pending.submit([GenerationRequest(request_id="r", prompt_ids=(1, 2), done=(0,))])
+    (event,) = pending.step()
     assert "every choice of it is done" in event.error

@@ -170,7 +170,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert done.returncode == 0, done.stderr
 
 
-def test_a_helper_hears_of_its_own_faults_and_of_no_other_signal() -> None:
+def test_a_helper_receives_its_own_faults_and_no_other_signal() -> None:
     """A blocked fault signal ends the process at once, so no handler could report its place."""
     run([Phase(100)], 2)
     masks = []
