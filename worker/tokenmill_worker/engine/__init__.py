@@ -1,14 +1,19 @@
 """The engine by itself: token ids in, token ids out, without queue, text or database.
 
-engine = Engine.load(EngineConfig(model="smollm2-135m-instruct", num_blocks=2048))
-outputs = engine.generate_batch([[1, 2, 3]], [SamplingParams(max_tokens=8, temperature=0)])
+`BatchedModel` has the calls of Transformers' continuous batching, for any thread. `Engine` is what
+it steps; a caller that steps it itself uses one thread.
+
+model = BatchedModel.from_pretrained("smollm2-135m-instruct", num_blocks=2048)
+outputs = model.generate_batch(inputs=[[1, 2, 3]])
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.errors import EngineError
+from tokenmill_worker.engine.requests.results import RequestOutput, RequestStatus
 from tokenmill_worker.engine.types import (
     Capacity,
     EngineStats,
@@ -21,9 +26,14 @@ from tokenmill_worker.engine.types import (
 
 if TYPE_CHECKING:
     from tokenmill_worker.engine.engine import Engine
+    from tokenmill_worker.engine.generation import BatchedModel, ContinuousBatchingConfig
+    from tokenmill_worker.engine.manager import ContinuousBatchingManager
 
 __all__ = [
+    "BatchedModel",
     "Capacity",
+    "ContinuousBatchingConfig",
+    "ContinuousBatchingManager",
     "Engine",
     "EngineConfig",
     "EngineConfigError",
@@ -33,6 +43,8 @@ __all__ = [
     "GenerationOutput",
     "GenerationRequest",
     "RequestError",
+    "RequestOutput",
+    "RequestStatus",
     "ResponseFormat",
     "SamplingParams",
     "SchedulingPolicy",
@@ -41,10 +53,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import Engine, and what it needs, only when it is first used."""
-    if name == "Engine":
-        from tokenmill_worker.engine.engine import Engine
+_HOMES = {
+    "BatchedModel": "generation",
+    "ContinuousBatchingConfig": "generation",
+    "ContinuousBatchingManager": "manager",
+    "Engine": "engine",
+}
 
-        return Engine
+
+def __getattr__(name: str) -> Any:
+    """Import the heavy classes, and what they need, only when they are first used."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -198,6 +198,15 @@ class Engine(DirectCalls):
         self._busy_s += time.perf_counter() - started
         return early + events
 
+    def settle(self) -> list[TokenEvent]:
+        """Commit the step in flight and return its events; launch none, so that weights may change.
+
+        Raises EngineError when the engine is broken.
+        """
+        events = self._steps.settle()
+        self._outputs.deliver(events)
+        return events
+
     def _take_prepared(self) -> None:
         """Schedule requests whose grammar is compiled and whose adapter is loaded."""
         if self._pending:

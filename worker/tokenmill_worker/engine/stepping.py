@@ -39,6 +39,13 @@ class StepExecutor:
         """Run the next step and return its events. Raises EngineError when the engine is broken."""
         return self._launch_and_finish() if self._runner.info.is_asynchronous else self._execute()
 
+    def settle(self) -> list[TokenEvent]:
+        """Wait for the step in flight, if there is one, and commit it; launch none."""
+        previous, self._in_flight = self._in_flight, None
+        if previous is None:
+            return []
+        return self._finish(*previous, StepPlan(-1, ()))
+
     def _execute(self) -> list[TokenEvent]:
         plan = self._scheduler.plan()
         if plan.is_empty:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -19,8 +21,8 @@ from tokenmill_worker.engine.execution.memory import size_cache
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.lora import Adapters
-from tokenmill_worker.engine.model import model_files
-from tokenmill_worker.engine.model.loader import LoadedModel, load_model, vocabulary
+from tokenmill_worker.engine.model import model_files, probe
+from tokenmill_worker.engine.model.loader import LoadedModel, describe_model, load_model, vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.types import ProgressCallback
@@ -44,6 +46,20 @@ def load_model_runner(
     report(f"loading {config.model}", 0.0)
     loaded = load_model(path, config, pick_device(config.device))
     return build_runner(loaded, config, report)
+
+
+def runner_of_model(model: Any, config: EngineConfig) -> ModelRunner:
+    """Build a runner around a Transformers model that the caller holds.
+
+    Raises EngineConfigError.
+    """
+    device = pick_device(config.device)
+    with tempfile.TemporaryDirectory(prefix="tokenmill-model-") as name:
+        folder = Path(name)  # the loader reads the configurations of a model from its folder
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        model.set_attn_implementation(probe.OWN)
+        return build_runner(describe_model(model, folder, config, device), config)
 
 
 def build_runner(

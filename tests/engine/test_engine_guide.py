@@ -1,0 +1,78 @@
+"""The guide of the engine runs as it stands; a model that one holds answers as its `generate`."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from tokenmill_worker.engine import BatchedModel, ContinuousBatchingConfig, EngineError
+from tokenmill_worker.engine.generation import sampling_params
+
+GUIDE = Path(__file__).parents[2] / "ops" / "guides" / "engine.md"
+PROMPTS = [[5, 6, 7], [8, 9], list(range(10, 60))]
+CONFIG = GenerationConfig(max_new_tokens=12, eos_token_id=2)
+
+
+@pytest.mark.timeout(120)
+def test_every_block_of_the_guide_runs(llama, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 8
+    names = {"path": str(llama)}
+    for block in blocks:
+        exec(compile(block, str(GUIDE), "exec"), names)
+    assert len(names["outputs"]) == 3
+    assert "FINISHED" not in capsys.readouterr().err
+
+
+def generated(model):
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=CONFIG)
+        answers.append(tuple(full[0, len(prompt) :].tolist()))
+    return answers
+
+
+@pytest.mark.timeout(120)
+def test_a_held_model_answers_as_its_generate_before_and_after_its_weights_change(llama):
+    def changed(model):
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-2)
+        return model
+
+    fresh = [AutoModelForCausalLM.from_pretrained(llama, dtype="float32") for _ in range(2)]
+    before, after = generated(fresh[0]), generated(changed(fresh[1]))
+    held = AutoModelForCausalLM.from_pretrained(llama, dtype="float32")
+    with BatchedModel.from_model(held, num_blocks=64) as model:
+        outputs = model.generate_batch(PROMPTS, CONFIG)
+        assert [one.generated_tokens for one in outputs.values()] == before
+        with model.continuous_batching_context_manager(CONFIG) as manager:
+            with pytest.raises(EngineError, match="stop it first"):
+                model.init_continuous_batching()
+            with manager.pause():
+                changed(held)
+            ids = manager.add_requests(PROMPTS)
+            found = {one.request_id: one.generated_tokens for one in manager}
+    assert before != after
+    assert [found[name] for name in ids] == after
+
+
+def test_a_batch_keeps_the_order_and_shows_a_bar(capsys):
+    with BatchedModel.from_pretrained("synthetic", num_blocks=64) as model:
+        prompts = [[65 + n] * (1 + n) for n in range(9, 0, -1)]
+        outputs = model.generate_batch(prompts, CONFIG, progress_bar=True)
+        assert list(outputs) == [f"request-{n}" for n in range(9)]
+        assert "9/9" in capsys.readouterr().err
+        config = ContinuousBatchingConfig(return_logprobs=True)
+        (output,) = model.generate_batch([[65]], CONFIG, config).values()
+        assert len(output.logprobs) == len(output.generated_tokens)
+
+
+def test_what_the_engine_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="num_beams=4"):
+        sampling_params(GenerationConfig(num_beams=4))
+    assert sampling_params(None).max_tokens == 20
+    sampled = sampling_params(GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2, 3]))
+    assert (sampled.top_k, sampled.stop_token_ids, sampled.ignore_eos) == (7, (2, 3), True)

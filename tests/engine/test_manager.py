@@ -1,0 +1,251 @@
+"""The manager in its own thread: results from any thread, none lost, none given twice."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine import (
+    ContinuousBatchingManager,
+    Engine,
+    EngineConfig,
+    RequestError,
+    RequestStatus,
+)
+from tokenmill_worker.engine.errors import EngineError
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+LONG = 800
+
+
+def load(**changes):
+    settings = {"model": "synthetic", "num_blocks": 256, "block_size": 8, "max_num_seqs": 32}
+    return Engine.load(EngineConfig(**(settings | changes)))
+
+
+@pytest.fixture
+def engine():
+    with load() as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def manager(engine):
+    with ContinuousBatchingManager(engine, GREEDY) as started:
+        yield started
+
+
+def test_results_come_in_any_order_and_once(manager):
+    ids = [manager.add_request([65 + n, 66], f"r{n}") for n in range(5)]
+    assert manager.get_result("r3").request_id == "r3"
+    rest = [output.request_id for output in manager]
+    assert sorted(rest) == sorted(set(ids) - {"r3"})
+    assert manager.get_result("r3") is None
+    assert manager.get_result("nobody") is None
+    assert manager.get_result() is None
+
+
+def test_tokens_are_those_of_the_engine(manager):
+    prompts = [[65 + n, 66, 67 + n] for n in range(8)]
+    ids = manager.add_requests(prompts)
+    found = {one.request_id: one.generated_tokens for one in manager}
+    with load() as alone:
+        expected = alone.generate_batch(prompts, GREEDY)
+    assert [found[name] for name in ids] == [one.token_ids for one in expected]
+
+
+def test_a_wait_ends_after_its_timeout(manager):
+    manager.add_request([65, 66], "long", max_new_tokens=LONG)
+    with manager.pause():
+        started = time.monotonic()
+        assert manager.get_result("long", timeout=0.05) is None
+        assert time.monotonic() - started < 5
+    assert len(manager.get_result("long").generated_tokens) == LONG
+
+
+def test_a_stream_has_one_output_per_token_and_ends(manager):
+    manager.add_request([65, 66], "streamed", streaming=True)
+    manager.add_request([65, 66], "plain")
+    chunks = list(manager.request_id_iter("streamed"))
+    assert [len(one.generated_tokens) for one in chunks] == [1, 2, 3, 4, 5, 6]
+    assert [one.status for one in chunks[-2:]] == [RequestStatus.DECODING, RequestStatus.FINISHED]
+    assert chunks[-1].generated_tokens == manager.get_result("plain").generated_tokens
+    assert list(manager.request_id_iter("streamed")) == []
+
+
+def test_a_cancelled_request_is_answered_and_its_stream_ends(manager):
+    manager.add_request([65, 66], "a", max_new_tokens=LONG)
+    manager.add_request([65, 66], "b", max_new_tokens=LONG, streaming=True)
+    with manager.pause():
+        manager.cancel_request("a")
+        manager.cancel_request("b")
+    assert manager.get_result("a").status is RequestStatus.CANCELLED
+    assert list(manager.request_id_iter("b"))[-1].status is RequestStatus.CANCELLED
+    manager.cancel_request("nobody")
+
+
+@pytest.mark.parametrize(
+    ("ids", "params"),
+    [
+        (range(65, 65 + 5000), GREEDY),
+        ([], GREEDY),
+        ([10**9], GREEDY),
+        ([65], SamplingParams(top_k=-7)),
+        ([65], SamplingParams(temperature=-1.0)),
+    ],
+    ids=["oversized", "empty", "out of vocabulary", "top_k", "temperature"],
+)
+def test_a_request_that_cannot_be_served_is_answered_and_others_continue(manager, ids, params):
+    manager.add_request([65, 66], "good")
+    manager.add_request(list(ids), "bad", params=params)
+    bad = manager.get_result("bad")
+    assert bad.status is RequestStatus.FAILED
+    assert bad.error
+    assert manager.get_result("good").finish_reason is FinishReason.LENGTH
+
+
+def test_greedy_and_wide_top_k_are_served(manager):
+    wide = SamplingParams(max_tokens=2, top_k=10**6, temperature=0.0, ignore_eos=True)
+    manager.add_request([65], "wide", params=wide)
+    assert manager.get_result("wide").status is RequestStatus.FINISHED
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_continues(manager):
+    manager.add_request([65], "same")
+    with pytest.raises(RequestError, match="in use"):
+        manager.add_request([66], "same")
+    assert manager.get_result("same").status is RequestStatus.FINISHED
+    manager.add_request([66], "same")
+    assert manager.get_result("same").status is RequestStatus.FINISHED
+
+
+def test_a_pause_runs_no_step_loses_nothing_and_drops_cached_prefixes(engine, manager):
+    prompt = list(range(65, 105))
+    manager.add_request(prompt, "first")
+    manager.get_result("first")
+    manager.add_request(prompt, "hit")
+    assert manager.get_result("hit").num_cached_tokens > 0
+    manager.add_request([65, 66], "running", max_new_tokens=LONG)
+    with manager.pause(), manager.pause():
+        steps = engine.stats().steps
+        manager.add_request(prompt, "after")
+        with pytest.raises(EngineError, match="paused"):
+            manager.stop()
+        time.sleep(0.05)
+        assert engine.stats().steps == steps
+    assert manager.get_result("after").num_cached_tokens == 0
+    assert len(manager.get_result("running").generated_tokens) == LONG
+
+
+def test_stop_finishes_what_was_accepted_and_a_stopped_manager_refuses(engine):
+    manager = ContinuousBatchingManager(engine, GREEDY)
+    with pytest.raises(EngineError, match="not started"):
+        manager.get_result()
+    manager.add_request([65], "early")
+    manager.start()
+    manager.start()
+    manager.stop(block=False)
+    manager.join(30)
+    assert not manager.is_running()
+    assert manager.get_result("early").status is RequestStatus.FINISHED
+    with pytest.raises(EngineError, match="stopping"):
+        manager.add_request([65])
+
+
+def test_an_exception_in_the_context_cancels_the_rest(engine):
+    manager = ContinuousBatchingManager(engine, GREEDY)
+    with pytest.raises(RequestError), manager:
+        manager.register_result_handler(manager.add_request([65], "long", LONG) + "er", print)
+    assert not manager.is_running()
+    assert manager.get_result("long").status is RequestStatus.CANCELLED
+
+
+def test_a_dead_loop_raises_in_every_waiting_call(engine):
+    manager = ContinuousBatchingManager(engine, GREEDY)
+    manager.start()
+    raised = []
+
+    def wait(call):
+        try:
+            call()
+        except EngineError as error:
+            raised.append(error)
+
+    with manager.pause():
+        manager.add_request([65], "a")
+        manager.add_request([65], "b", streaming=True)
+        calls = [
+            lambda: manager.get_result("a"),
+            manager.get_result,
+            lambda: list(manager),
+            lambda: list(manager.request_id_iter("b")),
+        ]
+        threads = [threading.Thread(target=wait, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        engine.scheduler.plan = None  # the next step raises TypeError
+    for thread in threads:
+        thread.join(20)
+    assert len(raised) == 4
+    assert all(isinstance(error.__cause__, TypeError) for error in raised)
+    with pytest.raises(EngineError, match="loop has failed"):
+        manager.add_request([65])
+    del engine.scheduler.plan
+
+
+def test_handlers_get_partial_outputs_and_the_result(manager):
+    got, ended = [], threading.Event()
+
+    def handle(output):
+        got.append(output)
+        if output.is_finished():
+            ended.set()
+
+    with manager.pause():
+        manager.add_request([65], "handled", streaming=True)
+        manager.register_result_handler("handled", handle)
+    assert ended.wait(20)
+    assert len(got[-1].generated_tokens) == 6
+    assert len(got) > 1
+    assert manager.get_result("handled") is None
+    with pytest.raises(RequestError, match="not known"):
+        manager.register_result_handler("nobody", print)
+
+
+def test_a_handler_registered_in_a_coroutine_runs_in_its_loop(manager):
+    async def main():
+        found = asyncio.get_running_loop().create_future()
+        with manager.pause():
+            manager.add_request([65], "handled")
+            manager.register_result_handler("handled", found.set_result)
+        return await asyncio.wait_for(found, 20)
+
+    assert asyncio.run(main()).status is RequestStatus.FINISHED
+
+
+@pytest.mark.timeout(240)
+def test_16_threads_and_10000_requests_lose_and_double_nothing():
+    each, threads, got = 625, 16, [[] for _ in range(16)]
+    with (
+        load(num_blocks=2048, max_num_seqs=256, max_num_batched_tokens=2048) as engine,
+        ContinuousBatchingManager(engine, SamplingParams(max_tokens=2, temperature=0)) as manager,
+    ):
+
+        def work(index):
+            for n in range(each):
+                manager.add_request([65 + n % 20, 66 + index], f"{index}-{n}")
+                if n % 5 == 0:
+                    manager.cancel_request(f"{index}-{n}")
+            for n in range(each // 2):  # half by id, half whatever comes
+                got[index].append(manager.get_result(f"{index}-{n}"))
+            got[index].extend(manager)
+
+        workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    names = [one.request_id for part in got for one in part if one is not None]
+    assert len(names) == len(set(names)) == each * threads

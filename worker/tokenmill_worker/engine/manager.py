@@ -1,0 +1,261 @@
+"""Runs an engine in a thread of its own, for callers in any thread.
+
+It has the calls of Transformers' ContinuousBatchingManager. The thread owns the engine: callers
+leave requests and cancellations in an inbox, and the thread takes them between two steps. One
+condition guards all state that callers see. Tokens are collected by `requests/outputs.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine.engine import Engine
+from tokenmill_worker.engine.errors import EngineError
+from tokenmill_worker.engine.requests.results import RequestOutput, ResultHandler, Results
+from tokenmill_worker.engine.types import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+
+class ContinuousBatchingManager:
+    """Accepts requests from any thread and steps the engine in one of its own.
+
+    A result is returned once. A streaming request's result goes to `request_id_iter` or to
+    `get_result` with its id, a handled one's to its handler; all others go to whoever asks first.
+    The manager does not close the engine.
+    """
+
+    def __init__(self, engine: Engine, params: SamplingParams | None = None) -> None:
+        """Wrap an engine that nobody else steps; `params` holds where a request names none."""
+        self._engine = engine
+        self._params = params or SamplingParams()
+        self._results = Results()
+        self._changed = self._results.changed
+        self._inbox: list[GenerationRequest] = []
+        self._cancelled: list[str] = []
+        self._ids = itertools.count()
+        self._pauses = 0
+        self._is_parked = True  # is the thread outside of a step, with no step in flight?
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+
+    # ── the thread ──
+
+    def start(self) -> None:
+        """Start the thread; with a running one, do nothing. Raises EngineError after a failure."""
+        with self._changed:
+            self._results.raise_failure()
+            if self.is_running():
+                return
+            self._is_stopping = False
+            self._thread = threading.Thread(target=self._run, name="engine-manager", daemon=True)
+            self._thread.start()
+
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._results.failure is not None
+
+    def stop(self, block: bool = True, timeout: float | None = None, cancel: bool = False) -> None:
+        """Accept nothing more and end the thread when all requests have ended.
+
+        Args:
+            block: wait for that, at most `timeout` seconds.
+            timeout: in seconds; None: no limit.
+            cancel: cancel what has not ended.
+
+        Raises:
+            EngineError: the manager is paused.
+        """
+        with self._changed:
+            if self._pauses:
+                raise EngineError("the manager is paused: leave pause() before stop()")
+            self._is_stopping = True
+            if cancel:
+                self._cancelled += self._results.unfinished_ids()
+            self._changed.notify_all()
+        if block:
+            self.join(timeout)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Run no step inside the context; weights may change there. Requests continue after it.
+
+        Cached prefixes are dropped at its end, because they belong to the old weights.
+        """
+        with self._changed:
+            self._results.raise_failure()
+            self._pauses += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_parked)
+        try:
+            yield
+        finally:
+            with self._changed:
+                if self._is_parked:
+                    self._engine.scheduler.reset_prefix_cache()
+                self._pauses -= 1
+                self._changed.notify_all()
+
+    def __enter__(self) -> ContinuousBatchingManager:
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.stop(cancel=kind is not None)
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+        except BaseException as error:
+            log.exception("the manager's loop has failed")
+            self._is_parked = True
+            self._results.fail(error)
+
+    def _step(self) -> bool:
+        """Take the inbox, run one step and deliver its events; return False at the end."""
+        engine = self._engine
+        with self._changed:
+            must_settle = self._pauses > 0 and not self._is_parked
+        if must_settle:
+            events = engine.settle()
+            self._results.deliver(events)
+            with self._changed:
+                self._is_parked = True
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.wait_for(self._may_step)
+            if self._pauses:
+                return True
+            if not (self._inbox or self._cancelled or engine.has_work):
+                self._is_parked = True
+                return False
+            self._is_parked = False
+            inbox, self._inbox = self._inbox, []
+            cancelled, self._cancelled = self._cancelled, []
+        engine.submit(inbox)
+        for request_id in cancelled:
+            engine.cancel(request_id)
+        events = engine.step()
+        self._results.deliver(events)
+        if not events and engine.waits_only:
+            time.sleep(0.001)
+        return True
+
+    def _may_step(self) -> bool:
+        if self._pauses:
+            return not self._is_parked
+        has_work = self._inbox or self._cancelled or self._engine.has_work
+        return bool(has_work or self._is_stopping)
+
+    # ── requests ──
+
+    def add_request(
+        self,
+        input_ids: Seq[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        params: SamplingParams | None = None,
+    ) -> str:
+        """Add one request and return its id. A request that cannot be served ends as FAILED.
+
+        Raises:
+            RequestError: the id is in use, or its result has not been taken.
+            EngineError: the manager stops or has failed.
+        """
+        sampling = params or self._params
+        if max_new_tokens is not None:
+            sampling = msgspec.structs.replace(sampling, max_tokens=max_new_tokens)
+        with self._changed:
+            self._results.raise_failure()
+            if self._is_stopping:
+                raise EngineError("the manager accepts no request: it is stopping")
+            name = request_id or self._new_id()
+            request = GenerationRequest(
+                request_id=name, prompt_ids=tuple(input_ids), params=sampling
+            )
+            self._results.open(request, streaming)
+            self._inbox.append(request)
+            self._changed.notify_all()
+            return name
+
+    def add_requests(
+        self,
+        inputs: Seq[Seq[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        params: SamplingParams | None = None,
+    ) -> list[str]:
+        """Add requests together, so that shared prefixes hit the cache; return ids in order."""
+        with self._changed:  # the thread takes them with one inbox
+            return [
+                self.add_request(ids, None, max_new_tokens, streaming, params) for ids in inputs
+            ]
+
+    def _new_id(self) -> str:
+        return next(name for n in self._ids if (name := f"request-{n}") not in self._results)
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request. Its result has status CANCELLED; an unknown id is ignored."""
+        with self._changed:
+            if request_id in self._results.unfinished_ids():
+                self._cancelled.append(request_id)
+                self._changed.notify_all()
+
+    # ── results ──
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> RequestOutput | None:
+        """Wait for this request's result (None: anyone's next) and return it.
+
+        Return None after `timeout` seconds, for an unknown id, or when nothing is left to wait for.
+
+        Raises:
+            EngineError: the loop has failed (its cause is attached) or was never started.
+        """
+        self._check_started()
+        return self._results.get(request_id, timeout)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """Yield results in the order of their ends, until none is left to wait for."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[RequestOutput]:
+        """Yield one output per token, the last with the final status; the result is then taken.
+
+        Without streaming=True, yield the result only. Raises EngineError as get_result does.
+        """
+        self._check_started()
+        return self._results.request_id_iter(request_id)
+
+    def register_result_handler(self, request_id: str, handler: ResultHandler) -> None:
+        """Call `handler` with the result, and with each partial output of a streaming request.
+
+        Registered in a coroutine, it is called in the event loop; else in the manager's thread,
+        where it must return soon. Raises RequestError for an unknown id.
+        """
+        self._results.register_handler(request_id, handler)
+
+    def _check_started(self) -> None:
+        if self._thread is None:
+            raise EngineError("the manager is not started: call start()")
