@@ -76,3 +76,21 @@ def test_what_the_engine_does_not_have_is_refused():
     assert sampling_params(None).max_tokens == 20
     sampled = sampling_params(GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2, 3]))
     assert (sampled.top_k, sampled.stop_token_ids, sampled.ignore_eos) == (7, (2, 3), True)
+
+
+@pytest.mark.timeout(120)
+def test_a_pause_commits_the_step_in_flight_and_changes_no_token(llama):
+    config = GenerationConfig(max_new_tokens=150, eos_token_id=-1)
+    with BatchedModel.from_pretrained(str(llama), num_blocks=64) as plain:
+        (expected,) = plain.generate_batch([[5, 6, 7]], config).values()
+    with (
+        BatchedModel.from_pretrained(str(llama), num_blocks=64, async_batching=True) as model,
+        model.continuous_batching_context_manager(config) as manager,
+    ):
+        manager.add_request([5, 6, 7], "running", streaming=True)
+        next(manager.request_id_iter("running"))
+        for _ in range(5):
+            with manager.pause():
+                assert not model._engine._steps.has_in_flight
+        output = manager.get_result("running")
+    assert output.generated_tokens == expected.generated_tokens
