@@ -19,9 +19,7 @@ from typing import Any, NoReturn
 from ops.benchmarks import pictures
 
 COMMANDS = {
-    "engine": (
-        "the bare engine: tokens per second, TTFT, TPOT, beside --peer transformers|vllm|llamacpp"
-    ),
+    "engine": ("the bare engine: tokens per second, TTFT, TPOT, beside --peer transformers|vllm"),
     "workloads": "write the five workload files of `engine` (seeded)",
     "service": (
         "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is "
@@ -32,12 +30,9 @@ COMMANDS = {
     "step": "where the time of a decode step goes: linear layers, attention, other kernels, Python",
     "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
-    "sampler": "the sampler alone, by what the requests ask for",
     "schemas": (
         "random answers under JSON schemas: what is refused, what is told as broken, what is silent"
     ),
-    "attention": "the attention backends beside one another, and what they read per second",
-    "floor": "the linear layers alone: what an engine's steps stand on",
     "quality": (
         "what rounding weights, or keys and values, costs: perplexity on real text, equal "
         "greedy tokens"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.benchmarks.__main__ import main
 from ops.benchmarks.compare import comparison
 from ops.benchmarks.compare.report import record
 from ops.benchmarks.compare.rounds import Measurement, Turn
@@ -68,24 +67,3 @@ def test_a_floor_is_a_share_and_not_a_peer() -> None:
     assert result["equal"], "a floor says nothing about tokens"
     assert comparison.is_floor("floor mkl")
     assert not comparison.is_floor("vllm")
-
-
-def test_the_command_prints_its_table(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "floor",
-                "--model",
-                str(llama),
-                "--kinds",
-                "packed,int8",
-                "--tokens",
-                "1,4",
-                "--rounds",
-                "1",
-            ]
-        )
-        == 0
-    )
-    assert "our 8-bit" in capsys.readouterr().out
-    assert main(["floor", "--model", str(llama), "--kinds", "abacus"]) == 1

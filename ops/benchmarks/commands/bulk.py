@@ -17,7 +17,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from ops.benchmarks.queue import bulk_memory
 from ops.demonstration.stack import DemoStack
 from tokenmill import Client
 from tokenmill.bulk import open_store
@@ -44,26 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=16, help="of each interactive answer")
     parser.add_argument(
-        "--memory", type=int, metavar="LINES", help="instead: memory needed for so many"
-    )
-    parser.add_argument(
-        "--only-file", action="store_true", help="with --memory: not through the worker"
-    )
-    parser.add_argument(
-        "--only-way", action="store_true", help="with --memory: only through the worker"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=420.0, help="with --memory: seconds through the worker"
-    )
-    parser.add_argument(
         "--at-most", type=float, default=90.0, help="seconds of interactive jobs in each phase"
     )
     parser.add_argument("--rest", type=float, default=15.0, help="seconds of the file alone")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    if arguments.memory:
-        return bulk_memory.run(arguments)
     with DemoStack(arguments.model, "bench") as stack:
         stack.start(lambda _: None)
         _interactive(stack, arguments, count=5)  # warm up

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer",
         action="append",
         default=[],
-        choices=("transformers", "vllm", "llamacpp", comparison.UNQUANTISED, comparison.WIDE),
+        choices=("transformers", "vllm", comparison.UNQUANTISED, comparison.WIDE),
         help="repeatable; unquantised: ourselves without `--set quantization`; wide: the same with "
         "every weight as float32 in memory (`narrow_weights` off)",
     )

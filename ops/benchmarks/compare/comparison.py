@@ -20,13 +20,12 @@ from ops.benchmarks.compare.journal import Journal
 from ops.benchmarks.compare.rounds import Measurement, run_rounds
 from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
-from ops.benchmarks.peers import gguf_weights
 from ops.benchmarks.peers.child import Child, ChildError, Kind
-from ops.benchmarks.peers.environments import ROOT, BuildError, PeerEnvironment, Waiting
+from ops.benchmarks.peers.environments import BuildError, PeerEnvironment, Waiting
 
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
-VLLM, LLAMA_CPP = "vllm", "llamacpp"
+VLLM = "vllm"
 UNQUANTISED = "unquantised"  # our engine, whatever `--set quantization` says
 WIDE = "wide"  # ours, with every weight as float32 in memory
 _MODULES = {
@@ -36,7 +35,6 @@ _MODULES = {
     WIDE: "ours",
     "transformers": "transformers_batching",
     VLLM: "vllm_engine",
-    LLAMA_CPP: "llamacpp_engine",
 }
 QUANTIZATION = "quantization"
 FLOOR = "floor"  # followed by the kind of its linear layers
@@ -167,8 +165,6 @@ def is_floor(name: str) -> bool:
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
     """Return how to run an engine; builds the peer's environment if it needs one of its own."""
     module = f"ops.benchmarks.peers.{FLOOR if is_floor(name) else _MODULES[name]}"
-    if name == LLAMA_CPP:
-        return Kind(name, module, PeerEnvironment(name).ensure_llamacpp(waiting))
     if name != VLLM:
         return Kind(name, module)
     threads = options.threads or os.cpu_count() or 1
@@ -185,8 +181,7 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
 def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
     """Return the options for one engine.
 
-    A peer in its own environment cannot resolve our model names, so it gets the folder (vLLM) or a
-    GGUF file (llama.cpp).
+    vLLM runs in an environment of its own and cannot resolve our model names: it gets the folder.
     """
     if is_floor(name):
         return dataclasses.replace(
@@ -197,13 +192,6 @@ def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOp
         return dataclasses.replace(
             options, settings={**kept, "narrow_weights": False} if name == WIDE else kept
         )
-    if name == LLAMA_CPP:
-        kind = gguf_weights.KINDS[str(options.settings.get(QUANTIZATION, "none"))]
-        path = gguf_weights.weights_for(
-            options.model, kind, ROOT / ".cache" / "bench-models", waiting
-        )
-        asked = {key: value for key, value in options.settings.items() if key == QUANTIZATION}
-        return dataclasses.replace(options, model=str(path), settings=asked)
     if name != VLLM:
         return options
     from tokenmill_worker.engine.model.model_files import resolve

@@ -6,19 +6,14 @@ compared.
 """
 
 import importlib.metadata
-import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 VLLM_VERSION = "0.32.0"
-LLAMA_CPP_VERSION = "0.3.36"  # of llama-cpp-python, compiled from its sources
-# Without multimodal support; compiled for this processor.
-LLAMA_CPP_OPTIONS = "-DLLAVA_BUILD=OFF -DGGML_NATIVE=ON"
 # vLLM requires these and never uses them for text; for the CPU build of torch they are often
 # unavailable.
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
@@ -62,34 +57,6 @@ class PeerEnvironment:
         self._stamp.write_text(VLLM_VERSION)
         return self.python
 
-    def ensure_llamacpp(self, waiting: Waiting) -> Path:
-        """Return the Python of an environment with llama.cpp compiled for this processor.
-
-        The first build takes many minutes.
-        """
-        wanted = f"llama-cpp-python=={LLAMA_CPP_VERSION} {LLAMA_CPP_OPTIONS}"
-        if self._stamp.exists() and self._stamp.read_text() == wanted:
-            return self.python
-        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-            raise BuildError(
-                f"{self.name}: llama.cpp is compiled from source, and there is no C++ compiler on "
-                "PATH"
-            )
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._step(
-            waiting,
-            "creating the environment",
-            [sys.executable, "-m", "venv", "--clear", str(self.folder)],
-        )
-        options = {
-            "CMAKE_ARGS": LLAMA_CPP_OPTIONS,
-            "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
-        }
-        source = ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_VERSION}"]
-        self._pip(waiting, "compiling llama.cpp", source, options)
-        self._stamp.write_text(wanted)
-        return self.python
-
     def ensure(self, packages: list[str], waiting: Waiting) -> Path:
         """Return the Python of an environment with these packages and their requirements."""
         wanted = " ".join(packages)
@@ -115,13 +82,7 @@ class PeerEnvironment:
         )
         return [line for line in done.stdout.splitlines() if line and "extra ==" not in line]
 
-    def _pip(
-        self,
-        waiting: Waiting,
-        title: str,
-        arguments: Iterable[str],
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def _pip(self, waiting: Waiting, title: str, arguments: Iterable[str]) -> None:
         pip = [
             str(self.python),
             "-m",
@@ -130,25 +91,12 @@ class PeerEnvironment:
             "--disable-pip-version-check",
             "--no-input",
         ]
-        self._step(
-            waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments], environment
-        )
+        self._step(waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments])
 
-    def _step(
-        self,
-        waiting: Waiting,
-        title: str,
-        command: list[str],
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def _step(self, waiting: Waiting, title: str, command: list[str]) -> None:
         started = time.monotonic()
         with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | dict(environment or {}),
-            )
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             try:
                 while process.poll() is None:
                     waiting(f"{self.name}: {title} ({time.monotonic() - started:.0f} s)")
