@@ -26,9 +26,31 @@ from ops.tools import reference_bytes
 from tokenmill_schemas import keys, params_validation, validation
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, Drain, TenantLoad, WakeUp, WorkerStatus
-from tokenmill_schemas.generation import ResponseFormat, SamplingParams, TokenLogprob
-from tokenmill_schemas.job import JobRequest, Message, RetryPolicy
-from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, Usage
+from tokenmill_schemas.generation import (
+    CallableTool,
+    CallGrammar,
+    ResponseFormat,
+    SamplingParams,
+    TokenLogprob,
+)
+from tokenmill_schemas.job import (
+    FunctionCall,
+    JobRequest,
+    Message,
+    RetryPolicy,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolFunction,
+)
+from tokenmill_schemas.result import (
+    ChoiceResult,
+    GeneratedCall,
+    JobError,
+    JobResult,
+    ToolCallDelta,
+    Usage,
+)
 from tokenmill_worker.settings import ENGINE_FIELDS, PREFIX, Settings
 from tokenmill_worker.settings.flags import panel_of
 
@@ -174,8 +196,10 @@ def limits_table() -> str:
 
 
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
-    JobRequest, Message, SamplingParams, ResponseFormat, RetryPolicy, Chunk, TokenLogprob,
-    JobResult, ChoiceResult, Usage, JobError, Cancel, Drain, WakeUp, WorkerStatus, TenantLoad,
+    JobRequest, Message, TextPart, ToolCall, FunctionCall, Tool, ToolFunction, SamplingParams,
+    ResponseFormat, CallGrammar, CallableTool, RetryPolicy, Chunk, ToolCallDelta, TokenLogprob,
+    JobResult, ChoiceResult, GeneratedCall, Usage, JobError, Cancel, Drain, WakeUp, WorkerStatus,
+    TenantLoad,
 )  # fmt: skip
 SECTIONS: dict[str, Callable[[], str]] = {
     "keys": keys_table,
