@@ -1,8 +1,8 @@
-"""A doomed worker that serves structured output: `POINT COUNT REDIS_URL DATABASE_URL NAME=VALUE…`.
+"""A doomed worker that serves structured output.
 
-It dies by SIGKILL at the COUNT-th call of POINT (see `doomed_worker`). Its engine takes no step
-before every job that it claimed has its grammar and its adapter, so that each step before the death
-gives each job a token.
+Arguments: `POINT COUNT JOBS REDIS_URL DATABASE_URL NAME=VALUE…`. The worker dies by SIGKILL at the
+COUNT-th call of POINT (see `doomed_worker`). Its engine takes no step before JOBS jobs have their
+grammar and their adapter, so that each step before the death gives each job a token.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.process.host import EngineThread
 from tokenmill_worker.engine.types import TokenEvent
 
-SETTLED_S = 0.3  # so long no further job becomes ready
+SETTLED_S = 3.0  # the engine also starts when no further job becomes ready for so long
 
 
 class GatheringEngine(Engine):
-    """An engine whose first step waits until no further request has become schedulable for a
-    moment.
-    """
+    """An engine whose first step waits until `expected` requests are schedulable."""
 
+    expected = 0
     _num_ready = 0
     _since = float("inf")
     _is_open = False
@@ -38,7 +37,7 @@ class GatheringEngine(Engine):
             num_ready, now = len(self.scheduler.request_ids()), time.monotonic()
             if num_ready > self._num_ready:
                 self._num_ready, self._since = num_ready, now
-            if self._pending or now < self._since + SETTLED_S:
+            if num_ready < self.expected and (self._pending or now < self._since + SETTLED_S):
                 time.sleep(0.005)
                 return []
             self._is_open = True
@@ -49,8 +48,11 @@ def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
     return lambda: EngineThread(lambda: GatheringEngine.load(config))
 
 
-def main(point: str, count: int, redis_url: str, database: str, *changes: str) -> int:
+def main(
+    point: str, count: int, num_jobs: int, redis_url: str, database: str, *changes: str
+) -> int:
     die_at(point, count)
+    GatheringEngine.expected = num_jobs
     values = dict(change.split("=", 1) for change in changes)
     chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, **values)
     worker = Worker(
@@ -63,4 +65,4 @@ def main(point: str, count: int, redis_url: str, database: str, *changes: str) -
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))
