@@ -48,6 +48,11 @@ def die_at(name: str, count: int) -> None:
     _countdown[name] = count
 
 
+def calls_left(name: str) -> int:
+    """Return at which further call of this point the process dies."""
+    return _countdown[name]
+
+
 def point(name: str) -> None:
     """Die here if it is time."""
     if name in _countdown:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from tests.chaos.doomed_worker import DoomedStore, DoomedStream, die_at
+from tests.chaos.doomed_worker import DoomedStore, DoomedStream, calls_left, die_at
 from tests.support.worker import settings
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engine.config import EngineConfig
@@ -20,16 +20,22 @@ from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.process.host import EngineThread
 from tokenmill_worker.engine.types import TokenEvent
 
+PUBLISHED_S = 1.0  # a step waits at most so long for the publication of the one before it
 SETTLED_S = 3.0  # the engine also starts when no further job becomes ready for so long
 
 
 class GatheringEngine(Engine):
-    """An engine whose first step waits until `expected` requests are schedulable."""
+    """An engine whose first step waits until `expected` requests are schedulable, and each other
+    one until the worker has come to its point again, so that no two steps share a chunk.
+    """
 
     expected = 0
+    point = ""
     _num_ready = 0
     _since = float("inf")
     _is_open = False
+    _calls_left = 0
+    _until = 0.0
 
     def step(self) -> list[TokenEvent]:
         if not self._is_open:
@@ -41,7 +47,12 @@ class GatheringEngine(Engine):
                 time.sleep(0.005)
                 return []
             self._is_open = True
-        return super().step()
+        if calls_left(self.point) == self._calls_left and time.monotonic() < self._until:
+            time.sleep(0.002)
+            return []
+        if events := super().step():
+            self._calls_left, self._until = calls_left(self.point), time.monotonic() + PUBLISHED_S
+        return events
 
 
 def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
@@ -52,7 +63,7 @@ def main(
     point: str, count: int, num_jobs: int, redis_url: str, database: str, *changes: str
 ) -> int:
     die_at(point, count)
-    GatheringEngine.expected = num_jobs
+    GatheringEngine.expected, GatheringEngine.point = num_jobs, point
     values = dict(change.split("=", 1) for change in changes)
     chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, **values)
     worker = Worker(
