@@ -38,7 +38,6 @@ COMMANDS = {
         "greedy tokens"
     ),
     "simulate": "goodput and latency under load, on a cost model; one queue under 1 to 64 workers",
-    "plot": "the picture of a JSON file that another command wrote",
     "gpu": "share of the roofline on a CUDA device",
 }
 

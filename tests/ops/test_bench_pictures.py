@@ -2,7 +2,6 @@
 is one sentence.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +36,6 @@ def engines(figures: dict[str, float], output_tokens: int) -> dict[str, Any]:
     }
 
 
-SIMULATED = {
-    "engine": {
-        "rows": [
-            {
-                "load": load,
-                "policy": policy,
-                "goodput": load,
-                "offered": load,
-                "ttft_p50_s": 0.1,
-                "ttft_p99_s": last,
-            }
-            | {"tpot_p50_ms": 9.0, "tpot_p99_ms": 20.0}
-            for load, last in ((0.5, 0.2), (1.2, None))
-            for policy in ("fifo", "priority")
-        ]
-    },
-    "queue": {
-        "rows": [
-            {
-                "mix": mix,
-                "kind": "token chunks",
-                "workers": workers,
-                "tokens_s": 1e4,
-                "offered_tokens_s": 1e4 * workers,
-            }
-            | {"utilisation": 0.5, "claim_p50_ms": 1.0, "claim_p99_ms": 2.0}
-            for mix in ("short prompts", "long prompts")
-            for workers in (1, 2, 4)
-        ]
-    },
-}
 QUEUES = {
     "tokenmill": [{"jobs_s": 10.0, "bytes_per_job": 900.0}],
     "celery": [{"jobs_s": 5.0, "bytes_per_job": 90.0}],
@@ -75,8 +43,6 @@ QUEUES = {
 RECORDS: dict[str, dict[str, Any]] = {
     "engine": {"command": "engine", "results": [engines(FIGURES, 64), engines(NO_TPOT, 4)]},
     "queue": {"command": "queue", "rounds": QUEUES},
-    "simulate": {"command": "simulate", **SIMULATED},
-    "simulate, the queue alone": {"command": "simulate", "queue": SIMULATED["queue"]},
 }
 
 
@@ -87,28 +53,21 @@ def test_each_kind_has_a_picture(name: str, tmp_path: Path) -> None:
     assert path.stat().st_size > 10_000
 
 
-def test_the_command_draws_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(RECORDS["engine"]))
-    assert main(["plot", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.svg")]) == 0
+def test_a_picture_names_what_was_measured(tmp_path: Path) -> None:
+    draw(RECORDS["engine"], tmp_path / "a.svg")
     assert "floor mkl" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("record", "said"),
     [
-        ("{", "cannot be read"),
-        ("[]", "not written by ops/bench"),
-        ('{"command": "sampler"}', "no picture of sampler"),
-        ('{"command": "engine", "results": [{"summary": {}}]}', "no finished round"),
-        ('{"command": "simulate"}', "no simulation"),
+        ({"command": "step"}, "no picture of step"),
+        ({"command": "engine", "results": [{"summary": {}}]}, "no finished round"),
     ],
 )
-def test_what_cannot_be_drawn(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.json").write_text(text)
-    assert main(["plot", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.png")]) == 1
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_drawn(record: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match=said):
+        draw(record, tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
 
 

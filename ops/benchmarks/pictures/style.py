@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 
 OURS, INK, PALE = "#0072B2", "#333333", "#BBBBBB"
 COLOURS = (OURS, "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
@@ -48,11 +47,3 @@ def number(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def tick(value: float, _place: float | None = None) -> str:
-    """Format a number for a logarithmic axis: 0.01, 10, 10k, 1M."""
-    for size, letter in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
