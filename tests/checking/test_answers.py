@@ -1,9 +1,14 @@
 """A finished answer that breaks its JSON schema is reported, for any schema and answer."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.publish.support import delivery_of, event
@@ -11,7 +16,7 @@ from tests.test_service_jobs import Bench, running
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.checking import VIOLATION, AnswerChecker
+from tokenmill_worker.checking import VIOLATION, AnswerChecker, child
 
 AGE: dict[str, object] = {
     "type": "object",
@@ -94,3 +99,20 @@ async def test_the_job_ends_with_what_was_found(
             assert (said.error.code if said.error else None) == code
             assert said.status is status
         await bench.service.stop()
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5], ids=["a whole question", "half a question"])
+def test_the_process_ends_in_silence_when_its_worker_is_killed(part: float) -> None:
+    question = msgspec.msgpack.encode((json.dumps(AGE).encode(), '{"age": 3}'))
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, child.__file__],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    os.close(reader)
+    message = len(question).to_bytes(4, "big") + question
+    _, errors = process.communicate(message[: int(len(message) * part)], timeout=60)
+    assert errors == b""

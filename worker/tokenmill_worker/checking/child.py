@@ -24,12 +24,14 @@ MAX_CHARS = 300
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles it and closes this stdin
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a killed worker ends this process too
     source, target = sys.stdin.buffer, sys.stdout.buffer
     validators: OrderedDict[bytes, Any] = OrderedDict()
     while header := source.read(4):
-        schema, text = msgspec.msgpack.decode(
-            source.read(int.from_bytes(header, "big")), type=tuple[bytes, str]
-        )
+        question = source.read(size := int.from_bytes(header, "big"))
+        if len(question) < size:  # the worker was killed while it wrote
+            break
+        schema, text = msgspec.msgpack.decode(question, type=tuple[bytes, str])
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
         answer = msgspec.msgpack.encode(_problem(validators, schema, text))
         signal.setitimer(signal.ITIMER_PROF, 0)
