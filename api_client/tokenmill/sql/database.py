@@ -31,7 +31,8 @@ class Database:
         except ImportError as error:
             raise ConfigurationError(
                 "reading results from SQL needs SQLAlchemy (and PostgreSQL psycopg): "
-                "pip install '.[sql]' in tokenmill's folder"
+                "pip install '.[sql]' in tokenmill's folder, './api_client[sql]' for the light "
+                "client"
             ) from error
         self.sql = sqlalchemy
         self._sentence_of = engine.sentence_of

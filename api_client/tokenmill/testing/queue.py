@@ -57,7 +57,8 @@ class InMemoryQueue:
         except ImportError as error:
             raise ConfigurationError(
                 "the in-memory queue needs fakeredis: "
-                "pip install '.[testing]' in tokenmill's folder"
+                "pip install '.[testing]' in tokenmill's folder, './api_client[testing]' for the "
+                "light client"
             ) from error
         self._fakeredis: Any = fakeredis
         self._server = fakeredis.FakeServer()

@@ -60,7 +60,9 @@ class Exporter:
             await client.close()
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT."""
+        """Serve until SIGTERM or SIGINT. Raises ConfigurationError if Redis refuses the first read
+        of a queue.
+        """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,5 +72,9 @@ class Exporter:
         log.info(
             "metrics of %s on port %d", ", ".join(queue.queue for queue in self._queues), self.port
         )
-        await stop.wait()
+        asked = asyncio.create_task(stop.wait())
+        ended, _ = await asyncio.wait([asked, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
         await self.stop()
+        for task in ended - {asked}:
+            task.result()

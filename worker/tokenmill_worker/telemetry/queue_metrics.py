@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tokenmill import AsyncClient, TokenmillError
+from tokenmill import AsyncClient, ConfigurationError, TokenmillError
 from tokenmill.operations.overview import QueueState
 from tokenmill_worker.telemetry.instruments import MetricSample
 
@@ -34,7 +34,9 @@ class QueueMetrics:
         self._failing = False
 
     async def run(self) -> None:
-        """Read the queue until cancelled."""
+        """Read the queue until cancelled. Raises ConfigurationError if Redis refuses the first
+        read, as with a wrong password: only a person can repair that.
+        """
         while True:
             await self.read()
             await asyncio.sleep(self._interval_s)
@@ -44,6 +46,9 @@ class QueueMetrics:
             self.state = await self._client.overview()
             self._failing = False
         except TokenmillError as error:
+            is_first = self.state is None and not self._failing
+            if is_first and isinstance(error, ConfigurationError):
+                raise
             if not self._failing:
                 log.warning(
                     "Queue %s cannot be read from Redis; its metrics are left out: %s",
