@@ -121,6 +121,12 @@ def test_an_id_in_use_is_refused_and_the_first_request_continues(manager):
     assert manager.get_result("same").status is RequestStatus.FINISHED
 
 
+def test_several_choices_are_refused(manager):
+    with pytest.raises(RequestError, match="one choice here, not 2"):
+        manager.add_request([1, 2], params=SamplingParams(n=2))
+    assert manager.get_result(manager.add_request([1, 2], max_new_tokens=1)).finish_reason
+
+
 def test_a_pause_runs_no_step_loses_nothing_and_drops_cached_prefixes(engine, manager):
     prompt = list(range(65, 105))
     manager.add_request(prompt, "first")

@@ -21,7 +21,7 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError
 from tokenmill_worker.engine.requests.results import RequestOutput, ResultHandler, Results
-from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +178,13 @@ class ContinuousBatchingManager:
         """Add one request and return its id. A request that cannot be served ends as FAILED.
 
         Raises:
-            RequestError: the id is in use, or its result has not been taken.
+            RequestError: the id is in use, or its result has not been taken; or `params` asks for
+                several choices.
             EngineError: the manager stops or has failed.
         """
         sampling = params or self._params
+        if sampling.n > 1:
+            raise RequestError(f"a request has one choice here, not {sampling.n}")
         if max_new_tokens is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_new_tokens)
         with self._changed:
