@@ -5,7 +5,8 @@ all is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ HOSTILE: list[bytes] = [
     b"9007199254740993", b"9" * 40,
     b"0x10", b" 7 ", b"text", b"urgent", b"FLUSHALL", b"SPUBLISH", b"a b", b"a\0b", b"\xff\xfe",
     b"x\r\n+OK\r\n",
-    b"y" * 2_000, KEYS.meta.encode(), b"waits", b"runs",
+    b"y" * 2_000, KEYS.meta.encode(), b"waits", b"runs", b"\x80", b"\x91\x01",
 ]  # fmt: skip
 ARGUMENT = st.one_of(
     st.sampled_from(HOSTILE), st.binary(max_size=12), st.integers().map(lambda n: str(n).encode())
@@ -43,7 +44,9 @@ ARGUMENT = st.one_of(
 
 @dataclass(frozen=True)
 class Case:
-    """One valid call: names and values of its arguments, from ARGV[1] on."""
+    """One valid call: names and values of its arguments, from ARGV[1] on. Options are one of them,
+    a dictionary.
+    """
 
     script: Script
     arguments: tuple[tuple[str, Any], ...]
@@ -55,6 +58,10 @@ class Case:
     @property
     def values(self) -> list[Any]:
         return [*HEAD, *(value for _, value in self.arguments)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return next((value for value in self.values if isinstance(value, dict)), {})
 
 
 def job(name: str, **other: Any) -> tuple[tuple[str, Any], ...]:
@@ -72,13 +79,19 @@ def chunk(name: str, token: bytes) -> bytes:
     return bytes(msgpack.packb([name, token.decode(), 1, 1, 1, "chunk"]))
 
 
+CLAIM_OPTIONS: dict[str, Any] = {
+    "worker": "w1", "lease_ms": 10_000, "sweep_ms": 0, "credits": 1, "urgent_credits": 0,
+    "max_reply_bytes": 10_000, "max_solo_crashes": 3, "max_crashes": 50, "max_orphaned": 10,
+    "log_ttl_s": 600, "bulk_every": 8, "redeliver": 0,
+}  # fmt: skip
+
+
 def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
     """Return calls of every script.
 
     Job `waits` is queued, w1 owns `runs`, `over` is dead; see `populated`.
     """
     running = tokens["runs"]
-    lease = (("worker", "w1"), ("lease", 10_000), ("sweep interval", 0))
     found = [
         Case(producer_scripts.SUBMIT, (
             ("backlog limit", 100), ("idempotency TTL", 1_000),
@@ -99,9 +112,7 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
         Case(PLAY, (("move", "finish"), ("job id", "runs"), ("state", "failed"), ("result", "r"),
                     ("last chunk", "c"))),
         Case(worker_scripts.CLAIM, (
-            *lease, ("credits", 5), ("largest reply", 10_000), ("solo crashes", 3), ("crashes", 50),
-            ("log TTL", 600),
-            ("share of bulk", 8), ("deliveries", 10), ("urgent credits", 1), ("redelivery", 1),
+            ("options", CLAIM_OPTIONS | {"credits": 5, "urgent_credits": 1, "redeliver": 1}),
             ("job id", "runs"),
         )),
         Case(worker_scripts.APPEND, (
@@ -121,8 +132,8 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
             ("job id", "waits"), ("token", "1"), ("how", "crash"), ("delay", 0), ("note", ""),
         )),
         Case(worker_scripts.HEARTBEAT, (
-            *lease, ("status", "s"), ("job id", "runs"), ("token", running), ("job id", "x"),
-            ("token", 1),
+            ("options", {"worker": "w1", "lease_ms": 10_000, "sweep_ms": 0}), ("status", "s"),
+            ("job id", "runs"), ("token", running), ("job id", "x"), ("token", 1),
         )),
         Case(worker_scripts.RESIGN, (("worker", "w1"), ("how", "orphan"))),
     ]  # fmt: skip
@@ -133,7 +144,12 @@ NAMES = list(cases({"runs": b"1"}))
 
 
 def run(server: Any, script: Script, *arguments: Any) -> Any:
-    return call(server, script, KEYS.meta, *HEAD, *arguments)
+    return call(server, script, KEYS.meta, *HEAD, *packed(arguments))
+
+
+def packed(arguments: Iterable[Any]) -> list[Any]:
+    """Return the arguments as they are sent: options as MessagePack."""
+    return [msgpack.packb(value) if isinstance(value, dict) else value for value in arguments]
 
 
 def populated(server: Any) -> dict[str, bytes]:
@@ -146,9 +162,7 @@ def populated(server: Any) -> dict[str, bytes]:
         assert run(server, producer_scripts.SUBMIT, 0, 0, *values) == [b"ok", name.encode(), b"new"]
         if name == "waits":
             break
-        (delivery,) = run(
-            server, worker_scripts.CLAIM, "w1", 10_000, 0, 1, 10_000, 3, 50, 600, 8, 10, 0, 0
-        )
+        (delivery,) = run(server, worker_scripts.CLAIM, CLAIM_OPTIONS)
         tokens[name] = delivery[1]
         body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, "first"]))
         run(server, worker_scripts.APPEND, 600, "w1", 1, body)
@@ -186,6 +200,23 @@ def check_counts(server: Any) -> None:
     assert int(meta.get(b"running", 0)) == held
 
 
+def kinds_of(keys: set[bytes]) -> set[str]:
+    """Return keys as the heads of the scripts write them: `job:` for `tm:{q}:job:x`."""
+    names = {key.decode().removeprefix(KEYS.base) for key in keys}
+    return {
+        name if name == "ready:urgent" else re.sub(r"(?<=:).*", "", name, count=1) for name in names
+    }
+
+
+def listed_keys(script: Script) -> set[str]:
+    """Return the keys that a script's head says it may write."""
+    row = re.compile(r"^-- Keys(?: of a sweep)?  +(.+(?:\n--  +.+)*)", re.MULTILINE)
+    rows = row.findall(script.text)
+    own, sweep = rows[-1], rows[-2] if len(rows) > 2 else ""
+    text = own + (sweep if "those of a sweep" in own else "")
+    return set(re.findall(r"[a-z]+:urgent|[a-z]+:?", text))
+
+
 @pytest.fixture(scope="module")
 def server(valkey: ControlledValkey) -> Iterator[Any]:
     with valkey.client() as client:
@@ -195,8 +226,11 @@ def server(valkey: ControlledValkey) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_valid_call_is_done(server: Any, name: str) -> None:
-    case = cases(populated(server))[name]
-    call(server, case.script, KEYS.meta, *case.values)
+    case, before = cases(populated(server))[name], everything(server)
+    call(server, case.script, KEYS.meta, *packed(case.values))
+    after = everything(server)
+    changed = {key for key in before | after if before.get(key) != after.get(key)}
+    assert kinds_of(changed) <= listed_keys(case.script)
     if case.script is not PLAY:  # it has no tenant streams and no owners
         check_counts(server)
 
@@ -214,13 +248,15 @@ def test_nothing_is_written_or_all_of_it(server: Any, name: str, data: st.DataOb
         cut = data.draw(st.integers(-len(values), 2), label="more")
         values = values[:cut] if cut < 0 else [*values, *["1"] * cut]
         replaced |= {"number of arguments", *case.names}
+    if "options" in replaced:
+        replaced |= set(case.options)
     check_call(server, case.script, values, replaced)
 
 
 def check_call(server: Any, script: Script, values: list[Any], replaced: set[str]) -> None:
     before = everything(server)
     try:
-        reply = call(server, script, KEYS.meta, *values)
+        reply = call(server, script, KEYS.meta, *packed(values))
     except redis.ResponseError as error:
         words = str(error)
         assert words.startswith("INVALID "), words
@@ -273,5 +309,31 @@ def test_each_argument_meets_each_hostile_value(server: Any, name: str) -> None:
         for value in HOSTILE:
             case = cases(populated(server))[name]
             values = list(case.values)
+            replaced = {case.names[place]} | (
+                set(case.options) if values[place] == case.options else set()
+            )
             values[place] = value
-            check_call(server, case.script, values, {case.names[place]})
+            check_call(server, case.script, values, replaced)
+
+
+WITH_OPTIONS = [name for name, case in cases({"runs": b"1"}).items() if case.options]
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_each_option_meets_each_hostile_value(server: Any, name: str) -> None:
+    for option in cases({"runs": b"1"})[name].options:
+        for value in (*HOSTILE, *(value.decode("latin-1") for value in HOSTILE), *SPOILT):
+            case = cases(populated(server))[name]
+            case.options[option] = value
+            check_call(server, case.script, case.values, {option, "options"})
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_an_option_that_is_left_out_is_named(server: Any, name: str) -> None:
+    for option in cases({"runs": b"1"})[name].options:
+        case = cases(populated(server))[name]
+        del case.options[option]
+        before = everything(server)
+        with pytest.raises(redis.ResponseError, match=rf"^INVALID {option} must be .*'nothing'"):
+            call(server, case.script, KEYS.meta, *packed(case.values))
+        assert everything(server) == before

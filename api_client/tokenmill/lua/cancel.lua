@@ -1,13 +1,13 @@
 -- cancel: end waiting jobs and stop running ones. Repeating the call changes nothing.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3] and on          job ids
---
--- Reply  per job 'cancelled': it was waiting and has ended now; 'cancelling': it is running, or
---        ran before and its next worker ends it; 'unknown'; or the state in which it had ended
---
 -- A running job's worker gets tokenmill_schemas.control.Cancel on its control channel, and a flag
 -- in the reply to its next append or heartbeat.
+--
+-- Keys       meta, job:, jobs:, vouchers, returned, delayed, deadlines, ended
+-- Arguments  from ARGV[3] on: job ids
+-- Reply      per job 'cancelled': it was waiting and has ended now; 'cancelling': it is running, or
+--            ran before and its next worker ends it; 'unknown'; or the state in which it had ended
+-- Errors     INVALID, if the key base or the publish command is wrong; nothing was written then
 local now, reply = clock_ms(), {}
 for place = 3, #ARGV do
   local id = ARGV[place]

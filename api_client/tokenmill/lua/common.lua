@@ -1,9 +1,10 @@
 -- common: what every script begins with: names of keys, the server's clock, and the operations that
 -- producers and workers both need.
 --
--- KEYS[1]  the queue's meta hash; it routes the call in a cluster
--- ARGV[1]  the key base
--- ARGV[2]  PUBLISH or SPUBLISH
+-- Keys       KEYS[1]  the queue's meta hash; it routes the call in a cluster. The head of each
+--                     script lists all keys that it writes, without the key base.
+-- Arguments  ARGV[1]  the key base
+--            ARGV[2]  PUBLISH or SPUBLISH
 local meta, base, announce = KEYS[1], ARGV[1] or '', ARGV[2]
 local GROUP, READER = 'workers', 'all'
 local RANK = {interactive = 0, standard = 1, bulk = 2}
@@ -19,24 +20,24 @@ local refusal
 
 local function refuse(name, rule, value, of)
   if refusal then return end
-  local shown = string.gsub(string.sub(value or 'nothing', 1, 60), '[^ -~]', '?')
+  local shown = string.gsub(string.sub(tostring(value or 'nothing'), 1, 60), '[^ -~]', '?')
   if of then name = name .. ' of job ' .. of end
   refusal = redis.error_reply('INVALID ' .. name .. ' must be ' .. rule
     .. ", not '" .. shown .. "'")
 end
 
--- Returns the argument as a number; a fraction is rounded up.
-local function amount(place, name, least, most, of)
-  local value = tonumber(ARGV[place])
-  if value and value >= least and value <= most then return math.ceil(value) end
-  refuse(name, string.format('a number from %.0f to %.0f', least, most), ARGV[place], of)
+-- Returns an argument as a number; a fraction is rounded up.
+local function amount(value, name, least, most, of)
+  local found = tonumber(value)
+  if found and found >= least and found <= most then return math.ceil(found) end
+  refuse(name, string.format('a number from %.0f to %.0f', least, most), value, of)
 end
 
-local function one_of(place, name, words, of)
+local function one_of(value, name, words, of)
   for _, word in ipairs(words) do
-    if ARGV[place] == word then return word end
+    if value == word then return word end
   end
-  refuse(name, 'one of ' .. table.concat(words, ', '), ARGV[place], of)
+  refuse(name, 'one of ' .. table.concat(words, ', '), value, of)
 end
 
 -- Checks that the arguments from `first` on are groups of `size` each.
@@ -77,9 +78,10 @@ end
 -- Returns whether a job may have this id.
 local function is_name(id) return #id > 0 and is_text(id, 255) end
 
-local function text(place, name, least, of)
-  local value = ARGV[place]
-  if value and #value >= least and is_text(value, MOST_BYTES) then return value end
+local function text(value, name, least, of)
+  if type(value) == 'string' and #value >= least and is_text(value, MOST_BYTES) then
+    return value
+  end
   refuse(name, string.format('a UTF-8 text of %d to %d bytes without a zero', least, MOST_BYTES),
     value, of)
 end

@@ -2,20 +2,22 @@
 -- call is about one job, and calls never overlap. Only the real worker has fencing, leases and
 -- fair sharing.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3]                 operation: promote, take, append or finish
--- ARGV[4]                 job id
--- ARGV[5] and on          the operation's own arguments, named below
+-- Keys       meta, job:, log:, jobs:, lanes:, idem:, delayed, deadlines, ended
+-- Arguments  ARGV[3]  operation: promote, take, append or finish
+--            ARGV[4]  job id
+--            then the operation's own arguments, named below
+-- Reply      promote: OK; take: the request, or nil; append: 1 if the job was cancelled; finish: 1
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local SIZES = {promote = 4, take = 5, append = 7, finish = 7}
-local move, id = one_of(3, 'move', {'promote', 'take', 'append', 'finish'}), ARGV[4] or ''
+local move, id = one_of(ARGV[3], 'move', {'promote', 'take', 'append', 'finish'}), ARGV[4] or ''
 if move and #ARGV ~= SIZES[move] then
   refuse('number of arguments', tostring(SIZES[move]), tostring(#ARGV))
 end
 if move and move ~= 'promote' and not is_name(id) then refuse('job id', 'a name', id) end
-if move == 'take' then text(5, 'worker', 1) end
+if move == 'take' then text(ARGV[5], 'worker', 1) end
 local stop = move == 'append' and not refusal
-  and amount(5, 'end of the log', end_of_log(id) + 1, MOST)
-if move == 'finish' then one_of(5, 'state', ENDS) end
+  and amount(ARGV[5], 'end of the log', end_of_log(id) + 1, MOST)
+if move == 'finish' then one_of(ARGV[5], 'state', ENDS) end
 if refusal then return refusal end
 local key, now = job_key(id), clock_ms()
 

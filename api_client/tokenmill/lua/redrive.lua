@@ -2,16 +2,15 @@
 -- from the beginning, because only their result has what they generated. One call reads at most
 -- PAGE entries of the dead-letter stream.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3]                 largest number of jobs
--- ARGV[4]                 start: '-', or the first value of the previous reply
--- ARGV[5] and on          job ids; none: the oldest dead jobs
---
--- Reply  start of the next call ('' at the end), then the ids of the jobs that were returned
--- Error  INVALID, with the name of the first invalid argument; nothing was written then
+-- Keys       meta, job:, log:, jobs:, lanes:, idem:, dead
+-- Arguments  ARGV[3]  largest number of jobs
+--            ARGV[4]  start: '-', or the first value of the previous reply
+--            then job ids; none: the oldest dead jobs
+-- Reply      start of the next call ('' at the end), then the ids of the jobs that were returned
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local PAGE, FIRST = 500, 5
 check_groups(FIRST, 1)
-local limit, start = amount(3, 'limit', 0, MOST), ARGV[4] or ''
+local limit, start = amount(ARGV[3], 'limit', 0, MOST), ARGV[4] or ''
 local ms, number_in_ms = string.match(start, '^%((%d+)%-(%d+)$')
 if start ~= '-' and not (ms and tonumber(ms) < MOST and tonumber(number_in_ms) < MOST) then
   refuse('start', '-, or a bracket and the id of an entry', start)
@@ -33,9 +32,9 @@ for _, entry in ipairs(entries) do
     local job = redis.call('HMGET', key, 'state', 'settled', 'class', 'tenant', 'cost', 'request',
       'idem')
     if job[1] == 'dead' and job[2] and job[6] then
-      redis.call('HDEL', key, 'settled', 'result', 'doomed', 'crashes', 'solo_crashes', 'orphaned',
-        'cancel', 'finished_ms',
-        'worker', 'mark', 'deadline_ms', 'error', 'error_code', 'started_ms')
+      redis.call('HDEL', key, 'settled', 'result', 'crashes', 'solo_crashes', 'orphaned',
+        'cancel', 'finished_ms', 'worker', 'mark', 'deadline_ms', 'error', 'error_code',
+        'started_ms')
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1', 'redriven', '1')
       redis.call('PERSIST', key)
       if job[7] then redis.call('PERSIST', idem_key(job[7])) end

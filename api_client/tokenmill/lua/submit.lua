@@ -1,19 +1,18 @@
 -- submit: store many jobs, or none of them. A repeated call finds the jobs by their ids.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3]                 largest backlog that the caller accepts; 0: the queue's setting alone
--- ARGV[4]                 idempotency TTL from the job's end, ms; 0: the queue's setting
--- ARGV[5] and on          per job: id, class, tenant, fingerprint, idempotency key, request,
---                         created ms, deadline ms, due ms, cost
---
--- Reply  {'ok', id, 'new' or 'known', ...}, then 'unserved' if no worker has ever served the queue
---        {'conflict', id, place}, {'large', size, limit}, {'full', depth, limit},
---        {'rate', tenant, wait ms}, {'name', place}: nothing was stored
--- Error  INVALID, with the name of the first invalid argument; nothing was written then
+-- Keys       meta, job:, jobs:, lanes:, tenant:, idem:, delayed, deadlines, ready, ready:urgent
+-- Arguments  ARGV[3]  largest backlog that the caller accepts; 0: the queue's setting alone
+--            ARGV[4]  idempotency TTL from the job's end, ms; 0: the queue's setting
+--            then per job: id, class, tenant, fingerprint, idempotency key, request, created ms,
+--            deadline ms, due ms, cost
+-- Reply      {'ok', id, 'new' or 'known', ...}, then 'unserved' if no worker has ever served the
+--            queue. {'conflict', id, place}, {'large', size, limit}, {'full', depth, limit},
+--            {'rate', tenant, wait ms}, {'name', place}: nothing was stored
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
 check_groups(FIRST, FIELDS)
-local limit, idempotency_ttl = amount(3, 'backlog limit', 0, MOST),
-  amount(4, 'idempotency TTL', 0, MOST)
+local limit = amount(ARGV[3], 'backlog limit', 0, MOST)
+local idempotency_ttl = amount(ARGV[4], 'idempotency TTL', 0, MOST)
 if refusal then return refusal end
 local own = redis.call('HMGET', meta, 'max_queued', 'max_payload', 'idempotency_ms')
 local own_limit, max_bytes = number(own[1], 0), number(own[2], 0)
@@ -36,13 +35,16 @@ end
 for first = FIRST, #ARGV, FIELDS do
   local place = (first - FIRST) / FIELDS
   local job = {
-    id = ARGV[first], class = one_of(first + 1, 'class', CLASSES, place),
-      tenant = text(first + 2, 'tenant', 0, place),
-    fingerprint = ARGV[first + 3], idem = '', request = ARGV[first + 5],
-    created = amount(first + 6, 'created', 0, MOST, place),
-      deadline = amount(first + 7, 'deadline', 0, MOST, place),
-    due = amount(first + 8, 'due', 0, MOST, place),
-      cost = amount(first + 9, 'cost', 0, MOST_COST, place),
+    id = ARGV[first],
+    class = one_of(ARGV[first + 1], 'class', CLASSES, place),
+    tenant = text(ARGV[first + 2], 'tenant', 0, place),
+    fingerprint = ARGV[first + 3],
+    idem = '',
+    request = ARGV[first + 5],
+    created = amount(ARGV[first + 6], 'created', 0, MOST, place),
+    deadline = amount(ARGV[first + 7], 'deadline', 0, MOST, place),
+    due = amount(ARGV[first + 8], 'due', 0, MOST, place),
+    cost = amount(ARGV[first + 9], 'cost', 0, MOST_COST, place),
   }
   -- `known_as` splits at the first space
   if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then

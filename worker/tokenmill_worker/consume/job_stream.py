@@ -138,18 +138,20 @@ class JobStream:
             self._claims += 1
             reply = await self._call(
                 scripts.CLAIM,
-                self.worker_id,
-                round(options.lease_s * 1000),
-                round(options.sweep_s * 1000),
-                credits,
-                options.max_claim_bytes,
-                options.max_solo_crashes,
-                options.max_crashes,
-                round(options.log_ttl_s),
-                options.bulk_every,
-                options.max_deliveries,
-                urgent,
-                int(redeliver),
+                scripts.options(
+                    worker=self.worker_id,
+                    lease_ms=round(options.lease_s * 1000),
+                    sweep_ms=round(options.sweep_s * 1000),
+                    credits=credits,
+                    urgent_credits=urgent,
+                    max_reply_bytes=options.max_claim_bytes,
+                    max_solo_crashes=options.max_solo_crashes,
+                    max_crashes=options.max_crashes,
+                    max_orphaned=options.max_deliveries,
+                    log_ttl_s=round(options.log_ttl_s),
+                    bulk_every=options.bulk_every,
+                    redeliver=int(redeliver),
+                ),
                 *known,
                 attempts=1,
             )
@@ -189,9 +191,9 @@ class JobStream:
         if self.lease_expired():
             return [False] * len(jobs)
         done: list[bool] = []
+        ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
         for part in in_parts(map(_finish_arguments, jobs), MAX_FINISH_BYTES):
             arguments = [value for item in part for value in item]
-            ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
             done += [bool(flag) for flag in await self._call(scripts.FINISH, *ttls, *arguments)]
         for job in jobs:
             self._forget(job.result.job_id, job.token)
@@ -238,9 +240,11 @@ class JobStream:
         owned, claims, idle = dict(self._owned), self._claims, not self._claiming.locked()
         reply = await self._call(
             scripts.HEARTBEAT,
-            self.worker_id,
-            round(self.options.lease_s * 1000),
-            round(self.options.sweep_s * 1000),
+            scripts.options(
+                worker=self.worker_id,
+                lease_ms=round(self.options.lease_s * 1000),
+                sweep_ms=round(self.options.sweep_s * 1000),
+            ),
             encode(status),
             *(value for job in owned.items() for value in job),
         )

@@ -1,5 +1,5 @@
 """Loads the worker's Lua scripts, each joined with the helpers it needs, and reads their replies as
-values. The head of each file in lua/ describes its arguments and its reply.
+values. The head of each file in lua/ lists its keys, arguments, reply and errors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from tokenmill.transport.scripts import COMMON, Script, load_script
-from tokenmill_schemas.codec import DecodeError, decode_status
+from tokenmill_schemas.codec import DecodeError, decode_status, encode
 from tokenmill_worker.jobs import Delivery
 
 _OWNERSHIP = ("tokenmill_worker.consume", "ownership")
@@ -19,12 +19,12 @@ def _script(*names: str) -> Script:
     return load_script(COMMON, _OWNERSHIP, *(("tokenmill_worker.consume", name) for name in names))
 
 
-CLAIM = _script("delivery", "fair_queue", "claim")
+CLAIM = _script("options", "delivery", "fair_queue", "claim")
 # The hot path carries nothing that it does not use.
 APPEND = load_script(("tokenmill_worker.consume", "append"))
 FINISH = _script("finish")
 RELEASE = _script("release")
-HEARTBEAT = _script("heartbeat")
+HEARTBEAT = _script("options", "heartbeat")
 RESIGN = _script("resign")
 
 ALL = (CLAIM, APPEND, FINISH, RELEASE, HEARTBEAT, RESIGN)
@@ -42,6 +42,11 @@ class HeartbeatReply:
     cancelled: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     is_replaced: bool = False
+
+
+def options(**values: str | int) -> bytes:
+    """Return the argument of a script that reads its options by name (options.lua)."""
+    return encode(values)
 
 
 def texts(values: Iterable[bytes]) -> list[str]:

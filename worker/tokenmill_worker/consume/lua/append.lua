@@ -3,28 +3,28 @@
 -- The script needs no common.lua and keeps its values in locals, because it runs for every token,
 -- with CPU caches that the engine has emptied.
 --
--- KEYS[1]  the queue's meta hash, which routes the call
--- ARGV[1]  key base
--- ARGV[2]  PUBLISH or SPUBLISH
--- ARGV[3]  log TTL, s
--- ARGV[4]  worker
--- ARGV[5]  the ownership version after this call
--- ARGV[6]  one MessagePack array, per chunk: id, token, start, size, how, chunk. It is a single
---          argument because packing and parsing six arguments per chunk would cost a worker more
---          than making the chunk.
---
---   start  the number of the log's last entry before this one; 0 if there is none. A chunk with
---          start 0 restarts the log.
---   size   how much the number grows: by the chunk's tokens, or by one for a chunk that only ends a
---          choice. The entry's id is `<start + size>-0`, so a repeated append finds its chunk,
---          and an append that would leave a gap is refused.
---   how    1: publish the chunk as well. 2: an earlier call has shown this worker that, under this
---          token, the log holds everything before the chunk. 3: both.
---
--- Reply    empty if every chunk was simply logged. Else three values for each other chunk: its
---          index in the call, a word of tokenmill_worker.jobs.AppendReply, and the number of the
---          log's last entry after the call. If the versions differed, -1, 'version', 0 come before.
--- Error    INVALID, with the name of the first invalid argument; nothing was written then.
+-- Keys       log:, vouchers
+-- Arguments  KEYS[1]  the queue's meta hash, which routes the call
+--            ARGV[1]  key base
+--            ARGV[2]  PUBLISH or SPUBLISH
+--            ARGV[3]  log TTL, s
+--            ARGV[4]  worker
+--            ARGV[5]  the ownership version after this call
+--            ARGV[6]  one MessagePack array, per chunk: id, token, start, size, how, chunk. It is a
+--                     single argument because packing and parsing six arguments per chunk would
+--                     cost a worker more than making the chunk.
+--   start    the number of the log's last entry before this one; 0 if there is none. A chunk with
+--            start 0 restarts the log.
+--   size     how much the number grows: by the chunk's tokens, or by one for a chunk that only ends
+--            a choice. The entry's id is `<start + size>-0`, so a repeated append finds its chunk,
+--            and an append that would leave a gap is refused.
+--   how      1: publish the chunk as well. 2: an earlier call has shown this worker that, under
+--            this token, the log holds everything before the chunk. 3: both.
+-- Reply      empty if every chunk was simply logged. Else three values for each other chunk: its
+--            index in the call, a word of tokenmill_worker.jobs.AppendReply, and the number of the
+--            log's last entry after the call. If the versions differed, -1, 'version', 0 come
+--            before.
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 --
 -- The ownership version is a number that each call of a worker raises by one. Every script that
 -- changes which jobs a worker owns deletes it (see ownership.lua), and a server that lost its last

@@ -4,13 +4,25 @@
 -- claim whose reply was lost, ended jobs, jobs that other workers gave back or lost, and then the
 -- tenant streams.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3] to ARGV[14]     see delivery.lua
--- ARGV[15] and on         the ids of all jobs that this worker knows it owns, if ARGV[14] is '1'
---
--- Reply  a list of {id, token, request, deliveries, crashes, outcome, created ms, started ms,
---        attempt, alone, log, redriven, number of the log's last entry}
--- Error  INVALID, with the name of the first invalid argument; nothing was written then
+-- Keys       meta, job:, log:, jobs:, lanes:, tenant:, worker:, workers, held:, vouchers, delayed,
+--            deadlines, returned, ended, ready, ready:urgent
+-- Arguments  ARGV[3]: options by name (options.lua), read at the top of delivery.lua
+--   worker            who calls
+--   lease_ms          how long a new worker's lease lasts
+--   sweep_ms          least time between two sweeps
+--   credits           how many jobs of any class it can start
+--   urgent_credits    how many interactive jobs it can start beyond them
+--   max_reply_bytes   the reply ends before it exceeds this; one job is always delivered
+--   max_solo_crashes  crashes with no other job in the engine, after which a job is dead
+--   max_crashes       crashes after which a job is dead
+--   max_orphaned      deliveries that ended with the worker's disappearance, after which it is dead
+--   log_ttl_s         TTL of the log of a delivered job
+--   bulk_every        while bulk jobs wait, one job in this many is bulk
+--   redeliver         1: the ids that follow are all jobs that this worker knows it owns; else 0
+--            then the ids of jobs
+-- Reply      per job: id, token, request, deliveries, crashes, outcome, created ms, started ms,
+--            attempt, 1 if it crashed alone, log, 1 if redriven, number of the log's last entry
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local returns = is_registered(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
@@ -18,7 +30,7 @@ redis.call('SADD', base .. 'workers', worker)
 -- Delivers again the jobs that this worker owns and does not know: the reply of a claim was lost.
 local function redeliver()
   local known = {}
-  for place = 15, #ARGV do known[ARGV[place]] = true end
+  for place = FIRST, #ARGV do known[ARGV[place]] = true end
   for _, id in ipairs(redis.call('SMEMBERS', owned)) do
     local job = not known[id] and read_job(id)
     if job then
@@ -76,7 +88,7 @@ end
 
 local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms, lease_ms, returns)
-  if redelivers == '1' then redeliver() end
+  if redelivers then redeliver() end
   deliver_from('ended', false, 63)
   deliver_from('returned', true, 63 + math.max(credits, 0))
   if credits > 0 or urgent > 0 then deliver_from_streams() end

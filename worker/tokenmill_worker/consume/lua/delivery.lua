@@ -1,27 +1,18 @@
--- Part of claim: delivers one job to a worker.
---
--- ARGV[3]   worker
--- ARGV[4]   lease, ms
--- ARGV[5]   sweep interval, ms
--- ARGV[6]   credits, for jobs of any class
--- ARGV[7]   largest reply, bytes
--- ARGV[8]   crashes allowed with no other job in the engine
--- ARGV[9]   crashes allowed
--- ARGV[10]  log TTL, s
--- ARGV[11]  while bulk jobs wait, one job in this many is bulk
--- ARGV[12]  how many deliveries of a job may end with the worker's disappearance
--- ARGV[13]  further credits, for interactive jobs only
--- ARGV[14]  '1': the ids that follow are all jobs that this worker knows it owns; else '0'
-check_groups(15, 1)
-local worker, lease_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST)
-local sweep_ms, credits = amount(5, 'sweep interval', 0, MOST), amount(6, 'credits', 0, MOST)
-local max_bytes, max_isolated = amount(7, 'largest reply', 0, MOST),
-  amount(8, 'solo crashes', 0, MOST)
-local max_crashes, log_ttl = amount(9, 'crashes', 0, MOST), amount(10, 'log TTL', 1, MOST)
-local bulk_every, max_orphaned = amount(11, 'share of bulk', 0, MOST),
-  amount(12, 'deliveries', 0, MOST)
-local urgent, redelivers = amount(13, 'urgent credits', 0, MOST),
-  one_of(14, 'redelivery', {'0', '1'})
+-- Part of claim: reads the options, which the head of claim.lua describes, and delivers one job.
+local FIRST = 4
+check_groups(FIRST, 1)
+local worker = text(options.worker, 'worker', 1)
+local lease_ms = amount(options.lease_ms, 'lease_ms', 1, MOST)
+local sweep_ms = amount(options.sweep_ms, 'sweep_ms', 0, MOST)
+local credits = amount(options.credits, 'credits', 0, MOST)
+local urgent = amount(options.urgent_credits, 'urgent_credits', 0, MOST)
+local max_reply_bytes = amount(options.max_reply_bytes, 'max_reply_bytes', 0, MOST)
+local max_solo_crashes = amount(options.max_solo_crashes, 'max_solo_crashes', 0, MOST)
+local max_crashes = amount(options.max_crashes, 'max_crashes', 0, MOST)
+local max_orphaned = amount(options.max_orphaned, 'max_orphaned', 0, MOST)
+local log_ttl_s = amount(options.log_ttl_s, 'log_ttl_s', 1, MOST)
+local bulk_every = amount(options.bulk_every, 'bulk_every', 0, MOST)
+local redelivers = amount(options.redeliver, 'redeliver', 0, 1) == 1
 if refusal then return refusal end
 local owned = base .. 'held:' .. worker
 local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
@@ -38,7 +29,7 @@ end
 local function outcome_of(job)
   if job.state ~= 'running' and job.state ~= 'queued' then return job.state end
   if job.cancel then return 'cancelled' end
-  if job.isolated >= max_isolated or job.crashes >= max_crashes then return 'dead' end
+  if job.solo_crashes >= max_solo_crashes or job.crashes >= max_crashes then return 'dead' end
   if job.orphaned >= max_orphaned then return 'dead' end
   if job.deadline > 0 and job.deadline <= now then return 'expired' end
   return 'run'
@@ -53,7 +44,7 @@ local function read_job(id)
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
-    crashes = number(raw[6], 0), isolated = number(raw[7], 0), attempt = number(raw[8], 1),
+    crashes = number(raw[6], 0), solo_crashes = number(raw[7], 0), attempt = number(raw[8], 1),
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
     cancel = raw[12], class = class_of(raw[13]), tenant = raw[14] or '', cost = number(raw[15], 0),
     orphaned = number(raw[16], 0), entry = raw[17], uncounted = raw[18], redriven = raw[19],
@@ -75,7 +66,7 @@ local function read_log(id)
     size = size + #entry[2][2]
     index = tonumber(string.match(entry[1], '^(%d+)-'))
   end
-  if #chunks > 0 then redis.call('EXPIRE', log_key(id), whole(log_ttl)) end
+  if #chunks > 0 then redis.call('EXPIRE', log_key(id), whole(log_ttl_s)) end
   return chunks, size, index
 end
 
@@ -88,7 +79,7 @@ end
 local function deliver(id, job, again)
   local chunks, size, index = read_log(id)
   size = size + #job.request
-  if #deliveries > 0 and bytes + size > max_bytes then
+  if #deliveries > 0 and bytes + size > max_reply_bytes then
     is_full = true
     return false
   end
@@ -117,7 +108,7 @@ local function deliver(id, job, again)
   deliveries[#deliveries + 1] = {
     id, whole(token), job.request, job.deliveries, job.crashes, outcome, whole(job.created),
       whole(started),
-    job.attempt, (job.isolated > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
+    job.attempt, (job.solo_crashes > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
   }
   if outcome == 'run' then
     if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end

@@ -1,21 +1,22 @@
 -- finish: acknowledge jobs whose rows SQL has committed.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3]                 result TTL, s
--- ARGV[4]                 TTL of dead letters, s
--- ARGV[5] and on          per job: id, token, state, result, final chunk, tokens served
---
--- Reply  per job 1: done, now or before; 0: refused, because another worker owns the job or it is
---        gone
--- Error  INVALID, with the name of the first invalid argument; nothing was written then
-check_groups(5, 6)
-local result_ttl, dead_ttl, now = amount(3, 'result TTL', 0, MOST), amount(4, 'dead TTL', 0, MOST),
-  clock_ms()
-for first = 5, #ARGV, 6 do
-  one_of(first + 2, 'state', ENDS, (first - 5) / 6)
-  amount(first + 5, 'tokens served', 0, MOST_COST, (first - 5) / 6)
+-- Keys       meta, job:, log:, jobs:, lanes:, tenant:, held:, idem:, dead, deadlines, ended
+-- Arguments  ARGV[3]  TTL of an ended job, with its result, s
+--            ARGV[4]  TTL of a dead job and of its entry among the dead letters, s
+--            then per job: id, token, state, result, final chunk, tokens served
+-- Reply      per job 1: done, now or before; 0: refused, because another worker owns the job or it
+--            is gone
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
+local FIRST, FIELDS = 5, 6
+check_groups(FIRST, FIELDS)
+local result_ttl_s = amount(ARGV[3], 'result TTL', 0, MOST)
+local dead_ttl_s = amount(ARGV[4], 'dead TTL', 0, MOST)
+for first = FIRST, #ARGV, FIELDS do
+  one_of(ARGV[first + 2], 'state', ENDS, (first - FIRST) / FIELDS)
+  amount(ARGV[first + 5], 'tokens served', 0, MOST_COST, (first - FIRST) / FIELDS)
 end
 if refusal then return refusal end
+local now = clock_ms()
 local AT_ONCE = 1000  -- arguments per command
 -- Changes of the queue are collected here and written once for all jobs, at the end.
 local entries, owners, due, ends, freed, served_more, num_freed = {}, {}, {}, {}, {}, {}, 0
@@ -77,8 +78,8 @@ local function store_dead_letter(id, key)
   redis.call('XADD', base .. 'dead', '*', 'job', id, 'error',
     redis.call('HGET', key, 'error') or '',
     'history', redis.call('HGET', key, 'history') or '', 'died_ms', whole(now))
-  redis.call('XTRIM', base .. 'dead', 'MINID', whole(math.max(0, now - dead_ttl * 1000)))
-  redis.call('EXPIRE', key, whole(dead_ttl))
+  redis.call('XTRIM', base .. 'dead', 'MINID', whole(math.max(0, now - dead_ttl_s * 1000)))
+  redis.call('EXPIRE', key, whole(dead_ttl_s))
 end
 
 local function finish(id, token, state, result, chunk, served)
@@ -108,13 +109,13 @@ local function finish(id, token, state, result, chunk, served)
     served_more[class] = served_more[class] or {}
     count(served_more[class], tenant, served - math.max(number(job[8], 0), 1))
   end
-  if job[9] then start_key_clock(id, state == 'dead' and dead_ttl or 0) end
+  if job[9] then start_key_clock(id, state == 'dead' and dead_ttl_s or 0) end
   if state == 'dead' then
     redis.call('HDEL', key, 'entry')
     store_dead_letter(id, key)
   else
     redis.call('HDEL', key, 'request', 'history', 'idem', 'idem_ms', 'entry')
-    redis.call('EXPIRE', key, whole(result_ttl))
+    redis.call('EXPIRE', key, whole(result_ttl_s))
   end
   publish_chunk(id, chunk)
   return 1
@@ -122,7 +123,7 @@ end
 
 local reply = {}
 local is_whole, trouble = pcall(function()
-  for first = 5, #ARGV, 6 do
+  for first = FIRST, #ARGV, FIELDS do
     local id, token, state, result, chunk, served = unpack(ARGV, first, first + 5)
     reply[#reply + 1] = finish(id, token, state, result, chunk, tonumber(served))
   end

@@ -1,27 +1,29 @@
 -- heartbeat: renew the worker's lease, sweep the whole queue, and report which of its jobs are
 -- cancelled or lost.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3]                 worker
--- ARGV[4]                 lease, ms
--- ARGV[5]                 sweep interval, ms
--- ARGV[6]                 status
--- ARGV[7] and on          per job that the worker believes to own: id, token
---
--- Reply  {cancelled ids, lost ids, ids that it owns and did not name, number of orphans freed, the
---        previous status}. An id without a valid job hash counts as lost.
--- Error  INVALID, with the name of the first invalid argument; nothing was written then
-check_groups(7, 2)
-local worker, lease_ms, sweep_ms = text(3, 'worker', 1), amount(4, 'lease', 1, MOST),
-  amount(5, 'sweep interval', 0, MOST)
+-- Keys       meta, worker:, workers, and those of a sweep (ownership.lua)
+-- Arguments  ARGV[3]: options by name (options.lua)
+--   worker    who calls
+--   lease_ms  how long the lease lasts from now
+--   sweep_ms  least time between two sweeps
+--            ARGV[4]: the worker's status, stored under its lease
+--            then per job that the worker believes to own: id, token
+-- Reply      {cancelled ids, lost ids, ids that it owns and did not name, number of orphans freed,
+--            the previous status}. An id without a valid job hash counts as lost.
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
+local FIRST = 5
+check_groups(FIRST, 2)
+local worker = text(options.worker, 'worker', 1)
+local lease_ms = amount(options.lease_ms, 'lease_ms', 1, MOST)
+local sweep_ms = amount(options.sweep_ms, 'sweep_ms', 0, MOST)
 if refusal then return refusal end
 local returns = is_registered(worker)
 local before = redis.pcall('GET', base .. 'worker:' .. worker)
-redis.call('SET', base .. 'worker:' .. worker, ARGV[6], 'PX', whole(lease_ms))
+redis.call('SET', base .. 'worker:' .. worker, ARGV[4], 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
 redis.call('HSET', meta, 'served', '1')  -- tells submit that a worker has served this queue
 local cancelled, lost, unacknowledged, known = {}, {}, {}, {}
-for first = 7, #ARGV, 2 do
+for first = FIRST, #ARGV, 2 do
   local id = ARGV[first]
   known[id] = true
   -- Without a valid hash this fails, and the job counts as lost.

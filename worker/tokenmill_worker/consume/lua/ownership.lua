@@ -1,5 +1,8 @@
--- Shared by the worker's scripts, after common.lua: releases owned jobs, and sweeps the jobs of
--- dead workers. A worker is alive while its lease key `worker:<id>` exists.
+-- Part of every script of a worker but append, after common.lua: releases owned jobs, and sweeps
+-- the jobs of dead workers. A worker is alive while its lease key `worker:<id>` exists.
+--
+-- Keys of a sweep  meta, job:, jobs:, lanes:, tenant:, workers, held:, vouchers, delayed,
+--                  deadlines, returned, ended, ready, ready:urgent
 local HISTORY_LINES = 20
 
 local function tenant_running(tenant, change)

@@ -1,17 +1,16 @@
 -- release: give jobs back to the queue, and wake all workers. A call without jobs only wakes them.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3] and on          per job: id, token, how, delay in ms, note (see give_back in
---                         ownership.lua). If a call has exactly one crashed job, that job was alone
---                         in its engine.
---
--- Reply  per job 1: given back, now or before; 0: refused
--- Error  INVALID, with the name of the first invalid argument; nothing was written then
+-- Keys       meta, job:, jobs:, tenant:, held:, vouchers, delayed, returned, ended
+-- Arguments  from ARGV[3] on, per job: id, token, how, delay in ms, note (see give_back in
+--            ownership.lua). If a call has exactly one crashed job, that job was alone in its
+--            engine.
+-- Reply      per job 1: given back, now or before; 0: refused
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local FIELDS, now, reply, num_crashed = 5, clock_ms(), {}, 0
 check_groups(3, FIELDS)
 for first = 3, #ARGV, FIELDS do
-  one_of(first + 2, 'how', {'handover', 'crash', 'retry'}, (first - 3) / FIELDS)
-  amount(first + 3, 'delay', 0, MOST, (first - 3) / FIELDS)
+  one_of(ARGV[first + 2], 'how', {'handover', 'crash', 'retry'}, (first - 3) / FIELDS)
+  amount(ARGV[first + 3], 'delay', 0, MOST, (first - 3) / FIELDS)
   if ARGV[first + 2] == 'crash' then num_crashed = num_crashed + 1 end
 end
 if refusal then return refusal end

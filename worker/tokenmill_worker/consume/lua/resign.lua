@@ -1,14 +1,14 @@
 -- resign: give back all jobs of a worker, and end its lease.
 --
--- KEYS, ARGV[1], ARGV[2]  see common.lua
--- ARGV[3]                 worker
--- ARGV[4]                 how, as in give_back: 'handover' at the end of a drain, or after a freeze
---                         that outlasted the lease; 'orphan' when a worker of the same name starts
---
--- Reply  how many jobs it owned
--- Error  INVALID, with the name of the first invalid argument; nothing was written then
-text(3, 'worker', 1)
-one_of(4, 'how', {'handover', 'orphan'})
+-- Keys       meta, job:, jobs:, tenant:, worker:, workers, held:, vouchers, returned, ended, ready,
+--            ready:urgent
+-- Arguments  ARGV[3]  worker
+--            ARGV[4]  how, as in give_back: 'handover' at the end of a drain, or after a freeze
+--                     that outlasted the lease; 'orphan' when a worker of the same name starts
+-- Reply      how many jobs it owned
+-- Errors     INVALID, with the name of the first invalid argument; nothing was written then
+text(ARGV[3], 'worker', 1)
+one_of(ARGV[4], 'how', {'handover', 'orphan'})
 if refusal then return refusal end
 local num_owned = deregister_worker(ARGV[3], clock_ms(), ARGV[4])
 redis.call('DEL', base .. 'worker:' .. ARGV[3])
