@@ -169,7 +169,7 @@ def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ]
     assert main(["queue", *wanted]) == 0
     ours, celery = (
-        json.loads(out.read_text())["results"][name] for name in ("tokenmill", "celery")
+        json.loads(out.read_text())["results"]["queue"][name] for name in ("tokenmill", "celery")
     )
     assert min(*ours.values(), *celery.values()) > 0
     assert ours["token_p50_ms"] <= ours["token_p99_ms"]

@@ -42,7 +42,7 @@ QUEUES = {
 }
 RECORDS: dict[str, dict[str, Any]] = {
     "engine": {"command": "engine", "results": [engines(FIGURES, 64), engines(NO_TPOT, 4)]},
-    "queue": {"command": "queue", "rounds": QUEUES},
+    "queue": {"command": "queue", "rounds": {"queue": QUEUES}},
 }
 
 

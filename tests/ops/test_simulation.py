@@ -4,34 +4,30 @@ queues saturate.
 
 import json
 import math
+import random
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from ops.benchmarks.__main__ import main
 from ops.benchmarks.simulation.calibration import STORED, calibrate
 from ops.benchmarks.simulation.costs import H200, LLAMA_8B, CostModel
-from ops.benchmarks.simulation.engine_report import POLICIES, figures, is_good
-from ops.benchmarks.simulation.engine_run import Outcome, SimulatedEngine
-from ops.benchmarks.simulation.queue_claims import POLL_S, Claims
-from ops.benchmarks.simulation.queue_layer import simulate
-from ops.benchmarks.simulation.queue_load import (
-    CUTTINGS,
-    EIGHTS,
-    INTERACTIVE,
-    TOKENS,
-    Cutting,
+from ops.benchmarks.simulation.engine import POLICIES, Outcome, SimulatedEngine, figures
+from ops.benchmarks.simulation.load import Arrival, arrivals
+from ops.benchmarks.simulation.queue_layer import KEPT, carried, simulate
+from ops.benchmarks.simulation.queue_server import HOP_S, Clock, QueueServer
+from ops.benchmarks.simulation.queue_worker import (
+    ANSWERS,
+    LEASE_S,
     Mix,
     Observations,
+    Worker,
+    split,
 )
-from ops.benchmarks.simulation.queue_log import Log, Steps, in_parts, num_chunks, together
-from ops.benchmarks.simulation.queue_report import KEPT, carried
-from ops.benchmarks.simulation.queue_server import HOP_S, Clock, QueueServer
-from ops.benchmarks.simulation.queue_worker import LEASE_S
-from ops.benchmarks.simulation.trace import Arrival, arrivals
 from tests.publish.support import FakeLog, admit, event
 from tokenmill_worker.consume.consumer import MAX_AT_ONCE
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
@@ -87,7 +83,6 @@ class TestEngine:
         assert outcome.ttft_s == pytest.approx(
             COSTS.seconds(512, 512, 512 * 512) + COSTS.seconds(488, 1000, 488 * 1000)
         )
-        assert outcome.tpot_s == pytest.approx(COSTS.seconds(1, 1005, 1005), rel=0.01)
 
     def test_everyone_is_served_and_time_goes_on(self) -> None:
         engine = SimulatedEngine(COSTS, dict(self.SETTINGS))
@@ -95,7 +90,7 @@ class TestEngine:
             [Arrival(0.1 * n, 200, 20, n % 3, "t") for n in range(40)], until=math.inf
         )
         assert all(outcome.is_complete for outcome in outcomes)
-        assert engine.busy_s <= engine.now
+        assert engine.now > 3.9, "the last one came then"
 
     def test_priority_serves_the_urgent_first_under_overload(self) -> None:
         flood = [Arrival(0.0, 2000, 50, n % 3, "t") for n in range(60)]
@@ -116,13 +111,16 @@ class TestFigures:
     ) -> Outcome:
         return Outcome(Arrival(0.0, 10, 3, rank, "t"), first_at, first_at, tokens, gap_s)
 
+    def is_good(self, *arguments: Any, **named: Any) -> bool:
+        return self.outcome(*arguments, **named).is_good
+
     def test_goodness_depends_on_the_class(self) -> None:
-        assert is_good(self.outcome(0, 0.9))
-        assert not is_good(self.outcome(0, 1.1))
-        assert is_good(self.outcome(1, 1.1))
-        assert not is_good(self.outcome(0, 0.5, gap_s=0.3))
-        assert not is_good(self.outcome(0, 0.5, tokens=2)), "unfinished"
-        assert is_good(self.outcome(2, 500.0, gap_s=100.0))
+        assert self.is_good(0, 0.9)
+        assert not self.is_good(0, 1.1)
+        assert self.is_good(1, 1.1)
+        assert not self.is_good(0, 0.5, gap_s=0.3)
+        assert not self.is_good(0, 0.5, tokens=2), "unfinished"
+        assert self.is_good(2, 500.0, gap_s=100.0)
 
     def test_who_never_got_a_token_counts(self) -> None:
         found = figures([self.outcome(0, 0.5), self.outcome(0, None, tokens=0)], seconds=2.0)
@@ -134,7 +132,7 @@ class TestQueueServer:
     def test_calls_are_served_in_order_of_arrival_by_one_thread(self) -> None:
         clock = Clock()
         ends: list[float] = []
-        server = QueueServer(clock, measured_from=0.0, measured_to=10.0)
+        server = QueueServer(clock)
         for seconds in (0.5, 0.25):
             server.call("x", seconds, ends.append)
         clock.run(until=10.0)
@@ -142,87 +140,25 @@ class TestQueueServer:
         assert server.busy == {"x": 0.75}
 
 
-class TestClaims:
-    COSTS = replace(STORED, claim=1e-3, claimed=0.0)
-
-    def begin(self, room: int) -> None:
-        """Start one worker with that many free places, which never get more."""
-        self.clock, self.room = Clock(), room
-        self.taken: list[tuple[float, int]] = []
-        self.server = QueueServer(self.clock, measured_from=0.0, measured_to=math.inf)
-        self.worker = Claims(
-            self.server, self.COSTS, Observations(0.0), lambda: self.room, self.take
-        )
-
-    def take(self, count: int) -> None:
-        self.room -= count
-        self.taken.append((self.clock.now, count))
-
-    @property
-    def num_claims(self) -> int:
-        return round(self.server.busy["claim"] / self.COSTS.claim)
-
-    def test_a_claim_that_filled_the_places_is_the_last(self) -> None:
-        self.begin(room=MAX_AT_ONCE + 8)
-        self.worker.wait()
-        self.clock.run(until=POLL_S / 2)
-        assert [count for _, count in self.taken] == [MAX_AT_ONCE, 8]
-        assert self.num_claims == 2, "none that asks for nothing"
-
-    def test_room_is_claimed_for_when_it_is_noticed_and_one_call_is_under_way(self) -> None:
-        self.begin(room=3)
-        self.worker.wait()
-        self.clock.run(until=HOP_S)
-        self.room += 2
-        self.worker.notice_room()  # the first is under way: asked for behind it
-        self.clock.run(until=0.1)
-        self.room += 1
-        self.clock.run(until=0.2)
-        self.worker.notice_room()
-        self.clock.run(until=0.3)
-        claim = 2 * HOP_S + self.COSTS.claim
-        assert [count for _, count in self.taken] == [3, 2, 1]
-        assert [at for at, _ in self.taken] == pytest.approx([claim, 2 * claim, 0.2 + claim])
-        assert self.num_claims == 3
-
-    def test_where_nothing_makes_room_it_looks_once_per_poll_interval(self) -> None:
-        self.begin(room=0)
-        self.worker.wait()
-        self.clock.run(until=3.5 * POLL_S)
-        assert (self.num_claims, self.taken) == (3, [])
-
-    def test_no_claim_of_a_busy_worker_comes_back_empty(self) -> None:
-        result = simulate(1, TestQueueLayer.MIX, TOKENS, self.COSTS, seconds=10.0)
-        assert result.busy["claim"] * 10.0 / self.COSTS.claim == pytest.approx(
-            len(result.claims_s), abs=1
-        )
-
-
-class TestLog:
-    """The simulation cuts a backlog of events into parts and chunks as the product does."""
-
-    COSTS = replace(STORED, append=1.0, chunk={1: 1.0, 8: 1.0, 32: 1.0}, opened=3.0)
-
-    def step(self, jobs: int, opened: int = 0) -> Steps:
-        return Steps((0.0,), jobs, jobs, tokens=jobs, chunks=jobs, opened=opened, ended=0)
+class TestChunks:
+    """The simulation cuts a backlog of tokens into parts and chunks as the product does."""
 
     @pytest.mark.parametrize(("jobs", "steps"), [(256, 3), (100, 3), (100, 300), (300, 1), (7, 1)])
     def test_parts_are_those_of_the_service(self, jobs: int, steps: int) -> None:
-        parts = in_parts(together([self.step(jobs)] * steps), 256)
         events = [event("a", job_id=str(number)) for _ in range(steps) for number in range(jobs)]
-        assert [part.events for part in parts] == [
+        waiting = np.full(jobs, steps)
+        assert [steps * len(part) for part in split(waiting, 256)] == [
             len(part) for part in split_batches(events, (), 256)
         ]
-        assert sum(part.tokens for part in parts) == jobs * steps, "no token is lost in the cutting"
 
-    @pytest.mark.parametrize("cutting", [TOKENS, INTERACTIVE])
+    @pytest.mark.parametrize("kind", ["token chunks", "interactive"])
     @pytest.mark.parametrize(
         ("sequences", "steps"), [(256, 4), (250, 2), (100, 3), (16, 20), (1, 40)]
     )
     async def test_chunks_are_as_many_as_the_publishers(
-        self, cutting: Cutting, sequences: int, steps: int
+        self, kind: str, sequences: int, steps: int
     ) -> None:
-        log = FakeLog()
+        log, answers = FakeLog(), ANSWERS[kind]
         publisher = Publisher(log)
         names = [str(number) for number in range(sequences)]
         for name in names:
@@ -230,108 +166,101 @@ class TestLog:
         await publisher.handle([event("a", job_id=name) for name in names])
         log.calls.clear()
         events = [event("b", job_id=name) for name in names * steps]
-        urgent = {each.request_id for each in events} if cutting.is_urgent else set()
-        for part in split_batches(events, urgent, max(EVENTS_AT_ONCE, sequences)):
-            await publisher.handle(part)
-        made = together([self.step(sequences)] * steps)
-        parts = [made] if cutting.is_urgent else in_parts(made, max(EVENTS_AT_ONCE, sequences))
-        assert [num_chunks(part, cutting) for part in parts] == [len(call) for call in log.calls]
+        at_once = max(EVENTS_AT_ONCE, sequences)
+        urgent = {each.request_id for each in events} if answers.is_urgent else ()
+        for batch in split_batches(events, urgent, at_once):
+            await publisher.handle(batch)
+        most = len(events) if answers.is_urgent else at_once
+        made = [
+            answers.cut(
+                np.full(len(part), steps), np.ones_like(part, bool), np.zeros_like(part, bool)
+            )
+            for part in split(np.full(sequences, steps), most)
+        ]
+        assert [int(chunks.sum()) for _, chunks in made] == [len(call) for call in log.calls]
+        assert sum(int(tokens.sum()) for tokens, _ in made) == sequences * steps
 
-    def test_ends_leave_with_their_part_and_room_is_noticed_behind_the_last(self) -> None:
-        clock, told = Clock(), list[object]()
-        server = QueueServer(clock, measured_from=0.0, measured_to=math.inf)
-        log = Log(
-            server,
-            self.COSTS,
-            Observations(0.0),
-            TOKENS,
-            256,
-            told.append,
-            lambda: told.append("room"),
-        )
-        for opened in (0, 256, 0, 0, 0):  # the first goes alone, the others pile up meanwhile
-            log.add(replace(self.step(256, opened), ended=2))
-        clock.run(until=math.inf)
-        assert told == [2, "room", 4, 4, "room"]
-        assert server.busy["append"] == pytest.approx(3 * 1.0 + 256 * 1.0 + 256 * 3.0), (
-            "a job's first is dearer"
-        )
+    def test_chunks_fill_and_an_end_leaves_with_what_is_there(self) -> None:
+        held, opened = np.array([1, 7, 8, 3, 40]), np.array([False, True, True, True, True])
+        ended = np.array([False, False, False, True, False])
+        tokens, chunks = ANSWERS["chunks of 8"].cut(held, opened, ended)
+        assert (tokens.tolist(), chunks.tolist()) == ([1, 0, 8, 3, 40], [1, 0, 1, 1, 3])
+        tokens, chunks = ANSWERS["checkpoints"].cut(held, opened, ended)
+        assert (tokens.tolist(), chunks.tolist()) == ([0, 0, 0, 0, 32], [0, 0, 0, 0, 1])
 
 
 class TestQueueLayer:
-    MIX = Mix("a mix", 64, 220, num_sequences=100)
-    COSTS = replace(STORED, append=20e-6, chunk={1: 10e-6, 8: 31e-6, 32: 31e-6}, opened=10e-6)
+    MIX = Mix(64, 220, num_sequences=100)
+    COSTS = replace(STORED, append=20e-6, chunk=10e-6, token=3e-6, checkpoint=31e-6)
+
+    def simulate(self, workers: int, kind: str, seconds: float = 4.0) -> dict[str, float]:
+        return simulate(workers, self.MIX, ANSWERS[kind], self.COSTS, seconds=seconds)
 
     def test_beside_an_idle_server_the_devices_do_what_they_can(self) -> None:
-        result = simulate(1, self.MIX, TOKENS, self.COSTS)
-        assert result.speed == pytest.approx(1.0, rel=0.05)
-        assert result.times_ms()["added_p50_ms"] == pytest.approx(
-            1e3 * (HOP_S + 20e-6 + 100 * 10e-6), rel=0.3
+        found = self.simulate(1, "token chunks", seconds=24.0)
+        assert found["kept"] == pytest.approx(1.0, rel=0.05)
+        assert found["added_p50_ms"] == pytest.approx(1e3 * (HOP_S + 20e-6 + 100 * 10e-6), rel=0.3)
+        assert found["busy_append"] == pytest.approx(
+            found["tokens_s"] * (20e-6 / 100 + 10e-6), rel=0.05
         )
-        assert result.busy["append"] == pytest.approx(
-            result.tokens_s * (20e-6 / 100 + 10e-6), rel=0.05
+        assert found["jobs_s"] * 190 == pytest.approx(found["tokens_s"], rel=0.2), (
+            "what begins ends"
         )
-        assert result.jobs_s * 190 == pytest.approx(result.tokens_s, rel=0.2), "what begins ends"
+
+    def test_claims_ask_for_the_free_slots_and_no_more_than_the_product_does(self) -> None:
+        clock = Clock()
+        server, seen = QueueServer(clock), Observations(0.0)
+        worker = Worker(
+            server, self.COSTS, self.MIX, ANSWERS["token chunks"], seen, random.Random(0)
+        )
+        worker._claim()
+        clock.run(until=0.02)  # before the first answer ends
+        assert server.busy["claim"] == pytest.approx(
+            -(-104 // MAX_AT_ONCE) * self.COSTS.claim + 104 * self.COSTS.claimed
+        )
 
     def test_a_full_server_is_what_limits(self) -> None:
-        one, many = (
-            simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 48)
-        )
-        assert many.utilisation == pytest.approx(1.0, rel=0.02)
-        assert many.speed < 0.7
-        assert many.times_ms()["claim_p99_ms"] > 10 * one.times_ms()["claim_p99_ms"]
-        assert many.times_ms()["heartbeat_p99_ms"] < 1e3 * LEASE_S, (
-            "or the workers would lose their jobs"
-        )
+        one, many = (self.simulate(workers, "token chunks", 2.0) for workers in (1, 48))
+        assert many["server"] == pytest.approx(1.0, rel=0.02)
+        assert many["kept"] < 0.7
+        assert many["claim_p99_ms"] > 10 * one["claim_p99_ms"]
+        assert many["beat_p99_ms"] < 1e3 * LEASE_S, "or the workers would lose their jobs"
 
-    @pytest.mark.parametrize("cutting", [TOKENS, INTERACTIVE])
-    def test_steps_that_pile_up_share_chunks(self, cutting: Cutting) -> None:
-        full = simulate(32, self.MIX, cutting, self.COSTS, seconds=4.0)
-        assert full.tokens_s > 130_000, "10 µs a chunk, were each token one"
-        assert full.tokens_s == pytest.approx(full.jobs_s * 190, rel=0.2), (
-            "no token is lost in the sharing"
-        )
+    @pytest.mark.parametrize("kind", ["token chunks", "interactive"])
+    def test_steps_that_pile_up_share_chunks(self, kind: str) -> None:
+        full = self.simulate(32, kind)
+        assert full["tokens_s"] > 130_000, "10 µs a chunk, were each token one"
+        assert full["tokens_s"] == pytest.approx(full["jobs_s"] * 190, rel=0.2), "none is lost"
 
     def test_gathered_chunks_make_room(self) -> None:
-        each, gathered = (
-            simulate(4, self.MIX, cutting, self.COSTS, seconds=4.0) for cutting in (TOKENS, EIGHTS)
-        )
-        assert gathered.speed > 0.97
-        assert gathered.busy["append"] < each.busy["append"] / 2
-        assert gathered.tokens_s == pytest.approx(gathered.jobs_s * 190, rel=0.2), (
-            "no token is lost in the cutting"
-        )
+        each, gathered = (self.simulate(4, kind) for kind in ("token chunks", "chunks of 8"))
+        assert gathered["kept"] > 0.97
+        assert gathered["busy_append"] < each["busy_append"] / 2
+        assert gathered["tokens_s"] == pytest.approx(gathered["jobs_s"] * 190, rel=0.2)
 
     def test_carried_is_where_speed_falls(self) -> None:
-        results = [
-            simulate(workers, self.MIX, TOKENS, self.COSTS, seconds=2.0) for workers in (1, 16)
-        ]
-        limit = carried(self.MIX, TOKENS, self.COSTS, results)
-        assert simulate(limit, self.MIX, TOKENS, self.COSTS).speed >= KEPT
-        assert simulate(limit + 2, self.MIX, TOKENS, self.COSTS).speed < KEPT
+        kind = ANSWERS["token chunks"]
+        kept = {workers: self.simulate(workers, "token chunks", 2.0)["kept"] for workers in (1, 16)}
+        limit = carried(self.MIX, kind, self.COSTS, kept)
+        assert 1 <= limit < 16
+        assert simulate(limit, self.MIX, kind, self.COSTS)["kept"] >= KEPT
+        assert simulate(limit + 2, self.MIX, kind, self.COSTS)["kept"] < KEPT
 
 
 @pytest.mark.redis
 def test_costs_are_measured_on_the_real_server() -> None:
     costs = calibrate(rounds=1)
-    assert set(costs.chunk) == {cutting.tokens for cutting in CUTTINGS}
     for name, seconds in asdict(costs).items():
-        for each in seconds.values() if isinstance(seconds, dict) else (seconds,):
-            assert 0 <= each < 0.01, name
-    assert min(costs.chunk.values()) > 0 < costs.submit
-    assert costs.opened > costs.chunk[1], "the server has asked for the job once, and not again"
+        assert 0 <= seconds < 0.01, name
+    assert min(costs.chunk, costs.checkpoint, costs.submit) > 0
+    assert costs.opened > costs.chunk, "the server has asked for the job once, and not again"
 
 
 def test_the_command_writes_both_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    assert (
-        main(
-            ["simulate", "--part", "engine", "--load", "0.5", "--seconds", "3", "--json", str(out)]
-        )
-        == 0
-    )
-    rows = json.loads(out.read_text())["engine"]["rows"]
-    assert [row["policy"] for row in rows] == list(POLICIES)
+    wanted = ["--part", "engine", "--load", "0.5", "--seconds", "3", "--json", str(out)]
+    assert main(["simulate", *wanted]) == 0
+    assert list(json.loads(out.read_text())["results"]["load 0.5"]) == list(POLICIES)
     printed = capsys.readouterr().out
     assert "H200" in printed
     assert max(map(len, printed.splitlines())) <= 80

@@ -7,16 +7,15 @@ token and of a job are measured too. Rounds alternate; figures are medians.
 """
 
 import argparse
-import statistics
 from collections import defaultdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ops.benchmarks.measure.figures import STAGES
+from ops.benchmarks.measure.figures import STAGES, medians
+from ops.benchmarks.measure.tables import show
 from ops.benchmarks.peers.environments import ROOT
-from ops.benchmarks.queue.systems import Arq, CeleryTasks, QueueSystem, Tokenmill
+from ops.benchmarks.queue.systems import measure, systems
 
 SHOWN = {
     "submit_one_jobs_s": "handed in one by one, jobs/s",
@@ -45,7 +44,6 @@ SHOWN = {
     "cpu_subscribers_us": "CPU per chunk: 32 subscribers in one process, µs",
 }
 LOG = ROOT / ".cache" / "bench-queue.log"
-SYSTEMS: dict[str, type[QueueSystem]] = {"celery": CeleryTasks, "arq": Arq}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,53 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--peer", action="append", default=[], choices=sorted(SYSTEMS), help="repeatable"
+        "--peer", action="append", default=[], choices=("celery", "arq"), help="repeatable"
     )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
-    kinds: list[type[QueueSystem]] = [
-        Tokenmill,
-        *(SYSTEMS[name] for name in dict.fromkeys(options.peer)),
-    ]
+    names = ["tokenmill", *dict.fromkeys(options.peer)]
     rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
     LOG.parent.mkdir(parents=True, exist_ok=True)
-    with LOG.open("wb") as log:
+    with LOG.open("wb") as log, console.status("") as status:
+        kinds = systems(log, status.update)
         for number in range(options.rounds):
-            for kind in kinds if number % 2 == 0 else reversed(kinds):
-                with console.status(
-                    f"round {number + 1} of {options.rounds}: {kind.name}"
-                ) as status:
-                    rounds[kind.name].append(
-                        kind(status.update, log).measure(options.jobs, options.tokens)
-                    )
-    medians = {name: _medians(measured) for name, measured in rounds.items()}
-    _show(medians, options)
-    return {"results": medians, "rounds": rounds}
-
-
-def _medians(measured: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(each[name] for each in measured) for name in measured[0]}
-
-
-def _show(medians: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
-    title = (
-        f"{options.jobs} jobs of {options.tokens} tokens, one worker; medians of "
-        f"{options.rounds} rounds"
-    )
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for name in medians:
-        table.add_column(name, justify="right")
-    for key, words in SHOWN.items():
-        cells = [_number(figures.get(key)) for figures in medians.values()]
-        if any(cells):
-            table.add_row(words, *cells)
-    Console().print(table)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+            for name in names if number % 2 == 0 else reversed(names):
+                status.update(f"round {number + 1} of {options.rounds}: {name}")
+                rounds[name].append(measure(kinds[name](), options.jobs, options.tokens))
+    results = {name: medians(rounds[name]) for name in names}
+    title = f"{options.jobs} jobs of {options.tokens} tokens, one worker; medians of rounds"
+    show(Console(), title, results, {key: (words, "") for key, words in SHOWN.items()}, turned=True)
+    return {"results": {"queue": results}, "rounds": {"queue": rounds}}

@@ -1,16 +1,37 @@
 """`ops/bench simulate`: simulates in virtual time what this machine cannot measure.
 
 Engine: the real scheduler on the cost model of an H200, with a bursty trace at loads around its
-capacity; our policies beside first come, first served. Queue: one queue server under 1 to 64
+capacity; our policies beside first come, first served. Queue: one queue server under up to 64
 workers, with the cost of our scripts on the real server's thread, measured just before.
 """
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
-from ops.benchmarks.simulation import calibration, engine_report, queue_report
+from ops.benchmarks.measure.tables import show
+from ops.benchmarks.simulation import calibration, engine, queue_layer
+from ops.benchmarks.simulation.costs import CostModel
+
+ENGINE_COLUMNS = {
+    "goodput": ("good/s", "{:.1f}"),
+    "offered": ("of", "{:.1f}"),
+    "ttft_p50_s": ("TTFT s\np50", "{:.2f}"),
+    "ttft_p99_s": ("\np99", "{:.2f}"),
+    "gap_p99_ms": ("gap ms\np99", "{:.0f}"),
+    "tokens_s": ("tok/s", "{:,.0f}"),
+    "bulk_done": ("bulk\ndone", "{:.0%}"),
+}
+QUEUE_COLUMNS = {
+    "carried": ("workers\ncarried", "{:.0f}"),
+    **{f"kept_{count}": (f"kept\nof {count}", "{:.0%}") for count in queue_layer.SHOWN},
+    "server_8": ("server\nat 8", "{:.0%}"),
+    "added_p50_ms": ("token ms\np50 at 64", "{:,.0f}"),
+    "claim_p99_ms": ("claim\np99", "{:,.0f}"),
+    "beat_p99_ms": ("beat\np99", "{:,.0f}"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,26 +49,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     console = Console()
-    results: dict[str, object] = {}
+    found: dict[str, Any] = {"results": {}}
     if arguments.part in ("all", "engine"):
-        with console.status("the engine at its capacity") as status:
-
-            def told(what: str, so_far: dict[str, Any]) -> None:
-                status.update(what)
-                arguments.keep({"engine": so_far, "complete": False})
-
-            results["engine"] = engine_report.measure(
-                arguments.load or engine_report.LOADS,
-                arguments.seconds,
-                arguments.max_num_seqs,
-                arguments.seed,
-                console,
-                told,
-            )
+        found["capacity"] = _engine(arguments, console, found["results"])
     if arguments.part in ("all", "queue"):
-        with console.status("what the scripts cost") as status:
-            costs = calibration.STORED if arguments.stored_costs else calibration.calibrate()
-            results["queue"] = queue_report.measure(costs, console, status.update)
-    return results
+        found["costs"] = _queue(arguments, console, found["results"])
+    return found
+
+
+def _engine(arguments: argparse.Namespace, console: Console, results: dict[str, Any]) -> float:
+    costs, seed, most = CostModel(), arguments.seed, arguments.max_num_seqs
+    with console.status("the engine at its capacity") as status:
+        limit = engine.capacity(costs, most, seed)
+        loads = arguments.load or engine.LOADS
+        results |= engine.measure(limit, loads, arguments.seconds, most, seed, status.update)
+    console.print(
+        f"{costs.device.name}, {costs.model.name}: {limit:.1f} requests/s at capacity, room for "
+        f"{costs.num_cache_tokens:,} tokens; good is a first token within 1 s (interactive) or 5 s "
+        "(standard) and no gap over 0.2 or 0.5 s; bulk: done",
+        highlight=False,
+    )
+    for load, cases in results.items():
+        show(console, load, cases, ENGINE_COLUMNS)
+    return limit
+
+
+def _queue(
+    arguments: argparse.Namespace, console: Console, results: dict[str, Any]
+) -> dict[str, float]:
+    with console.status("what the scripts cost") as status:
+        costs = calibration.STORED if arguments.stored_costs else calibration.calibrate()
+        found = queue_layer.measure(costs, status.update)
+    said = ", ".join(f"{name} {1e6 * seconds:.2g}" for name, seconds in asdict(costs).items())
+    console.print(f"\nµs of the queue server's thread: {said}", highlight=False)
+    for name, cases in found.items():
+        show(console, f"One queue, {name}: kept of the workers' tokens", cases, QUEUE_COLUMNS)
+    results |= found
+    return asdict(costs)

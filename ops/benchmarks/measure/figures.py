@@ -81,6 +81,11 @@ def stage_figures(measured: Round) -> dict[str, float]:
     return figures
 
 
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure over the rounds."""
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+
+
 def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Return each figure's median over the rounds and its spread, (largest − smallest) / median."""
     result = {}

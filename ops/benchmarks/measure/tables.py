@@ -1,8 +1,61 @@
-"""Tables of all commands: no frame, one space between columns, so that ten columns fit in 80."""
+"""The one table of all commands: cases and their figures, without a frame, in 80 columns.
+
+Results have one form everywhere: `{group: {case: {figure: value}}}`. A group is a table.
+"""
+
+from collections.abc import Mapping
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
+
+Figures = Mapping[str, object]  # numbers, and words of a case, by figure
+Columns = Mapping[str, tuple[str, str]]  # heading and format of each figure, in order
+
+
+def show(
+    console: Console, title: str, cases: Mapping[str, Figures], columns: Columns, *,
+    turned: bool = False,
+) -> None:  # fmt: skip
+    """Print a table with a row for each case; figures that no case has are left out.
+
+    Args:
+        turned: prints a row for each figure and a column for each case.
+    """
+    shown = {name: column for name, column in columns.items() if _any_has(cases, name)}
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    for heading in cases if turned else (heading for heading, _ in shown.values()):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if turned:
+        for name, (heading, spec) in shown.items():
+            table.add_row(heading, *(_cell(figures.get(name), spec) for figures in cases.values()))
+    else:
+        for case, figures in cases.items():
+            table.add_row(case, *(_cell(figures.get(n), spec) for n, (_, spec) in shown.items()))
+    console.print(f"\n{title}", highlight=False, soft_wrap=True)
+    console.print(table)
 
 
 def plain_table() -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+
+
+def number(value: float) -> str:
+    """Format a number with three or more digits; thousands of thousands are shortened."""
+    if value >= 100_000:
+        return f"{value / 1e3:,.0f}k"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _any_has(cases: Mapping[str, Figures], name: str) -> bool:
+    return any(figures.get(name) is not None for figures in cases.values())
+
+
+def _cell(value: object, spec: str) -> str:
+    if value is None or value != value:
+        return ""
+    if isinstance(value, str):
+        return value
+    assert isinstance(value, int | float), "a figure is a number or words"
+    return spec.format(value) if spec else number(value)

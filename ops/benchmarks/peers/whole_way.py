@@ -147,6 +147,12 @@ class WholeWay:
     def close(self) -> None:
         self._undo.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         self._rounds += 1
         return self._loop.run(self._run(requests, f"round-{self._rounds}"))

@@ -152,7 +152,7 @@ def _bars(
 
 
 def _queues(record: dict[str, Any]) -> Figure:
-    rounds = record["rounds"]
+    rounds = record["rounds"]["queue"]
     names = list(rounds)
     shown = [key for key in QUEUES if any(key in figures for figures in rounds[names[0]])]
     figure = new_figure(

@@ -6,15 +6,14 @@ writes the log to disk.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import redis.asyncio
 
-from ops.benchmarks.simulation.queue_load import CHECKPOINTS, EIGHTS, TOKENS, Cutting
 from ops.benchmarks.simulation.queue_server import ScriptCosts
 from tokenmill import AsyncClient
 from tokenmill.transport.cancellation import end_task
@@ -26,22 +25,23 @@ from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.jobs import ChunkAppend, Delivery, FinishedJob
 from tokenmill_worker.local.valkey_server import ValkeyServer
+from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS
 
-NUM_JOBS, NUM_SINGLE, GROUP = (
-    256,
-    64,
-    16,
-)  # jobs; those claimed and finished one by one; jobs per group of the others
+NUM_JOBS, NUM_SINGLE = 256, 64  # jobs; those claimed and finished one by one
+GROUP, NUM_GROUPS = 16, 12  # the others
 NUM_STEPS = 40
 NUM_SUBSCRIBERS = 8  # connections; a backend shares one between its streams
+JOB: dict[str, Any] = {"prompt": "calibration " * 20, "max_tokens": 128}
 
 # `calibrate` measured these on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey
-# 9.1.2, append-only
-# file on: the least of 45 rounds within a quarter of an hour on a machine that was not idle.
+# 9.1.2, append-only file on: the least of 45 rounds within a quarter of an hour on a machine that
+# was not idle.
 STORED = ScriptCosts(
     append=21.2e-6,
-    chunk={1: 3.1e-6, 8: 3.7e-6, 32: 3.7e-6},
+    chunk=3.1e-6,
+    token=0.086e-6,
     opened=10.6e-6,
+    checkpoint=3.7e-6,
     claim=115.7e-6,
     claimed=25.4e-6,
     finish=69.2e-6,
@@ -51,8 +51,6 @@ STORED = ScriptCosts(
     submit=69.7e-6,
 )
 
-_CALLS = tuple(each.name for each in fields(ScriptCosts) if each.name != "chunk")
-
 
 def calibrate(rounds: int = 3) -> ScriptCosts:
     """Return each cost's least value of all rounds; other load on the machine only adds time."""
@@ -60,84 +58,56 @@ def calibrate(rounds: int = 3) -> ScriptCosts:
     for _ in range(rounds):
         with ValkeyServer() as server:
             found.append(asyncio.run(_measure(server.url)))
-    chunk = {tokens: min(costs.chunk[tokens] for costs in found) for tokens in found[0].chunk}
-    calls = {name: min(getattr(costs, name) for costs in found) for name in _CALLS}
-    return ScriptCosts(chunk=chunk, **calls)
+    names = (each.name for each in fields(ScriptCosts))
+    return ScriptCosts(**{name: min(getattr(costs, name) for costs in found) for name in names})
 
 
 async def _measure(url: str) -> ScriptCosts:
     connection: Any = redis.asyncio.Redis.from_url(url, protocol=2)
-    keys = Keys("q")
-    stream = JobStream(connection, keys, "w")
-    async with connection, AsyncClient(url, queue="q") as client, AsyncExitStack() as stack:
-        await stream.open()
-        meter = _Meter(connection)
-        submit = await meter.per_call(lambda: client.submit(**_JOB), NUM_JOBS)
-        deliveries: list[Delivery] = []
+    keys, deliveries = Keys("q"), list[Delivery]()
+    stream, idle = JobStream(connection, keys, "w"), JobStream(connection, keys, "idle")
+    status = WorkerStatus(worker_id="w", model="a-model", running=NUM_JOBS)
+    ends: defaultdict[str, int] = defaultdict(int)
 
-        async def claim(credits: int) -> None:
-            deliveries.extend(await stream.claim(credits))
+    async def claim(count: int) -> None:
+        deliveries.extend(await stream.claim(count))
 
-        claim_one = await meter.per_call(lambda: claim(1), NUM_SINGLE)
-        claim_many = await meter.per_call(lambda: claim(GROUP), (NUM_JOBS - NUM_SINGLE) // GROUP)
-        channels = [keys.chunks(delivery.job_id) for delivery in deliveries]
-        await _listen(stack, url, [channels[n::NUM_SUBSCRIBERS] for n in range(NUM_SUBSCRIBERS)])
-        append, opened, chunk = await _append_costs(meter, stream, deliveries)
-        status = WorkerStatus(worker_id="w", model="a-model", running=NUM_JOBS)
-        beat_all = await meter.per_call(lambda: stream.heartbeat(status), NUM_STEPS)
-        idle = JobStream(connection, keys, "idle")
-        beat_none = await meter.per_call(lambda: idle.heartbeat(status), NUM_STEPS)
-        finish_one = await meter.per_call(
-            lambda: stream.finish([_finished(deliveries.pop())]), NUM_SINGLE
-        )
-        finish_many = await meter.per_call(
-            lambda: stream.finish([_finished(deliveries.pop()) for _ in range(GROUP)]),
-            len(deliveries) // GROUP,
-        )
-    claimed, finished = (
-        (claim_many - claim_one) / (GROUP - 1),
-        (finish_many - finish_one) / (GROUP - 1),
-    )
-    return ScriptCosts(
-        append=append,
-        chunk=chunk,
-        opened=opened,
-        claim=max(0.0, claim_one - claimed),
-        claimed=claimed,
-        finish=max(0.0, finish_one - finished),
-        finished=finished,
-        heartbeat=beat_none,
-        held=max(0.0, beat_all - beat_none) / NUM_JOBS,
-        submit=submit,
-    )
-
-
-async def _append_costs(
-    meter: "_Meter", stream: JobStream, deliveries: list[Delivery]
-) -> tuple[float, float, dict[int, float]]:
-    """Measure appends: cost per call, per first chunk of a job, per later chunk by its tokens."""
-    ends = dict.fromkeys((delivery.job_id for delivery in deliveries), 0)
-
-    async def append(cutting: Cutting, some: list[Delivery]) -> None:
+    async def append(count: int, tokens: int = 1, checkpoint: bool = False) -> None:
         items = []
-        for delivery in some:
-            items.append(_append(delivery, ends[delivery.job_id], cutting))
-            ends[delivery.job_id] += cutting.tokens
+        for delivery in deliveries[:count]:
+            items.append(_append(delivery, ends[delivery.job_id], tokens, checkpoint))
+            ends[delivery.job_id] += tokens
         if await stream.append(items):
             raise RuntimeError("the server refused a chunk of the calibration")
 
-    first = await meter.per_call(
-        lambda: append(TOKENS, deliveries), 1
-    )  # from here on the ownership version is valid for all jobs
-    one = await meter.per_call(lambda: append(TOKENS, deliveries[:1]), NUM_STEPS)
-    many = {
-        cutting.tokens: await meter.per_call(partial(append, cutting, deliveries), NUM_STEPS)
-        for cutting in (TOKENS, EIGHTS, CHECKPOINTS)
-    }
-    each = (many[TOKENS.tokens] - one) / (len(deliveries) - 1)
-    call = max(0.0, one - each)
-    chunks = {tokens: (seconds - call) / len(deliveries) for tokens, seconds in many.items()}
-    return call, (first - call) / len(deliveries), chunks
+    async def finish(count: int) -> None:
+        await stream.finish([_finished(deliveries.pop()) for _ in range(count)])
+
+    async def beat(count: int) -> None:
+        await (stream if count else idle).heartbeat(status)
+
+    async with connection, AsyncClient(url, queue="q") as client, AsyncExitStack() as stack:
+        await stream.open()
+        meter = _Meter(connection)
+        submit = await meter.per_call(lambda: client.submit(**JOB), NUM_JOBS)
+        claims = await meter.fit(claim, (1, NUM_SINGLE), (GROUP, NUM_GROUPS))
+        await _listen(stack, url, [keys.chunks(delivery.job_id) for delivery in deliveries])
+        first = await meter.per_call(lambda: append(NUM_JOBS), 1)
+        # from here on the ownership version is valid for all jobs
+        call, chunk = await meter.fit(append, (1, NUM_STEPS), (NUM_JOBS, NUM_STEPS))
+        eights = await meter.per_call(lambda: append(NUM_JOBS, 8), NUM_STEPS)
+        checkpoints = await meter.per_call(
+            lambda: append(NUM_JOBS, CHECKPOINT_TOKENS, True), NUM_STEPS
+        )
+        beats = await meter.fit(beat, (0, NUM_STEPS), (NUM_JOBS, NUM_STEPS))
+        finishes = await meter.fit(finish, (1, NUM_SINGLE), (GROUP, NUM_GROUPS))
+    opened, chunk_of_8, checkpoint = (
+        (seconds - call) / NUM_JOBS for seconds in (first, eights, checkpoints)
+    )
+    return ScriptCosts(
+        call, chunk, max(0.0, chunk_of_8 - chunk) / 7, opened, checkpoint,
+        *claims, *finishes, *beats, submit,
+    )  # fmt: skip
 
 
 class _Meter:
@@ -145,6 +115,16 @@ class _Meter:
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
+
+    async def fit(
+        self, call: Callable[[int], Awaitable[None]], few: tuple[int, int], many: tuple[int, int]
+    ) -> tuple[float, float]:
+        """Return the cost of a call and of each item, from calls of two sizes (size, times)."""
+        (small, small_times), (large, large_times) = few, many
+        low = await self.per_call(lambda: call(small), small_times)
+        high = await self.per_call(lambda: call(large), large_times)
+        item = max(0.0, high - low) / (large - small)
+        return max(0.0, low - item * small), item
 
     async def per_call(self, call: Callable[[], Awaitable[object]], times: int) -> float:
         before = await self._spent()
@@ -157,50 +137,32 @@ class _Meter:
         return float(cpu["used_cpu_user_main_thread"]) + float(cpu["used_cpu_sys_main_thread"])
 
 
-async def _listen(stack: AsyncExitStack, url: str, subscriptions: Sequence[Sequence[str]]) -> None:
-    """Open a connection for each list of channels, and read all messages."""
-    for channels in subscriptions:
+async def _listen(stack: AsyncExitStack, url: str, channels: list[str]) -> None:
+    """Subscribe to the channels over a few connections, and read all messages."""
+
+    async def read_all(pubsub: Any) -> None:
+        async for _ in pubsub.listen():
+            pass
+
+    for number in range(NUM_SUBSCRIBERS):
         connection: Any = redis.asyncio.Redis.from_url(url, protocol=2)
         pubsub = connection.pubsub()
-        await pubsub.subscribe(*channels)
-        task = asyncio.create_task(_drink(pubsub))
+        await pubsub.subscribe(*channels[number::NUM_SUBSCRIBERS])
         stack.push_async_callback(connection.aclose)
-        stack.push_async_callback(end_task, task)
+        stack.push_async_callback(end_task, asyncio.create_task(read_all(pubsub)))
 
 
-async def _drink(pubsub: Any) -> None:
-    async for _ in pubsub.listen():
-        pass
-
-
-_JOB: dict[str, Any] = {"prompt": "calibration " * 20, "max_tokens": 128}
-
-
-def _append(delivery: Delivery, index: int, cutting: Cutting) -> ChunkAppend:
-    tokens = tuple(17_000 + index + n for n in range(cutting.tokens))
-    chunk = Chunk(
-        job_id=delivery.job_id, index=index, token_ids=tokens, text=" word" * cutting.tokens
-    )
-    return ChunkAppend(delivery.token, chunk, index, checkpoint=not cutting.is_published)
+def _append(delivery: Delivery, index: int, tokens: int, checkpoint: bool) -> ChunkAppend:
+    ids = tuple(17_000 + index + n for n in range(tokens))
+    chunk = Chunk(job_id=delivery.job_id, index=index, token_ids=ids, text=" word" * tokens)
+    return ChunkAppend(delivery.token, chunk, index, checkpoint=checkpoint)
 
 
 def _finished(delivery: Delivery) -> FinishedJob:
-    usage = Usage(prompt_tokens=50, completion_tokens=180)
-    choices = (
-        ChoiceResult(
-            text=" word" * 180,
-            token_ids=tuple(range(17_000, 17_180)),
-            finish_reason=FinishReason.LENGTH,
-        ),
-    )
-    result = JobResult(
-        job_id=delivery.job_id, status=JobStatus.SUCCEEDED, choices=choices, usage=usage
-    )
-    final = Chunk(
-        job_id=delivery.job_id,
-        index=10_000,
-        finish_reason=FinishReason.LENGTH,
-        status=JobStatus.SUCCEEDED,
-        usage=usage,
-    )
+    job_id, usage = delivery.job_id, Usage(prompt_tokens=50, completion_tokens=180)
+    status, reason = JobStatus.SUCCEEDED, FinishReason.LENGTH
+    ids = tuple(range(17_000, 17_180))
+    choice = ChoiceResult(text=" word" * 180, token_ids=ids, finish_reason=reason)
+    result = JobResult(job_id=job_id, status=status, choices=(choice,), usage=usage)
+    final = Chunk(job_id=job_id, index=10_000, finish_reason=reason, status=status, usage=usage)
     return FinishedJob(delivery.token, result, final)

@@ -1,109 +1,102 @@
-"""Simulates one queue server and many workers in virtual time, to find the server's limit.
+"""Simulates one queue server under many workers, to find how many of them it carries.
 
-The backlog never ends: every finished job is replaced by a submitted one, and every free place is
-claimed for. The speed of the devices alone is known, so any loss is due to the queue.
+The speed of the devices alone is known, so any loss is due to the queue.
 """
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
 
 from ops.benchmarks.measure.figures import percentile
-from ops.benchmarks.simulation.costs import CostModel
-from ops.benchmarks.simulation.queue_load import CUTTINGS, TOKENS, Cutting, Mix, Observations
 from ops.benchmarks.simulation.queue_server import Clock, QueueServer, ScriptCosts
-from ops.benchmarks.simulation.queue_worker import Worker
+from ops.benchmarks.simulation.queue_worker import ANSWERS, Answers, Mix, Observations, Worker
 
-MIXES = (Mix("short prompts", 64, 220), Mix("long prompts", 1_350, 1_500))
-SETTLE_S, SETTLE_PER_WORKER_S = (
-    4.0,
-    0.4,
-)  # not counted: at first, the workers of an overloaded queue fill their buffers
-NO_COSTS = ScriptCosts(
-    0.0, dict.fromkeys((cutting.tokens for cutting in CUTTINGS), 0.0), *(0.0,) * 8
-)
+MIXES = {"short prompts": Mix(64, 220), "long prompts": Mix(1_350, 1_500)}
+SHOWN = (8, 16, 32, 64)  # numbers of workers
+TIMES = ("added_p50_ms", "claim_p99_ms", "beat_p99_ms")
+KEPT = 0.95  # share of the devices' tokens per second; below it, the server is the limit
+SETTLE_S, SETTLE_PER_WORKER_S = 4.0, 0.4  # not counted: the workers' buffers fill
 
 
-@dataclass(frozen=True, slots=True)
-class QueueResult:
-    """Result of one simulation; times in seconds.
+def measure(
+    costs: ScriptCosts, waiting: Callable[[str], None]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return figures by mix of jobs and kind of answers."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for mix_name, mix in MIXES.items():
+        cases = results[mix_name] = {}
+        for name, answers in ANSWERS.items():
+            waiting(f"one queue, {mix_name}, {name}")
+            found = {count: simulate(count, mix, answers, costs) for count in SHOWN}
+            kept = {count: figures["kept"] for count, figures in found.items()}
+            cases[name] = {
+                "carried": carried(mix, answers, costs, kept),
+                **{f"kept_{count}": share for count, share in kept.items()},
+                "server_8": found[8]["server"],
+                **{name: found[SHOWN[-1]][name] for name in TIMES},
+            }
+    return results
 
-    `offered_tokens_s` is the devices' speed beside a queue that takes no time.
+
+def carried(mix: Mix, answers: Answers, costs: ScriptCosts, kept: dict[int, float]) -> int:
+    """Return the largest number of workers that one server does not slow down.
+
+    Args:
+        kept: shares of the devices' speed that were found already, by number of workers.
     """
-
-    num_workers: int
-    tokens_s: float
-    offered_tokens_s: float
-    jobs_s: float
-    busy: dict[str, float] = field(default_factory=dict)  # share of the server's thread, by script
-    claims_s: tuple[float, ...] = ()
-    added_s: tuple[
-        float, ...
-    ] = ()  # per append, from its step's end to the publication of its chunks
-    beats_s: tuple[float, ...] = ()
-
-    @property
-    def utilisation(self) -> float:
-        return sum(self.busy.values())
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second as a share of what the devices could make."""
-        return self.tokens_s / self.offered_tokens_s
-
-    def times_ms(self) -> dict[str, float]:
-        kinds = {"claim": self.claims_s, "added": self.added_s, "heartbeat": self.beats_s}
-        return {
-            f"{kind}_p{share}_ms": 1e3 * percentile(times, share / 100)
-            for kind, times in kinds.items()
-            for share in (50, 99)
-        }
+    low = max((count for count, share in kept.items() if share >= KEPT), default=0)
+    high = min((count for count in kept if count > low), default=low + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if simulate(middle, mix, answers, costs)["kept"] >= KEPT:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def simulate(
     num_workers: int,
     mix: Mix,
-    cutting: Cutting,
+    answers: Answers,
     costs: ScriptCosts,
     seconds: float = 0.0,
     seed: int = 0,
-) -> QueueResult:
-    """Simulate a queue; `seconds` of virtual time are counted.
+) -> dict[str, float]:
+    """Simulate a queue and return its figures; `seconds` of virtual time are counted.
 
     The default is longer for fewer workers, because there are fewer to average over.
     """
-    seconds = seconds or 8.0 + 40.0 / num_workers
-    source = random.Random(f"queue/{seed}")
-    clock, device = Clock(), CostModel()
-    since = SETTLE_S + SETTLE_PER_WORKER_S * num_workers
-    server = QueueServer(clock, since, since + seconds)
-    seen = Observations(since)
-
-    def replace(finished: int) -> None:
-        for _ in range(finished):
-            server.call(
-                "submit", costs.submit
-            )  # it wakes no worker: none is in the idle-worker set while jobs wait
-
-    for number in range(num_workers):
-        worker = Worker(server, costs, device, mix, cutting, seen, source, replace)
-        worker.start(0.02 * number / num_workers)
-    clock.run(since + seconds)
-    return QueueResult(
-        num_workers,
-        tokens_s=seen.tokens / seconds,
-        offered_tokens_s=num_workers * device_tokens_s(mix)
-        if costs is not NO_COSTS
-        else seen.tokens / seconds,
-        jobs_s=seen.jobs / seconds,
-        busy={script: busy / seconds for script, busy in sorted(server.busy.items())},
-        claims_s=tuple(seen.claims_s),
-        added_s=tuple(seen.added_s),
-        beats_s=tuple(seen.beats_s),
-    )
+    seen, server, seconds = _run(num_workers, mix, answers, costs, seconds, seed)
+    offered = num_workers * device_tokens_s(mix)
+    return {
+        "tokens_s": seen.tokens / seconds,
+        "jobs_s": seen.jobs / seconds,
+        "kept": seen.tokens / seconds / offered,
+        "server": sum(server.busy.values()) / seconds,
+        **{f"busy_{script}": busy / seconds for script, busy in sorted(server.busy.items())},
+        "added_p50_ms": 1e3 * percentile(seen.added_s, 0.5),
+        "claim_p99_ms": 1e3 * percentile(seen.claims_s, 0.99),
+        "beat_p99_ms": 1e3 * percentile(seen.beats_s, 0.99),
+    }
 
 
 @cache
 def device_tokens_s(mix: Mix) -> float:
     """Return the tokens per second of one worker beside a server that takes no time."""
-    return simulate(4, mix, TOKENS, NO_COSTS, seconds=24.0).tokens_s / 4
+    seen, _, seconds = _run(4, mix, Answers(), ScriptCosts(), 24.0, 0)
+    return seen.tokens / seconds / 4
+
+
+def _run(
+    num_workers: int, mix: Mix, answers: Answers, costs: ScriptCosts, seconds: float, seed: int
+) -> tuple[Observations, QueueServer, float]:
+    seconds = seconds or 8.0 + 40.0 / num_workers
+    source, clock = random.Random(f"queue/{seed}"), Clock()
+    since = SETTLE_S + SETTLE_PER_WORKER_S * num_workers
+    server, seen = QueueServer(clock, since, since + seconds), Observations(since)
+    for number in range(num_workers):
+        worker = Worker(server, costs, mix, answers, seen, source)
+        worker.start(0.02 * number / num_workers)
+    clock.run(since + seconds)
+    return seen, server, seconds

@@ -17,27 +17,24 @@ class ScriptCosts:
     """Seconds of the server's main thread per call and per item of a call; see `calibrate`.
 
     Args:
-        chunk: per chunk of an append, by its number of tokens, while the worker's ownership version
-        is
-            valid; checkpoints are not published.
+        chunk: per chunk of one token, while the worker's ownership version is valid.
+        token: per further token of a chunk.
         opened: per first chunk of a job, for which the job is looked up and its log begun.
+        checkpoint: per chunk that is logged and not published.
     """
 
-    append: float
-    chunk: dict[int, float]
-    opened: float
-    claim: float
-    claimed: float
-    finish: float
-    finished: float
-    heartbeat: float
-    held: float
-    submit: float
-
-    @property
-    def token(self) -> float:
-        """Cost of each further token of a chunk."""
-        return max(0.0, self.chunk[8] - self.chunk[1]) / 7
+    append: float = 0.0
+    chunk: float = 0.0
+    token: float = 0.0
+    opened: float = 0.0
+    checkpoint: float = 0.0
+    claim: float = 0.0
+    claimed: float = 0.0
+    finish: float = 0.0
+    finished: float = 0.0
+    heartbeat: float = 0.0
+    held: float = 0.0
+    submit: float = 0.0
 
 
 class Clock:
@@ -48,8 +45,8 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
-    def at(self, when: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), act))
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), act))
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:
@@ -60,27 +57,21 @@ class Clock:
 
 @dataclass(slots=True)
 class QueueServer:
-    """Server with one thread.
-
-    `busy` has the thread's seconds per script, of scripts that end within the measured time.
-    """
+    """Server with one thread; `busy` has its seconds per script, from `since` to `until`."""
 
     clock: Clock
-    measured_from: float
-    measured_to: float
+    since: float = 0.0
+    until: float = float("inf")
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _free_at: float = 0.0
 
-    def call(
-        self, script: str, seconds: float, then: Callable[[float], None] | None = None
-    ) -> None:
-        """Send a call now; `then(effect)` runs at its reply, `effect` is the script's end."""
+    def call(self, script: str, seconds: float, then: Callable[[float], None]) -> None:
+        """Send a call now; `then(end)` runs at its reply, `end` is the script's end."""
 
         def arrive() -> None:
-            done = self._free_at = max(self._free_at, self.clock.now) + seconds
-            if self.measured_from <= done <= self.measured_to:
+            end = self._free_at = max(self._free_at, self.clock.now) + seconds
+            if self.since <= end <= self.until:
                 self.busy[script] += seconds
-            if then is not None:
-                self.clock.at(done + HOP_S, lambda: then(done))
+            self.clock.after(end + HOP_S - self.clock.now, lambda: then(end))
 
-        self.clock.at(self.clock.now + HOP_S, arrive)
+        self.clock.after(HOP_S, arrive)

@@ -1,22 +1,26 @@
 """Simulates one worker with the product's loops: steps, appends, claims, finishes, heartbeats.
 
-    place free ─▶ claim ─▶ joins the next step ─▶ a token per step ─▶ append ─▶ SQL ─▶ finish
+    free slot ─▶ claim ─▶ joins a step ─▶ a token per step ─▶ append ─▶ slot free ─▶ SQL ─▶ finish
 
-Each loop has one call at a time, as the real one. The engine continues while appends wait, until
-all claimed jobs have ended. A place becomes free when the end of its job is logged. The scripts
-themselves are not simulated, only their cost.
+A slot holds one job, from its claim until its end is logged. Each loop has one call at a time, as
+the real one. Steps go on while appends wait; tokens that waited share chunks. The backlog never
+ends, so each claim gets as many jobs as it asks for.
 """
 
 import random
-from collections import defaultdict
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ops.benchmarks.simulation.costs import CostModel
-from ops.benchmarks.simulation.queue_claims import Claims
-from ops.benchmarks.simulation.queue_load import Cutting, Mix, Observations
-from ops.benchmarks.simulation.queue_log import Log, Steps
+from ops.benchmarks.simulation.load import MAX_ANSWER, answer_length
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
-from ops.benchmarks.simulation.trace import MAX_ANSWER, answer_length
+from tokenmill_worker.consume.consumer import MAX_AT_ONCE
+from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
+from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE
 from tokenmill_worker.service import LOOKAHEAD
 from tokenmill_worker.settings import Settings
 
@@ -24,6 +28,84 @@ _DEFAULTS = Settings.model_construct()
 LEASE_S, HEARTBEAT_S = _DEFAULTS.lease_seconds, _DEFAULTS.heartbeat_interval
 MAX_GROUP, MAX_BUFFERED = _DEFAULTS.record_group, _DEFAULTS.record_buffer
 COMMIT_S = 0.004  # one SQL transaction, whatever its size
+DEVICE = CostModel()
+
+Counts = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How answers become chunks of `tokens` tokens.
+
+    Chunks of bulk jobs are logged and not published. What waits of interactive jobs is one part.
+    """
+
+    tokens: int = 1
+    is_published: bool = True
+    is_urgent: bool = False
+
+    def cut(self, held: Counts, opened: Flags, ended: Flags) -> tuple[Counts, Counts]:
+        """Return the tokens that leave in chunks, and the number of chunks, by job.
+
+        Args:
+            held: tokens that are in no chunk yet.
+            opened: whether the job has a chunk already; a stream begins with its first token.
+            ended: whether the answer is complete.
+        """
+        if not self.is_published:
+            chunks = held // self.tokens  # the rest is in the result only
+            return chunks * self.tokens, chunks
+        tokens = np.where((held >= self.tokens) | ~opened | ended, held, 0)
+        return tokens, -(-tokens // max(self.tokens, MOST_TOGETHER))
+
+
+ANSWERS = {
+    "token chunks": Answers(),  # stream: true
+    "interactive": Answers(is_urgent=True),  # stream: true, priority: interactive
+    "chunks of 8": Answers(tokens=8),  # chunk_tokens = 8, and time in which chunks fill
+    "checkpoints": Answers(tokens=CHECKPOINT_TOKENS, is_published=False),  # stream: false
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Jobs that read `context` tokens of keys and values per step on average."""
+
+    prompt_tokens: int
+    context: int
+    num_sequences: int = 256
+
+
+@dataclass(slots=True)
+class Observations:
+    """Observations of all workers from `since` on, in seconds; tokens count when logged."""
+
+    since: float
+    tokens: int = 0
+    jobs: int = 0
+    claims_s: list[float] = field(default_factory=list)
+    added_s: list[float] = field(default_factory=list)  # from the step's end to the publication
+    beats_s: list[float] = field(default_factory=list)
+
+
+def split(events: Counts, at_once: int) -> Iterator[Counts]:
+    """Yield the indices of jobs in parts of at most `at_once` events, a job in one part.
+
+    `tokenmill_worker.publish.fair_batches.split_batches` does so for jobs that are not urgent.
+    """
+    if events.sum() <= at_once:
+        yield np.flatnonzero(events)
+        return
+    part: list[int] = []
+    total = 0
+    for job in np.flatnonzero(events):
+        if part and total + events[job] > at_once:
+            yield np.array(part)
+            part, total = [], 0
+        part.append(int(job))
+        total += int(events[job])
+    yield np.array(part, np.int64)
 
 
 class Worker:
@@ -31,47 +113,33 @@ class Worker:
         self,
         server: QueueServer,
         costs: ScriptCosts,
-        device: CostModel,
         mix: Mix,
-        cutting: Cutting,
+        answers: Answers,
         seen: Observations,
         source: random.Random,
-        on_finished: Callable[[int], None],
     ) -> None:
-        self._server, self._clock, self._costs, self._device = server, server.clock, costs, device
-        self._mix, self._cutting, self._seen, self._source = mix, cutting, seen, source
-        self._step = 0
-        self._running = 0
-        self._joining = 0
-        self._phases = (
-            [0] * cutting.tokens
-        )  # number of sequences, by the step (modulo tokens) at which their chunk is full
-        self._openings: dict[int, int] = defaultdict(int)  # step → jobs whose first chunk is full
-        self._ends: dict[int, list[int]] = defaultdict(
-            list
-        )  # step → lengths of the answers that end there
-        self._is_stepping = False
-        self._in_hand = 0  # claimed jobs whose end is not logged
-        self._records = Records(server, costs, seen, on_finished)
-        self._claims = Claims(server, costs, seen, self._credits, self._take)
-        self._log = Log(
-            server,
-            costs,
-            seen,
-            cutting,
-            mix.num_sequences,
-            on_ended=self._ended,
-            on_room=self._claims.notice_room,
-        )
+        self._server, self._clock, self._costs = server, server.clock, costs
+        self._mix, self._answers, self._seen, self._source = mix, answers, seen, source
+        slots = mix.num_sequences + LOOKAHEAD
+        self._left = np.zeros(slots, np.int64)  # tokens that the engine will give
+        self._events = np.zeros(slots, np.int64)  # tokens of steps that wait for the log
+        self._held = np.zeros(slots, np.int64)
+        self._running, self._ended, self._opened = (np.zeros(slots, np.bool_) for _ in range(3))
+        self._step_ends: list[float] = []
+        self._free = list(range(slots))
+        self._joining: deque[int] = deque()
+        self._is_stepping = self._is_appending = self._is_claiming = False
+        self._to_finish = self._finishing = 0
 
     def start(self, delay: float) -> None:
         """Start with every place taken and each answer partly generated."""
-        self._in_hand = self._mix.num_sequences
-        for _ in range(self._in_hand):
-            self._admit(self._source.randint(1, self._running_length()))
-        self._clock.at(delay, self._begin_step)
-        self._clock.at(delay, self._claims.wait)
-        self._clock.at(delay + self._source.random() * HEARTBEAT_S, self._beat)
+        for _ in range(self._mix.num_sequences):
+            slot = self._free.pop()
+            self._left[slot] = self._source.randint(1, self._running_length())
+            self._running[slot] = True
+        self._clock.after(delay, self._begin_step)
+        self._clock.after(delay, self._claim)
+        self._clock.after(delay + self._source.random() * HEARTBEAT_S, self._beat)
 
     def _running_length(self) -> int:
         """Draw the length of an answer that runs at a random time, which favours long ones."""
@@ -82,140 +150,139 @@ class Worker:
 
     # ── engine ──
 
-    def _admit(self, length: int) -> None:
-        cutting, opening = self._cutting, self._step + self._cutting.first - 1
-        self._running += 1
-        self._phases[opening % cutting.tokens] += 1
-        self._ends[self._step + length - 1].append(length)
-        if length >= cutting.first:
-            self._openings[opening] += 1
-
     def _begin_step(self) -> None:
-        joined = min(self._joining, self._mix.num_sequences - self._running)
-        self._joining -= joined
-        for _ in range(joined):
-            self._admit(answer_length(self._source))
-        self._is_stepping = self._running > 0
+        num_running, joined = int(self._running.sum()), 0
+        while self._joining and num_running + joined < self._mix.num_sequences:
+            self._running[self._joining.popleft()] = True
+            joined += 1
+        num_running += joined
+        self._is_stepping = num_running > 0
         if self._is_stepping:
-            read = self._running * self._mix.context
-            new = joined * self._mix.prompt_tokens
-            seconds = self._device.seconds(
-                self._running + new, read + new, read + new * self._mix.prompt_tokens // 2
-            )
-            self._clock.at(self._clock.now + seconds, self._end_step)
+            read, new = num_running * self._mix.context, joined * self._mix.prompt_tokens
+            pairs = read + new * self._mix.prompt_tokens // 2
+            self._clock.after(DEVICE.seconds(num_running + new, read + new, pairs), self._end_step)
 
     def _end_step(self) -> None:
-        made = self._made()
-        self._running -= made.ended
-        self._step += 1
-        if made.chunks or made.ended:
-            self._log.add(made)
+        self._left -= self._running
+        self._events += self._running
+        self._ended |= self._running & (self._left == 0)
+        self._running &= self._left > 0
+        self._step_ends.append(self._clock.now)
+        if not self._is_appending:
+            self._append_waiting()
         self._begin_step()
 
-    def _made(self) -> Steps:
-        """Return the step's output; an unpublished answer's last tokens are only in its result."""
-        cutting, ended = self._cutting, self._ends.pop(self._step, [])
-        rests = [rest for length in ended if (rest := (length - cutting.first) % cutting.tokens)]
-        full, opened = self._phases[self._step % cutting.tokens], self._openings.pop(self._step, 0)
-        for length in ended:
-            self._phases[(self._step - length + cutting.first) % cutting.tokens] -= 1
-        return Steps(
-            ats=(self._clock.now,),
-            jobs=self._running,
-            events=self._running,
-            tokens=(full - opened) * cutting.tokens + opened * cutting.first + sum(rests),
-            chunks=full + (len(rests) if cutting.is_published else 0),
-            opened=opened,
-            ended=len(ended),
-        )
+    # ── log ──
+
+    def _append_waiting(self) -> None:
+        """Append the steps that wait, part by part; places are claimed for behind the last one."""
+        events, ended, step_ends = self._events.copy(), self._ended.copy(), self._step_ends
+        self._events[:], self._ended[:], self._step_ends = 0, False, []
+        at_once = max(EVENTS_AT_ONCE, self._mix.num_sequences)
+        parts = split(events, int(events.sum()) if self._answers.is_urgent else at_once)
+
+        def go_on() -> None:
+            part = next(parts, None)
+            if part is not None and len(part):
+                self._append(part, events[part], ended[part], step_ends, go_on)
+                return
+            self._is_appending = False
+            self._claim()
+            if self._step_ends:
+                self._append_waiting()
+
+        self._is_appending = True
+        go_on()
+
+    def _append(
+        self,
+        part: Counts,
+        events: Counts,
+        ended: Flags,
+        step_ends: list[float],
+        then: Callable[[], None],
+    ) -> None:
+        held, opened = self._held[part] + events, self._opened[part]
+        tokens, chunks = self._answers.cut(held, opened, ended)
+
+        def logged(end: float) -> None:
+            if end >= self._seen.since:
+                self._seen.tokens += int(events.sum())
+                self._seen.added_s += [end - at for at in step_ends] if chunks.any() else []
+            self._held[part] = np.where(ended, 0, held - tokens)
+            self._opened[part] = (opened | (chunks > 0)) & ~ended
+            gone = part[ended].tolist()
+            self._free += gone
+            self._to_finish += len(gone)
+            self._finish()
+            then()
+
+        if chunks.any():
+            cost = self._costs.append + self._cost_of(tokens, chunks, opened)
+            self._server.call("append", cost, logged)
+        else:
+            logged(self._clock.now)
+
+    def _cost_of(self, tokens: Counts, chunks: Counts, opened: Flags) -> float:
+        costs, num_chunks = self._costs, int(chunks.sum())
+        first = int((~opened & (chunks > 0)).sum())
+        if not self._answers.is_published:
+            return first * costs.opened + (num_chunks - first) * costs.checkpoint
+        further = int(tokens.sum()) - num_chunks
+        chunk_s = first * costs.opened + (num_chunks - first) * costs.chunk
+        return chunk_s + further * costs.token
 
     # ── jobs ──
 
-    def _credits(self) -> int:
-        """Return credits as Service.credits would, for an engine that admits jobs at once."""
-        return (
-            0
-            if self._records.is_full
-            else max(0, self._mix.num_sequences + LOOKAHEAD - self._in_hand)
-        )
-
-    def _take(self, count: int) -> None:
-        self._in_hand += count
-        self._joining += count
-        if not self._is_stepping:
-            self._begin_step()
-
-    def _ended(self, count: int) -> None:
-        self._in_hand -= count
-        self._records.add(count)
-
-    # ── lease ──
-
-    def _beat(self) -> None:
-        sent_at, held = self._clock.now, self._in_hand + len(self._records)
-
-        def then(_effect: float) -> None:
-            if sent_at >= self._seen.since:
-                self._seen.beats_s.append(self._clock.now - sent_at)
-            self._clock.at(self._clock.now + HEARTBEAT_S, self._beat)
-
-        self._server.call("heartbeat", self._costs.heartbeat + held * self._costs.held, then)
-
-
-class Records:
-    """Commits ended jobs to SQL in groups, then finishes them by script.
-
-    Each stage has one group at a time.
-    """
-
-    def __init__(
-        self,
-        server: QueueServer,
-        costs: ScriptCosts,
-        seen: Observations,
-        on_finished: Callable[[int], None],
-    ) -> None:
-        self._server, self._clock, self._costs, self._seen = server, server.clock, costs, seen
-        self._on_finished = on_finished
-        self._to_record = self._to_finish = 0
-        self._recording = self._finishing = 0
-
-    def __len__(self) -> int:
-        return self._to_record + self._recording + self._to_finish + self._finishing
-
-    @property
-    def is_full(self) -> bool:
-        return len(self) >= MAX_BUFFERED
-
-    def add(self, count: int) -> None:
-        self._to_record += count
-        self._record()
-
-    def _record(self) -> None:
-        if self._recording or not self._to_record:
+    def _claim(self) -> None:
+        """Claim for all free slots, unless too many results wait to be recorded."""
+        wanted, asked_at = min(len(self._free), MAX_AT_ONCE), self._clock.now
+        if self._is_claiming or not wanted or self._to_finish + self._finishing >= MAX_BUFFERED:
             return
-        self._recording = min(self._to_record, MAX_GROUP)
-        self._to_record -= self._recording
+        self._is_claiming = True
 
-        def then() -> None:
-            self._to_finish += self._recording
-            self._recording = 0
-            self._finish()
-            self._record()
+        def claimed(_end: float) -> None:
+            self._is_claiming = False
+            if asked_at >= self._seen.since:
+                self._seen.claims_s.append(self._clock.now - asked_at)
+            for _ in range(wanted):
+                slot = self._free.pop()
+                self._left[slot] = answer_length(self._source)
+                self._joining.append(slot)
+            if not self._is_stepping:
+                self._begin_step()
+            self._claim()
 
-        self._clock.at(self._clock.now + COMMIT_S, then)
+        self._server.call("claim", self._costs.claim + wanted * self._costs.claimed, claimed)
 
     def _finish(self) -> None:
+        """Commit ended jobs to SQL, then finish them by script; a new job follows each."""
         if self._finishing or not self._to_finish:
             return
         group = self._finishing = min(self._to_finish, MAX_GROUP)
         self._to_finish -= group
 
-        def then(effect: float) -> None:
+        def finished(end: float) -> None:
             self._finishing = 0
-            if effect >= self._seen.since:
+            if end >= self._seen.since:
                 self._seen.jobs += group
-            self._on_finished(group)
+            for _ in range(group):
+                self._server.call("submit", self._costs.submit, lambda _end: None)
             self._finish()
 
-        self._server.call("finish", self._costs.finish + group * self._costs.finished, then)
+        cost = self._costs.finish + group * self._costs.finished
+        self._clock.after(COMMIT_S, lambda: self._server.call("finish", cost, finished))
+
+    # ── lease ──
+
+    def _beat(self) -> None:
+        sent_at, held = self._clock.now, len(self._left) - len(self._free)
+        held += self._to_finish + self._finishing
+
+        def answered(_end: float) -> None:
+            if sent_at >= self._seen.since:
+                self._seen.beats_s.append(self._clock.now - sent_at)
+            self._clock.after(HEARTBEAT_S, self._beat)
+
+        cost = self._costs.heartbeat + held * self._costs.held
+        self._server.call("heartbeat", cost, answered)
