@@ -36,7 +36,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """How answers become chunks of `tokens` tokens.
+    """Turns answers into chunks of `tokens` tokens.
 
     Chunks of bulk jobs are logged and not published. What waits of interactive jobs is one part.
     """
