@@ -38,7 +38,7 @@ COMMANDS = {
         "greedy tokens"
     ),
     "simulate": "goodput and latency under load, on a cost model; one queue under 1 to 64 workers",
-    "gpu": "share of the roofline on a CUDA device",
+    "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 
 

@@ -2,8 +2,9 @@
 
 The models have well-known shapes and random weights.
 
-The ceilings (bytes per second, operations per second) are measured in the same run; what a step
-must move and compute is counted from the model's shapes. The most important measurements come
+The ceilings (bytes per second, operations per second) are measured in the same run. The floor of a
+step is the sum of what each product and attention must take by them, counted from the model's
+shapes. The most important measurements come
 first: for every model, decode by batch size, one long prefill, drawn tokens, where a step's time
 goes, and the mixed load beside Transformers' continuous batching on a second model with the same
 weights. Then follow, for every model, 8-bit keys and values, uneven lengths, scattered blocks, the
@@ -18,17 +19,18 @@ transformers, rich and msgspec runs it without an installation of ours:
 """
 
 import argparse
+import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 
-from ops.benchmarks.gpu import report
-from ops.benchmarks.gpu.ceilings import Ceilings, measure_ceilings
+from ops.benchmarks.gpu.ceilings import measure_ceilings
 from ops.benchmarks.gpu.measures import (
     DRAWN,
     GREEDY,
@@ -41,11 +43,39 @@ from ops.benchmarks.gpu.measures import (
 )
 from ops.benchmarks.gpu.models import SHAPES, describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu.peer import beside
+from ops.benchmarks.measure.goals import GPU_GOALS
+from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine import Engine, EngineConfigError, SamplingParams
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
 BESIDE_S = 150.0  # seconds that both engines need for the mixed load, warm-up included
+COLUMNS = {
+    "tokens_s": ("tokens/s", "{:,.0f}"),
+    "ms": ("ms", "{:.2f}"),
+    "share_of_floor": ("floor's share", "{:.1%}"),
+    "times_transformers": ("× Transformers", "{:.2f}"),
+    "busy": ("device busy", "{:.1%}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An engine with some settings, and what is measured on it.
+
+    Args:
+        batches: sizes of the decodes.
+        long: length of one of the sequences, if not 0.
+    """
+
+    name: str
+    batches: Sequence[int]
+    settings: dict[str, Any] = field(default_factory=dict)
+    params: SamplingParams = GREEDY
+    long: int = 0
+    is_scattered: bool = False
+    has_prefill: bool = False
+    is_default: bool = False  # drawn tokens and profiles too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    console = report.console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         console.print(
             "ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same "
@@ -93,7 +123,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
             session.attempt(name, what, lambda work=work, name=name: work(name, session))  # type: ignore[misc]
             forget()
-    report.show(console, session.record)
+    _show(console, session.record)
     return session.record
 
 
@@ -101,70 +131,69 @@ class Session:
     """Keeps the growing record of a run and its deadline."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        self.options = options
-        self._console = console
+        self.options, self._console = options, console
         self.until = time.monotonic() + options.limit
-        self._keep: Callable[[dict[str, Any]], None] = getattr(
-            options, "keep", lambda _record: None
-        )
-        self.ceilings: Ceilings = measure_ceilings(
-            torch.device(options.device), getattr(torch, options.dtype)
-        )
+        self._keep = getattr(options, "keep", lambda _record: None)
+        self.dtype = getattr(torch, options.dtype)
+        self.ceilings = measure_ceilings(torch.device(options.device), self.dtype)
         self.record: dict[str, Any] = {
             "ok": True,
-            "device": report.describe(options.device),
+            "device": _describe_device(options.device),
             "ceilings": asdict(self.ceilings),
             "results": {},
             "left_out": {},
         }
         self._keep(self.record)
-        report.tell(console, "ceilings", self.record["ceilings"])
+        self._tell("ceilings", self.record["ceilings"])
 
     def keep(self, shape: str, what: str, found: Any) -> None:
         self.record["results"].setdefault(shape, {})[what] = found
         self._keep(self.record)
 
-    def attempt(self, shape: str, what: str, work: Callable[[], Any], needs_s: float = 0.0) -> Any:
-        """Run one measurement, and keep and return its result.
+    def attempt(self, shape: str, what: str, work: Callable[[], Any], needs_s: float = 0.0) -> None:
+        """Run one measurement and keep its result.
 
-        Returns None if too little time is left or the measurement failed; the record says which.
+        The record says what failed, and what too little time was left for.
         """
-        left_out = self.record["left_out"]
+        left_out, name = self.record["left_out"], f"{shape}: {what}"
         if time.monotonic() + needs_s > self.until:
-            left_out[f"{shape}: {what}"] = "no time was left"
-            return None
+            left_out[name] = "no time was left"
+            return
         started = time.perf_counter()
         try:
             found = work()
-        except (
-            EngineConfigError
-        ) as error:  # not possible on this machine, for example a missing backend
-            left_out[f"{shape}: {what}"] = str(error)
-            report.tell(self._console, f"{shape}: {what} is left out", str(error))
-            return None
+        except EngineConfigError as error:  # not possible here, for example a missing backend
+            left_out[name] = str(error)
+            self._tell(f"{name} is left out", str(error))
         except Exception as error:
             self.record["ok"] = False
-            left_out[f"{shape}: {what}"] = f"{type(error).__name__}: {error}"
+            left_out[name] = f"{type(error).__name__}: {error}"
             self._console.print(traceback.format_exc(), markup=False, highlight=False)
-            return None
+        else:
+            if found is not None:
+                self.keep(shape, what, found)
+                self._tell(f"{name} ({time.perf_counter() - started:.1f} s)", found)
         finally:
             self._keep(self.record)
-        if found is not None:
-            self.keep(shape, what, found)
-            report.tell(
-                self._console, f"{shape}: {what} ({time.perf_counter() - started:.1f} s)", found
+
+    def _tell(self, what: str, found: Any) -> None:
+        if isinstance(found, dict):
+            found = ", ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in found.items()
+                if not isinstance(value, list | dict)
             )
-        return found
+        self._console.print(f"{what}: {found}", markup=False, highlight=False, soft_wrap=True)
 
 
 def measure(name: str, session: Session) -> None:
     """Measure the engine with its default settings, then beside its peer."""
     options, shape = session.options, SHAPES[name]
-    loaded = describe(
-        random_model(shape, options.device, getattr(torch, options.dtype)),
-        configure(shape, options),
+    model = random_model(shape, options.device, session.dtype)
+    loaded = describe(model, configure(shape, options))
+    measure_case(
+        name, session, loaded, Case("default", options.batch, has_prefill=True, is_default=True)
     )
-    whole(name, "default", session, loaded)
     if not options.no_peer:
         session.attempt(
             name,
@@ -182,132 +211,118 @@ def measure(name: str, session: Session) -> None:
 
 def vary(name: str, session: Session) -> None:
     """Measure the same model with one thing changed at a time."""
-    options = session.options
-    shape, dtype, largest = SHAPES[name], getattr(torch, options.dtype), max(options.batch)
+    options, shape = session.options, SHAPES[name]
     base = configure(shape, options)
-    loaded = describe(random_model(shape, options.device, dtype), base)
-    middle = [sorted(options.batch)[len(options.batch) // 2]]
-    part(
-        name,
-        "8-bit keys and values",
-        session,
-        loaded,
-        [*middle, largest],
-        {"kv_dtype": "float8_e4m3fn"},
-    )
-    part(name, "uneven lengths", session, loaded, middle, {}, long=options.long)
-    part(name, "scattered blocks", session, loaded, [largest], {}, is_scattered=True)
-    for backend in options.attention or ("triton", "flash", "torch_varlen", "reference"):
-        block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
-        part(
-            name,
-            f"attention {backend}",
-            session,
-            loaded,
-            middle,
-            {"attention": backend, "block_size": block},
-        )
-    settings: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("without graphs", {"cuda_graphs": False}),
-        ("without running ahead", {"async_batching": False}),
-        ("without either", {"cuda_graphs": False, "async_batching": False}),
-    )
-    for what, changes in settings:
-        part(name, what, session, loaded, middle, changes)
-    part(name, "without the drawing kernel", session, loaded, middle, {"fuse": False}, params=DRAWN)
+    middle, largest = sorted(options.batch)[len(options.batch) // 2], max(options.batch)
+    cases = [
+        Case("8-bit keys and values", [middle, largest], {"kv_dtype": "float8_e4m3fn"}),
+        Case("uneven lengths", [middle], long=options.long),
+        Case("scattered blocks", [largest], is_scattered=True),
+        *(
+            Case(f"attention {backend}", [middle], _attention(backend), has_prefill=True)
+            for backend in options.attention or ("triton", "flash", "torch_varlen", "reference")
+        ),
+        Case("without graphs", [middle], {"cuda_graphs": False}),
+        Case("without running ahead", [middle], {"async_batching": False}),
+        Case("without either", [middle], {"cuda_graphs": False, "async_batching": False}),
+        Case("without the drawing kernel", [middle], {"fuse": False}, DRAWN),
+    ]
+    loaded = describe(random_model(shape, options.device, session.dtype), base)
+    for case in cases:
+        measure_case(name, session, loaded, case)
     del loaded
     forget()
-    plain = describe(random_model(shape, options.device, dtype), base.replace(fuse=False))
-    part(name, "without fused modules", session, plain, [min(options.batch), *middle], {})
+    plain = describe(random_model(shape, options.device, session.dtype), base.replace(fuse=False))
+    batches = [min(options.batch), middle]
+    measure_case(name, session, plain, Case("without fused modules", batches, has_prefill=True))
 
 
-def whole(name: str, what: str, session: Session, loaded: LoadedModel) -> None:
-    """Take all measurements of an engine with its default settings."""
+def _attention(backend: str) -> dict[str, Any]:
+    block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
+    return {"attention": backend, "block_size": block}
+
+
+def measure_case(name: str, session: Session, loaded: LoadedModel, case: Case) -> None:
     options, shape, ceilings = session.options, SHAPES[name], session.ceilings
 
     def work(engine: Engine) -> None:
-        for batch in options.batch:
+        def attempt(what: str, measured: Callable[..., Any], *arguments: Any) -> None:
             session.attempt(
-                name,
-                f"{what}: decode {batch}",
-                lambda batch=batch: decode(engine, shape, batch, ceilings, options, GREEDY),  # type: ignore[misc]
-            )
-        session.attempt(name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options))
-        largest = max(options.batch)
-        session.attempt(
-            name,
-            f"{what}: drawn {largest}",
-            lambda: decode(engine, shape, largest, ceilings, options, DRAWN),
-        )
-        for batch in sorted({min(options.batch), max(options.batch)}):
-            session.attempt(
-                name,
-                f"{what}: profile {batch}",
-                lambda batch=batch: gaps(engine, shape, batch, options),  # type: ignore[misc]
+                name, f"{case.name}: {what}", lambda: measured(engine, shape, *arguments)
             )
 
-    _with_engine(name, what, session, loaded, {}, work)
-
-
-def part(
-    name: str,
-    what: str,
-    session: Session,
-    loaded: LoadedModel,
-    batches: list[int],
-    changes: dict[str, Any],
-    *,
-    params: SamplingParams = GREEDY,
-    long: int = 0,
-    is_scattered: bool = False,
-) -> None:
-    """Measure decode for a few batch sizes with other settings.
-
-    Variants of modules and attention get the prefill too.
-    """
-    options, shape, ceilings = session.options, SHAPES[name], session.ceilings
-
-    def work(engine: Engine) -> None:
-        if is_scattered:
+        if case.is_scattered:
             scatter(engine)
-        for batch in dict.fromkeys(batches):
-            session.attempt(
-                name,
-                f"{what}: decode {batch}",
-                lambda batch=batch: decode(engine, shape, batch, ceilings, options, params, long),  # type: ignore[misc]
-            )
-        if what.startswith("attention") or "modules" in what:
-            session.attempt(
-                name, f"{what}: prefill", lambda: prefill(engine, shape, ceilings, options)
-            )
+        for batch in dict.fromkeys(case.batches):
+            rest = (ceilings, options, case.params, case.long)
+            attempt(f"decode {batch}", decode, batch, *rest)
+        if case.has_prefill:
+            attempt("prefill", prefill, ceilings, options)
+        if case.is_default:
+            largest = max(case.batches)
+            attempt(f"drawn {largest}", decode, largest, ceilings, options, DRAWN)
+            for batch in sorted({min(case.batches), largest}):
+                attempt(f"profile {batch}", gaps, batch, options)
 
-    _with_engine(name, what, session, loaded, {**changes, "long": long}, work)
-
-
-def _with_engine(
-    name: str,
-    what: str,
-    session: Session,
-    loaded: LoadedModel,
-    changes: dict[str, Any],
-    work: Callable[[Engine], None],
-) -> None:
-    def inside() -> Any:
-        engine = engine_of(loaded, configure(SHAPES[name], session.options, **changes))
-        try:
+    def inside() -> dict[str, Any]:
+        settings = {**case.settings, "long": case.long}
+        with engine_of(loaded, configure(shape, options, **settings)) as engine:
             work(engine)
             graphs = getattr(engine.runner, "graphs", None)
-            counts = (graphs.num_captured, graphs.num_replays) if graphs is not None else (0, 0)
-            refusal = getattr(graphs, "refusal", None)
-            fused = fused_modules(loaded.model)
             return {
                 "engine": engine.runner.info.description,
-                "graphs": counts,
-                "refusal": refusal,
-                "fused": fused,
+                "graphs": (graphs.num_captured, graphs.num_replays) if graphs else (0, 0),
+                "refusal": getattr(graphs, "refusal", None),
+                "fused": fused_modules(loaded.model),
             }
-        finally:
-            engine.stop(drain=False)
 
-    session.attempt(name, what, inside)
+    session.attempt(name, case.name, inside)
     forget()
+
+
+def _describe_device(device: str) -> dict[str, Any]:
+    """Return the device's properties and the versions of torch and transformers."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if not device.startswith("cuda"):
+        return {**versions, "name": device}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        **versions,
+        "name": properties.name,
+        "memory_gib": properties.total_memory / 2**30,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _show(console: Console, record: dict[str, Any]) -> None:
+    ceilings = record["ceilings"]
+    for name, found in record["results"].items():
+        title = (
+            f"{name}: beside the floor, by {ceilings['bytes_s'] / 1e9:,.1f} GB/s and "
+            f"{ceilings['operations_s'] / 1e12:,.2f} TFLOP/s, measured in this run"
+        )
+        show(console, title, found, COLUMNS)
+        for what, figures in found.items():
+            if parts := figures.get("parts"):
+                rows = {
+                    part[:90]: {"ms": ms, "share": ms / figures["ms"]} for part, ms in parts.items()
+                }
+                columns = {"ms": ("ms a step", "{:.3f}"), "share": ("share", "{:.1%}")}
+                show(console, f"{name}, {what}", rows, columns)
+    for line in goals(record):
+        console.print(line, markup=False, highlight=False)
+    for what, reason in record["left_out"].items():
+        console.print(f"left out: {what}: {reason}", markup=False)
+
+
+def goals(record: dict[str, Any]) -> list[str]:
+    """Return a line for each measured goal: reached or missed, the figure and the target."""
+    return [
+        f"goal {'reached' if figures[figure] >= goal else 'missed'}: {name}, {what}: "
+        f"{figure.replace('_', ' ')} {figures[figure]:.2f}, aimed at {goal:.2f}"
+        for name, found in record["results"].items()
+        for what, figures in found.items()
+        for beginning, (figure, goal) in GPU_GOALS.items()
+        if what.startswith(beginning) and figure in figures
+    ]

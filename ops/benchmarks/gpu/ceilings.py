@@ -1,4 +1,4 @@
-"""Measures the best rates of a device.
+"""Measures the best rates of a device: the floor of a step is counted with them.
 
 Bytes per second come from large copies and reads, operations per second from a large matrix product
 of random numbers.
@@ -17,8 +17,12 @@ REPEATS = 8  # calls between two readings of the clock, so that launch costs do 
 class Ceilings:
     bytes_s: float
     operations_s: float
-    copied_bytes_s: float  # read and written
-    read_bytes_s: float
+    copied_bytes_s: float = 0.0  # read and written
+    read_bytes_s: float = 0.0
+
+    def seconds(self, num_bytes: float, operations: float) -> float:
+        """Return the least time of one kernel: that of its bytes or that of its operations."""
+        return max(num_bytes / self.bytes_s, operations / self.operations_s)
 
 
 def synchronise(device: torch.device) -> None:

@@ -1,27 +1,26 @@
 """Measurements of one engine for `ops/bench gpu`.
 
-They are decode by batch size, drawn tokens, a long prefill, kernels and gaps, and a mixed load. The
-order of a run is in gpu.py.
+They are decode by batch size, drawn tokens, a long prefill, and a profile of kernels and gaps. The
+order of a run is in commands/gpu.py.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ops.benchmarks.gpu.ceilings import Ceilings, synchronise
-from ops.benchmarks.gpu.gaps import profile_of
-from ops.benchmarks.gpu.models import Shape
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest, generate
-from ops.benchmarks.peers.ours import Tokenmill
+from ops.benchmarks.gpu.models import Shape, Work
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 from tokenmill_worker.engine.execution.build import build_runner
 from tokenmill_worker.engine.model.loader import LoadedModel
 
+LEAST_SHARE = 0.02  # of the profiled time
 SPARE = 16  # tokens that sequences may produce besides those that are measured
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, top_k=100, seed=1, ignore_eos=True)
@@ -92,21 +91,17 @@ def decode(
     synchronise(torch.device(options.device))
     _end(engine, requests)
     step_s = statistics.median(times)
-    weights, kept = (
-        getattr(torch, name).itemsize
-        for name in (options.dtype, engine.runner.info.config.kv_dtype)
-    )
     read = sum(contexts) + batch * options.steps // 2
-    moved = shape.num_weights * weights + shape.kv_bytes(read, kept)
-    computed = 2 * shape.num_weights * batch + shape.attention_operations(read)
-    floor_s = max(moved / ceilings.bytes_s, computed / ceilings.operations_s)
-    return {
-        "step_ms": 1e3 * step_s,
-        "mean_step_ms": 1e3 * statistics.fmean(times),
-        "tokens_s": batch / step_s,
-        "share_of_bandwidth": moved / step_s / ceilings.bytes_s,
-        "share_of_roofline": floor_s / step_s,
-    }
+    floor_s = shape.floor_s(ceilings, _work(engine, options, batch, batch, read, read))
+    return {"tokens_s": batch / step_s, "ms": 1e3 * step_s, "share_of_floor": floor_s / step_s}
+
+
+def _work(
+    engine: Engine, options: argparse.Namespace, tokens: int, sampled: int, read: int, pairs: int
+) -> Work:
+    kinds = (options.dtype, engine.runner.info.config.kv_dtype)
+    weight_bytes, kv_bytes = (getattr(torch, name).itemsize for name in kinds)
+    return Work(tokens, sampled, read, pairs, weight_bytes, kv_bytes)
 
 
 def prefill(
@@ -122,38 +117,56 @@ def prefill(
             engine.step()
         times.append(time.perf_counter() - started)
     seconds = statistics.median(times[1:])
-    share = shape.prefill_operations(options.prefill) / seconds / ceilings.operations_s
-    return {"seconds": seconds, "tokens_s": options.prefill / seconds, "share_of_operations": share}
+    tokens = options.prefill
+    work = _work(engine, options, tokens, 1, tokens, tokens * (tokens + 1) // 2)
+    share = shape.floor_s(ceilings, work) / seconds
+    return {"tokens_s": tokens / seconds, "ms": 1e3 * seconds, "share_of_floor": share}
 
 
 def gaps(engine: Engine, shape: Shape, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Profile steps with torch's profiler."""
+    device, steps = torch.device(options.device), min(20, options.steps)
     requests = _start(engine, shape, [options.context] * batch, options, GREEDY)
-    found = profile_of(engine.step, torch.device(options.device), min(20, options.steps))
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(steps):
+            engine.step()
+        synchronise(device)
     _end(engine, requests)
-    return found
+    wanted = "CUDA" if device.type == "cuda" else "CPU"  # a CPU has operators and no kernels
+    spans = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events() or ()
+        if event.device_type.name == wanted and (wanted == "CUDA" or event.cpu_parent is None)
+    ]
+    return summarise(spans, steps)
 
 
-def mixed_load(shape: Shape, share: float) -> Workload:
-    """Generate the mixed workload, with its token ids mapped into the shape's vocabulary."""
-    workload = generate("mixed", 0, share)
-    return Workload(
-        workload.name,
-        tuple(
-            WorkloadRequest(
-                tuple(1 + token % (shape.vocab_size - 1) for token in request.prompt),
-                request.max_tokens,
-            )
-            for request in workload.requests
-        ),
-    )
+def summarise(spans: Iterable[tuple[float, float, str]], steps: int) -> dict[str, Any]:
+    """Sum up spans (start, end, name), in microseconds, in any order; they may overlap.
 
-
-class Ours(Tokenmill):
-    """Measured engine around an engine that exists already."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.description = engine.runner.info.description
+    `busy` is the share of the time in which the device worked. `parts` has the milliseconds a step
+    of kernels by name, and of gaps by the two kernels around them, largest first; those below
+    LEAST_SHARE of the time are left out.
+    """
+    ordered = sorted(spans)
+    if not ordered:
+        return {"busy": 0.0, "parts": {}}
+    worked: defaultdict[str, float] = defaultdict(float)
+    idle: defaultdict[str, float] = defaultdict(float)
+    first, reached, last = ordered[0]
+    for start, end, name in ordered:
+        worked[name] += end - start
+        if start > reached:
+            idle[f"gap: {last} → {name}"] += start - reached
+        if end >= reached:
+            reached, last = end, name
+    whole = reached - first
+    took = sorted([*worked.items(), *idle.items()], key=lambda pair: -pair[1])
+    parts = {name: us / 1e3 / steps for name, us in took if us > LEAST_SHARE * whole}
+    return {"busy": 1.0 - sum(idle.values()) / whole, "ms": whole / 1e3 / steps, "parts": parts}
 
 
 def _start(

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights on the device, and what their steps move and compute.
+"""Models of known shapes with random weights on the device, and the least time of their steps.
 
 The same seed gives the same weights, so two engines can each have a model of their own.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ops.benchmarks.gpu.ceilings import Ceilings
 from tokenmill_worker.engine import EngineConfig
 from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.model.loader import LoadedModel, describe_model
@@ -22,7 +23,7 @@ from tokenmill_worker.engine.model.paged_attention import IMPLEMENTATION, regist
 class Shape:
     """A decoder with the fields of its configuration.
 
-    The embedding is not counted, because its rows are only looked up.
+    The embedding is no product: its rows are only looked up.
     """
 
     model_type: str
@@ -36,37 +37,60 @@ class Shape:
     max_position_embeddings: int = 16_384
 
     @property
-    def num_weights(self) -> int:
-        """Number of weights that one token is multiplied with."""
-        heads = self.num_attention_heads + 2 * self.num_key_value_heads
-        attention = self.hidden_size * self.head_dim * (heads + self.num_attention_heads)
-        return (
-            self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-            + self.head_weights
-        )
+    def products(self) -> list[tuple[int, int, int]]:
+        """The products of one token: (outputs, inputs, number of layers), the head last."""
+        hidden, layers = self.hidden_size, self.num_hidden_layers
+        heads = self.num_attention_heads * self.head_dim
+        kv_heads = self.num_key_value_heads * self.head_dim
+        return [
+            (heads + 2 * kv_heads, hidden, layers),
+            (hidden, heads, layers),
+            (2 * self.intermediate_size, hidden, layers),
+            (hidden, self.intermediate_size, layers),
+            (self.vocab_size, hidden, 1),
+        ]
 
     @property
-    def head_weights(self) -> int:
-        return self.hidden_size * self.vocab_size
+    def num_weights(self) -> int:
+        """Number of weights that one token is multiplied with."""
+        return sum(n * k * layers for n, k, layers in self.products)
 
-    def kv_bytes(self, tokens: int, itemsize: int) -> int:
-        return (
-            2
-            * self.num_hidden_layers
-            * self.num_key_value_heads
-            * self.head_dim
-            * tokens
-            * itemsize
+    def floor_s(self, ceilings: Ceilings, work: "Work") -> float:
+        """Return the least time of a step: the sum of its products' and its attention's.
+
+        Each product takes the time of its weights' bytes or of its operations, whichever is longer,
+        and so does attention. At a large batch, operations bound the former and bytes the latter.
+        """
+        *body, head = self.products
+        each = [(n, k, layers, work.tokens) for n, k, layers in body] + [(*head, work.sampled)]
+        products_s = sum(
+            layers * ceilings.seconds(n * k * work.weight_bytes, 2 * n * k * rows)
+            for n, k, layers, rows in each
         )
+        kept = 2 * self.num_key_value_heads * self.head_dim * work.read * work.kv_bytes
+        pairs = 4 * self.num_attention_heads * self.head_dim * work.pairs
+        return products_s + self.num_hidden_layers * ceilings.seconds(kept, pairs)
 
-    def attention_operations(self, pairs: int) -> int:
-        """Count the operations of attention for (query, key) pairs: logits and value sums."""
-        return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * pairs
 
-    def prefill_operations(self, tokens: int) -> int:
-        """Count the products of every token, the head of one token, and causal attention."""
-        products = 2 * (self.num_weights - self.head_weights) * tokens + 2 * self.head_weights
-        return products + self.attention_operations(tokens * (tokens + 1) // 2)
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of one step.
+
+    Args:
+        tokens: rows of the layers' products.
+        sampled: rows of the head's.
+        read: tokens whose keys and values are read.
+        pairs: (query, key) pairs of each head.
+        weight_bytes: of one weight.
+        kv_bytes: of one key's or value's number.
+    """
+
+    tokens: int
+    sampled: int
+    read: int
+    pairs: int
+    weight_bytes: int
+    kv_bytes: int
 
 
 SHAPES = {

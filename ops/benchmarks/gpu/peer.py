@@ -11,15 +11,25 @@ from typing import Any
 
 import torch
 
-from ops.benchmarks.gpu.measures import Ours, configure, engine_of, mixed_load
+from ops.benchmarks.gpu.measures import configure, engine_of
 from ops.benchmarks.gpu.models import Shape, random_model
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine
-from ops.benchmarks.measure.workload_files import Workload
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest, generate
+from ops.benchmarks.peers.ours import Tokenmill
 from ops.benchmarks.peers.transformers_batching import TransformersBatching
+from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 POOL_TOKENS = 131_072
 PEER_ATTENTION = "sdpa"  # the attention that it has without further packages
+
+
+class Ours(Tokenmill):
+    """Measured engine around an engine that exists already."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.description = engine.runner.info.description
 
 
 def beside(
@@ -35,31 +45,34 @@ def beside(
     """
     load = mixed_load(shape, options.share)
     largest = max(options.batch)
-    pool = min(POOL_TOKENS, largest * 1024)
+    pool, budget = min(POOL_TOKENS, largest * 1024), min(8192, options.prefill)
     config = configure(
         shape,
         options,
         num_blocks=pool // 16 + 1,
-        max_num_batched_tokens=min(8192, options.prefill),
+        max_num_batched_tokens=budget,
         prefix_cache=True,
     )
-    engine = engine_of(loaded, config)
+    given = EngineOptions("", options.dtype, 0, pool, budget, largest)
     theirs = random_model(shape, options.device, getattr(torch, options.dtype))
     theirs.set_attn_implementation(PEER_ATTENTION)
-    given = EngineOptions(
-        model="", dtype=options.dtype, pool_tokens=pool,
-        max_batch_tokens=config.max_num_batched_tokens,
-        max_sequences=largest,
-    )  # fmt: skip
-    contenders: dict[str, MeasuredEngine] = {
-        "tokenmill": Ours(engine), "transformers": TransformersBatching(given, theirs, deadline),
-    }  # fmt: skip
-    try:
-        contenders["tokenmill"].run(load.requests)  # compiles, captures graphs
-        contenders["transformers"].run(load.first(8, 8).requests)
-        return take_turns(contenders, load, options.rounds, keep)
-    finally:
-        engine.stop(drain=False)
+    with engine_of(loaded, config) as engine:
+        ours, peer = Ours(engine), TransformersBatching(given, theirs, deadline)
+        ours.run(load.requests)  # compiles, captures graphs
+        peer.run(load.first(8, 8).requests)
+        return take_turns({"tokenmill": ours, "transformers": peer}, load, options.rounds, keep)
+
+
+def mixed_load(shape: Shape, share: float) -> Workload:
+    """Generate the mixed workload, with its token ids mapped into the shape's vocabulary."""
+    workload = generate("mixed", 0, share)
+    requests = (
+        WorkloadRequest(
+            tuple(1 + token % (shape.vocab_size - 1) for token in r.prompt), r.max_tokens
+        )
+        for r in workload.requests
+    )
+    return Workload(workload.name, tuple(requests))
 
 
 def take_turns(
@@ -68,30 +81,22 @@ def take_turns(
     rounds: int,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    answers: dict[str, list[list[int]]] = {}
-    record: dict[str, Any] = {
-        "requests": len(load.requests),
-        "peer": contenders["transformers"].description,
-    }
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            measured = contender.run(load.requests)
-            found[name].append(sum(len(tokens) for tokens in measured.tokens) / measured.wall_s)
-            answers[name] = measured.tokens
-            medians = {name: statistics.median(rates) for name, rates in found.items() if rates}
-            record |= {"tokens_s": medians, "rounds": found}
-            if len(medians) == len(found):
-                record["times_transformers"] = medians["tokenmill"] / medians["transformers"]
-                record["equal_answers"] = _equal(answers)
-            keep(record)
-    return record
-
-
-def _equal(answers: dict[str, list[list[int]]]) -> float:
-    """Return the share of answers that are equal to the last token.
+    """Return our tokens per second, theirs, the ratio, and the share of equal answers.
 
     In half precision the best two tokens may tie, so answers may differ.
     """
-    ours, theirs = answers.values()
-    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    answers: dict[str, list[list[int]]] = {}
+    found: dict[str, Any] = {"peer": contenders["transformers"].description, "rounds": rates}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            measured = contender.run(load.requests)
+            rates[name].append(sum(map(len, measured.tokens)) / measured.wall_s)
+            answers[name] = measured.tokens
+            if len(answers) == len(contenders):
+                ours, theirs = (statistics.median(rates[name]) for name in contenders)
+                equal = sum(a == b for a, b in zip(*answers.values(), strict=True))
+                found |= {"tokens_s": ours, "times_transformers": ours / theirs}
+                found["equal_answers"] = equal / len(load.requests)
+            keep(found)
+    return found
