@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from ops.benchmarks import pictures
 
 COMMANDS = {
-    "engine": ("the bare engine: tokens per second, TTFT, TPOT, beside --peer transformers|vllm"),
+    "engine": "the bare engine: tokens per second, TTFT, TPOT, beside --peer NAME",
     "workloads": "write the five workload files of `engine` (seeded)",
     "service": (
         "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is "

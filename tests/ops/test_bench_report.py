@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ops.benchmarks.compare.journal import Journal
-from ops.benchmarks.compare.report import record, show_summary, turn_line
+from ops.benchmarks.compare.report import Report, show_summary, turn_line
 from ops.benchmarks.compare.rounds import Measurement, Turn
 from ops.benchmarks.measure.disturbance import CoreWatch, Disturbance, wait_until_quiet
 from ops.benchmarks.measure.figures import of_round
@@ -19,7 +18,7 @@ from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 
 WORKLOAD = Workload("decode", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 4)))
-NAMES = ("tokenmill", "transformers", "vllm", "llamacpp", "floor mkl", "floor packed")
+NAMES = ("tokenmill", "transformers", "vllm", "llamacpp", "floor mkl", "floor torch4")
 
 
 def turn(
@@ -55,41 +54,46 @@ def text_of(console: Console) -> str:
     return console.file.getvalue()
 
 
-class TestRecord:
+class TestResults:
     def test_ratios_are_of_rounds_and_only_of_those_that_all_finished(self) -> None:
-        found = record(measurement(tokenmill=[2.0, 1.0, 0.5], vllm=[4.0, 4.0]))
-        assert found["comparisons"]["vllm"]["ratios"] == [2.0, 4.0]
-        assert found["comparisons"]["vllm"]["ratio"] == 3.0
-        assert len(found["rounds"]["tokenmill"]) == 3, "what was measured is kept"
-        assert found["summary"]["tokenmill"]["wall_s"]["median"] == 1.5
+        both = measurement(tokenmill=[2.0, 1.0, 0.5], vllm=[4.0, 4.0])
+        found = both.results()
+        assert found["vllm"]["ratios"] == [2.0, 4.0]
+        assert found["vllm"]["ratio"] == 3.0
+        assert len(both.rounds["tokenmill"]) == 3, "what was measured is kept"
+        assert found["tokenmill"]["wall_s"] == 1.5
+        assert found["tokenmill"]["spread"] == pytest.approx(4.0 / 6.0)
 
-    def test_a_difference_in_any_round_counts(self) -> None:
+    def test_a_difference_in_any_round_counts(self, console: Console) -> None:
         both = measurement()
-        assert record(both)["equal"]
+        report = Report(console, lambda _: None, rounds=2)
+        report.begin(both)
+        assert report.is_equal(lambda _: True)
         both.turns["vllm"][1] = turn(4.0, tokens=(1, 2, 9, 4))
-        found = record(both)
-        assert not found["equal"]
-        assert found["comparisons"]["vllm"]["equal_requests"] == 0
-        assert found["comparisons"]["vllm"]["equal_tokens"] == 0.5
+        assert not report.is_equal(lambda _: True)
+        assert report.is_equal(lambda name: name != "vllm"), "of an engine that may differ"
+        assert both.results()["vllm"]["same"] == "0/2"
+        assert both.results()["vllm"]["equal_tokens"] == 0.5
 
-    def test_floors_have_no_tokens_to_compare(self) -> None:
+    def test_floors_have_no_tokens_to_compare(self, console: Console) -> None:
         both = measurement()
         both.turns["floor mkl"][0] = turn(4.0, tokens=(100, 100, 100, 100))
-        assert record(both)["equal"]
-        assert "equal_requests" not in record(both)["comparisons"]["floor mkl"]
+        report = Report(console, lambda _: None, rounds=2)
+        report.begin(both)
+        assert report.is_equal(lambda _: True)
+        assert "same" not in both.results()["floor mkl"]
 
-    def test_before_the_first_round_ends_there_is_no_summary(self) -> None:
-        early = measurement(vllm=[])
-        assert record(early)["summary"] == {} == record(early)["comparisons"]
+    def test_before_the_first_round_ends_there_are_no_results(self) -> None:
+        assert measurement(vllm=[]).results() == {}
 
 
 class TestTables:
     def test_six_engines_fit_in_80_columns(self, console: Console) -> None:
         kept: list[dict[str, Any]] = []
-        journal = Journal(console, kept.append, rounds=2)
+        report = Report(console, kept.append, rounds=2)
         whole = measurement(tokenmill=[0.01, 0.02], transformers=[1234.5, 1000.0])
-        journal.begin(whole)("tokenmill", whole.turns["tokenmill"][0])
-        journal.show()
+        report.begin(whole)("tokenmill", whole.turns["tokenmill"][0])
+        report.show()
         text = text_of(console)
         assert "…" not in text
         table = text[text.index("decode: ") : text.index("tokenmill: ")].splitlines()
@@ -97,18 +101,19 @@ class TestTables:
         rows = [line for line in table if line.startswith(NAMES)]
         assert [row[:13].strip() for row in rows] == list(NAMES), "a row each, none of them wrapped"
         assert kept[-1]["complete"] is False
-        assert kept[-1]["results"][0]["workload"] == "decode"
+        assert list(kept[-1]["results"]["decode"]) == list(NAMES)
+        assert len(kept[-1]["rounds"]["decode"]["tokenmill"]) == 2
 
     def test_an_interrupted_workload_shows_its_finished_rounds(self, console: Console) -> None:
-        journal = Journal(console, lambda _: None, rounds=9)
+        report = Report(console, lambda _: None, rounds=9)
         part = measurement(vllm=[4.0])
-        journal.begin(part)("vllm", part.turns["vllm"][0])
-        journal.close()
+        report.begin(part)("vllm", part.turns["vllm"][0])
+        report.close()
         assert "medians of 1 round\n" in text_of(console)
 
     def test_the_summary_says_whether_goals_are_reached(self, console: Console) -> None:
         show_summary(
-            [record(measurement(tokenmill=[1.0, 1.0], vllm=[1.7, 1.7], floor_mkl=[0.5, 0.5]))],
+            [measurement(tokenmill=[1.0, 1.0], vllm=[1.7, 1.7], floor_mkl=[0.5, 0.5])],
             console,
         )
         text = text_of(console)
@@ -124,7 +129,7 @@ class TestTables:
     ) -> None:
         both = Measurement(WORKLOAD, ("tokenmill", "unquantised"), quantization=quantization)
         both.turns = {"tokenmill": [turn(1.0)], "unquantised": [turn(1.6)]}
-        show_summary([record(both)], console)
+        show_summary([both], console)
         assert text_of(console).splitlines()[-1].endswith(told)
 
     def test_a_turn_is_told_with_its_disturbance(self) -> None:

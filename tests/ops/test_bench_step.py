@@ -15,7 +15,7 @@ def measure(folder: Path, *arguments: str) -> dict[str, dict[str, float]]:
     out = folder / "out.json"
     fixed = ["--model", str(folder), "--context", "5", "--steps", "1", "--json", str(out)]
     assert main(["step", *fixed, *arguments]) == 0
-    results: dict[str, dict[str, float]] = json.loads(out.read_text())["results"]
+    results: dict[str, dict[str, float]] = json.loads(out.read_text())["results"]["step"]
     return results
 
 

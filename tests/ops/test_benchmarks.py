@@ -13,14 +13,15 @@ from ops.benchmarks.__main__ import main
 from ops.benchmarks.measure.figures import (
     equal_requests,
     equal_tokens,
+    medians,
     of_round,
     percentile,
-    summary,
+    spread,
 )
 from ops.benchmarks.measure.protocol import EngineOptions, Round
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
 from ops.benchmarks.peers.child import Child, ChildError, Kind
-from ops.benchmarks.peers.environments import VLLM_VERSION, BuildError, PeerEnvironment, _name
+from ops.benchmarks.peers.environments import BuildError, PeerEnvironment, _name
 
 SMALL = Workload("small", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 2)))
 
@@ -105,11 +106,11 @@ class TestFigures:
         assert figures["tpot_p50_ms"] == pytest.approx(150.0)  # of 200 and 100
         assert figures["tokens_per_step"] == 2.0
         assert figures["batch_mean"] == 1.5
+        assert figures["places_used"] == 0.75
 
-    def test_summary_gives_median_and_spread(self) -> None:
-        assert summary([{"x": 1.0}, {"x": 4.0}, {"x": 2.0}]) == {
-            "x": {"median": 2.0, "spread": 1.5}
-        }
+    def test_medians_and_spread(self) -> None:
+        assert medians([{"x": 1.0}, {"x": 4.0}, {"x": 2.0}]) == {"x": 2.0}
+        assert spread([1.0, 4.0, 2.0]) == 1.5
 
     def test_equality_counts_requests_and_tokens(self) -> None:
         a = Round(1.0, [[1, 2, 3], [7]], [], [])
@@ -125,7 +126,6 @@ class TestChildren:
 
     MODULE = """
 import sys
-from ops.benchmarks.peers.environments import VLLM_VERSION, BuildError, PeerEnvironment, _name
 from ops.benchmarks.measure.protocol import Round, serve
 
 class Parrot:
@@ -192,8 +192,11 @@ class TestPeerEnvironments:
     def test_a_finished_environment_is_used_as_it_is(self, tmp_path: Path) -> None:
         environment = PeerEnvironment("vllm", tmp_path / "vllm")
         environment.folder.mkdir()
-        (environment.folder / ".finished").write_text(VLLM_VERSION)
-        assert environment.ensure_vllm(lambda _: None) == tmp_path / "vllm" / "bin" / "python"
+        (environment.folder / ".finished").write_text("a==1 b")
+        assert (
+            environment.ensure(["a==1", "b"], lambda _: None)
+            == tmp_path / "vllm" / "bin" / "python"
+        )
         assert not environment.log.exists()
 
     def test_pip_s_failure_is_one_sentence(self, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ops.benchmarks.compare import comparison
-from ops.benchmarks.compare.report import record
 from ops.benchmarks.compare.rounds import Measurement, Turn
 from ops.benchmarks.measure.figures import of_round
 from ops.benchmarks.measure.linear_stack import KINDS, LinearStack, shapes_of
@@ -47,7 +46,7 @@ def test_every_kind_runs(kind: str) -> None:
 
 def test_the_floor_takes_the_engines_steps(llama: Path) -> None:
     options = EngineOptions(
-        model=str(llama), max_batch_tokens=16, max_sequences=4, settings={"floor": "packed"}
+        model=str(llama), max_batch_tokens=16, max_sequences=4, settings={"floor": "torch4"}
     )
     floor = Floor(options)
     measured = floor.run(WORKLOAD.requests)
@@ -62,8 +61,8 @@ def test_a_floor_is_a_share_and_not_a_peer() -> None:
     both = Measurement(WORKLOAD, ("tokenmill", "floor mkl"), frozenset({"floor mkl"}))
     for name, measured in (("tokenmill", ours), ("floor mkl", floor)):
         both.turns[name].append(Turn(measured, of_round(WORKLOAD, measured), None))
-    result = record(both)
-    assert result["comparisons"]["floor mkl"] == {"ratio": 0.5, "ratios": [0.5]}
-    assert result["equal"], "a floor says nothing about tokens"
+    found = both.results()["floor mkl"]
+    assert found["ratios"] == [0.5]
+    assert "is_equal" not in found, "a floor says nothing about tokens"
     assert comparison.is_floor("floor mkl")
     assert not comparison.is_floor("vllm")

@@ -14,23 +14,22 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from typing import Self
 
+from rich.console import Console
+
+from ops.benchmarks.measure.figures import percentile
+from ops.benchmarks.measure.tables import show
 from ops.demonstration.stack import DemoStack
 from tokenmill import Client
 from tokenmill.bulk import open_store
 from tokenmill_schemas.result import JobResult
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    first_ms: float
-    queue_ms: float
-    engine_ms: float
-    wire_ms: float
-    token_ms: float  # time per token after the first
-    total_ms: float
+TIMES = [
+    f"{name}_{rank}"
+    for name in ("first_ms", "queue_ms", "engine_ms", "wire_ms", "token_ms", "total_ms")
+    for rank in ("p50", "p99")
+]  # token_ms: per token after the first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,15 +61,18 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
             time.sleep(arguments.rest)
             after = (bulk.tokens - before) / (time.monotonic() - since)
             is_full_rest = bulk.is_running
-    report: dict[str, object] = {
-        "interactive alone": _figures(alone),
-        "interactive beside bulk": _figures(beside),
-        "bulk tok/s beside interactive": round(during, 1),
-        "bulk tok/s alone": round(after, 1) if is_full_rest else None,
-        "bulk ended before the interactive jobs did": not is_bulk_left,
+    cases = {"alone": _figures(alone), "beside the file": _figures(beside)}
+    columns = {
+        "jobs": ("jobs", "{:.0f}"),
+        **{name: (name.replace("_", " "), "{:.1f}") for name in TIMES},
     }
-    print(json.dumps(report, indent=2))
-    return report
+    show(Console(), "interactive jobs, p50 / p99", cases, columns, turned=True)
+    rates = {
+        "tokens_s beside interactive jobs": round(during, 1),
+        "tokens_s alone": round(after, 1) if is_full_rest else None,
+    }
+    print(f"the file: {rates}; ended before the interactive jobs did: {not is_bulk_left}")
+    return {"results": {"interactive": cases, "bulk": {"file": rates}}}
 
 
 class _BulkFile:
@@ -80,37 +82,18 @@ class _BulkFile:
         source = stack.directory / "in.jsonl"
         with source.open("w") as file:
             for number in range(arguments.lines):
-                body = {
-                    "model": arguments.model,
-                    "prompt": f"Number {number} is",
-                    "max_tokens": arguments.bulk_tokens,
-                }
+                prompt = f"Number {number} is"
+                limits = {"model": arguments.model, "max_tokens": arguments.bulk_tokens}
                 line = {
                     "custom_id": str(number),
                     "method": "POST",
                     "url": "/v1/completions",
-                    "body": body,
+                    "body": {"prompt": prompt, **limits},
                 }
                 file.write(json.dumps(line) + "\n")
-        where = [
-            "--redis-url",
-            stack.redis_url,
-            "--queue",
-            stack.queue,
-            "--database-url",
-            stack.database_url,
-        ]
-        output = ["-o", str(stack.directory / "out.jsonl")]
-        command = [
-            sys.executable,
-            "-m",
-            "tokenmill.cli",
-            "bulk",
-            "run",
-            str(source),
-            *output,
-            *where,
-        ]
+        command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source)]
+        command += ["-o", str(stack.directory / "out.jsonl"), "--redis-url", stack.redis_url]
+        command += ["--queue", stack.queue, "--database-url", stack.database_url]
         self._process = subprocess.Popen(
             command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
@@ -146,8 +129,8 @@ class _BulkFile:
 
 def _interactive(
     stack: DemoStack, arguments: argparse.Namespace, count: int | None = None
-) -> list[Sample]:
-    samples: list[Sample] = []
+) -> list[dict[str, float]]:
+    samples: list[dict[str, float]] = []
     until = time.monotonic() + arguments.at_most
     with Client(stack.redis_url, queue=stack.queue) as client:
         for number in range(count or arguments.jobs):
@@ -166,29 +149,28 @@ def _interactive(
                 for _ in chunk.token_ids
             ]
             ended = time.monotonic()
-            samples.append(_sample(began, told, ended, client.result(job, timeout=60)))
-            print(json.dumps(asdict(samples[-1])), file=sys.stderr)
+            samples.append(_times(began, told, ended, client.result(job, timeout=60)))
+            print(json.dumps(samples[-1]), file=sys.stderr)
             time.sleep(arguments.pause)
     return samples
 
 
-def _sample(began: float, told: list[float], ended: float, result: JobResult) -> Sample:
+def _times(began: float, told: list[float], ended: float, result: JobResult) -> dict[str, float]:
     first_ms, used = (told[0] - began) * 1000, result.usage
     engine_ms = float((used.ttft_ms or 0) - used.queue_ms)
-    return Sample(
-        first_ms=first_ms,
-        queue_ms=float(used.queue_ms),
-        engine_ms=engine_ms,
-        wire_ms=first_ms - used.queue_ms - engine_ms,
-        token_ms=(told[-1] - told[0]) * 1000 / max(1, len(told) - 1),
-        total_ms=(ended - began) * 1000,
-    )
+    return {
+        "first_ms": first_ms,
+        "queue_ms": float(used.queue_ms),
+        "engine_ms": engine_ms,
+        "wire_ms": first_ms - used.queue_ms - engine_ms,
+        "token_ms": (told[-1] - told[0]) * 1000 / max(1, len(told) - 1),
+        "total_ms": (ended - began) * 1000,
+    }
 
 
-def _figures(samples: list[Sample]) -> dict[str, float]:
-    figures: dict[str, float] = {"jobs": len(samples)}
-    for name in Sample.__slots__:
-        values = sorted(getattr(sample, name) for sample in samples)
-        figures[f"{name} p50"] = round(values[len(values) // 2], 1)
-        figures[f"{name} p99"] = round(values[min(len(values) - 1, int(len(values) * 0.99))], 1)
-    return figures
+def _figures(samples: list[dict[str, float]]) -> dict[str, float]:
+    found = {"jobs": float(len(samples))}
+    for name in samples[0]:
+        values = [sample[name] for sample in samples]
+        found |= {f"{name}_p50": percentile(values, 0.5), f"{name}_p99": percentile(values, 0.99)}
+    return found

@@ -1,6 +1,7 @@
 """`ops/bench engine`: tokens per second, TTFT and TPOT of the bare engine and of its peers.
 
-Peers (Transformers' continuous batching, vLLM, llama.cpp) serve the same file in the same run.
+Peers (Transformers with continuous and with static batching, vLLM, llama.cpp) serve the same file
+in the same run.
 """
 
 import argparse
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer",
         action="append",
         default=[],
-        choices=("transformers", "vllm", comparison.UNQUANTISED, comparison.WIDE),
+        choices=comparison.PEERS,
         help="repeatable; unquantised: ourselves without `--set quantization`; wide: the same with "
         "every weight as float32 in memory (`narrow_weights` off)",
     )
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--floor",
         action="append",
         default=[],
-        choices=("torch", "mkl", "fbgemm", "torch4", "packed", "int8", "int4"),
+        choices=("mkl", "fbgemm", "torch4"),
         help="beside the linear layers alone, of this kind, on the same steps; repeatable",
     )
 

@@ -12,8 +12,9 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from ops.benchmarks.measure.figures import medians
+from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
 SHOWN = {
@@ -46,23 +47,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             measured = _measure(engine, options, number)
             if number:  # the first round warms up
                 rounds[chunk].append(measured)
-    medians = {
-        chunk: {name: statistics.median(each[name] for each in done) for name in SHOWN}
-        for chunk, done in rounds.items()
-    }
-    table = Table(
-        title=(
-            f"{options.streams} streams, a prompt of {options.long} tokens, then one of "
-            f"{options.short}"
-        )
+    cases = {f"{chunk} tokens": medians(done) for chunk, done in rounds.items()}
+    title = (
+        f"{options.streams} streams, a prompt of {options.long} tokens, then one of "
+        f"{options.short}; steps of at most"
     )
-    table.add_column("steps of at most")
-    for chunk in chunks:
-        table.add_column(f"{chunk} tokens", justify="right")
-    for name, words in SHOWN.items():
-        table.add_row(words, *(f"{medians[chunk][name]:.1f}" for chunk in chunks))
-    Console().print(table)
-    return {"results": medians, "rounds": rounds}
+    columns = {name: (words, "{:.1f}") for name, words in SHOWN.items()}
+    show(Console(), title, cases, columns, turned=True)
+    return {"results": {"interference": cases}, "rounds": {"interference": rounds}}
 
 
 def _engine(options: argparse.Namespace, chunk: int) -> Engine:

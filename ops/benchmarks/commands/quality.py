@@ -16,15 +16,23 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from ops.benchmarks.measure.scoring import Scorer
+from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError, SamplingParams
 from tokenmill_worker.engine.model.model_files import resolve
 
 SOURCE = "pydoc_data.topics"
 QUANTIZATIONS = ("int8", "int4")
+COLUMNS = {
+    "perplexity": ("perplexity", "{:.3f}"),
+    "nll": ("loss", "{:.4f}"),
+    "ratio": ("×\nfloat32", "{:.4f}"),
+    "equal_answers": ("equal\nanswers", "{:.0%}"),
+    "equal_tokens": ("tokens before\na difference", "{:.1%}"),
+    "seconds": ("s", "{:.0f}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +79,10 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     for kind, config in configs.items():
         with console.status(f"{kind}: {len(windows)} pieces of {options.length} tokens"):
             measured[kind] = measure(options, config, windows)
-    table = Table(
-        title=f"{options.model} on {len(windows)} × {options.length} tokens of {SOURCE}",
-        title_justify="left",
-    )
-    for heading in (
-        "",
-        "perplexity",
-        "loss",
-        "× float32",
-        "equal answers",
-        "tokens before a difference",
-        "s",
-    ):
-        table.add_column(heading, justify="right")
-    exact = measured["float32"]
-    figures = {kind: _figures(one, exact) for kind, one in measured.items()}
-    for kind, figure in figures.items():
-        table.add_row(
-            kind, f"{figure['perplexity']:.3f}", f"{figure['nll']:.4f}", f"{figure['ratio']:.4f}",
-            f"{figure['equal_answers']:.0%}", f"{figure['equal_tokens']:.1%}",
-            f"{figure['seconds']:.0f}",
-        )  # fmt: skip
-    console.print(table)
-    return {"quality": figures, "text": SOURCE, "windows": len(windows), "length": options.length}
+    figures = {kind: _figures(one, measured["float32"]) for kind, one in measured.items()}
+    title = f"{options.model} on {len(windows)} × {options.length} tokens of {SOURCE}"
+    show(console, title, figures, COLUMNS)
+    return {"results": {"quality": figures}}
 
 
 def text_windows(model: str, count: int, length: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ops.benchmarks.measure.figures import STAGES, medians
+from ops.benchmarks.measure.figures import medians
 from ops.benchmarks.measure.tables import show
 from ops.benchmarks.peers.environments import ROOT
 from ops.benchmarks.queue.systems import measure, systems
@@ -28,16 +28,11 @@ SHOWN = {
     "submit_p99_ms": "submit to engine, ms p99",
     "start_p50_ms": "submit to first token (a step: 20 ms), ms p50",
     "start_p99_ms": "submit to first token, ms p99",
-    "token_p50_ms": "engine to subscriber (32 streams), ms p50",
-    "token_p99_ms": "engine to subscriber, ms p99",
-    **{
-        f"stage_{name}_{rank}_ms": f"… {words}, ms {rank}"
-        for name, words in STAGES.items()
-        for rank in ("p50", "p99")
-    },
+    "latency_p50_ms": "engine to subscriber (32 streams), ms p50",
+    "latency_p99_ms": "engine to subscriber, ms p99",
     "script_ms": "… a script in the server, ms mean",
     "chunks_s": "chunks to subscribers, 1/s",
-    "scripts_per_step": "scripts per engine step (32 streams)",
+    "calls_per_step": "scripts per engine step (32 streams)",
     "scripts_per_job": "scripts per job (32 streams)",
     "cpu_worker_us": "CPU per chunk: worker's I/O process, µs",
     "cpu_server_us": "CPU per chunk: Valkey, µs",

@@ -14,8 +14,8 @@ import statistics
 import time
 
 from rich.console import Console
-from rich.table import Table
 
+from ops.benchmarks.measure.tables import show
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig
@@ -56,11 +56,8 @@ def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, fl
     finally:
         gc.enable()
     return {
-        "running": running,
-        "waiting": waiting,
         "median_us": statistics.median(times) * 1e6,
         "p99_us": times[int(len(times) * 0.99)] * 1e6,
-        "us_per_sequence": statistics.median(times) * 1e6 / running,
     }
 
 
@@ -97,23 +94,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    rows = [
-        measure(running, waiting, options.policy, options.steps)
+    results = {
+        f"{waiting:,} waiting": {
+            f"{running:,} running": measure(running, waiting, options.policy, options.steps)
+            for running in RUNNING
+        }
         for waiting in WAITING
-        for running in RUNNING
-    ]
-    table = Table(
-        title=f"plan + commit of one step, {options.policy}, microseconds: median (99th percentile)"
-    )
-    table.add_column("waiting", justify="right")
-    for running in RUNNING:
-        table.add_column(f"{running:,} running", justify="right")
-    for waiting in WAITING:
-        cells = [
-            f"{row['median_us']:,.0f} ({row['p99_us']:,.0f})"
-            for row in rows
-            if row["waiting"] == waiting
-        ]
-        table.add_row(f"{waiting:,}", *cells)
-    Console().print(table)
-    return {"policy": options.policy, "steps": options.steps, "rows": rows}
+    }
+    title = f"plan + commit of one step, {options.policy}, µs: median (99th percentile)"
+    cases = {
+        waiting: {
+            running: f"{figures['median_us']:,.0f} ({figures['p99_us']:,.0f})"
+            for running, figures in found.items()
+        }
+        for waiting, found in results.items()
+    }
+    columns = {running: (running, "") for running in next(iter(cases.values()))}
+    show(Console(), title, cases, columns)
+    return {"policy": options.policy, "steps": options.steps, "results": results}

@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     assert words is not None
     compiler = GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
     schemas = [*TYPED, *(suite(options.suite) if options.suite else ())]
-    return asyncio.run(count(schemas, compiler, options.answers, options.max_tokens))
+    found = asyncio.run(count(schemas, compiler, options.answers, options.max_tokens))
+    return {"results": {"schemas": {"all": found}}}
 
 
 def suite(folder: Path) -> list[dict[str, Any]]:
@@ -85,7 +86,7 @@ def suite(folder: Path) -> list[dict[str, Any]]:
 
 async def count(
     schemas: list[dict[str, Any]], compiler: GrammarCompiler, answers: int, max_tokens: int
-) -> dict[str, object]:
+) -> dict[str, int]:
     checker, writer = AnswerChecker(), Writer(compiler, max_tokens)
     refused: Counter[str] = Counter()
     finished = told = silent = 0
@@ -117,7 +118,7 @@ async def count(
         "silent": silent,
     }
     print(*(f"{name} {value}" for name, value in found.items()), sep=", ")
-    return dict(found)
+    return found
 
 
 class Writer:

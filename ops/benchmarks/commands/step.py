@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ops.benchmarks.compare.comparison import settings_of
 from ops.benchmarks.measure.disturbance import wait_until_quiet
-from ops.benchmarks.measure.tables import plain_table
+from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 from tokenmill_worker.engine.cpu.fused import WholePass
 from tokenmill_worker.engine.cpu.kernels.program import KernelTimes
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found = {size: _measure(engine, times, size, options) for size in sizes}
     engine.stop(drain=False)
     _show(found, engine.runner.info.description, console)
-    return {"results": found, "engine": engine.runner.info.description}
+    return {"results": {"step": found}, "engine": engine.runner.info.description}
 
 
 def _engine(options: argparse.Namespace, most: int) -> tuple[Engine, KernelTimes | None]:
@@ -135,30 +135,20 @@ def _timed(engine: Engine, times: KernelTimes | None, size: int) -> dict[str, fl
 
 
 def _show(found: dict[int, dict[str, float]], engine: str, console: Console) -> None:
-    console.print(f"{engine}\nms of a decode step, and the share of it", soft_wrap=True)
-    table = plain_table()
-    table.add_column("sequences", no_wrap=True)
-    for size in found:
-        table.add_column(str(size), justify="right", no_wrap=True)
-    for part in (*PARTS.values(), AROUND, WHOLE):
-        if any(figures.get(part) for figures in found.values()):
-            table.add_row(
-                part, *(f"{f[part]:.2f} {f[part] / f[WHOLE]:>4.0%}" for f in found.values())
-            )
-    console.print(table)
+    cases = {
+        str(size): {part: f"{ms:.2f} {ms / figures[WHOLE]:>4.0%}" for part, ms in figures.items()}
+        for size, figures in found.items()
+    }
+    columns = {part: (part, "") for part in (*PARTS.values(), AROUND, WHOLE)}
+    title = f"{engine}\nms of a decode step by sequences, and the share of it"
+    show(console, title, cases, columns, turned=True)
     said = ", ".join(
         _overhead(size, figures[OUTSIDE]) for size, figures in found.items() if OUTSIDE in figures
     )
     if said:
-        console.print(
-            f"outside of linear layers and attention: {said}", highlight=False, soft_wrap=True
-        )
+        console.print(f"outside of linear layers and attention: {said}", soft_wrap=True)
 
 
 def _overhead(size: int, share: float) -> str:
-    goal = (
-        f" ({'≤' if share <= GOAL else '>'} the goal of {GOAL:.0%})"
-        if size == GOAL_SEQUENCES
-        else ""
-    )
-    return f"{share:.1%} at {size}{goal}"
+    goal = f" ({'≤' if share <= GOAL else '>'} the goal of {GOAL:.0%})"
+    return f"{share:.1%} at {size}{goal if size == GOAL_SEQUENCES else ''}"

@@ -16,16 +16,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.benchmarks.compare.journal import Journal
+from ops.benchmarks.compare.report import Report
 from ops.benchmarks.compare.rounds import Measurement, run_rounds
 from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
 from ops.benchmarks.peers.child import Child, ChildError, Kind
-from ops.benchmarks.peers.environments import BuildError, PeerEnvironment, Waiting
+from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, PeerEnvironment, Waiting
+from tokenmill_worker.engine.model.model_files import BUILT_IN, resolve
 
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
 VLLM = "vllm"
+LLAMACPP = "llamacpp"  # it rounds activations, so its tokens may differ
+STATIC = "static"  # Transformers' generate on padded batches
+XLLAMACPP_PACKAGE = "xllamacpp==2026.10.11549"
 UNQUANTISED = "unquantised"  # our engine, whatever `--set quantization` says
 WIDE = "wide"  # ours, with every weight as float32 in memory
 _MODULES = {
@@ -34,8 +38,11 @@ _MODULES = {
     UNQUANTISED: "ours",
     WIDE: "ours",
     "transformers": "transformers_batching",
+    STATIC: "static_batching",
     VLLM: "vllm_engine",
+    LLAMACPP: "llamacpp_server",
 }
+PEERS = tuple(name for name in _MODULES if name not in (OURS, WHOLE_WAY))
 QUANTIZATION = "quantization"
 FLOOR = "floor"  # followed by the kind of its linear layers
 
@@ -75,16 +82,27 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, ob
     still shows its finished rounds.
     """
     console = Console()
-    journal = Journal(console, arguments.keep, arguments.rounds)
+    report = Report(console, arguments.keep, arguments.rounds)
+    outcome: dict[str, object] = {"ok": False}
     try:
         workloads = [_workload(name, arguments) for name in arguments.workload or ["decode"]]
-        outcome = _measure(arguments, names, workloads, journal, console)
+        _measure(arguments, names, workloads, report, console)
+        outcome["ok"] = _is_equal(arguments, report)
     except (BuildError, ChildError, ValueError, OSError) as error:
         console.print(f"ops/bench: {error}", style="red", markup=False)
-        outcome = {"ok": False, "error": str(error)}
+        outcome["error"] = str(error)
     finally:
-        journal.close()
-    return {**journal.results, **outcome}
+        report.close()
+    if not outcome["ok"] and "error" not in outcome:
+        console.print("not every token is equal", style="red")
+    return {**report.record, **outcome}
+
+
+def _is_equal(arguments: argparse.Namespace, report: Report) -> bool:
+    """Return whether all tokens are equal that must be: greedy ones of float32 weights."""
+    if arguments.dtype != "float32" or QUANTIZATION in settings_of(arguments.set):
+        return True
+    return report.is_equal(lambda name: name != LLAMACPP)
 
 
 def _workload(name: str, arguments: argparse.Namespace) -> Workload:
@@ -119,43 +137,33 @@ def _measure(
     arguments: argparse.Namespace,
     names: Sequence[str],
     workloads: list[Workload],
-    journal: Journal,
+    report: Report,
     console: Console,
-) -> dict[str, object]:
+) -> None:
     options = _options(arguments)
-    logs = Path(
-        tempfile.mkdtemp(prefix="tokenmill-bench-")
-    )  # removed at the end; an error leaves them
+    quantization = str(options.settings.get(QUANTIZATION, ""))
+    # removed at the end; an error leaves them
+    logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))
     with ExitStack() as stack, console.status("starting the engines") as status:
         children = []
         for name in names:
             kind = _kind(name, options, status.update)
-            child = Child(
-                kind,
-                options_for(name, options, status.update),
-                logs / f"{name.replace(' ', '-')}.log",
-            )
+            log = logs / f"{name.replace(' ', '-')}.log"
+            child = Child(kind, options_for(name, options), log)
             stack.callback(child.close)
             child.wait_ready(status.update)
             console.print(
                 f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False
             )
-            journal.engines[name] = child.description
+            report.engines[name] = child.description
             children.append(child)
         for workload in workloads:
-            quantization = str(options.settings.get(QUANTIZATION, ""))
-            measurement = Measurement(
-                workload, tuple(names), frozenset(filter(is_floor, names)), quantization
-            )
-            run_rounds(
-                children, measurement, arguments.rounds, status.update, journal.begin(measurement)
-            )
-            journal.show()
+            floors = frozenset(filter(is_floor, names))
+            measurement = Measurement(workload, tuple(names), floors, quantization)
+            told = report.begin(measurement)
+            run_rounds(children, measurement, arguments.rounds, status.update, told)
+            report.show()
     shutil.rmtree(logs, ignore_errors=True)
-    strict = options.dtype == "float32" and QUANTIZATION not in options.settings
-    if strict and not journal.is_equal:
-        console.print("not every token is equal", style="red")
-    return {"ok": journal.is_equal or not strict}
 
 
 def is_floor(name: str) -> bool:
@@ -165,6 +173,8 @@ def is_floor(name: str) -> bool:
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
     """Return how to run an engine; builds the peer's environment if it needs one of its own."""
     module = f"ops.benchmarks.peers.{FLOOR if is_floor(name) else _MODULES[name]}"
+    if name == LLAMACPP:
+        return Kind(name, module, PeerEnvironment(name).ensure([XLLAMACPP_PACKAGE], waiting))
     if name != VLLM:
         return Kind(name, module)
     threads = options.threads or os.cpu_count() or 1
@@ -173,27 +183,32 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    return Kind(
-        name, module, PeerEnvironment(name).ensure_vllm(waiting), tuple(environment.items())
-    )
+    python = PeerEnvironment(name).ensure([VLLM_PACKAGE], waiting)
+    return Kind(name, module, python, tuple(environment.items()))
 
 
-def options_for(name: str, options: EngineOptions, waiting: Waiting) -> EngineOptions:
+def options_for(name: str, options: EngineOptions) -> EngineOptions:
     """Return the options for one engine.
 
-    vLLM runs in an environment of its own and cannot resolve our model names: it gets the folder.
+    Peers in an environment of their own cannot resolve our model names: they get the files.
     """
+    if name == LLAMACPP:
+        return dataclasses.replace(options, model=_gguf_of(options.model), settings={})
+    if name == VLLM:
+        return dataclasses.replace(options, model=str(resolve(options.model)), settings={})
+    settings = dict(options.settings)
     if is_floor(name):
-        return dataclasses.replace(
-            options, settings={**options.settings, FLOOR: name.removeprefix(f"{FLOOR} ")}
-        )
+        settings[FLOOR] = name.removeprefix(f"{FLOOR} ")
     if name in (UNQUANTISED, WIDE):
-        kept = {key: value for key, value in options.settings.items() if key != QUANTIZATION}
-        return dataclasses.replace(
-            options, settings={**kept, "narrow_weights": False} if name == WIDE else kept
-        )
-    if name != VLLM:
-        return options
-    from tokenmill_worker.engine.model.model_files import resolve
+        settings.pop(QUANTIZATION, None)
+    if name == WIDE:
+        settings["narrow_weights"] = False
+    return dataclasses.replace(options, settings=settings)
 
-    return dataclasses.replace(options, model=str(resolve(options.model)), settings={})
+
+def _gguf_of(model: str) -> str:
+    """Return the GGUF file of a model; raises ValueError if it has not one."""
+    files = [str(path) for path in BUILT_IN[model].files()] if model in BUILT_IN else [model]
+    if len(files) > 1 or not files[0].endswith(".gguf"):
+        raise ValueError(f"llama.cpp needs a model of one GGUF file, which {model} is not")
+    return files[0]

@@ -4,11 +4,13 @@ A turn begins when the cores are idle again after the one before. Each turn is r
 so an interrupted run keeps what was finished.
 """
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ops.benchmarks.measure.disturbance import CoreWatch, Disturbance, wait_until_quiet
-from ops.benchmarks.measure.figures import of_round
+from ops.benchmarks.measure.figures import equal_requests, equal_tokens, medians, of_round, spread
+from ops.benchmarks.measure.goals import GOALS, ROUNDED_GOALS
 from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload
 from ops.benchmarks.peers.child import Child
@@ -21,7 +23,7 @@ class Turn:
 
     measured: Round
     figures: dict[str, float]
-    disturbance: Disturbance | None
+    disturbance: Disturbance | None = None
 
 
 @dataclass(slots=True)
@@ -46,25 +48,45 @@ class Measurement:
         return min(len(turns) for turns in self.turns.values())
 
     @property
-    def peers(self) -> tuple[str, ...]:
-        return self.names[1:]
+    def rounds(self) -> dict[str, list[dict[str, float]]]:
+        """Figures of all finished turns, by engine."""
+        return {name: [turn.figures for turn in turns] for name, turns in self.turns.items()}
 
-    def figures(self, name: str) -> list[dict[str, float]]:
-        """Return an engine's figures of the rounds that all engines have finished."""
-        return [turn.figures for turn in self.turns[name][: self.num_rounds]]
+    def results(self) -> dict[str, dict[str, object]]:
+        """Return the figures of each engine over the rounds that all engines have finished."""
+        if not self.num_rounds:
+            return {}
+        ours, *others = self.names
+        return {ours: self._figures(ours)} | {
+            name: self._figures(name) | self._compared(name) for name in others
+        }
 
-    def ratios(self, name: str) -> list[float]:
-        """Return the first engine's tokens per second over this one's, by round.
+    def _figures(self, name: str) -> dict[str, object]:
+        rounds = self.rounds[name][: self.num_rounds]
+        speeds = [figures["output_tok_s"] for figures in rounds]
+        return {**medians(rounds), "spread": spread(speeds)}
 
-        Ratios drift less than the figures themselves.
-        """
-        pairs = zip(self.figures(self.names[0]), self.figures(name), strict=True)
-        return [mine["output_tok_s"] / theirs["output_tok_s"] for mine, theirs in pairs]
-
-    def pairs(self, name: str) -> list[tuple[Round, Round]]:
-        """Pair the first engine's rounds with this one's."""
-        turns = zip(self.turns[self.names[0]], self.turns[name], strict=False)
-        return [(mine.measured, theirs.measured) for mine, theirs in turns]
+    def _compared(self, name: str) -> dict[str, object]:
+        """Compare the first engine with this one, round by round: ratios drift less than speeds."""
+        turns = list(zip(self.turns[self.names[0]], self.turns[name], strict=False))
+        ratios = [
+            mine.figures["output_tok_s"] / theirs.figures["output_tok_s"] for mine, theirs in turns
+        ]
+        rounded = ROUNDED_GOALS.get((self.quantization, self.workload.name, name))
+        found: dict[str, object] = {
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            "goal": rounded or GOALS.get((self.workload.name, name)),
+        }
+        if name in self.floors:
+            return found
+        pairs = [(mine.measured, theirs.measured) for mine, theirs in turns]
+        equal = min(equal_requests(ours, theirs)[0] for ours, theirs in pairs)
+        return found | {
+            "same": f"{equal}/{len(self.workload.requests)}",
+            "is_equal": equal == len(self.workload.requests),
+            "equal_tokens": min(equal_tokens(ours, theirs) for ours, theirs in pairs),
+        }
 
 
 def run_rounds(

@@ -3,11 +3,11 @@
 The measured engine's time is that of its whole process tree. Without /proc no figures are given.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # share of all cores' time, stolen and others' together, above which a round counts as disturbed
 DISTURBED_SHARE = 0.1
@@ -62,8 +62,7 @@ class Disturbance:
         return f"others {self.others:.0%}, stolen {self.stolen:.0%}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Cores:
+class _Cores(NamedTuple):
     """Clock ticks of all cores since the machine's start."""
 
     total: int
@@ -91,45 +90,36 @@ class CoreWatch:
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._pid, self._proc = pid, proc
-        self._before = self._take()
+        self._before, self._own_before = _cores(proc), self._own()
 
     def read(self) -> Disturbance | None:
-        if self._before is None or (taken := self._take()) is None:
+        before, after = self._before, _cores(self._proc)
+        if before is None or after is None or after.total - before.total < SHORTEST_TICKS:
             return None
-        (before, own_before), (after, own) = self._before, taken
         total = after.total - before.total
-        if total < SHORTEST_TICKS:
-            return None
-        others = (after.busy - before.busy) - (own - own_before)
+        others = (after.busy - before.busy) - (self._own() - self._own_before)
         return Disturbance(max(0.0, others / total), (after.stolen - before.stolen) / total)
-
-    def _take(self) -> tuple[_Cores, int] | None:
-        """Return the ticks of all cores, and those of the measured process tree."""
-        cores = _cores(self._proc)
-        return None if cores is None else (cores, self._own())
 
     def _own(self) -> int:
         """Return the CPU ticks of the tree's living processes and of reaped children."""
-        parents: dict[int, int] = {}
-        ticks: dict[int, int] = {}
-        for entry in os.scandir(self._proc):
-            if entry.name.isdigit() and (fields := _fields(Path(entry.path) / "stat")):
-                parents[int(entry.name)] = int(fields[1])
-                ticks[int(entry.name)] = sum(int(value) for value in fields[11:15])
-        return sum(ticks[pid] for pid in ticks if self._is_ours(pid, parents))
+        # The command comes before the state, in brackets, and may contain any character.
+        fields = {
+            int(path.parent.name): _text(path).rpartition(")")[2].split()
+            for path in self._proc.glob("[0-9]*/stat")
+        }
+        parents = {pid: int(found[1]) for pid, found in fields.items() if found}
 
-    def _is_ours(self, pid: int, parents: dict[int, int]) -> bool:
-        while pid != self._pid and pid in parents:
-            pid = parents[pid]
-        return pid == self._pid
+        def is_ours(pid: int) -> bool:
+            while pid != self._pid and pid in parents:
+                pid = parents[pid]
+            return pid == self._pid
+
+        return sum(sum(map(int, fields[pid][11:15])) for pid in parents if is_ours(pid))
 
 
-def _fields(path: Path) -> list[str]:
-    """Return the fields from the state on, or an empty list if the process is gone.
-
-    The command comes before the state, in brackets, and may contain any character.
-    """
+def _text(path: Path) -> str:
+    """Return a file's text; it is empty if the process is gone."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
+        return ""

@@ -1,17 +1,10 @@
-"""Computes figures from rounds: throughput, percentiles, medians with spread, equal tokens."""
+"""Computes figures from rounds: throughput, percentiles, medians, spread, equal tokens."""
 
 import statistics
 from collections.abc import Sequence
 
 from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload
-
-STAGES = {  # stages of a chunk's way from the engine to its subscriber, in order
-    "frame": "to the I/O process",
-    "chunk": "chunk made",
-    "server": "through Valkey",
-    "told": "to the subscriber's task",
-}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -23,6 +16,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def is_reading(workload: Workload) -> bool:
+    """Return whether answers are of one token each: the speed is then that of the prompts."""
+    return workload.num_output_tokens == len(workload.requests)
 
 
 def of_round(workload: Workload, measured: Round) -> dict[str, float]:
@@ -55,29 +53,18 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
     if measured.batch_sizes:
         figures["batch_mean"] = statistics.fmean(measured.batch_sizes)
         figures["batch_max"] = max(measured.batch_sizes)
+        figures["places_used"] = figures["batch_mean"] / figures["batch_max"]
     if measured.cached_tokens is not None:
         figures["cached_tokens"] = measured.cached_tokens
     if measured.latency_s:
         figures["latency_p50_ms"] = 1e3 * percentile(measured.latency_s, 0.5)
         figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
-    figures |= stage_figures(measured)
+    if measured.script_s is not None and measured.script_calls:
+        figures["script_ms"] = 1e3 * measured.script_s / measured.script_calls
     if measured.script_calls is not None and measured.batch_sizes:
         figures["calls_per_step"] = measured.script_calls / len(measured.batch_sizes)
     for part, seconds in measured.cpu_s.items():
         figures[f"cpu_{part}_us"] = 1e6 * seconds / num_output
-    return figures
-
-
-def stage_figures(measured: Round) -> dict[str, float]:
-    """Return a chunk's latency by stage, and the server's time per script call, in milliseconds."""
-    figures = {}
-    for stage, seconds in measured.stages.items():
-        if not seconds:
-            continue
-        figures[f"stage_{stage}_p50_ms"] = 1e3 * percentile(seconds, 0.5)
-        figures[f"stage_{stage}_p99_ms"] = 1e3 * percentile(seconds, 0.99)
-    if measured.script_s is not None and measured.script_calls:
-        figures["script_ms"] = 1e3 * measured.script_s / measured.script_calls
     return figures
 
 
@@ -86,17 +73,10 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
-def summary(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return each figure's median over the rounds and its spread, (largest − smallest) / median."""
-    result = {}
-    for name in rounds[0]:
-        values = [figures[name] for figures in rounds]
-        median = statistics.median(values)
-        result[name] = {
-            "median": median,
-            "spread": (max(values) - min(values)) / median if median else 0.0,
-        }
-    return result
+def spread(values: Sequence[float]) -> float:
+    """Return (largest − smallest) / median."""
+    median = statistics.median(values)
+    return (max(values) - min(values)) / median if median else 0.0
 
 
 def equal_requests(ours: Round, theirs: Round) -> tuple[int, int]:

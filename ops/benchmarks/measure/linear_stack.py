@@ -10,28 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tokenmill_worker.engine.cpu.kernels.linear import (
-    Epilogue,
-    LinearArguments,
-    LinearKernels,
-    PackedWeight,
-    Packer,
-)
-from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
-from tokenmill_worker.engine.cpu.kernels.quantized import INT4_GROUP, Int4Packer, Int8Packer
-
-KINDS = {
-    "torch": "F.linear",
-    "mkl": "MKL, packed once",
-    "fbgemm": "fbgemm's 8 bits, rows rounded as they come",
-    "torch4": "torch's 4-bit weights, rows in bfloat16",
-    "packed": "our float32 kernel",
-    "int8": "our 8-bit kernel",
-    "int4": "our 4-bit kernel, the head in 8 bits",
-}
+INT4_GROUP = 32  # inputs that share a scale in torch's 4-bit weights
 _JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MKL_ROWS = 256  # rows for which MKL packs; the packing works for any number
 
@@ -39,76 +20,23 @@ Product = Callable[[Tensor], Tensor]
 
 
 class LinearStack:
-    """Linear layers of a model; `run(num_tokens, num_rows)` computes all layers, then the head.
+    """Linear layers of a model, of a kind of KINDS.
 
-    The layers get `num_tokens` rows, the head `num_rows`.
+    `run(num_tokens, num_rows)` computes all layers, then the head: the layers get `num_tokens`
+    rows, the head `num_rows`.
     """
 
     def __init__(self, shapes: list[tuple[int, int]], kind: str, max_tokens: int) -> None:
-        self.kind = kind
+        self.description, make = KINDS[kind]
         self._inputs = {k: torch.randn(max_tokens, k) for _, k in shapes}
-        *body, head = shapes
-        if (make := _MAKERS.get(kind)) is not None:
-            self._products = [(make(torch.randn(n, k) / k**0.5), k) for n, k in body]
-            self._head = (make(torch.randn(*head) / head[1] ** 0.5), head[1])
-            self.run = self._run_products
-            return
-        body_packer, head_packer = _packers(kind)
-        width = max(n for n, _ in shapes) * max_tokens
-        self._output = torch.empty(width)
-        self._calls = [_Calls(body_packer, body, self._inputs, self._output, max_tokens)]
-        self._calls.append(_Calls(head_packer, [head], self._inputs, self._output, max_tokens))
-        self.run = self._run_calls
+        *self._body, self._head = [(make(torch.randn(n, k) / k**0.5), k) for n, k in shapes]
 
-    def _run_products(self, num_tokens: int, num_rows: int) -> None:
-        for product, k in self._products:
+    def run(self, num_tokens: int, num_rows: int) -> None:
+        for product, k in self._body:
             product(self._inputs[k][:num_tokens])
         if num_rows:
             product, k = self._head
             product(self._inputs[k][:num_rows])
-
-    def _run_calls(self, num_tokens: int, num_rows: int) -> None:
-        for calls, rows in zip(self._calls, (num_tokens, num_rows), strict=True):
-            if rows:
-                calls.run(rows)
-
-
-class _Calls:
-    """Our kernels as one program, with no Python between them."""
-
-    def __init__(
-        self,
-        packer: Packer,
-        shapes: list[tuple[int, int]],
-        inputs: dict[int, Tensor],
-        output: Tensor,
-        max_tokens: int,
-    ) -> None:
-        self._weights = [packer.pack(torch.randn(n, k) / k**0.5) for n, k in shapes]
-        row_bytes = max(weight.row_bytes for weight in self._weights)
-        self._workspace = torch.empty(max_tokens * row_bytes, dtype=torch.uint8)
-        self._arguments = [
-            self._prepare(weight, inputs[weight.k], output) for weight in self._weights
-        ]
-        steps = [
-            KernelCall(w.member, a) for w, a in zip(self._weights, self._arguments, strict=True)
-        ]
-        self._program = Program(steps)
-
-    def _prepare(self, weight: PackedWeight, x: Tensor, output: Tensor) -> LinearArguments:
-        arguments = weight.arguments(Epilogue.PLAIN)
-        arguments.x, arguments.y, arguments.workspace = (
-            x.data_ptr(),
-            output.data_ptr(),
-            self._workspace.data_ptr(),
-        )
-        arguments.x_stride, arguments.y_stride = weight.k, weight.n
-        return arguments
-
-    def run(self, num_rows: int) -> None:
-        for arguments in self._arguments:
-            arguments.m = num_rows
-        self._program.run(torch.get_num_threads(), _refuse)
 
 
 def shapes_of(folder: Path) -> list[tuple[int, int]]:
@@ -133,18 +61,6 @@ def _products(module: nn.Module, head: nn.Module) -> Iterator[tuple[int, int]]:
             yield sum(part.out_features for part in parts), parts[0].in_features
     for linear in linears.values():
         yield linear.out_features, linear.in_features
-
-
-def _packers(kind: str) -> tuple[Packer, Packer]:
-    if kind == "packed":
-        kernels = LinearKernels()
-        return kernels, kernels
-    int8 = Int8Packer()
-    return (int8 if kind == "int8" else Int4Packer()), int8
-
-
-def _torch(weight: Tensor) -> Product:
-    return lambda x: F.linear(x, weight)
 
 
 def _mkl(weight: Tensor) -> Product:
@@ -177,13 +93,8 @@ def _torch4(weight: Tensor) -> Product:
     )
 
 
-_MAKERS: dict[str, Callable[[Tensor], Product]] = {
-    "torch": _torch,
-    "mkl": _mkl,
-    "fbgemm": _fbgemm,
-    "torch4": _torch4,
+KINDS: dict[str, tuple[str, Callable[[Tensor], Product]]] = {
+    "mkl": ("MKL, packed once", _mkl),
+    "fbgemm": ("fbgemm's 8 bits, rows rounded as they come", _fbgemm),
+    "torch4": ("torch's 4-bit weights, rows in bfloat16", _torch4),
 }
-
-
-def _refuse(_answer: int) -> None:
-    raise RuntimeError("a linear kernel does not answer")

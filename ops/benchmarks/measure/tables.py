@@ -23,7 +23,7 @@ def show(
         turned: prints a row for each figure and a column for each case.
     """
     shown = {name: column for name, column in columns.items() if _any_has(cases, name)}
-    table = plain_table()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     for heading in cases if turned else (heading for heading, _ in shown.values()):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -35,10 +35,6 @@ def show(
             table.add_row(case, *(_cell(figures.get(n), spec) for n, (_, spec) in shown.items()))
     console.print(f"\n{title}", highlight=False, soft_wrap=True)
     console.print(table)
-
-
-def plain_table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
 
 
 def number(value: float) -> str:

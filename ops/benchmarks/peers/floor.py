@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ops.benchmarks.measure.linear_stack import KINDS, LinearStack, shapes_of
+from ops.benchmarks.measure.linear_stack import LinearStack, shapes_of
 from ops.benchmarks.measure.protocol import EngineOptions, serve
 from ops.benchmarks.peers.ours import Tokenmill
 from tokenmill_worker.engine import Engine, EngineConfig
@@ -42,7 +42,7 @@ class FloorRunner:
             vocab_size=vocab_size,
             eos_token_ids=frozenset(),
             model_path=Path(),
-            description=f"linear layers alone: {KINDS[stack.kind]}",
+            description=f"linear layers alone: {stack.description}",
         )
         self._stack = stack
 

@@ -34,7 +34,7 @@ class TransformersBatching:
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._options = options
         self._deadline = deadline
-        self._model: Any = _load(options) if model is None else model
+        self._model: Any = load_model(options) if model is None else model
         self._model.generation_config.do_sample = False
         self._model.generation_config.eos_token_id = -1  # means: none
         self.description = (
@@ -107,7 +107,7 @@ class TransformersBatching:
         """Do nothing: each round closes its manager."""
 
 
-def _load(options: EngineOptions) -> Any:
+def load_model(options: EngineOptions) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 

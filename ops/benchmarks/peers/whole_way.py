@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from ops.benchmarks.measure.disturbance import cpu_seconds
-from ops.benchmarks.measure.figures import percentile, stage_figures
+from ops.benchmarks.measure.figures import of_round, percentile
 from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
-from ops.benchmarks.measure.workload_files import WorkloadRequest
-from ops.benchmarks.peers.stages import NOTED_SEED, Notes, TimedClient, latencies
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
+from ops.benchmarks.peers.worker_notes import NOTED_SEED, Notes
 from tokenmill import AsyncClient
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
@@ -30,6 +30,15 @@ from tokenmill_worker.record import migrate
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0
+STREAM_FIGURES = (
+    "latency_p50_ms",
+    "latency_p99_ms",
+    "calls_per_step",
+    "script_ms",
+    "cpu_worker_us",
+    "cpu_server_us",
+    "cpu_subscribers_us",
+)
 NOTED_ONE_IN = 8  # jobs; noting all of them would cost half a percent of the tokens
 
 
@@ -133,8 +142,8 @@ class WholeWay:
             for name, value in given.items()
         }
 
-    async def _connect(self) -> TimedClient:
-        return TimedClient(self.url, queue=QUEUE, database=self.database)
+    async def _connect(self) -> AsyncClient:
+        return AsyncClient(self.url, queue=QUEUE, database=self.database)
 
     async def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -162,18 +171,13 @@ class WholeWay:
 
         Returns chunks per second, a token's latency from engine to subscriber, and script calls.
         """
-        done = self.run(_plain_requests(jobs, tokens))
+        requests = _plain_requests(jobs, tokens)
+        done = self.run(requests)
+        figures = of_round(Workload("plain", requests), done)
         return {
-            "chunks_s": sum(map(len, done.tokens)) / done.wall_s,
-            "token_p50_ms": 1e3 * percentile(done.latency_s, 0.5),
-            "token_p99_ms": 1e3 * percentile(done.latency_s, 0.99),
-            **stage_figures(done),
+            "chunks_s": figures["output_tok_s"],
             "scripts_per_job": (done.script_calls or 0) / jobs,
-            "scripts_per_step": (done.script_calls or 0) / max(1, len(done.batch_sizes)),
-            **{
-                f"cpu_{part}_us": 1e6 * seconds / (jobs * tokens)
-                for part, seconds in done.cpu_s.items()
-            },
+            **{name: value for name, value in figures.items() if name in STREAM_FIGURES},
         }
 
     def single_jobs(self, count: int) -> dict[str, float]:
@@ -209,8 +213,12 @@ class WholeWay:
             }
             for index, request in enumerate(requests)
         )
-        client.hub.note(str(job) for job in jobs[:: self._one_in])
-        readings = await asyncio.gather(*(self._subscribe(client, str(job)) for job in jobs))
+        readings = await asyncio.gather(
+            *(
+                _subscribe(client, Reading(str(job), index % self._one_in == 0))
+                for index, job in enumerate(jobs)
+            )
+        )
         wall_s = time.monotonic() - started
         cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
         notes = self._read_notes(offset, readings)
@@ -219,17 +227,8 @@ class WholeWay:
         done.cpu_s = cpu_s
         done.script_calls, done.script_s = calls - calls_before, seconds - seconds_before
         told = {reading.job: reading.times for reading in readings if reading.times is not None}
-        done.latency_s, done.stages = latencies(notes, client.hub.passages(), told)
+        done.latency_s = notes.latencies(told)
         return done
-
-    async def _subscribe(self, client: TimedClient, job: str) -> Reading:
-        reading = Reading(job, job in client.hub.noted)
-        async for chunk in client.stream(job):
-            if chunk.token_ids:
-                reading.take(chunk.token_ids, time.monotonic())
-            if chunk.error is not None:
-                raise RuntimeError(f"a job failed: {chunk.error.message}")
-        return reading
 
     def _read_notes(self, offset: int, readings: list[Reading]) -> Notes:
         """Read the worker's notes; the worker writes its file a moment after the last chunk."""
@@ -263,6 +262,15 @@ class WholeWay:
 
         with redis.Redis.from_url(self._valkey.url) as connection:
             return connection.info(section)
+
+
+async def _subscribe(client: AsyncClient, reading: Reading) -> Reading:
+    async for chunk in client.stream(reading.job):
+        if chunk.token_ids:
+            reading.take(chunk.token_ids, time.monotonic())
+        if chunk.error is not None:
+            raise RuntimeError(f"a job failed: {chunk.error.message}")
+    return reading
 
 
 def _plain_requests(count: int, tokens: int) -> tuple[WorkloadRequest, ...]:
