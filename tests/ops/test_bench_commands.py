@@ -70,15 +70,15 @@ def test_a_count_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtu
     assert f"argument --jobs: {value} is no whole number from 1 on" in capsys.readouterr().err
 
 
-def test_ourselves_without_rounded_weights() -> None:
+def test_ourselves_with_other_settings() -> None:
     given = EngineOptions(model="a-model", settings={"quantization": "int8", "block_size": 32})
-    told = {
-        name: options_for(name, given).settings for name in ("tokenmill", "unquantised", "wide")
-    }
+    names = ("tokenmill", "unquantised", "wide", "no-prefix-cache")
+    told = {name: options_for(name, given).settings for name in names}
     assert told == {
         "tokenmill": {"quantization": "int8", "block_size": 32},
         "unquantised": {"block_size": 32},
         "wide": {"block_size": 32, "narrow_weights": False},
+        "no-prefix-cache": {"quantization": "int8", "block_size": 32, "prefix_cache": False},
     }
 
 

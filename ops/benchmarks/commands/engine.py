@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=comparison.PEERS,
-        help="repeatable; unquantised: ourselves without `--set quantization`; wide: the same with "
-        "every weight as float32 in memory (`narrow_weights` off)",
+        help="repeatable; static: Transformers' generate on padded batches; unquantised, wide "
+        "(weights as float32 in memory), no-prefix-cache: ourselves with other settings",
     )
     parser.add_argument(
         "--floor",

@@ -30,13 +30,16 @@ VLLM = "vllm"
 LLAMACPP = "llamacpp"  # it rounds activations, so its tokens may differ
 STATIC = "static"  # Transformers' generate on padded batches
 XLLAMACPP_PACKAGE = "xllamacpp==2026.10.11549"
-UNQUANTISED = "unquantised"  # our engine, whatever `--set quantization` says
-WIDE = "wide"  # ours, with every weight as float32 in memory
+# Our engine with other settings, whatever `--set` says; None is the default.
+VARIANTS: dict[str, dict[str, object]] = {
+    "unquantised": {"quantization": None},
+    "wide": {"quantization": None, "narrow_weights": False},  # every weight as float32 in memory
+    "no-prefix-cache": {"prefix_cache": False},
+}
 _MODULES = {
     OURS: "ours",
     WHOLE_WAY: "whole_way",
-    UNQUANTISED: "ours",
-    WIDE: "ours",
+    **dict.fromkeys(VARIANTS, "ours"),
     "transformers": "transformers_batching",
     STATIC: "static_batching",
     VLLM: "vllm_engine",
@@ -196,14 +199,11 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
         return dataclasses.replace(options, model=_gguf_of(options.model), settings={})
     if name == VLLM:
         return dataclasses.replace(options, model=str(resolve(options.model)), settings={})
-    settings = dict(options.settings)
+    settings = {**options.settings, **VARIANTS.get(name, {})}
     if is_floor(name):
         settings[FLOOR] = name.removeprefix(f"{FLOOR} ")
-    if name in (UNQUANTISED, WIDE):
-        settings.pop(QUANTIZATION, None)
-    if name == WIDE:
-        settings["narrow_weights"] = False
-    return dataclasses.replace(options, settings=settings)
+    given = {key: value for key, value in settings.items() if value is not None}
+    return dataclasses.replace(options, settings=given)
 
 
 def _gguf_of(model: str) -> str:
