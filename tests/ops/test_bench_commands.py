@@ -176,23 +176,14 @@ def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "interference.json"
-    wanted = [
-        "--model",
-        "synthetic?step_ms=1",
-        "--chunk",
-        "64",
-        "--chunk",
-        "256",
-        "--rounds",
-        "1",
-        "--json",
-        str(out),
-    ]
+    chunks = ["--chunk", "64", "--chunk", "256", "--chunk", "4096"]
+    wanted = ["--model", "synthetic?step_ms=1", *chunks, "--rounds", "1", "--json", str(out)]
     assert main(["interference", *wanted]) == 0
     cases = json.loads(out.read_text())["results"]["interference"]
-    small, large = cases["64 tokens"], cases["256 tokens"]
+    small, large, whole = (cases[f"{chunk} tokens"] for chunk in (64, 256, 4096))
     assert small["short_ttft_steps"] == large["short_ttft_steps"] == 1, (
         "the short prompt starts in the next step"
     )
     assert small["long_ttft_ms"] > small["short_ttft_ms"]
+    assert whole["silence_ms"] >= whole["long_ttft_ms"] * 0.9, "one step reads the long prompt"
     assert "short prompt" in capsys.readouterr().out

@@ -78,22 +78,21 @@ def _measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     started = time.perf_counter()
     (long,) = engine.add_requests([_prompt(options.long, seed)], once)
-    engine.step()
-    arrived = time.perf_counter()
-    (short,) = engine.add_requests([_prompt(options.short, seed + 1)], once)
+    short, arrived = "", 0.0
     during: list[float] = []
     first: dict[str, tuple[float, int]] = {}
-    last = arrived
-    for step in range(1, 10_000):
+    last = started
+    while long not in first or short not in first:
         events = engine.step()
         now = time.perf_counter()
         during.append(now - last)
         last = now
         for event in events:
             if event.token_ids:
-                first.setdefault(event.request_id, (now, step))
-        if long in first and short in first:
-            break
+                first.setdefault(event.request_id, (now, len(during)))
+        if not short:
+            arrived = last = time.perf_counter()
+            (short,) = engine.add_requests([_prompt(options.short, seed + 1)], once)
     for stream in streams:
         engine.cancel(stream)
     while engine.has_work:
@@ -103,7 +102,7 @@ def _measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str
         "tpot_during_ms": 1e3 * statistics.median(during),
         "silence_ms": 1e3 * max(during),
         "short_ttft_ms": 1e3 * (first[short][0] - arrived),
-        "short_ttft_steps": float(first[short][1]),
+        "short_ttft_steps": float(first[short][1] - 1),
         "long_ttft_ms": 1e3 * (first[long][0] - started),
     }
 
