@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ops.benchmarks.__main__ import main
 from ops.benchmarks.commands.gpu import Session, goals
-from ops.benchmarks.gpu.ceilings import Ceilings
 from ops.benchmarks.gpu.measures import (
     GREEDY,
     configure,
@@ -27,9 +26,10 @@ from ops.benchmarks.gpu.measures import (
     scatter,
     summarise,
 )
-from ops.benchmarks.gpu.models import SHAPES, Work, describe, random_model
+from ops.benchmarks.gpu.models import describe, random_model
 from ops.benchmarks.gpu.peer import take_turns
 from ops.benchmarks.measure.protocol import EngineOptions, Round
+from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Work
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers.transformers_batching import TransformersBatching
 

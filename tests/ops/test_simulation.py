@@ -15,14 +15,13 @@ import pytest
 
 from ops.benchmarks.__main__ import main
 from ops.benchmarks.simulation.calibration import STORED, calibrate
-from ops.benchmarks.simulation.costs import H200, LLAMA_8B, CostModel
+from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.engine import POLICIES, Outcome, SimulatedEngine, figures
 from ops.benchmarks.simulation.load import Arrival, arrivals
 from ops.benchmarks.simulation.queue_layer import KEPT, carried, simulate
 from ops.benchmarks.simulation.queue_server import HOP_S, Clock, QueueServer
 from ops.benchmarks.simulation.queue_worker import (
     ANSWERS,
-    LEASE_S,
     Mix,
     Observations,
     Worker,
@@ -38,17 +37,19 @@ COSTS = CostModel()
 
 class TestCosts:
     def test_a_single_decode_reads_the_weights_once(self) -> None:
-        weights = LLAMA_8B.weight_bytes / (H200.bandwidth * H200.sustained_bandwidth)
-        assert COSTS.seconds(1, 1, 1) == pytest.approx(H200.overhead_s + weights, rel=1e-3)
+        weights = 2 * COSTS.shape.num_weights / (0.85 * 4.8e12)
+        assert COSTS.seconds(1, 1, 1, 1) == pytest.approx(COSTS.overhead_s + weights, rel=1e-3)
 
     def test_long_prefills_are_bound_by_operations(self) -> None:
-        assert COSTS.seconds(8192, 0, 0) == pytest.approx(
-            H200.overhead_s + 8192 * 2 * 8.03e9 / (989e12 * 0.65)
+        body = COSTS.shape.num_weights - 4096 * 128_256
+        head_s = 2 * 4096 * 128_256 / (0.85 * 4.8e12)
+        assert COSTS.seconds(8192, 1, 0, 0) == pytest.approx(
+            COSTS.overhead_s + 8192 * 2 * body / (0.65 * 989e12) + head_s
         )
 
     def test_keys_and_values_are_read_by_bandwidth(self) -> None:
-        more = COSTS.seconds(64, 64 * 2000, 64 * 2000) - COSTS.seconds(64, 64 * 1000, 64 * 1000)
-        assert more == pytest.approx(64 * 1000 * 131_072 / (4.8e12 * 0.85))
+        few, many = (COSTS.seconds(64, 64, 64 * each, 64 * each) for each in (1000, 2000))
+        assert many - few == pytest.approx(64 * 1000 * 131_072 / (0.85 * 4.8e12))
 
 
 class TestTrace:
@@ -81,7 +82,7 @@ class TestEngine:
         assert engine.steps == 2 + 9  # two chunks of at most 512, the second gives the first token
         assert outcome.is_complete
         assert outcome.ttft_s == pytest.approx(
-            COSTS.seconds(512, 512, 512 * 512) + COSTS.seconds(488, 1000, 488 * 1000)
+            COSTS.seconds(512, 0, 512, 512 * 512) + COSTS.seconds(488, 1, 1000, 488 * 1000)
         )
 
     def test_everyone_is_served_and_time_goes_on(self) -> None:
@@ -221,10 +222,10 @@ class TestQueueLayer:
 
     def test_a_full_server_is_what_limits(self) -> None:
         one, many = (self.simulate(workers, "token chunks", 2.0) for workers in (1, 48))
+        assert one["kept"] > 0.95
         assert many["server"] == pytest.approx(1.0, rel=0.02)
         assert many["kept"] < 0.7
-        assert many["claim_p99_ms"] > 10 * one["claim_p99_ms"]
-        assert many["beat_p99_ms"] < 1e3 * LEASE_S, "or the workers would lose their jobs"
+        assert many["added_p50_ms"] > 10 * one["added_p50_ms"]
 
     @pytest.mark.parametrize("kind", ["token chunks", "interactive"])
     def test_steps_that_pile_up_share_chunks(self, kind: str) -> None:

@@ -41,9 +41,10 @@ from ops.benchmarks.gpu.measures import (
     prefill,
     scatter,
 )
-from ops.benchmarks.gpu.models import SHAPES, describe, forget, fused_modules, random_model
+from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu.peer import beside
 from ops.benchmarks.measure.goals import GPU_GOALS
+from ops.benchmarks.measure.step_floor import SHAPES
 from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine import Engine, EngineConfigError, SamplingParams
 from tokenmill_worker.engine.model.loader import LoadedModel

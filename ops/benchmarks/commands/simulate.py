@@ -29,8 +29,6 @@ QUEUE_COLUMNS = {
     **{f"kept_{count}": (f"kept\nof {count}", "{:.0%}") for count in queue_layer.SHOWN},
     "server_8": ("server\nat 8", "{:.0%}"),
     "added_p50_ms": ("token ms\np50 at 64", "{:,.0f}"),
-    "claim_p99_ms": ("claim\np99", "{:,.0f}"),
-    "beat_p99_ms": ("beat\np99", "{:,.0f}"),
 }
 
 
@@ -66,7 +64,7 @@ def _engine(arguments: argparse.Namespace, console: Console, results: dict[str, 
         loads = arguments.load or engine.LOADS
         results |= engine.measure(limit, loads, arguments.seconds, most, seed, status.update)
     console.print(
-        f"{costs.device.name}, {costs.model.name}: {limit:.1f} requests/s at capacity, room for "
+        f"{costs.name}: {limit:.1f} requests/s at capacity, room for "
         f"{costs.num_cache_tokens:,} tokens; good is a first token within 1 s (interactive) or 5 s "
         "(standard) and no gap over 0.2 or 0.5 s; bulk: done",
         highlight=False,

@@ -6,23 +6,12 @@ of random numbers.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from ops.benchmarks.measure.step_floor import Ceilings
+
 REPEATS = 8  # calls between two readings of the clock, so that launch costs do not count
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    bytes_s: float
-    operations_s: float
-    copied_bytes_s: float = 0.0  # read and written
-    read_bytes_s: float = 0.0
-
-    def seconds(self, num_bytes: float, operations: float) -> float:
-        """Return the least time of one kernel: that of its bytes or that of its operations."""
-        return max(num_bytes / self.bytes_s, operations / self.operations_s)
 
 
 def synchronise(device: torch.device) -> None:

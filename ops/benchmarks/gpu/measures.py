@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ops.benchmarks.gpu.ceilings import Ceilings, synchronise
-from ops.benchmarks.gpu.models import Shape, Work
+from ops.benchmarks.gpu.ceilings import synchronise
+from ops.benchmarks.measure.step_floor import Ceilings, Shape, Work
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 from tokenmill_worker.engine.execution.build import build_runner
 from tokenmill_worker.engine.model.loader import LoadedModel

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ops.benchmarks.gpu.measures import configure, engine_of
-from ops.benchmarks.gpu.models import Shape, random_model
+from ops.benchmarks.gpu.models import random_model
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine
+from ops.benchmarks.measure.step_floor import Shape
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest, generate
 from ops.benchmarks.peers.ours import Tokenmill
 from ops.benchmarks.peers.transformers_batching import TransformersBatching

@@ -18,7 +18,6 @@ from ops.benchmarks.simulation.queue_server import ScriptCosts
 from tokenmill import AsyncClient
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
@@ -46,8 +45,6 @@ STORED = ScriptCosts(
     claimed=25.4e-6,
     finish=69.2e-6,
     finished=21.0e-6,
-    heartbeat=37.4e-6,
-    held=1.4e-6,
     submit=69.7e-6,
 )
 
@@ -65,8 +62,7 @@ def calibrate(rounds: int = 3) -> ScriptCosts:
 async def _measure(url: str) -> ScriptCosts:
     connection: Any = redis.asyncio.Redis.from_url(url, protocol=2)
     keys, deliveries = Keys("q"), list[Delivery]()
-    stream, idle = JobStream(connection, keys, "w"), JobStream(connection, keys, "idle")
-    status = WorkerStatus(worker_id="w", model="a-model", running=NUM_JOBS)
+    stream = JobStream(connection, keys, "w")
     ends: defaultdict[str, int] = defaultdict(int)
 
     async def claim(count: int) -> None:
@@ -83,9 +79,6 @@ async def _measure(url: str) -> ScriptCosts:
     async def finish(count: int) -> None:
         await stream.finish([_finished(deliveries.pop()) for _ in range(count)])
 
-    async def beat(count: int) -> None:
-        await (stream if count else idle).heartbeat(status)
-
     async with connection, AsyncClient(url, queue="q") as client, AsyncExitStack() as stack:
         await stream.open()
         meter = _Meter(connection)
@@ -99,14 +92,13 @@ async def _measure(url: str) -> ScriptCosts:
         checkpoints = await meter.per_call(
             lambda: append(NUM_JOBS, CHECKPOINT_TOKENS, True), NUM_STEPS
         )
-        beats = await meter.fit(beat, (0, NUM_STEPS), (NUM_JOBS, NUM_STEPS))
         finishes = await meter.fit(finish, (1, NUM_SINGLE), (GROUP, NUM_GROUPS))
     opened, chunk_of_8, checkpoint = (
         (seconds - call) / NUM_JOBS for seconds in (first, eights, checkpoints)
     )
     return ScriptCosts(
         call, chunk, max(0.0, chunk_of_8 - chunk) / 7, opened, checkpoint,
-        *claims, *finishes, *beats, submit,
+        *claims, *finishes, submit,
     )  # fmt: skip
 
 

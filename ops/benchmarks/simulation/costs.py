@@ -1,56 +1,24 @@
-"""Cost model of a step: bytes and operations, divided by the rates that the device sustains.
-
-Each part of a step is a roofline. The linear layers read all weights once and multiply every token
-with them; attention reads each sequence's keys and values; every step has a fixed launch overhead.
-"""
+"""Cost model of a step: its floor at the rates that a device sustains, and what a launch costs."""
 
 from dataclasses import dataclass
 
+from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape, Work
 from tokenmill_worker.engine.plan import StepPlan
 
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device; `sustained` shares are those of the data sheet's peaks that good kernels reach."""
-
-    name: str
-    bandwidth: float  # bytes per second
-    flops: float  # operations per second at the weights' precision
-    memory: float  # bytes
-    sustained_bandwidth: float = 0.85
-    sustained_flops: float = 0.65
-    overhead_s: float = 0.0008  # launch, sampling and copies of a step
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    name: str
-    parameters: float
-    num_layers: int
-    hidden_size: int
-    num_kv_heads: int
-    head_dim: int
-    bytes_per_value: int = 2
-
-    @property
-    def weight_bytes(self) -> float:
-        return self.parameters * self.bytes_per_value
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
-
-
-H200 = Device("H200", bandwidth=4.8e12, flops=989e12, memory=141e9)
-LLAMA_8B = ModelShape(
-    "Llama-3-8B", 8.03e9, num_layers=32, hidden_size=4096, num_kv_heads=8, head_dim=128
-)
+VALUE_BYTES = 2  # of weights, keys and values
+# what good kernels reach of the data sheet's peaks
+SUSTAINED = Ceilings(bytes_s=0.85 * 4.8e12, operations_s=0.65 * 989e12)
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    device: Device = H200
-    model: ModelShape = LLAMA_8B
+    """Costs of an H200 with Llama-3-8B."""
+
+    name: str = "H200, Llama-3-8B"
+    shape: Shape = SHAPES["llama-3-8b"]
+    ceilings: Ceilings = SUSTAINED
+    memory: float = 141e9
+    overhead_s: float = 0.0008  # launch, sampling and copies of a step
 
     @property
     def num_cache_tokens(self) -> int:
@@ -58,32 +26,21 @@ class CostModel:
 
         The engine gets 0.9 of the memory; another 0.1 is reserved for everything else.
         """
-        free = 0.8 * self.device.memory - self.model.weight_bytes
-        return int(free / self.model.kv_bytes_per_token)
+        embedding = self.shape.vocab_size * self.shape.hidden_size
+        weights = VALUE_BYTES * (self.shape.num_weights + embedding)
+        token = VALUE_BYTES * self.shape.kv_numbers * self.shape.num_hidden_layers
+        return int((0.8 * self.memory - weights) / token)
 
     def step_s(self, plan: StepPlan) -> float:
-        num_tokens = read = pairs = 0
-        for item in plan.scheduled:
-            end = item.start + item.num_tokens
-            num_tokens += item.num_tokens
-            read += end
-            pairs += item.num_tokens * end
-        return self.seconds(num_tokens, read, pairs)
-
-    def seconds(self, num_tokens: int, read: int, pairs: int) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            num_tokens: tokens that the linear layers compute.
-            read: tokens whose keys and values are read.
-            pairs: (query, key) pairs per head.
-        """
-        device, model = self.device, self.model
-        bandwidth = device.bandwidth * device.sustained_bandwidth
-        flops = device.flops * device.sustained_flops
-        linear = max(model.weight_bytes / bandwidth, 2 * model.parameters * num_tokens / flops)
-        attention = max(
-            read * model.kv_bytes_per_token / bandwidth,
-            4 * pairs * model.hidden_size * model.num_layers / flops,
+        items = [(item.num_tokens, item.start + item.num_tokens) for item in plan.scheduled]
+        return self.seconds(
+            sum(count for count, _ in items),
+            sum(item.samples for item in plan.scheduled),
+            sum(end for _, end in items),
+            sum(count * end for count, end in items),
         )
-        return device.overhead_s + linear + attention
+
+    def seconds(self, tokens: int, sampled: int, read: int, pairs: int) -> float:
+        """Return the seconds of a step; the arguments are those of Work."""
+        work = Work(tokens, sampled, read, pairs, VALUE_BYTES, VALUE_BYTES)
+        return self.overhead_s + self.shape.floor_s(self.ceilings, work)

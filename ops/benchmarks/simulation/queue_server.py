@@ -32,8 +32,6 @@ class ScriptCosts:
     claimed: float = 0.0
     finish: float = 0.0
     finished: float = 0.0
-    heartbeat: float = 0.0
-    held: float = 0.0
     submit: float = 0.0
 
 

@@ -1,4 +1,4 @@
-"""Simulates one worker with the product's loops: steps, appends, claims, finishes, heartbeats.
+"""Simulates one worker with the product's loops: steps, appends, claims, finishes.
 
     free slot ─▶ claim ─▶ joins a step ─▶ a token per step ─▶ append ─▶ slot free ─▶ SQL ─▶ finish
 
@@ -25,7 +25,6 @@ from tokenmill_worker.service import LOOKAHEAD
 from tokenmill_worker.settings import Settings
 
 _DEFAULTS = Settings.model_construct()
-LEASE_S, HEARTBEAT_S = _DEFAULTS.lease_seconds, _DEFAULTS.heartbeat_interval
 MAX_GROUP, MAX_BUFFERED = _DEFAULTS.record_group, _DEFAULTS.record_buffer
 COMMIT_S = 0.004  # one SQL transaction, whatever its size
 DEVICE = CostModel()
@@ -84,9 +83,7 @@ class Observations:
     since: float
     tokens: int = 0
     jobs: int = 0
-    claims_s: list[float] = field(default_factory=list)
     added_s: list[float] = field(default_factory=list)  # from the step's end to the publication
-    beats_s: list[float] = field(default_factory=list)
 
 
 def split(events: Counts, at_once: int) -> Iterator[Counts]:
@@ -139,7 +136,6 @@ class Worker:
             self._running[slot] = True
         self._clock.after(delay, self._begin_step)
         self._clock.after(delay, self._claim)
-        self._clock.after(delay + self._source.random() * HEARTBEAT_S, self._beat)
 
     def _running_length(self) -> int:
         """Draw the length of an answer that runs at a random time, which favours long ones."""
@@ -160,7 +156,8 @@ class Worker:
         if self._is_stepping:
             read, new = num_running * self._mix.context, joined * self._mix.prompt_tokens
             pairs = read + new * self._mix.prompt_tokens // 2
-            self._clock.after(DEVICE.seconds(num_running + new, read + new, pairs), self._end_step)
+            seconds = DEVICE.seconds(num_running + new, num_running, read + new, pairs)
+            self._clock.after(seconds, self._end_step)
 
     def _end_step(self) -> None:
         self._left -= self._running
@@ -236,15 +233,13 @@ class Worker:
 
     def _claim(self) -> None:
         """Claim for all free slots, unless too many results wait to be recorded."""
-        wanted, asked_at = min(len(self._free), MAX_AT_ONCE), self._clock.now
+        wanted = min(len(self._free), MAX_AT_ONCE)
         if self._is_claiming or not wanted or self._to_finish + self._finishing >= MAX_BUFFERED:
             return
         self._is_claiming = True
 
         def claimed(_end: float) -> None:
             self._is_claiming = False
-            if asked_at >= self._seen.since:
-                self._seen.claims_s.append(self._clock.now - asked_at)
             for _ in range(wanted):
                 slot = self._free.pop()
                 self._left[slot] = answer_length(self._source)
@@ -272,17 +267,3 @@ class Worker:
 
         cost = self._costs.finish + group * self._costs.finished
         self._clock.after(COMMIT_S, lambda: self._server.call("finish", cost, finished))
-
-    # ── lease ──
-
-    def _beat(self) -> None:
-        sent_at, held = self._clock.now, len(self._left) - len(self._free)
-        held += self._to_finish + self._finishing
-
-        def answered(_end: float) -> None:
-            if sent_at >= self._seen.since:
-                self._seen.beats_s.append(self._clock.now - sent_at)
-            self._clock.after(HEARTBEAT_S, self._beat)
-
-        cost = self._costs.heartbeat + held * self._costs.held
-        self._server.call("heartbeat", cost, answered)
