@@ -74,6 +74,8 @@ def test_ourselves_with_other_settings() -> None:
     given = EngineOptions(model="a-model", settings={"quantization": "int8", "block_size": 32})
     names = ("tokenmill", "unquantised", "wide", "no-prefix-cache")
     told = {name: options_for(name, given).settings for name in names}
+    offloads = EngineOptions(model="a-model", settings={"cpu_offload_gib": 1, "block_size": 32})
+    assert options_for("no-offload", offloads).settings == {"block_size": 32}
     assert told == {
         "tokenmill": {"quantization": "int8", "block_size": 32},
         "unquantised": {"block_size": 32},

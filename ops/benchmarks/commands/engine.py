@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         choices=comparison.PEERS,
         help="repeatable; static: Transformers' generate on padded batches; unquantised, wide "
-        "(weights as float32 in memory), no-prefix-cache: ourselves with other settings",
+        "(weights as float32 in memory), no-prefix-cache, no-offload: ourselves with other "
+        "settings",
     )
     parser.add_argument(
         "--floor",

@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "unquantised": {"quantization": None},
     "wide": {"quantization": None, "narrow_weights": False},  # every weight as float32 in memory
     "no-prefix-cache": {"prefix_cache": False},
+    "no-offload": {"cpu_offload_gib": None},
 }
 _MODULES = {
     OURS: "ours",
