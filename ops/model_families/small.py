@@ -169,6 +169,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "smaller values": {"v_head_dim": 16},
     "multi-query": {"num_key_value_heads": 1},
     "ALiBi": {"alibi": True},
+    "ALiBi, multi-query": {"alibi": True, "multi_query": True},
+    "new decoder": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "full layers only": {"layer_types": ["full_attention"] * LAYERS},
 }
 
@@ -224,14 +226,18 @@ def _is_number(default: Any) -> bool:
     return default is None or (isinstance(default, int | float) and not isinstance(default, bool))
 
 
-def build(family: str, setting: str = "", attention: str = "eager") -> Any:
+def build(family: str, setting: str = "", attention: str | None = None) -> Any:
     """Build the model in float32 with a wide spread of weights.
+
+    `attention` is Transformers' name; None: eager. Falcon's eager code adds ALiBi's bias twice.
 
     Answers then vary, and the best token leads by more than float noise.
     """
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        configuration(family, setting), dtype=torch.float32, attn_implementation=attention
+        configuration(family, setting),
+        dtype=torch.float32,
+        attn_implementation=attention or ("sdpa" if family == "falcon" else "eager"),
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -63,10 +63,7 @@ def refusal(folder: Path, **changes: Any) -> str:
             "layer 0 has an attention mask that is neither causal nor a sliding window",
         ),
         ("llama4_text", "full layers only", "attn_temperature_tuning scales queries by positions"),
-        ("falcon", "", "FalconForCausalLM does not go through Transformers' AttentionInterface"),
-        ("gpt_neo", "", "GPTNeoForCausalLM does not go through Transformers' AttentionInterface"),
-        ("gptj", "", "GPTJForCausalLM does not go through Transformers' AttentionInterface"),
-        ("mpt", "", "MptForCausalLM does not go through Transformers' AttentionInterface"),
+        ("xglm", "", "XGLMForCausalLM does not go through Transformers' AttentionInterface"),
     ],
 )
 def test_a_family_that_would_be_served_wrong_is_refused_in_one_sentence(

@@ -27,7 +27,7 @@ from tokenmill_worker.engine.cache_config import LayerGroup
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.generation_config import GenerationDefaults, read_defaults
-from tokenmill_worker.engine.model import probe, shortened, verify
+from tokenmill_worker.engine.model import own_attention, probe, shortened, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
 
@@ -139,6 +139,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
     model = model.eval().requires_grad_(False)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     length = resolve_length(text_config, config.max_model_len)
+    own_attention.adapt(model)
     layers = describe_layers(
         probe.probe_layers(model, config.model), text_config, config.model, length
     )
@@ -241,7 +242,8 @@ def resolve_length(config: Any, wanted: int | None) -> int:
 
     Raises EngineConfigError if `wanted` is longer, or if neither is known.
     """
-    length = getattr(config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")  # MPT's and Bloom's
+    length = next((found for name in names if (found := getattr(config, name, None))), None)
     scaling = (
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )

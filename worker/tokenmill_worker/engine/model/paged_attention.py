@@ -68,9 +68,10 @@ class StepHolder:
 
     def __init__(self) -> None:
         self.step: AttentionStep | None = None
+        self.positions: Tensor | None = None  # [1, num_tokens]
 
     @classmethod
-    def attach(cls, model: nn.Module) -> None:
+    def attach(cls, model: nn.Module) -> StepHolder:
         """Make each call of the model store its step in a holder that its attention modules
         read.
         """
@@ -79,9 +80,11 @@ class StepHolder:
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.step_holder = holder  # type: ignore[assignment]
+        return holder
 
     def _keep(self, _module: nn.Module, _arguments: Any, kwargs: dict[str, Any]) -> None:
         self.step = kwargs.get("paged")
+        self.positions = kwargs.get("position_ids")
 
 
 def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
@@ -96,6 +99,15 @@ def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
             f"{type(module).__name__} does not pass keyword arguments on to its attention"
         )
     return step
+
+
+# code of a mask in a probing pass; a window of W tokens is CAUSAL - W
+CAUSAL = -1.0
+
+
+def mask_code_of(window: int | None) -> float:
+    """Return the code of a causal mask, with a window of that many tokens if there is one."""
+    return CAUSAL if window is None else CAUSAL - window
 
 
 def register() -> None:

@@ -18,18 +18,21 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.model.own_attention import attends_by_itself
 from tokenmill_worker.engine.model.paged_attention import (
+    CAUSAL,
     IMPLEMENTATION,
     Probe,
     StepHolder,
     StepNotPassedError,
+    mask_code_of,
     paged_attention,
 )
 
 PROBING = "tokenmill_probe"
 OWN = "eager"  # each family's own attention
-# codes of masks; a window of W tokens is -1 - W. No mask made by a model is filled with one of them
-_CAUSAL, _OTHER = -1.0, 1.0
+# code of any other mask; no mask made by a model is filled with such a code or with `CAUSAL`
+_OTHER = 1.0
 _ROW_TOLERANCE = 1e-3
 
 
@@ -54,6 +57,8 @@ def attending_with(model: Any, implementation: str, name: str) -> Iterator[None]
 
 def attend_with(model: Any, implementation: str, name: str) -> None:
     """Set the model's attention function; raises EngineConfigError where it cannot be chosen."""
+    if attends_by_itself(model):
+        return
     if not model._can_set_attn_implementation():
         raise EngineConfigError([
             f"{name} cannot be served: {type(model).__name__} does not go through Transformers' "
@@ -155,7 +160,7 @@ def mask_code(module: nn.Module, mask: Tensor | None) -> float | None:
     itself.
     """
     if mask is None:
-        return _CAUSAL if getattr(module, "is_causal", True) else _OTHER
+        return CAUSAL if getattr(module, "is_causal", True) else _OTHER
     code = float(mask.flatten()[0])
     if (
         not mask.is_floating_point()
@@ -176,7 +181,7 @@ def window_of(code: float) -> int | None:
     """Return the window in tokens of a served mask, or None if a query sees all tokens up to its
     own.
     """
-    return None if code == _CAUSAL else int(-1 - code)
+    return None if code == CAUSAL else int(CAUSAL - code)
 
 
 def _coded_mask(
@@ -188,7 +193,7 @@ def _coded_mask(
     **kwargs: Any,
 ) -> Tensor:
     """Return a tensor of the mask's shape that holds its code in place of a mask."""
-    code = _CAUSAL if local_size is None else -1.0 - local_size
+    code = mask_code_of(local_size)
     if not _has_form(mask_function, local_size, q_length):
         code = _OTHER
     return torch.full(
