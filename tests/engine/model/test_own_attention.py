@@ -11,9 +11,10 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from ops.model_families import small, trial
-from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.model import own_attention
-from tokenmill_worker.engine.model.loader import resolve_length
+from tokenmill_worker.engine.model.loader import load_model, resolve_length
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,6 @@ def test_a_model_that_states_its_length_under_another_name_needs_no_setting() ->
 
 def test_a_local_layer_frees_the_blocks_before_its_window(tmp_path: Path) -> None:
     small.build("gpt_neo").save_pretrained(tmp_path)
-    config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", max_model_len=64)
-    with Engine.load(config) as engine:
-        windows = [group.window for group in engine.runner.info.cache_config.groups]
-    assert windows == [None, small.configuration("gpt_neo").window_size]
+    settings = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", fuse=False)
+    groups = load_model(tmp_path, settings, CpuDevice()).groups
+    assert [group.window for group in groups] == [None, small.configuration("gpt_neo").window_size]

@@ -39,7 +39,7 @@ def adapt(model: nn.Module) -> None:
         name, replacement = _FAMILIES[type(module).__name__]
         if name == "forward" and hasattr(module, "config"):
             # Falcon's eager code adds ALiBi's bias twice, its code for torch's attention once
-            module.config._attn_implementation = "sdpa"
+            module.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
         own = getattr(module, name)
         setattr(module, name, partial(_call, replacement, module, own, holder))
     model.attends_by_itself = True  # type: ignore[assignment]
