@@ -18,6 +18,7 @@ from tests.support.worker import settings, thread_host
 from tokenmill.transport.scripts import Argument, Script
 from tokenmill_worker.app import Worker
 from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.consume.scripts import CLAIM, HEARTBEAT
 from tokenmill_worker.jobs import Delivery
 
 LEAST = {
@@ -68,8 +69,10 @@ def _as_other(value: Argument, version: str) -> Argument:
 def stream_type(version: str) -> type[JobStream]:
     class OtherStream(JobStream):
         async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
-            others = [_as_other(value, version) for value in arguments]
-            return await super()._call(script, *others, attempts=attempts)
+            # A worker brings its own scripts, so their options are of its version too.
+            own = arguments[: script in (CLAIM, HEARTBEAT)]
+            others = [_as_other(value, version) for value in arguments[len(own) :]]
+            return await super()._call(script, *own, *others, attempts=attempts)
 
         async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]:
             deliveries = await super().claim(credits, urgent)
