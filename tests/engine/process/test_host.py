@@ -161,6 +161,25 @@ async def test_a_thread_that_hangs_is_left_behind() -> None:
     hangs.set()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_it_starts_does_not_end_it(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only the worker ends its engine; a signal while Python starts left a traceback."""
+    host = EngineProcess(CONFIG)
+    starting = asyncio.create_task(host.start())
+    while host.pid is None:  # noqa: ASYNC110 - no event tells that the process exists
+        await asyncio.sleep(0)
+    while not starting.done():
+        os.kill(host.pid, number)
+        await asyncio.sleep(0.01)
+    assert (await starting).model == "synthetic"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not mask & {signal.SIGINT, signal.SIGTERM}
+    await host.stop()
+    assert capfd.readouterr().err == ""
+
+
 def test_without_a_parent_it_ends_without_a_word() -> None:
     """The worker may be killed before it has sent its engine the model to load."""
     ours, theirs = socket.socketpair()

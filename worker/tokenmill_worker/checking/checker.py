@@ -62,8 +62,9 @@ class AnswerChecker:
     async def _start(self) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(_CHILD), stdin=pipe, stdout=pipe
-        )
+            sys.executable, "-P", str(_CHILD), stdin=pipe, stdout=pipe,
+            start_new_session=True,  # Ctrl-C reaches only the worker, which closes this stdin
+        )  # fmt: skip
 
 
 async def _ask(process: asyncio.subprocess.Process, request: bytes) -> str | None:

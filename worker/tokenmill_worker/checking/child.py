@@ -23,7 +23,6 @@ MAX_CHARS = 300
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles it and closes this stdin
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a killed worker ends this process too
     source, target = sys.stdin.buffer, sys.stdout.buffer
     validators: OrderedDict[bytes, Any] = OrderedDict()

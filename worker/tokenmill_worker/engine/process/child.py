@@ -49,8 +49,10 @@ def main(descriptor: int) -> int:
     # became ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - a library reads it, we do not
     faulthandler.enable()  # if a kernel or library crashes, the log shows the stack
-    for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides when its engine ends
+    # The worker decides when its engine ends, and started this process with both signals blocked.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(True)
     try:

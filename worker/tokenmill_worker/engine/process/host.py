@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Final, Protocol
 
 import msgspec
 
@@ -41,6 +42,8 @@ from tokenmill_worker.engine.types import Capacity, GenerationRequest
 
 # wait for a process that closed its socket to exit: killing it would lose its exit status
 DYING_S = 1.0
+CHILD_MODULE: Final = "tokenmill_worker.engine.process.child"
+ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)  # the worker decides when its engine ends
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -82,6 +85,18 @@ class EngineHost(Protocol):
     async def stop(self) -> None: ...
 
     async def kill(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _ending_signals_blocked() -> Iterator[None]:
+    """Block ENDING_SIGNALS in this thread. A process that it creates meanwhile starts with them
+    blocked, so that they cannot end it before it ignores them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Reports:
@@ -224,11 +239,12 @@ class EngineProcess(_Reports):
             _, self._frames = await loop.create_unix_connection(
                 lambda: FrameReader(self._take_in), sock=ours
             )
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tokenmill_worker.engine.process.child", str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # the worker, not the engine, handles Ctrl-C
-            )  # fmt: skip
+            with _ending_signals_blocked():
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", CHILD_MODULE, str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # the worker, not the engine, handles Ctrl-C
+                )  # fmt: skip
         if self._stopping:  # stop() ran while the process was created and could not end it
             await self._end(limit_s=0.0)
             raise EngineDied("the engine was stopped while it started", at_start=True)
