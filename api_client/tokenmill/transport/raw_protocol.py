@@ -4,20 +4,30 @@ redis-py reads through a stream: each reply wakes a task, which calls a parser a
 that is ready. When a reply comes at every engine step, this costs more than processing it. redis-py
 still opens and closes the connection (Sentinel, TLS, passwords): it receives every event of the
 transport except the data.
+
+Taking a connection over needs two private attributes of redis-py, which `private_parts` reads and
+nothing else does. Without them every caller reads through redis-py, and one log line says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
 import hiredis
+import redis
 from redis.exceptions import ConnectionError, InvalidResponse
 
 from tokenmill.transport.scripts import Argument
 
+log = logging.getLogger(__name__)
+
 READ_BYTES: Final = 64 * 1024
+TESTED_REDIS_PY: Final = ("6.0.0", "8.1.0")  # the earliest and the latest
+WRITER, PARSER = "_writer", "_parser"  # private attributes of redis.asyncio.Connection
 _NOTHING: Final = object()
 
 
@@ -51,11 +61,10 @@ class RawRedisProtocol(asyncio.BufferedProtocol):
     ) -> RawRedisProtocol | None:
         """Take over an open connection on which no command is in progress.
 
-        Returns None if it has no transport, as in tests without a server; redis-py must then read
-        it.
+        Returns None if redis-py must read it: if it has no transport, as in tests without a
+        server, or if this redis-py has other private attributes.
         """
-        transport = getattr(getattr(connection, "_writer", None), "transport", None)
-        make_error = getattr(getattr(connection, "_parser", None), "parse_error", None)
+        transport, make_error = private_parts(connection)
         # uvloop's have no common base class
         if hasattr(transport, "set_protocol") and callable(make_error):
             return cls(transport, make_error, on_reply, on_end)
@@ -104,3 +113,25 @@ class RawRedisProtocol(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._library.resume_writing()
+
+
+def private_parts(connection: Any) -> tuple[Any, Any]:
+    """Return the transport of a redis-py connection, None if it has none, and redis-py's function
+    that makes an exception of an error reply. Returns (None, None) if this redis-py keeps them
+    elsewhere.
+    """
+    try:
+        writer, parser = getattr(connection, WRITER), getattr(connection, PARSER)
+        return getattr(writer, "transport", None), parser.parse_error
+    except AttributeError as error:
+        _log_once(
+            f"redis-py {redis.__version__} keeps its connections in another way than the tested"
+            f" versions {TESTED_REDIS_PY[0]} to {TESTED_REDIS_PY[1]} ({error}): replies are read"
+            " through redis-py, which takes more CPU time"
+        )
+        return None, None
+
+
+@functools.cache
+def _log_once(sentence: str) -> None:
+    log.warning(sentence)

@@ -9,12 +9,24 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from redis.exceptions import ConnectionError, InvalidResponse, NoScriptError, ResponseError
+import redis
+from redis.exceptions import (
+    ConnectionError,
+    InvalidResponse,
+    NoScriptError,
+    ReadOnlyError,
+    ResponseError,
+)
 
 from tests.support.valkey import ControlledValkey
 from tests.support.waiting import until
+from tokenmill.transport import raw_protocol
+from tokenmill.transport.async_pubsub import PubSubMultiplexer
 from tokenmill.transport.connect import Link, connect_async
 from tokenmill.transport.raw_protocol import READ_BYTES, RawRedisProtocol
+from tokenmill.transport.scripts import CANCEL
+from tokenmill.transport.sync_pubsub import Signal
+from tokenmill_worker.consume.append.connection import PipelinedConnection
 
 pytestmark = pytest.mark.redis
 
@@ -124,3 +136,51 @@ async def test_a_connection_without_a_transport_is_left_to_the_library() -> None
     assert RawRedisProtocol.over(connection, lambda _: None, lambda _: None) is None
     await client.connection_pool.release(connection)
     await client.aclose()
+
+
+async def test_this_redis_py_has_the_private_attributes_that_are_read(redis_url: str) -> None:
+    """A failure here means a new redis-py: without the fast path everything works, but each reply
+    costs more CPU time.
+    """
+    client = connect_async(redis_url, Link())
+    connection = await client.connection_pool.get_connection()
+    try:
+        for name in (raw_protocol.WRITER, raw_protocol.PARSER):
+            assert hasattr(connection, name), (
+                f"redis-py {redis.__version__} has no Connection.{name}, which the versions"
+                f" {' to '.join(raw_protocol.TESTED_REDIS_PY)} have: see private_parts"
+            )
+        transport, make_error = raw_protocol.private_parts(connection)
+        assert hasattr(transport, "set_protocol")
+        assert isinstance(make_error("READONLY x"), ReadOnlyError)
+    finally:
+        await connection.disconnect()
+        await client.connection_pool.release(connection)
+        await client.aclose()
+
+
+@pytest.mark.parametrize("name", ["WRITER", "PARSER"])
+async def test_a_redis_py_without_them_is_left_to_itself_and_told_of_once(
+    redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(raw_protocol, name, "_renamed")
+    raw_protocol._log_once.cache_clear()
+    client = connect_async(redis_url, Link())
+    multiplexer = PubSubMultiplexer(client)
+    try:
+        calls = PipelinedConnection(client)
+        for _ in range(3):
+            reply = await calls.call(CANCEL, "tm:{q}:meta", "tm:{q}:", "PUBLISH", "nobody")
+            assert reply == [b"unknown"]
+        subscription = await multiplexer.subscribe("news")
+        await client.publish("news", "b")
+        while (message := await subscription.receive(5)) is Signal.MISSED:
+            pass
+        assert message == b"b"
+        await subscription.close()
+    finally:
+        await multiplexer.close()
+        await client.aclose()
+    (record,) = [record for record in caplog.records if "redis-py" in record.getMessage()]
+    assert "no attribute '_renamed'" in record.getMessage()
+    assert " to ".join(raw_protocol.TESTED_REDIS_PY) in record.getMessage()
