@@ -34,6 +34,7 @@ from tokenmill.operations.io_requests import (
     Subscribe,
 )
 from tokenmill.operations.job_request import JobHandle
+from tokenmill.operations.json_parts import JsonPart, json_parts, json_parts_async
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
 from tokenmill.transport.connect import Link
@@ -41,7 +42,7 @@ from tokenmill.transport.connect import Link
 __all__ = [
     "AsyncClient", "Client", "ClientClosed", "ClientOptions", "Commands", "ConfigurationError",
     "DeadJob", "IdempotencyConflict", "InvalidRequest", "JobFailed", "JobHandle", "JobInfo",
-    "JobNotFound", "Link", "Operation", "QueryDatabase", "QueueDepth", "QueueFull", "QueueRefusal",
-    "QueueUnavailable", "QueueUnserved", "RateLimited", "Receive", "ResultTimeout", "Sleep",
-    "Subscribe", "TokenmillError", "UnreadableRecord",
+    "JobNotFound", "JsonPart", "Link", "Operation", "QueryDatabase", "QueueDepth", "QueueFull",
+    "QueueRefusal", "QueueUnavailable", "QueueUnserved", "RateLimited", "Receive", "ResultTimeout",
+    "Sleep", "Subscribe", "TokenmillError", "UnreadableRecord", "json_parts", "json_parts_async",
 ]  # fmt: skip

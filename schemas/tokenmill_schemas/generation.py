@@ -53,7 +53,7 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Structured output. Exactly one of the three formats is set; `json_schema={}` allows any JSON
+    """Structured output. Exactly one of the formats is set; `json_schema={}` allows any JSON
     object.
     """
 
@@ -62,6 +62,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: str | None = None  # EBNF, as xgrammar reads it
     calls: CallGrammar | None = None  # set by the worker, from the tools of a request
     strict: bool = True  # json_schema: refuse what cannot be enforced; False: enforce what can
+    structural_tag: dict[str, object] | None = None  # free text and tags, as xgrammar reads them
 
 
 class SamplingNumbers(NamedTuple):

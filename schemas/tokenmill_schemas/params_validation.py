@@ -17,6 +17,7 @@ MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 100
 MAX_FORMAT_DEPTH: Final = 64
 MAX_ID: Final = 2**31 - 1
+FORMATS: Final = ("json_schema", "regex", "grammar", "structural_tag")
 
 _ENVELOPE: Final = frozenset({"name", "schema", "strict"})
 
@@ -112,12 +113,10 @@ def _format_problems(wanted: ResponseFormat | None) -> Iterator[str]:
         return
     if wanted.calls is not None:
         yield "response_format.calls is the worker's own: send tools"
-    given = [
-        name for name in ("json_schema", "regex", "grammar") if getattr(wanted, name) is not None
-    ]
+    given = [name for name in FORMATS if getattr(wanted, name) is not None]
     if len(given) != 1:
         named = " and ".join(given) or "none"
-        yield f"response_format needs exactly one of json_schema, regex and grammar, not {named}"
+        yield f"response_format needs exactly one of {', '.join(FORMATS)}, not {named}"
     for name, text in (("regex", wanted.regex), ("grammar", wanted.grammar)):
         if text is not None and not 1 <= len(text) <= MAX_FORMAT_CHARS:
             yield (
@@ -126,6 +125,8 @@ def _format_problems(wanted: ResponseFormat | None) -> Iterator[str]:
             )
     if wanted.json_schema is not None:
         yield from _schema_problems(wanted.json_schema)
+    if wanted.structural_tag is not None:
+        yield from _object_problems(wanted.structural_tag, "structural_tag")
 
 
 def _schema_problems(schema: dict[str, object]) -> Iterator[str]:
@@ -136,14 +137,18 @@ def _schema_problems(schema: dict[str, object]) -> Iterator[str]:
             ' send what stands under its key "schema"'
         )
         return
-    if too_deep(schema, MAX_FORMAT_DEPTH):
-        yield f"response_format.json_schema is nested deeper than {MAX_FORMAT_DEPTH} levels"
+    yield from _object_problems(schema, "json_schema")
+
+
+def _object_problems(value: dict[str, object], name: str) -> Iterator[str]:
+    if too_deep(value, MAX_FORMAT_DEPTH):
+        yield f"response_format.{name} is nested deeper than {MAX_FORMAT_DEPTH} levels"
         return
-    size = encoded_size(schema)
+    size = encoded_size(value)
     if size is None:
-        yield "response_format.json_schema holds a number beyond 64 bits"
+        yield f"response_format.{name} holds a number beyond 64 bits"
     elif size > MAX_FORMAT_CHARS:
-        yield f"response_format.json_schema may have {MAX_FORMAT_CHARS} bytes, not {size}"
+        yield f"response_format.{name} may have {MAX_FORMAT_CHARS} bytes, not {size}"
 
 
 def _is_envelope(schema: dict[str, object]) -> bool:

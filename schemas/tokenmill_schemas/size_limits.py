@@ -86,7 +86,8 @@ def _params(packed: bytes) -> bytes:
 
 def _response_format(packed: bytes) -> bytes:
     fields = _split(packed)
-    _limit_size(fields, "json_schema", "response_format.json_schema")
+    for name in ("json_schema", "structural_tag"):
+        _limit_size(fields, name, f"response_format.{name}")
     return _join(fields)
 
 

@@ -105,9 +105,9 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
         yield from (
             ("response_format", text) for text in (wanted.regex, wanted.grammar) if text is not None
         )
-        yield from (
-            ("response_format.json_schema", text) for text in json_texts(wanted.json_schema)
-        )
+        for name in ("json_schema", "structural_tag"):
+            for text in json_texts(getattr(wanted, name)):
+                yield f"response_format.{name}", text
 
 
 def _version_problems(request: JobRequest) -> Iterator[str]:

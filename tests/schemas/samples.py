@@ -145,6 +145,15 @@ SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
         ),
         JobRequest,
     ),
+    "request-tags": (
+        msgspec.structs.replace(
+            REQUEST,
+            params=SamplingParams(
+                response_format=ResponseFormat(structural_tag={"type": "structural_tag"})
+            ),
+        ),
+        JobRequest,
+    ),
     "request-calls": (
         msgspec.structs.replace(
             REQUEST,

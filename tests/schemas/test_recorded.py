@@ -142,6 +142,7 @@ def _grown(node: Any, key: str = "") -> Any:
             "metadata",
             "logit_bias",
             "json_schema",
+            "structural_tag",
             "properties",
             "a",
             "tenants",

@@ -152,7 +152,7 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
         ),
         (
             {"response_format": ResponseFormat()},
-            "exactly one of json_schema, regex and grammar, not none",
+            "exactly one of json_schema, regex, grammar, structural_tag, not none",
         ),
         ({"response_format": ResponseFormat(regex="a", grammar="b")}, "not regex and grammar"),
         ({"response_format": ResponseFormat(regex="")}, "response_format.regex must have 1 to"),
@@ -161,6 +161,10 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
             "json_schema may have 262144 bytes",
         ),
         ({"response_format": ResponseFormat(json_schema={"a": 2**70})}, "a number beyond 64 bits"),
+        (
+            {"response_format": ResponseFormat(structural_tag={"a": "x" * 300_000})},
+            "structural_tag may have 262144 bytes",
+        ),
         *(
             (
                 {"response_format": ResponseFormat(json_schema=envelope)},

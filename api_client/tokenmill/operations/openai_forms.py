@@ -3,7 +3,8 @@ openai_messages.py and openai_tools.py read the others.
 
 Clients, the command line, Celery tasks and bulk files all use `read_forms`, so that the same shape
 gives the same job or the same error everywhere. A shape that this project defines itself
-(`response_format` with `json_schema`, `regex` or `grammar` and without `type`) is read here too.
+(`response_format` with `json_schema`, `regex`, `grammar` or `choice` and without `type`) is read
+here too, and so are vLLM's structural tags.
 
 An unknown key is rejected by its name. A key whose value is null counts as absent, as in OpenAI's
 API.
@@ -11,6 +12,7 @@ API.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeGuard
 
@@ -19,7 +21,10 @@ from tokenmill.operations.openai_messages import read_messages
 from tokenmill.operations.openai_tools import read_tool_choice, read_tools
 from tokenmill_schemas.size_limits import WHOLE_NUMBER
 
-_OWN_FORMAT_KEYS: Final = ("json_schema", "regex", "grammar", "strict")
+_OWN_FORMAT_KEYS: Final = (
+    "json_schema", "regex", "grammar", "choice", "structural_tag", "strict",
+)  # fmt: skip
+_CHOICE: Final = "response_format.choice"
 _SCHEMA_KEYS: Final = ("name", "description", "schema", "strict")
 
 
@@ -101,7 +106,7 @@ def _read_format(fields: dict[str, Any]) -> None:
     given = present(wanted)
     if "type" not in given:
         refuse_unknown(given, _OWN_FORMAT_KEYS, "response_format", "; without type it takes")
-        fields["response_format"] = given
+        fields["response_format"] = _with_choice_as_grammar(given)
         return
     kind = given["type"]
     read = _FORMATS.get(kind) if isinstance(kind, str) else None
@@ -110,6 +115,53 @@ def _read_format(fields: dict[str, Any]) -> None:
         words = f"response_format.type must be one of {kinds}, not {shown(kind)}"
         raise FormError(words, "response_format.type")
     fields["response_format"] = read(given)
+
+
+def _with_choice_as_grammar(given: dict[str, Any]) -> dict[str, Any]:
+    """Replace `choice`, a list of texts of which the answer is one, by its grammar."""
+    if "choice" not in given:
+        return given
+    choice = given.pop("choice")
+    if "grammar" in given:
+        raise FormError("response_format has choice beside grammar: give one of them", _CHOICE)
+    if not isinstance(choice, list | tuple) or not choice or not all(map(_is_choice, choice)):
+        raise FormError(f"{_CHOICE} must be a list of texts that are not empty", _CHOICE)
+    words = [json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(choice)]
+    return {**given, "grammar": f"root ::= {' | '.join(words)}"}
+
+
+def _is_choice(text: object) -> TypeGuard[str]:
+    return isinstance(text, str) and bool(text)
+
+
+def _tag_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a structural tag: xgrammar's `format`, or its older `structures` and `triggers`."""
+    refuse_unknown(given, ("type", "format", "structures", "triggers"), "response_format")
+    if "format" in given:
+        inner = given["format"]
+        if not isinstance(inner, Mapping) or len(given) > 2:
+            words = "response_format.format must be an object, without structures and triggers"
+            raise FormError(words, "response_format.format")
+        return {"structural_tag": {"type": "structural_tag", "format": inner}}
+    structures, triggers = given.get("structures"), given.get("triggers")
+    if not isinstance(structures, list | tuple) or not all(map(_is_structure, structures)):
+        where = "response_format.structures"
+        raise FormError(f"{where} must be a list of tags, each with begin, schema and end", where)
+    tags = [
+        {
+            "type": "tag",
+            "begin": tag["begin"],
+            "content": {"type": "json_schema", "json_schema": tag["schema"]},
+            "end": tag["end"],
+        }
+        for tag in structures
+    ]
+    tagged = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return {"structural_tag": {"type": "structural_tag", "format": tagged}}
+
+
+def _is_structure(tag: object) -> bool:
+    return isinstance(tag, Mapping) and tag.keys() == {"begin", "schema", "end"}
 
 
 def _text_format(given: Mapping[str, Any]) -> None:
@@ -150,6 +202,7 @@ _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | None
     "text": _text_format,
     "json_object": _object_format,
     "json_schema": _schema_format,
+    "structural_tag": _tag_format,
 }
 _READERS: Final[Mapping[str, Callable[[dict[str, Any]], None]]] = {
     "prompt": _read_prompt,

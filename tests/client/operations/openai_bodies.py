@@ -17,6 +17,13 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 
 
+TAGGED: dict[str, Any] = {
+    "type": "triggered_tags", "triggers": ["<f="],
+    "tags": [{"type": "tag", "begin": "<f=a>", "end": "</f>",
+              "content": {"type": "json_schema", "json_schema": SCHEMA}}],
+}  # fmt: skip
+
+
 def chat(*messages: Any, **others: Any) -> Body:
     return {**CHAT, "messages": list(messages), **others}
 
@@ -56,6 +63,19 @@ TAKEN: dict[str, tuple[Body, dict[str, Any]]] = {
     ),
     "a pattern of ours": (formatted({"regex": "a+"}),
         {"response_format": ResponseFormat(regex="a+")}),
+    "a choice": (formatted({"choice": ["yes", 'a "no"', "yes"]}),
+        {"response_format": ResponseFormat(grammar='root ::= "yes" | "a \\"no\\""')}),
+    "structural tags": (
+        formatted({"type": "structural_tag", "format": TAGGED}),
+        {"response_format": ResponseFormat(
+            structural_tag={"type": "structural_tag", "format": TAGGED})},
+    ),
+    "structural tags as vLLM wrote them": (
+        formatted({"type": "structural_tag", "triggers": ["<f="],
+            "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}]}),
+        {"response_format": ResponseFormat(
+            structural_tag={"type": "structural_tag", "format": TAGGED})},
+    ),
     "a developer and text parts": (
         chat(
             {"role": "developer", "content": [{"type": "text", "text": "Be "},
@@ -165,7 +185,20 @@ REFUSED: dict[str, tuple[Body, str]] = {
         "response_format.json_schema.strict must be true or false, not 1"),
     "another type": (
         formatted({"type": "grammar"}),
-        "response_format.type must be one of text, json_object, json_schema, not 'grammar'",
+        "response_format.type must be one of text, json_object, json_schema, structural_tag, not "
+        "'grammar'",
+    ),
+    "no choice": (formatted({"choice": []}),
+        "response_format.choice must be a list of texts that are not empty"),
+    "a choice beside a grammar": (formatted({"choice": ["a"], "grammar": "b"}),
+        "response_format has choice beside grammar: give one of them"),
+    "a choice beside a pattern": (formatted({"choice": ["a"], "regex": "b"}),
+        "exactly one of json_schema, regex, grammar, structural_tag, not regex and grammar"),
+    "tags without a list": (formatted({"type": "structural_tag"}),
+        "response_format.structures must be a list of tags, each with begin, schema and end"),
+    "both forms of tags": (
+        formatted({"type": "structural_tag", "format": TAGGED, "triggers": []}),
+        "response_format.format must be an object, without structures and triggers",
     ),
     "a format that is a text": (formatted("json"), "response_format must be an object"),
     "an unknown key of a message": (

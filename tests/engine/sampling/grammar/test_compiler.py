@@ -11,6 +11,21 @@ from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
 from tokenmill_worker.engine.sampling.grammar.compiler import MAX_SOURCE_CHARS, source_of
 
 VOCAB = [bytes([i]) for i in range(256)] + [b""]
+TAG: dict[str, object] = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<f=a>",
+                "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                "end": "</f>",
+            }
+        ],
+    },
+}
 
 
 class Slow:
@@ -168,3 +183,44 @@ def test_equal_schemas_have_one_source() -> None:
     assert source_of(ResponseFormat(json_schema={})) == source_of(
         ResponseFormat(json_schema={"type": "object"})
     )
+
+
+def is_allowed(compiler: GrammarCompiler, wanted: ResponseFormat, answer: str) -> bool:
+    matcher = compiler.compile(wanted).result(60)()
+    return all(matcher.accept_token(byte) for byte in answer.encode()) and bool(
+        matcher.accept_token(256)
+    )
+
+
+def test_structural_tags_bind_behind_their_triggers() -> None:
+    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
+    wanted = ResponseFormat(structural_tag=TAG)
+    answers = (
+        "No tag.",
+        "One: <f=a>7</f>, two: <f=a>8</f>.",
+        '<f=a>"7"</f>',
+        "<f=b>7</f>",
+        "<f=a>",
+    )
+    found = [is_allowed(compiler, wanted, answer) for answer in answers]
+    assert found == [True, True, False, False, False]
+
+
+def test_a_structural_tag_that_is_none_is_refused() -> None:
+    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
+    none: list[dict[str, object]] = [{}, {"type": "structural_tag"}, {**TAG, "format": {"a": 1}}]
+    for tag in none:
+        with pytest.raises(GrammarError, match=r"^response_format\.structural_tag cannot be"):
+            compiler.compile(ResponseFormat(structural_tag=tag)).result(60)
+
+
+def test_a_choice_is_a_grammar_of_its_texts() -> None:
+    from tokenmill.operations.openai_forms import read_forms
+
+    texts = ('a "b"', "c\\d\n", "ü☁", "ab")
+    fields = {"response_format": {"choice": texts}}
+    read_forms(fields)
+    wanted = ResponseFormat(**fields["response_format"])  # type: ignore[arg-type]
+    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
+    assert all(is_allowed(compiler, wanted, text) for text in texts)
+    assert not any(is_allowed(compiler, wanted, text) for text in ("", "a", "abc", "ü"))

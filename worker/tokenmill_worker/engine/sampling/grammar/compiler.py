@@ -211,16 +211,18 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
             ("json", wanted.json_schema),
             ("regex", wanted.regex),
             ("grammar", wanted.grammar),
+            ("structural_tag", wanted.structural_tag),
         )
         if value is not None
     ]
     if len(given) != 1:
-        raise GrammarError("response_format needs exactly one of json_schema, regex and grammar")
+        raise GrammarError("response_format needs exactly one format")
     kind, value = given[0]
     if not isinstance(value, str):
         # an empty schema admits any JSON object
         value = json.dumps(value or {"type": "object"}, separators=(",", ":"))
-        kind = kind if wanted.strict else LOOSE_JSON
+    if kind == "json" and not wanted.strict:
+        kind = LOOSE_JSON
     if not value:
         raise GrammarError(f"the {kind} is empty")
     return _within_limit(kind, value)
@@ -256,6 +258,12 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
             info.decoded_vocab, info.vocab_size, info.stop_token_ids, special_ids, encode
         )
 
+    others: dict[str, Callable[[str], Any]] = {
+        "regex": compiler.compile_regex,
+        "grammar": lambda source: compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source)),
+        "structural_tag": compiler.compile_structural_tag,
+    }
+
     def compile_source(kind: str, source: str) -> Any:
         if kind in ("json", LOOSE_JSON):
             try:
@@ -274,10 +282,7 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
             except ToolRefused as refused:
                 raise GrammarError(str(refused)) from refused
         try:
-            if kind == "regex":
-                compiled = compiler.compile_regex(source)
-            else:
-                compiled = compiler.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+            compiled = others[kind](source)
         except Exception as error:
             raise GrammarError(
                 f"response_format.{kind} cannot be compiled: {sentence(error)}"
