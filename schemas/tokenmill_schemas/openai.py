@@ -13,7 +13,8 @@ import msgspec
 
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETIONS_URL: Final = "/v1/completions"
-URLS: Final = (CHAT_URL, COMPLETIONS_URL)
+RESPONSES_URL: Final = "/v1/responses"
+URLS: Final = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
 
 BatchStatus = Literal[
     "validating",
@@ -62,7 +63,7 @@ class LineError(msgspec.Struct, frozen=True):
 class Response(msgspec.Struct, frozen=True, kw_only=True):
     status_code: int
     request_id: str
-    body: "ChatCompletion | Completion | ErrorBody"
+    body: "ChatCompletion | Completion | ResponseObject | ErrorBody"
 
 
 class OutputLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +168,83 @@ class Completion(
     choices: list[CompletionChoice]
     usage: CompletionUsage
     system_fingerprint: str | None = None
+
+
+# ── answers of the Responses API ──
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    content: list[ReasoningText]
+    summary: list[str] = []
+    status: str = "completed"
+
+
+class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
+    text: str
+    logprobs: list[TokenLogprobs] = []
+    annotations: list[str] = []
+
+
+class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    content: list[OutputText]
+    status: Literal["completed", "incomplete"] = "completed"
+    role: Literal["assistant"] = "assistant"
+
+
+class FunctionCallItem(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
+):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str = "completed"
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens_details: "ReasoningDetails"
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
+    """An answer. It does not repeat the request: `tools` is empty, `tool_choice` is the default."""
+
+    id: str
+    created_at: int
+    completed_at: int
+    model: str
+    output: list[ReasoningItem | MessageItem | FunctionCallItem]
+    usage: ResponseUsage
+    status: Literal["completed", "incomplete"]
+    incomplete_details: IncompleteDetails | None
+    max_output_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    error: None = None
+    instructions: None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    tool_choice: str = "auto"
+    tools: list[str] = []
 
 
 # ── the batch ──

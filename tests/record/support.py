@@ -54,6 +54,7 @@ def result(job_id: str | None = None, **changes: Any) -> JobResult:
             queue_ms=5,
             ttft_ms=20,
             total_ms=90,
+            reasoning_tokens=2,
         ),
         worker_id="w1",
         created_ms=1_795_000_000_000,

@@ -26,6 +26,7 @@ from tokenmill_schemas.openai import (
     BatchObject,
     BatchUsage,
     CachedDetails,
+    ReasoningDetails,
     RequestCounts,
 )
 
@@ -73,6 +74,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0  # included in `output_tokens`
 
     @property
     def ended(self) -> int:
@@ -131,6 +133,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             output_tokens=used.output_tokens,
             total_tokens=used.input_tokens + used.output_tokens,
             input_tokens_details=CachedDetails(used.cached_tokens),
+            output_tokens_details=ReasoningDetails(used.reasoning_tokens),
         )
         ended = {
             name: _second(self.finished_ms) if state is BatchState(name) else None for name in _ENDS

@@ -25,10 +25,13 @@ JOB_COLUMNS: Final = (
 )  # fmt: skip
 NUMBERS: Final = (
     "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "ttft_ms", "total_ms",
-    "preemptions",
+    "preemptions", "reasoning_tokens",
 )  # fmt: skip
 _NOT_LISTED: Final = ("text", "result", "prompt_kind")
-_SUMS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "total_ms")
+_SUMS: Final = (
+    "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "total_ms",
+    "reasoning_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     mean_ttft_ms: float
     mean_total_ms: float
+    reasoning_tokens: int = 0  # of the completion's tokens
 
 
 class SqlResults:
@@ -206,7 +207,7 @@ def _job_row(row: dict[str, Any]) -> JobRow:
 
 
 def _usage_row(row: tuple[Any, ...], num_keys: int) -> UsageRow:
-    jobs, succeeded, prompt, cached, completion, ttft, total = (
+    jobs, succeeded, prompt, cached, completion, ttft, total, reasoning = (
         int(value) for value in row[num_keys:]
     )
     return UsageRow(
@@ -218,6 +219,7 @@ def _usage_row(row: tuple[Any, ...], num_keys: int) -> UsageRow:
         completion_tokens=completion,
         mean_ttft_ms=round(ttft / jobs, 1),
         mean_total_ms=round(total / jobs, 1),
+        reasoning_tokens=reasoning,
     )
 
 

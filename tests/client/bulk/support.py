@@ -81,7 +81,7 @@ def result(
         "status": status,
         "model": "m",
         "choices": (choice,) if status is JobStatus.SUCCEEDED else (),
-        "usage": Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=2),
+        "usage": Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=2, reasoning_tokens=1),
         "created_ms": 1_700_000_000_000,
         "finished_ms": 1_700_000_001_000 + line,
         "metadata": {"custom_id": f"line-{line}", "endpoint": CHAT_URL},

@@ -148,7 +148,8 @@ def test_usage_sums_are_those_of_the_jobs(url: str, results: SqlResults) -> None
         row.prompt_tokens,
         row.cached_tokens,
         row.completion_tokens,
-    ) == (5, 5, 55, 20, 15)
+        row.reasoning_tokens,
+    ) == (5, 5, 55, 20, 15, 10)
     assert (row.mean_ttft_ms, row.mean_total_ms) == (20.0, 90.0)
     assert [(row.jobs, row.succeeded) for row in results.usage(by=())] == [(12, 11)]
     assert [row.group for row in results.usage(by=("tenant",), since_day="2024-10-05")] == [

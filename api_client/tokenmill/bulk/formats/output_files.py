@@ -32,6 +32,11 @@ class _UsedTokens(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: dict[str, int] | None = None
+    input_tokens: int = 0  # these of the Responses API
+    output_tokens: int = 0
+    input_tokens_details: dict[str, int] | None = None
+    output_tokens_details: dict[str, int] | None = None
 
 
 class _Body(msgspec.Struct):
@@ -228,13 +233,16 @@ def _read_back(path: Path, is_error: bool, done: Done) -> None:
 def _share(written: _Written, is_error: bool) -> Totals:
     body = written.response.body if written.response else None
     used = body.usage if body and body.usage else _UsedTokens()
+    inputs = used.prompt_tokens_details or used.input_tokens_details or {}
+    outputs = used.completion_tokens_details or used.output_tokens_details or {}
     return Totals(
         completed=int(not is_error),
         failed=int(is_error),
         expired=int(written.error is not None and written.error.code == EXPIRED.code),
-        input_tokens=used.prompt_tokens,
-        cached_tokens=(used.prompt_tokens_details or {}).get("cached_tokens", 0),
-        output_tokens=used.completion_tokens,
+        input_tokens=used.prompt_tokens + used.input_tokens,
+        cached_tokens=inputs.get("cached_tokens", 0),
+        output_tokens=used.completion_tokens + used.output_tokens,
+        reasoning_tokens=outputs.get("reasoning_tokens", 0),
     )
 
 

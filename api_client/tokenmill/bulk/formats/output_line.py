@@ -15,9 +15,11 @@ from msgspec import UNSET
 
 from tokenmill.bulk.batch import Totals
 from tokenmill.bulk.formats.input_file import BadLine, line_of
+from tokenmill.bulk.formats.response_object import response_of
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.openai import (
     CHAT_URL,
+    RESPONSES_URL,
     CalledFunction,
     ChatChoice,
     ChatCompletion,
@@ -35,6 +37,7 @@ from tokenmill_schemas.openai import (
     PromptDetails,
     ReasoningDetails,
     Response,
+    ResponseObject,
     TokenLogprobs,
     TopLogprob,
 )
@@ -133,6 +136,7 @@ def _share(result: JobResult) -> Totals:
         input_tokens=used.prompt_tokens,
         cached_tokens=used.cached_tokens,
         output_tokens=used.completion_tokens,
+        reasoning_tokens=used.reasoning_tokens,
     )
 
 
@@ -149,7 +153,11 @@ def _failure(result: JobResult) -> ErrorBody:
     )
 
 
-def _answer(result: JobResult) -> ChatCompletion | Completion:
+def _answer(result: JobResult) -> ChatCompletion | Completion | ResponseObject:
+    endpoint = result.metadata.get("endpoint")
+    if endpoint == RESPONSES_URL:
+        logprobs = _chat_logprobs(result.choices[0]) if result.choices else None
+        return response_of(result, logprobs.content if logprobs else ())
     used = result.usage
     usage = CompletionUsage(
         prompt_tokens=used.prompt_tokens,
@@ -161,7 +169,7 @@ def _answer(result: JobResult) -> ChatCompletion | Completion:
         else UNSET,
     )
     created = result.created_ms // 1000
-    if result.metadata.get("endpoint") == CHAT_URL:
+    if endpoint == CHAT_URL:
         chats = [_chat_choice(choice) for choice in result.choices]
         return ChatCompletion(
             id=f"chatcmpl-{result.job_id}",

@@ -1,5 +1,5 @@
-"""Converts the body of an OpenAI request (chat or completion) to the fields of a job, as far as a
-queue supports it.
+"""Converts the body of an OpenAI request (chat, response or completion) to the fields of a job, as
+far as a queue supports it.
 
 A parameter that would change the answer and is not supported is rejected by its name. Labels that
 change nothing (user, metadata, …) are ignored. Parameters that OpenAI's API does not have are
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tokenmill.operations.form_values import FormError
-from tokenmill_schemas.openai import CHAT_URL
+from tokenmill.bulk.formats.responses_body import chat_of
+from tokenmill.operations.form_values import FormError, shown
+from tokenmill_schemas.openai import COMPLETIONS_URL, RESPONSES_URL
 
 _SAME: Final = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n",
@@ -34,7 +35,6 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
@@ -46,7 +46,10 @@ _TEMPLATE: Final = (
     "chat_template_kwargs", "documents", "continue_final_message", "add_generation_prompt",
     "tools", "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
-_CHAT_ONLY: Final = frozenset({"messages", "max_completion_tokens", "top_logprobs", *_TEMPLATE})
+_CHAT_ONLY: Final = frozenset({
+    "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort", *_TEMPLATE,
+})  # fmt: skip
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 _COMPLETION_ONLY: Final = frozenset({"prompt", "best_of"})
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default length of a completion
 
@@ -54,7 +57,9 @@ _COMPLETION_TOKENS: Final = 16  # OpenAI's default length of a completion
 def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `submit`, which validates their values. Raises FormError."""
     body = {name: value for name, value in body.items() if value is not None}
-    is_chat = url == CHAT_URL
+    if url == RESPONSES_URL:
+        body = chat_of(body)
+    is_chat = url != COMPLETIONS_URL
     _check_names(body, is_chat)
     fields: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
     fields["model"] = _model(body)
@@ -95,8 +100,21 @@ def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
             "Missing required parameter: 'messages'.", "messages", "missing_required_parameter"
         )
     lengths = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
-    template = {name: body[name] for name in _TEMPLATE if name in body}
+    template = {name: body[name] for name in _TEMPLATE if name in body} | _effort(body)
     return {"messages": body["messages"], **template, **lengths, **_chat_logprobs(body)}
+
+
+def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the effort as the variable of the chat template that vLLM gives it; "none" is none."""
+    effort, variables = body.get("reasoning_effort", "none"), body.get("chat_template_kwargs", {})
+    if effort not in _EFFORTS:
+        raise FormError(
+            f"reasoning_effort must be one of {', '.join(_EFFORTS)}, not {shown(effort)}",
+            "reasoning_effort",
+        )
+    if effort == "none" or not isinstance(variables, Mapping):
+        return {}
+    return {"chat_template_kwargs": {"reasoning_effort": effort, **variables}}
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ _JOBS: Final = (
     "error_code",
     "error_message",
 )
-_TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 _PLAIN: Final = (
     "id", "queue", "tenant", "model", "endpoint", "input_file", "output_file", "error_file",
     "total", "created_ms", "expires_ms", "completion_window",
@@ -225,7 +225,7 @@ class SqlBatchStore:
             used = (
                 [int(value) for value in connection.execute(tokens).one()]
                 if with_tokens
-                else [0, 0, 0]
+                else [0] * len(_TOKENS)
             )
         good = counted.pop(JobStatus.SUCCEEDED.value, 0)
         return Totals(
@@ -235,6 +235,7 @@ class SqlBatchStore:
             input_tokens=used[0],
             cached_tokens=used[1],
             output_tokens=used[2],
+            reasoning_tokens=used[3],
         )
 
     def close(self) -> None:

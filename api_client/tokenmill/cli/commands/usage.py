@@ -60,7 +60,16 @@ def usage(
     elif as_csv:
         say(_as_csv(rows, columns))
     elif rows:
-        numbers = ["JOBS", "OK", "PROMPT", "CACHED", "GENERATED", "FIRST TOKEN", "WHOLE JOB"]
+        numbers = [
+            "JOBS",
+            "OK",
+            "PROMPT",
+            "CACHED",
+            "GENERATED",
+            "THOUGHTS",
+            "FIRST TOKEN",
+            "WHOLE JOB",
+        ]
         lines = [_line(row) for row in rows]
         if len(rows) > 1 and columns:
             lines.append(_totals(rows, len(columns)))
@@ -92,7 +101,7 @@ def _as_csv(rows: Sequence[UsageRow], columns: Sequence[str]) -> str:
 
 
 def _line(row: UsageRow) -> tuple[object, ...]:
-    tokens = (f"{row.prompt_tokens:,}", f"{row.cached_tokens:,}", f"{row.completion_tokens:,}")
+    tokens = (f"{getattr(row, name):,}" for name in _SUMMED[2:])
     names = (value or "–" for value in row.group)
     return (
         *names,
@@ -110,4 +119,6 @@ def _totals(rows: Sequence[UsageRow], num_columns: int) -> tuple[object, ...]:
     return tuple(Text(cell, style="bold") for cell in cells)
 
 
-_SUMMED = ("jobs", "succeeded", "prompt_tokens", "cached_tokens", "completion_tokens")
+_SUMMED = (
+    "jobs", "succeeded", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens",
+)  # fmt: skip

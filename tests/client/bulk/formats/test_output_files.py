@@ -43,7 +43,13 @@ def test_what_is_written_is_read_back(paths: Paths) -> None:
     assert record.id == BATCH
     assert [line in done.lines for line in range(1, 6)] == [True, True, True, True, False]
     assert done.totals == Totals(
-        completed=2, failed=2, expired=1, input_tokens=10, cached_tokens=4, output_tokens=4
+        completed=2,
+        failed=2,
+        expired=1,
+        input_tokens=10,
+        cached_tokens=4,
+        output_tokens=4,
+        reasoning_tokens=2,
     )
 
 

@@ -165,7 +165,14 @@ def test_a_batch_in_every_state_is_one_of_theirs(state: BatchState) -> None:
         expires_ms=1_700_086_400_000,
         finished_ms=1_700_000_009_000 if state.is_final else 0,
         errors=(BatchError(code="invalid_json_line", message="what?", line=2),),
-        totals=Totals(completed=1, failed=1, input_tokens=4, cached_tokens=1, output_tokens=2),
+        totals=Totals(
+            completed=1,
+            failed=1,
+            input_tokens=4,
+            cached_tokens=1,
+            output_tokens=2,
+            reasoning_tokens=1,
+        ),
         metadata={"k": "v"},
     )
     told = TheirBatch.model_validate_json(encode_json(batch), strict=True)
@@ -178,6 +185,7 @@ def test_a_batch_in_every_state_is_one_of_theirs(state: BatchState) -> None:
     ) == (3, 1, 1)
     assert told.usage is not None
     assert told.usage.total_tokens == 6
+    assert told.usage.output_tokens_details.reasoning_tokens == 1
     ends = {"completed": told.completed_at, "failed": told.failed_at, "expired": told.expired_at}
     ends["cancelled"] = told.cancelled_at
     assert {name for name, moment in ends.items() if moment} == (

@@ -121,6 +121,15 @@ def test_response_formats(wanted: dict[str, Any], read: ResponseFormat | None) -
     assert job.params.response_format == read
 
 
+def test_an_effort_is_a_variable_of_the_template() -> None:
+    job = job_of(chat("a", reasoning_effort="low", chat_template_kwargs={"a": 1}))
+    assert isinstance(job, JobRequest)
+    assert job.chat_template_kwargs == {"reasoning_effort": "low", "a": 1}
+    refused = job_of(chat("a", reasoning_effort="much"))
+    assert isinstance(refused, BadLine)
+    assert (refused.param, refused.code) == ("reasoning_effort", "invalid_value")
+
+
 def test_log_probabilities_of_a_chat() -> None:
     job = job_of(chat("a", logprobs=True, top_logprobs=2))
     assert isinstance(job, JobRequest)

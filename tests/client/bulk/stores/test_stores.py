@@ -125,7 +125,13 @@ async def test_results_of_a_batch_are_those_of_its_jobs(redis_url: str, database
         assert found[0].metadata["custom_id"] == "line-1"
         assert set(batches.recorded(["batch_1-2", "none"])) == {"batch_1-2"}
         assert batches.totals(BATCH, with_tokens=True) == Totals(
-            completed=4, failed=3, expired=2, input_tokens=25, cached_tokens=10, output_tokens=10
+            completed=4,
+            failed=3,
+            expired=2,
+            input_tokens=25,
+            cached_tokens=10,
+            output_tokens=10,
+            reasoning_tokens=5,
         )
         batches.close()
 

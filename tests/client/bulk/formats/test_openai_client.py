@@ -1,0 +1,129 @@
+"""The `openai` package sends its requests to a queue and reads the answers: bodies that it writes
+become jobs, and its own parsers and tool helpers read our bodies.
+"""
+
+import json
+from typing import Any, Literal
+
+import httpx2 as httpx
+import msgspec
+from openai import OpenAI, pydantic_function_tool
+from openai.types.responses import ParsedResponseFunctionToolCall
+from pydantic import BaseModel
+
+from tests.client.bulk.support import result
+from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
+from tokenmill.bulk.formats.output_line import of_result
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import ChoiceResult, GeneratedCall
+
+BATCH = "batch_1"
+
+
+class City(BaseModel):
+    name: str
+    size: Literal["small", "large"]
+
+
+BERN = '{"name": "Bern", "size": "small"}'
+CALL = ChoiceResult(
+    tool_calls=(GeneratedCall("c1", "City", BERN),), finish_reason=FinishReason.TOOL_CALLS
+)
+TEXT = ChoiceResult(text=BERN, finish_reason=FinishReason.STOP)
+
+
+class Queue:
+    """Takes each request as a line of a bulk file, and answers it with a result."""
+
+    def __init__(self, choice: ChoiceResult) -> None:
+        self.jobs: list[JobRequest] = []
+        self._choice = choice
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        line = {
+            "custom_id": "a",
+            "method": request.method,
+            "url": request.url.path,
+            "body": json.loads(request.content),
+        }
+        parsed = parse(1, json.dumps(line).encode())
+        assert not isinstance(parsed, BadLine)
+        job = to_request(parsed, BatchDefaults(BATCH))
+        assert not isinstance(job, BadLine), job
+        self.jobs.append(job)
+        told = result(BATCH, 1, metadata=job.metadata, choices=(self._choice,))
+        return httpx.Response(200, json=json.loads(of_result(BATCH, told).data)["response"]["body"])
+
+    @property
+    def client(self) -> OpenAI:
+        transport = httpx.Client(transport=httpx.MockTransport(self))
+        return OpenAI(api_key="k", base_url="http://queue/v1", http_client=transport)
+
+
+def test_a_chat_is_parsed_into_a_model() -> None:
+    queue = Queue(TEXT)
+    told = queue.client.chat.completions.parse(
+        model="m", messages=[{"role": "user", "content": "A city"}], response_format=City
+    )
+    assert told.choices[0].message.parsed == City(name="Bern", size="small")
+    wanted = queue.jobs[0].params.response_format
+    assert wanted is not None
+    assert (wanted.strict, sorted(schema_of(wanted.json_schema)["required"])) == (
+        True,
+        ["name", "size"],
+    )
+
+
+def test_a_chats_tools_are_models() -> None:
+    queue = Queue(CALL)
+    told = queue.client.chat.completions.parse(
+        model="m",
+        messages=[{"role": "user", "content": "A city"}],
+        tools=[pydantic_function_tool(City)],
+        tool_choice="required",
+    )
+    (call,) = told.choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == City(name="Bern", size="small")
+    assert [tool.function.name for tool in queue.jobs[0].tools] == ["City"]
+
+
+def test_a_response_is_parsed_into_a_model() -> None:
+    queue = Queue(TEXT)
+    told = queue.client.responses.parse(model="m", input="A city", text_format=City)
+    assert told.output_parsed == City(name="Bern", size="small")
+    assert queue.jobs[0].params.response_format is not None
+
+
+def test_a_responses_tools_are_models() -> None:
+    queue = Queue(CALL)
+    tool: Any = {"type": "function", **pydantic_function_tool(City)["function"]}
+    told = queue.client.responses.parse(model="m", input="A city", tools=[tool])
+    (call,) = told.output
+    assert isinstance(call, ParsedResponseFunctionToolCall)
+    assert json.loads(call.arguments) == {"name": "Bern", "size": "small"}
+    assert queue.jobs[0].tools[0].function.strict
+
+
+def test_an_answer_of_a_chat_is_the_next_requests_history() -> None:
+    queue = Queue(CALL)
+    first = queue.client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "A city"}]
+    )
+    message: Any = first.choices[0].message
+    queue.client.chat.completions.create(
+        model="m",
+        messages=[
+            {"role": "user", "content": "A city"},
+            message,
+            {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+        ],
+    )
+    messages = queue.jobs[1].messages
+    assert messages is not None
+    assert msgspec.to_builtins(messages[1].tool_calls)[0]["function"]["arguments"] == BERN
+
+
+def schema_of(schema: dict[str, Any] | None) -> dict[str, Any]:
+    assert schema is not None
+    return schema
