@@ -95,6 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention", action="append", help="a backend to compare; repeatable; default: all"
     )
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=("model", "settings"),
+        help="model: the default settings and the peer; settings: one changed at a time; "
+        "repeatable; default: both",
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -120,9 +127,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
-    for what, work in (("model", measure), ("settings", vary)):
+    parts = {"model": measure, "settings": vary}
+    for what in options.part or parts:
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
-            session.attempt(name, what, lambda work=work, name=name: work(name, session))  # type: ignore[misc]
+            session.attempt(name, what, lambda what=what, name=name: parts[what](name, session))  # type: ignore[misc]
             forget()
     _show(console, session.record)
     return session.record
