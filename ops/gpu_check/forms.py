@@ -18,6 +18,7 @@ def stages_of(form: str, out: Path, *, is_dry: bool) -> list[Stage]:
     device = ["--device", "cpu" if is_dry else "cuda"]
     stages = [Stage("machine", _module("machine", *device), 20 if not is_dry else 120)]
     if form == "first":
+        stages.append(Stage("kernels", _module("kernels", *device), 90))
         stages.append(Stage("tests", _tests(is_dry), 150))
     return [*stages, _bench(form, out, is_dry)]
 
