@@ -1,11 +1,14 @@
 """The stages of each form of `ops/gpu-check`, and their small versions for a CPU."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ops.gpu_check.stages import Stage
 
+DRY_S = 120.0  # of a stage on a CPU, which others may use too
 FORMS = ("first", "speed", "variants")
+TOKENS = "test_tokens.py"  # in a stage of its own: it says whether the engine is right at all
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
     *("--steps", "4", "--prefill", "64", "--context", "20", "--long", "70", "--limit", "60"),
@@ -16,33 +19,36 @@ TINY = [
 def stages_of(form: str, out: Path, *, is_dry: bool) -> list[Stage]:
     """Return the stages of a form; those of a dry run take tiny shapes and the CPU."""
     device = ["--device", "cpu" if is_dry else "cuda"]
-    stages = [Stage("machine", _module("machine", *device), 20 if not is_dry else 120)]
+    stages = [Stage("machine", _module("machine", *device), 20)]
     if form == "first":
         stages.append(Stage("kernels", _module("kernels", *device), 90))
-        stages.append(Stage("tests", _tests(is_dry), 150))
-    return [*stages, _bench(form, out, is_dry)]
+        tests = "test_devices or fails_by_itself" if is_dry else f"not {TOKENS}"
+        stages.append(Stage("tests", _tests(tests, 1 if is_dry else 8), 150))
+        tokens = f"{TOKENS} and not preempted" if is_dry else TOKENS
+        stages.append(Stage("tokens", _tests(tokens, 1 if is_dry else 4), 45))
+    stages.append(_bench(form, out, is_dry))
+    return [replace(stage, limit_s=DRY_S) for stage in stages] if is_dry else stages
 
 
 def _module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"ops.gpu_check.{name}", *arguments]
 
 
-def _tests(is_dry: bool) -> list[str]:
-    """Return the command of the tests; a dry run takes two that a CPU can run."""
-    chosen = ["-k", "test_devices or fails_by_itself", "-n", "1"] if is_dry else ["-n", "8"]
+def _tests(chosen: str, processes: int) -> list[str]:
     names = ("xdist", "pytest_timeout", "ops.gpu_check.reports")
     plugins = [word for name in names for word in ("-p", name)]
-    return ["ops/gpu-test", *plugins, "--timeout", "90", *chosen, "--tb", "short"]
+    limits = ["--timeout", "90", "--tb", "short", "-n", str(processes)]
+    return ["ops/gpu-test", *plugins, *limits, "-k", chosen]
 
 
 def _bench(form: str, out: Path, is_dry: bool) -> Stage:
     parts = {"first": (), "speed": ("model",), "variants": ("settings",)}[form]
     words = [word for part in parts for word in ("--part", part)]
     words += ["--no-peer"] if form != "speed" else []
-    limit = 270.0 if form == "first" else 530.0
+    limit = 250.0 if form == "first" else 530.0
     if is_dry:
         words += TINY
     else:
-        words += ["--limit", str(limit - 30)]
+        words += ["--limit", str(limit - 25)]
         words += ["--shape", "llama-3-8b"] if form != "speed" else []
     return Stage("bench", _module("bench", str(out / "bench.json"), *words), limit)

@@ -20,7 +20,7 @@ def seconds_a_call(works: Sequence[Callable[[], object]], device: torch.device) 
         for work in works:
             work()
         return (time.perf_counter() - started) / len(works)
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles, and fills the libraries' workspaces
         for work in works:
@@ -36,7 +36,7 @@ def seconds_a_call(works: Sequence[Callable[[], object]], device: torch.device) 
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     graph.replay()
     end.record()
