@@ -12,7 +12,7 @@ from ops.benchmarks.commands.gpu import COLUMNS
 def rows(record: dict[str, Any]) -> list[str]:
     """Return a line for each measurement that has figures, and one for each left out."""
     lines = []
-    for shape, found in record["results"].items():
+    for shape, found in record.get("results", {}).items():
         for what, figures in found.items():
             told = [
                 f"{heading} {form.format(figures[key])}"
@@ -21,7 +21,8 @@ def rows(record: dict[str, Any]) -> list[str]:
             ]
             if told:
                 lines.append(f"{shape}, {what}: {', '.join(told)}")
-    return lines + [f"left out: {what}: {why}" for what, why in record["left_out"].items()]
+    lines += [f"left out: {what}: {why}" for what, why in record.get("left_out", {}).items()]
+    return [*lines, record["error"]] if "error" in record else lines
 
 
 def main(arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ FORMS = ("first", "speed", "variants")
 TOKENS = "test_tokens.py"  # in a stage of its own: it says whether the engine is right at all
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
-    *("--steps", "4", "--prefill", "64", "--context", "20", "--long", "70", "--limit", "60"),
+    *("--steps", "4", "--prefill", "64", "--context", "20", "--long", "70"),
     *("--attention", "reference", "--share", "0.05", "--rounds", "1"),
 ]  # fmt: skip
 

@@ -13,10 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from ops.gpu_check import cache, wheels
+from ops.gpu_check import bench, cache, wheels
+from ops.gpu_check.forms import FORMS
 from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, Outcome, Stage, run_stages, table
 
 ROOT = Path(__file__).parents[2]
+
+STAGES = {
+    "first": ["machine", "kernels", "tests", "tokens", "bench"],
+    "speed": ["machine", "bench"],
+    "variants": ["machine", "bench"],
+}
+SHOWN = {
+    "first": ("draw top-k, top-p, 3 rows: ", "passed, 0 failed", "default: decode 3: tokens/s"),
+    "speed": ("default: decode 3: tokens/s", ", × Transformers "),
+    "variants": ("without running ahead: decode 3: tokens/s",),
+}
 
 
 def python(name: str, program: str, limit_s: float = 30.0) -> Stage:
@@ -24,29 +36,26 @@ def python(name: str, program: str, limit_s: float = 30.0) -> Stage:
 
 
 @pytest.mark.slow
-def test_every_stage_of_the_first_form_ends_well_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_every_stage_of_a_form_ends_well_on_a_cpu(form: str, tmp_path: Path) -> None:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # noqa: TID251 - a child's
     child = subprocess.run(
-        [str(ROOT / "ops" / "gpu-check"), str(tmp_path), "--dry"],
+        [str(ROOT / "ops" / "gpu-check"), str(tmp_path), "--form", form, "--dry"],
         env={**kept, "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, check=False, timeout=220,
     )  # fmt: skip
     lines = (tmp_path / "table.txt").read_text().splitlines()
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-2000:]
     stages = [found[1] for line in lines if (found := re.match(r"(\w+): ok \(", line))]
-    assert stages == STAGES
+    assert stages == STAGES[form]
     assert len(lines) <= MOST_LINES
     assert child.stdout.endswith("\n".join(lines) + "\n")
-    assert any("tiny: draw top-k, top-p, 3 rows: " in line for line in lines)
-    assert not any("WRONG" in line for line in lines)
-    assert any("passed, 0 failed" in line for line in lines)
-    assert any("tiny, default: decode 3: tokens/s" in line for line in lines)
+    text = "\n".join(lines)
+    assert all(words in text for words in SHOWN[form])
+    assert "WRONG" not in text
     names = [path.name for path in tmp_path.iterdir()]
-    assert {f"{name}.log" for name in STAGES} | {"bench.json", "table.txt"} == set(names)
+    assert {f"{name}.log" for name in STAGES[form]} | {"bench.json", "table.txt"} == set(names)
     assert len(names) < 8  # at most 8 come back: on a GPU the cache's file too
-
-
-STAGES = ["machine", "kernels", "tests", "tokens", "bench"]
 
 
 def test_a_stage_that_fails_hangs_or_is_silent_does_not_stop_the_next(tmp_path: Path) -> None:
@@ -146,3 +155,9 @@ def test_compiled_kernels_are_carried_to_the_next_call(tmp_path: Path) -> None:
     assert (second / "ABC" / "kernel.cubin").read_bytes() == b"code"
     archive.write_bytes(b"broken")
     assert "unusable" in cache.restore(archive, second)
+
+
+def test_a_benchmark_without_results_says_why() -> None:
+    assert bench.rows({"ok": False, "error": "no CUDA device"}) == ["no CUDA device"]
+    half = {"results": {"tiny": {"default": {}}}, "left_out": {"tiny: x": "no time was left"}}
+    assert bench.rows(half) == ["left out: tiny: x: no time was left"]

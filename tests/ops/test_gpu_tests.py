@@ -84,3 +84,9 @@ def test_the_benchmark_starts(bare: dict[str, str]) -> None:
     said = run([sys.executable, "-m", "ops.benchmarks", "gpu", "--help"], bare)
     assert "--shape" in said
     run([sys.executable, "-c", "import ops.benchmarks.commands.gpu"], bare)
+
+
+def test_the_stages_of_gpu_check_start(bare: dict[str, str]) -> None:
+    pytest.importorskip("triton")
+    run([sys.executable, "-c", "import ops.gpu_check.kernels, ops.gpu_check.bench"], bare)
+    run([sys.executable, "-S", "-c", "import ops.gpu_check.__main__"], {"PYTHONPATH": str(ROOT)})
