@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 from ops.tools import reference_bytes
 from tokenmill_schemas import keys, params_validation, validation
+from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, Drain, TenantLoad, WakeUp, WorkerStatus
 from tokenmill_schemas.generation import (
@@ -33,16 +34,7 @@ from tokenmill_schemas.generation import (
     SamplingParams,
     TokenLogprob,
 )
-from tokenmill_schemas.job import (
-    FunctionCall,
-    JobRequest,
-    Message,
-    RetryPolicy,
-    TextPart,
-    Tool,
-    ToolCall,
-    ToolFunction,
-)
+from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_schemas.result import (
     ChoiceResult,
     GeneratedCall,

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from tokenmill.operations.job_request import estimated_tokens, fingerprint
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import Cancel, WorkerStatus
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_schemas.job import JobRequest, Message, Priority
+from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
 
 JOB_ID = "01890a5d-ac96-774b-bcce-b302099a8057"

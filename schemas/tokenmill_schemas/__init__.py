@@ -5,19 +5,10 @@ Belongs here: what has to mean the same to both sides: messages, keys, limits, c
 that connects to a server belongs elsewhere.
 """
 
+from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
-from tokenmill_schemas.job import (
-    FunctionCall,
-    JobRequest,
-    Message,
-    Priority,
-    RetryPolicy,
-    TextPart,
-    Tool,
-    ToolCall,
-    ToolFunction,
-)
+from tokenmill_schemas.job import JobRequest, Priority, RetryPolicy
 from tokenmill_schemas.result import (
     ChoiceResult,
     GeneratedCall,

@@ -5,7 +5,8 @@ from typing import Final
 
 import msgspec
 
-from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.chat import Message
+from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.params_validation import MAX_FORMAT_DEPTH, encoded_size, too_deep
 from tokenmill_schemas.size_limits import MAX_DOCUMENTS, MAX_FORMAT_CHARS
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from tokenmill_schemas.job import JobRequest, Tool
+from tokenmill_schemas.chat import Tool
+from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.params_validation import MAX_FORMAT_DEPTH, encoded_size, too_deep
 from tokenmill_schemas.size_limits import MAX_FORMAT_CHARS, MAX_TOOLS
 

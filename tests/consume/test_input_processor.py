@@ -7,12 +7,13 @@ import pytest
 
 from tests.publish.support import CREATED_MS, MODEL, Clock, delivery_of
 from tests.support.tokenizers import byte_level, gemma3, smollm2
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, encode
 from tokenmill_schemas.generation import (
     FinishReason,
     SamplingParams,
 )
-from tokenmill_schemas.job import JobRequest, Message, Priority
+from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.param_resolver import seed_of

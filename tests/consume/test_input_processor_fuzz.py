@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from tests.publish.support import CREATED_MS, MODEL, Clock
 from tests.support.tokenizers import byte_level
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 

@@ -6,9 +6,10 @@ import pytest
 
 from tests.publish.support import Clock, delivery_of
 from tests.support.tokenizers import byte_level, thinking
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.engine.types import Thoughts

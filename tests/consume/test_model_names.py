@@ -9,8 +9,9 @@ import pytest
 
 from tests.publish.support import MODEL, Clock, delivery_of
 from tests.support.tokenizers import byte_level
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.settings.model_names import naming_problems

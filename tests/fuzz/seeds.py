@@ -8,10 +8,11 @@ from tests.fuzz.mutation import pack
 from tests.publish.support import CREATED_MS
 from tests.schemas.samples import LOGPROBS, RESULT, SAMPLES, USAGE
 from tokenmill.operations.records import FIELDS
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.engine.process.messages import (
     CancelRequest,
     Command,

@@ -8,9 +8,10 @@ import pytest
 from tests.publish.support import MODEL, Clock, FakeLog, delivery_of
 from tests.support.tokenizers import byte_level
 from tokenmill.operations.stream_position import StreamPosition
+from tokenmill_schemas.chat import Message, Tool, ToolFunction
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_schemas.job import JobRequest, Message, Tool, ToolFunction
+from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import GeneratedCall
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.engine.types import TokenEvent

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, ControlMessage, Drain, TenantLoad, WorkerStatus
 from tokenmill_schemas.generation import (
@@ -20,17 +21,7 @@ from tokenmill_schemas.generation import (
     SamplingParams,
     TokenLogprob,
 )
-from tokenmill_schemas.job import (
-    FunctionCall,
-    JobRequest,
-    Message,
-    Priority,
-    RetryPolicy,
-    TextPart,
-    Tool,
-    ToolCall,
-    ToolFunction,
-)
+from tokenmill_schemas.job import JobRequest, Priority, RetryPolicy
 from tokenmill_schemas.result import (
     ChoiceResult,
     GeneratedCall,

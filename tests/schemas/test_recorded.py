@@ -7,6 +7,7 @@ import msgpack
 import msgspec
 import pytest
 
+import tokenmill_schemas.chat
 import tokenmill_schemas.chunk
 import tokenmill_schemas.control
 import tokenmill_schemas.generation
@@ -21,6 +22,7 @@ from tokenmill_schemas.job import JobRequest
 
 VERSIONS = sorted(folder.name for folder in FOLDER.iterdir() if folder.is_dir())
 MODULES = (
+    tokenmill_schemas.chat,
     tokenmill_schemas.chunk,
     tokenmill_schemas.control,
     tokenmill_schemas.generation,
@@ -108,8 +110,8 @@ def test_every_field_of_every_message_is_in_a_sample():
     for value, _ in SAMPLES.values():
         visit(value)
     seen[tokenmill_schemas.chunk.Chunk].add("place")  # only read: `recorded/3` has it
-    job = tokenmill_schemas.job
-    for kind in (job.TextPart, job.ToolCall, job.Tool):
+    chat = tokenmill_schemas.chat
+    for kind in (chat.TextPart, chat.ToolCall, chat.Tool):
         seen[kind].add("type")  # it has one value
     unseen = {kind.__name__: set(kind.__struct_fields__) - names for kind, names in seen.items()}
     assert not {name: fields for name, fields in unseen.items() if fields}, (

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tokenmill_schemas.chat import FunctionCall, Message, ToolCall
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_schemas.job import FunctionCall, JobRequest, Message, RetryPolicy, ToolCall
+from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_schemas.validation import params_problems, problems
 
 NAN, INF = math.nan, math.inf

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from tokenmill.operations.job_request import build_request
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.codec import decode_request, encode
-from tokenmill_schemas.job import JobRequest, Message, wire_version
+from tokenmill_schemas.job import JobRequest, wire_version
 from tokenmill_schemas.validation import problems
 
 HI = {"role": "user", "content": "Hi"}

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat
-from tokenmill_schemas.job import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 
 Body = Mapping[str, Any]
 

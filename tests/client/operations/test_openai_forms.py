@@ -21,9 +21,10 @@ from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_
 from tokenmill.celery import generation_task
 from tokenmill.cli import app
 from tokenmill.testing import InMemoryQueue
+from tokenmill_schemas.chat import Message
 from tokenmill_schemas.codec import decode_request, encode
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_schemas.job import JobRequest, Message
+from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
 from tokenmill_schemas.validation import problems
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support.tokenizers import byte_level, channels
 from tests.text.chat.families import DEEPSEEK, GPT_OSS, HERMES, LLAMA3, MISTRAL, PHI4, QWEN3
+from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import CallGrammar
-from tokenmill_schemas.job import Tool, ToolFunction
 from tokenmill_worker.text.chat import tools as formats
 from tokenmill_worker.text.chat.call_parser import CallParser
 from tokenmill_worker.text.chat.tools import (

@@ -7,8 +7,9 @@ import pytest
 from tests.client.bulk.support import chat, completion
 from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.bulk.formats.request_body import fields_of
+from tokenmill_schemas.chat import Message, TextPart
 from tokenmill_schemas.generation import ResponseFormat
-from tokenmill_schemas.job import JobRequest, Message, Priority, TextPart
+from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
 
 

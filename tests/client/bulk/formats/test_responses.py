@@ -16,8 +16,9 @@ from tests.client.bulk.support import result
 from tests.client.operations.openai_bodies import SCHEMA
 from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.bulk.formats.output_line import of_result
+from tokenmill_schemas.chat import Message, Tool, ToolFunction
 from tokenmill_schemas.generation import FinishReason, ResponseFormat
-from tokenmill_schemas.job import JobRequest, Message, Tool, ToolFunction
+from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.openai import RESPONSES_URL
 from tokenmill_schemas.result import GeneratedCall, JobResult
 

@@ -10,8 +10,8 @@ import pytest
 from tests.engine.sampling.grammar.test_masks import VOCAB as BYTES
 from tests.engine.sampling.helpers import CPU, ToyModel, plan_item
 from tests.text.chat.test_tools import FORMATS
+from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_schemas.job import Tool, ToolFunction
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarError
 from tokenmill_worker.engine.sequence import Sequence

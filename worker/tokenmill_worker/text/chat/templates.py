@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
+from tokenmill_schemas.chat import Message, Tool, ToolCall
 from tokenmill_schemas.chat_validation import parsed_arguments
-from tokenmill_schemas.job import Message, Tool, ToolCall
 
 _PROBE: Final = "probe"
 # Arguments of `apply_chat_template`; a variable of the template cannot have such a name.

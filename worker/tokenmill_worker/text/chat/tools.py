@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from tokenmill_schemas.chat import Tool
 from tokenmill_schemas.generation import CallableTool, CallGrammar
-from tokenmill_schemas.job import Tool
 from tokenmill_schemas.tools_validation import NAMED
 
 _NO_ARGUMENTS: Final[dict[str, object]] = {
