@@ -1,5 +1,6 @@
 """Appends the chunks of running jobs to the log: the longest waiting first, one call at a time.
 
+A job becomes due when its chunk is full, or when the chunk has waited long enough for more tokens.
 While the log cannot be reached, jobs stay due and chunks stay unconfirmed; the same bytes are sent
 again later.
 """
@@ -8,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_schemas.result import JobError
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import (
-    AdmittedJob,
     AppendFailures,
     AppendReply,
     CancelOrder,
@@ -23,7 +23,7 @@ from tokenmill_worker.jobs import (
     ChunkLog,
     PublishReport,
 )
-from tokenmill_worker.publish.chunker import Chunker
+from tokenmill_worker.publish.running_job import RunningJob
 
 log = logging.getLogger(__name__)
 
@@ -31,45 +31,60 @@ LOG_ERRORS = (OSError, Unavailable)  # the outcome of the append is unknown: sen
 RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 
-class RunningJob:
-    """A job that is being published. Its plain attributes are what every token needs."""
-
-    __slots__ = (
-        "answer",
-        "chunker",
-        "error",
-        "first",
-        "is_cancelled",
-        "is_open",
-        "job",
-        "request_id",
-    )
-
-    def __init__(self, job: AdmittedJob, chunker: Chunker) -> None:
-        self.job = job
-        self.request_id = job.request_id
-        self.answer = job.answer
-        self.first = job.answer.choices[0]
-        self.chunker = chunker
-        self.error: JobError | None = None
-        self.is_cancelled = False
-        self.is_open = True  # not given back, lost or finished
-
-
 class LogWriter:
-    """Queues jobs that have chunks to append, and appends them. `close` is called with the request
-    id of a job that is another worker's now.
+    """Queues jobs that have chunks to append, and appends them. A chunk that is not full waits at
+    most `chunk_wait_s` for more tokens. `close` is called with the request id of a job that is
+    another worker's now.
     """
 
-    def __init__(self, log: ChunkLog, max_appends: int, close: Callable[[str], None]) -> None:
+    def __init__(
+        self, log: ChunkLog, max_appends: int, chunk_wait_s: float, close: Callable[[str], None]
+    ) -> None:
         # Jobs with something to append, by request id, longest waiting first.
         self.due: dict[str, RunningJob] = {}
+        # Jobs whose chunk is not full, each with the time since when: oldest first.
+        self._partial: dict[str, tuple[RunningJob, float]] = {}
         self._log = log
         self._max_appends = max_appends
+        self._chunk_wait_s = chunk_wait_s
         self._close = close
         self._failures = 0  # consecutive failures of the log
         self._retry_at = 0.0  # monotonic seconds
         self._appending = asyncio.Lock()
+
+    def enqueue(self, jobs: dict[str, RunningJob]) -> None:
+        """Queue jobs that got tokens, and jobs whose chunk has waited long enough."""
+        due, partial = self.due, self._partial
+        for request_id, running in jobs.items():
+            if running.chunker.is_due:
+                due.setdefault(request_id, running)
+                if partial:
+                    partial.pop(request_id, None)
+            elif (
+                request_id not in due and running.job.request.stream and running.chunker.num_waiting
+            ):
+                partial.setdefault(request_id, (running, time.monotonic()))
+        if partial:
+            self._end_waits(time.monotonic() - self._chunk_wait_s)
+
+    def _end_waits(self, before: float) -> None:
+        """Make chunks due that have waited for more tokens since `before`."""
+        while self._partial:
+            request_id, (running, since) = next(iter(self._partial.items()))
+            if since > before:
+                return
+            del self._partial[request_id]
+            self.due.setdefault(request_id, running)
+
+    def forget(self, request_id: str) -> None:
+        """Remove a job with all that it has to append."""
+        self.due.pop(request_id, None)
+        self._partial.pop(request_id, None)
+
+    @property
+    def has_pending(self) -> bool:
+        """Do chunks wait for the log, or for more tokens?"""
+        return bool(self.due or self._partial)
 
     @property
     def is_behind(self) -> bool:
@@ -86,10 +101,13 @@ class LogWriter:
         """The number of tokens that wait for the log."""
         return sum(running.chunker.num_unlogged for running in self.due.values())
 
-    async def end_pause(self) -> None:
-        """End the pause after a failure, once a call under way has returned."""
+    async def hurry(self) -> None:
+        """Make all chunks due, and end the pause after a failure once a call under way has
+        returned.
+        """
         async with self._appending:
             self._retry_at = 0.0
+        self._end_waits(math.inf)
 
     async def append(
         self, report: PublishReport, fast: dict[RunningJob, ChunkAppend], together: bool

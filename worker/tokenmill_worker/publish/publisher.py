@@ -9,25 +9,22 @@ engine nor SQL.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenmill_schemas.generation import FinishReason
-from tokenmill_schemas.result import JobError, JobStatus
+from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.engine.types import TokenEvent
 from tokenmill_worker.jobs import (
     AdmittedJob,
-    CancelOrder,
     ChunkAppend,
     ChunkLog,
     FinishedJob,
     PublishReport,
-    retry_order,
 )
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
-from tokenmill_worker.publish.log_writer import LogWriter, RunningJob
+from tokenmill_worker.publish.log_writer import LogWriter
+from tokenmill_worker.publish.running_job import RunningJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +57,11 @@ class Publisher:
         self._model = model
         self._limits = limits or PublishLimits()
         self._clock = clock
-        self._writer = LogWriter(log, self._limits.max_appends, self.close)
-        # By request id, here and below, because a job may be claimed again.
+        self._writer = LogWriter(
+            log, self._limits.max_appends, self._limits.chunk_wait_s, self.close
+        )
+        # By request id, because a job may be claimed again.
         self._running: dict[str, RunningJob] = {}
-        # Jobs whose chunk is not full: since when, oldest first.
-        self._partial: dict[str, float] = {}
 
     # ── jobs ──
 
@@ -80,8 +77,7 @@ class Publisher:
         running = self._running.pop(request_id, None)
         if running is not None:
             running.is_open = False
-        self._writer.due.pop(request_id, None)
-        self._partial.pop(request_id, None)
+        self._writer.forget(request_id)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._running
@@ -94,7 +90,7 @@ class Publisher:
         """Do chunks wait for the log, or for more tokens? Then `handle` or `flush` must be called
         again.
         """
-        return bool(self._writer.due or self._partial)
+        return self._writer.has_pending
 
     @property
     def is_full(self) -> bool:
@@ -113,10 +109,7 @@ class Publisher:
         """
         report, writer = PublishReport(), self._writer
         fast, touched = self._apply_events(events, report)
-        if touched:
-            self._enqueue(touched)
-        if self._partial:
-            self._end_partial(time.monotonic() - self._limits.chunk_wait_s)
+        writer.enqueue(touched)
         if fast or writer.should_append:
             together = writer.is_behind or _of_several_steps(events, len(fast) + len(touched))
             await writer.append(report, fast, together)
@@ -126,8 +119,7 @@ class Publisher:
 
     async def flush(self) -> PublishReport:
         """Try to append what waits, full or not, without regard to the pause after a failure."""
-        await self._writer.end_pause()
-        self._end_partial(math.inf)
+        await self._writer.hurry()
         return await self.handle(())
 
     def _apply_events(
@@ -139,6 +131,7 @@ class Publisher:
         writer = self._writer
         fast: dict[RunningJob, ChunkAppend] = {}
         touched: dict[str, RunningJob] = {}
+        now_ms = self._now_ms()
         may_be_fast = (
             not (writer.due or writer.is_behind) and len(events) <= self._limits.max_appends
         )
@@ -149,75 +142,17 @@ class Publisher:
             if running in fast:  # by an earlier step of the same call
                 del fast[running]
                 running.chunker.withdraw()
-            elif may_be_fast and (append := _fast_chunk(running, event)) is not None:
+            elif may_be_fast and (append := running.fast_chunk(event)) is not None:
                 fast[running] = append
                 continue
-            self._apply(running, event, report)
-            touched[event.request_id] = running
-        for order in report.retry:  # closed: the next delivery sends the rest
-            touched.pop(order.delivery.request_id, None)
-        return fast, touched
-
-    def _enqueue(self, touched: dict[str, RunningJob]) -> None:
-        due, partial = self._writer.due, self._partial
-        for request_id, running in touched.items():
-            if running.chunker.is_due:
-                due.setdefault(request_id, running)
-                if partial:
-                    partial.pop(request_id, None)
-            elif (
-                request_id not in due and running.job.request.stream and running.chunker.num_waiting
-            ):
-                partial.setdefault(request_id, time.monotonic())
-
-    def _end_partial(self, before: float) -> None:
-        """Make chunks due that have waited for more tokens since `before`."""
-        while self._partial and (oldest := next(iter(self._partial.items())))[1] <= before:
-            del self._partial[oldest[0]]
-            self._writer.due.setdefault(oldest[0], self._running[oldest[0]])
-
-    def _apply(self, running: RunningJob, event: TokenEvent, report: PublishReport) -> None:
-        answer, request_id = running.answer, event.request_id
-        if event.finish_reason is FinishReason.ERROR and self._concerns(running, event):
-            code = event.error_code or "engine_error"
-            running.error = JobError(
-                code, event.error or "the engine failed", retryable=code == "engine_error"
-            )
-            if len(answer.choices) > 1:
-                report.cancel.append(CancelOrder(request_id, FinishReason.ERROR))
-            order = retry_order(running.job, running.error)
-            if order is not None:
+            order = running.apply(event, now_ms, report.cancel)
+            if order is None:
+                touched[event.request_id] = running
+            else:  # the next delivery sends the rest
                 report.retry.append(order)
-                self.close(request_id)
-            else:
-                answer.end_all(FinishReason.ERROR)
-            return
-        choice = answer.choices[event.choice]
-        if choice.finish_reason is not None:
-            return
-        if not answer.num_tokens:
-            self._note_first(running, event)
-        if event.preemptions > choice.preemptions:
-            choice.preemptions = event.preemptions
-        if answer.push(event.choice, event.token_ids, event.logprobs):
-            if event.finish_reason is None:
-                report.cancel.append(CancelOrder(request_id, FinishReason.STOP, event.choice))
-        elif event.finish_reason is not None:
-            answer.end(event.choice, event.finish_reason, with_last_token=bool(event.token_ids))
-
-    def _concerns(self, running: RunningJob, event: TokenEvent) -> bool:
-        """Does an error concern the job? It does not if a stop string has already ended its choice.
-        A refusal of the whole request names choice 0, even if an earlier attempt finished that
-        choice.
-        """
-        is_running = running.answer.choices[event.choice].finish_reason is None
-        return is_running or event.choice in running.job.generation.done
-
-    def _note_first(self, running: RunningJob, event: TokenEvent) -> None:
-        answer = running.answer
-        answer.cached_tokens = min(event.num_cached_tokens, answer.prompt_tokens)
-        if event.token_ids:
-            answer.ttft_ms = max(0, self._now_ms() - running.job.delivery.created_ms)
+                touched.pop(event.request_id, None)
+                self.close(event.request_id)
+        return fast, touched
 
     def _finish(self, touched: dict[str, RunningJob], report: PublishReport) -> None:
         for request_id, running in touched.items():
@@ -238,17 +173,6 @@ class Publisher:
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
-
-
-def _fast_chunk(running: RunningJob, event: TokenEvent) -> ChunkAppend | None:
-    """Return the chunk of an event that is one plain token of a stream; None for others."""
-    if event.finish_reason is not None or len(event.token_ids) != 1:
-        return None
-    return (
-        running.chunker.fast_chunk(event.token_ids[0])
-        if event.preemptions == running.first.preemptions
-        else None
-    )
 
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:
