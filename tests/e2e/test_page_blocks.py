@@ -37,6 +37,7 @@ PYTHON = {
 SHELL_FAST = [
     ("README.md", "tokenmill bulk run in.jsonl -o out.jsonl"),
     ("bulk.md", "tokenmill bulk run in.jsonl -o out.jsonl"),
+    ("celery.md", "tokenmill webhooks secret --new"),
     ("deployment.md", 'tokenmill submit --queue my-model --chat "Hello?" --stream'),
     ("streaming.md", "tokenmill tail $job"),
 ]
