@@ -20,8 +20,8 @@ import torch
 
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.checking import AnswerChecker
-from tokenmill_worker.engine.model.loader import vocabulary
 from tokenmill_worker.engine.model.model_files import resolve
+from tokenmill_worker.engine.model.vocabulary import vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
 
 TYPED: list[dict[str, Any]] = [

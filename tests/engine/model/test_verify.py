@@ -5,7 +5,9 @@ Fused modules that give wrong rows fall back to Transformers' own modules.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,8 +239,37 @@ class _Broken(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "raises":
             raise AttributeError("no weight")
+        if self.how == "out of memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
         rows: torch.Tensor = self.original(x) + torch.linspace(0, 1, x.shape[1])[None, :, None]
         return rows
+
+
+def break_fused(how: str, monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Make the fused pass of a CPU fail; return references to the models that it was built in."""
+    broken: list[weakref.ref[Any]] = []
+
+    def replace_modules(self: CpuDevice, model: Any, settings: EngineConfig) -> None:
+        gc.collect()
+        assert not [found for found in broken if found() is not None]
+        if settings.fuse:
+            broken.append(weakref.ref(model))
+            model.model.norm = _Broken(model.model.norm, how)
+
+    monkeypatch.setattr(CpuDevice, "replace_modules", replace_modules)
+    return broken
+
+
+def test_a_fused_pass_without_memory_ends_the_start(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = break_fused("out of memory", monkeypatch)
+    with pytest.raises(EngineConfigError) as caught:
+        load_model(llama, config(llama, fuse=True), CpuDevice())
+    assert str(caught.value).endswith(
+        "does not fit into the memory of cpu: CUDA out of memory. Tried to allocate 2.00 GiB"
+    )
+    assert len(broken) == 1
 
 
 @pytest.mark.parametrize("how", ["raises", "differs"])
@@ -253,11 +284,7 @@ def test_a_model_that_fused_modules_break_is_served_without(
     if compared == "first layers":
         monkeypatch.setattr(shortened, "_MAX_WEIGHTS", 0)
 
-    def replace_modules(self: CpuDevice, model: Any, settings: EngineConfig) -> None:
-        if settings.fuse:
-            model.model.norm = _Broken(model.model.norm, how)
-
-    monkeypatch.setattr(CpuDevice, "replace_modules", replace_modules)
+    break_fused(how, monkeypatch)
     with caplog.at_level(logging.WARNING):
         loaded = load_model(llama, config(llama, fuse=True), CpuDevice())
     assert not isinstance(loaded.model.model.norm, _Broken)

@@ -22,7 +22,8 @@ from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.lora import Adapters
 from tokenmill_worker.engine.model import model_files, probe
-from tokenmill_worker.engine.model.loader import LoadedModel, describe_model, load_model, vocabulary
+from tokenmill_worker.engine.model.loader import LoadedModel, describe_model, load_model
+from tokenmill_worker.engine.model.vocabulary import vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.types import ProgressCallback

@@ -32,6 +32,8 @@ def is_equivalent(
     rows = random_rows(width)
     try:
         return close(original(rows), candidate(rows.clone()))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # an unusual signature: this module stays as it is
         log.debug("not fused: %s", error)
         return False
@@ -126,6 +128,8 @@ def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionC
     }
     try:
         out: Tensor = module(**arguments, attention_mask=None, past_key_values=None, paged=call)[0]
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         log.debug("not fused: %s", error)
         return None

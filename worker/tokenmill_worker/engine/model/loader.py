@@ -7,10 +7,8 @@ engine's steps. A model that cannot be served is refused with one sentence.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,15 +96,28 @@ def load_model(path: Path, config: EngineConfig, device: Device) -> LoadedModel:
     resolve_length(_text_config(full_config, config.model), config.max_model_len)
     progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
+        return _read_and_describe(path, config, device, dtype)
+    except torch.OutOfMemoryError as error:
+        reason = ". ".join(str(error).split(". ")[:2])  # what was asked for, not the whole state
+        raise EngineConfigError([
+            f"{config.model} does not fit into the memory of {device.torch_device}: {reason}"
+        ]) from error  # fmt: skip
+
+
+def _read_and_describe(
+    path: Path, config: EngineConfig, device: Device, dtype: torch.dtype
+) -> LoadedModel:
+    try:
         return describe_model(_read(path, config, device, dtype), path, config, device)
     except FusedPassError as error:
         if config.quantization is not None:
             raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
         log.warning(
-            "%s runs on Transformers' own modules, which is slower: %s", config.model, error
+            "%s runs on Transformers' own modules, which is slower: %s", config.model, str(error)
         )
-        unfused = config.replace(fuse=False)
-        return describe_model(_read(path, unfused, device, dtype), path, unfused, device)
+    # not in the handler: the error's traceback holds the first model
+    unfused = config.replace(fuse=False)
+    return describe_model(_read(path, unfused, device, dtype), path, unfused, device)
 
 
 def _read(path: Path, config: EngineConfig, device: Device, dtype: torch.dtype) -> Any:
@@ -196,7 +207,7 @@ def _check_fused(
             verify.difference(one, loaded.logits, layers, backend, config.block_size)
             for one in expected
         ]
-    except EngineConfigError:
+    except (EngineConfigError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise FusedPassError(
@@ -277,52 +288,6 @@ def eos_token_ids(defaults: GenerationDefaults, config: Any) -> frozenset[int]:
     if found is None:
         return frozenset()
     return frozenset([found] if isinstance(found, int) else found)
-
-
-# ── its vocabulary ──
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """A model's tokens as grammar compilers need them.
-
-    `info` is xgrammar's TokenizerInfo. `encode` returns the ids of a text without special tokens.
-    """
-
-    info: Any
-    special_ids: tuple[int, ...]
-    encode: Callable[[str], Sequence[int]]
-
-
-def vocabulary(
-    folder: Path, vocab_size: int, stop_token_ids: frozenset[int], trust_remote_code: bool
-) -> Vocabulary | None:
-    """Read the vocabulary; return None where there is no tokenizer or no xgrammar.
-
-    `vocab_size` is the width of the logits.
-    """
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    if not has_tokenizer or importlib.util.find_spec("xgrammar") is None:
-        return None
-    import xgrammar
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    info = xgrammar.TokenizerInfo.from_huggingface(
-        tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(stop_token_ids) or None
-    )
-    return Vocabulary(info, tuple(tokenizer.all_special_ids), _encoder(tokenizer))
-
-
-def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Return an encode function that is safe for several threads.
-
-    The tokenizer's own `encode` sets truncation, which is shared state.
-    """
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:
-        return lambda text: tokenizer.encode(text, add_special_tokens=False)
-    return lambda text: fast.encode(text, add_special_tokens=False).ids
 
 
 # ── running it ──

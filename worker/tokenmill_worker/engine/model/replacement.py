@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -68,17 +69,28 @@ _ACTIVATIONS = {
 def replace_children(model: nn.Module, build: Build) -> Counter[str]:
     """Offer each module below the model to `build` and put its replacement in place.
 
+    A replaced module is freed at once, so at most one of them is in memory beside its replacement.
+
     Returns:
         The number of replacements by class.
     """
     replaced: Counter[str] = Counter()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = build(parent, name, child)
-            if replacement is not None:
-                setattr(parent, name, replacement)
-                replaced[type(replacement).__name__] += 1
+    _replace_below(model, build, replaced, WeakSet())
     return replaced
+
+
+def _replace_below(
+    parent: nn.Module, build: Build, replaced: Counter[str], seen: WeakSet[nn.Module]
+) -> None:
+    """Replace the children of `parent`; those that stay are parents in turn, each of them once."""
+    seen.add(parent)
+    for name in [name for name, _child in parent.named_children()]:
+        replacement = build(parent, name, parent.get_submodule(name))
+        if replacement is not None:
+            setattr(parent, name, replacement)
+            replaced[type(replacement).__name__] += 1
+        elif parent.get_submodule(name) not in seen:
+            _replace_below(parent.get_submodule(name), build, replaced, seen)
 
 
 def describe_norm(module: nn.Module) -> RmsNorm | None:
@@ -98,6 +110,8 @@ def describe_norm(module: nn.Module) -> RmsNorm | None:
     }
     try:
         return RmsNorm(weight, eps, 1.0 if bool(bare(ones).any()) else 0.0)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # an unusual signature: this module stays as it is
         log.debug("not fused: %s", error)
         return None

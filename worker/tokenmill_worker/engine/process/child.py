@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import msgspec
 
@@ -48,6 +48,7 @@ def main(descriptor: int) -> int:
     # the worker's I/O and from other processes, and then wait for those: on a shared machine steps
     # became ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - a library reads it, we do not
+    set_allocator(os.environ)  # noqa: TID251
     faulthandler.enable()  # if a kernel or library crashes, the log shows the stack
     # The worker decides when its engine ends, and started this process with both signals blocked.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -68,6 +69,17 @@ def main(descriptor: int) -> int:
         return _serve(start, mailbox, reports.put)
     finally:
         reports.close()
+
+
+def set_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let torch grow the segments of a CUDA device's memory, unless a variable says otherwise.
+
+    Steps of many sizes would leave gaps between segments of fixed size. Torch reads the variables
+    when it first allocates on the device; before torch 2.9 it knows the second alone.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in environment for name in names):
+        environment[names[1]] = "expandable_segments:True"
 
 
 def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int:

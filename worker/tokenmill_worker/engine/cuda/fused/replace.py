@@ -76,27 +76,50 @@ def _checked(
 ) -> nn.Module | None:
     """Build and check a replacement; return None where there is none or it differs.
 
-    `failed` collects the warnings already logged, so that each is logged once.
+    Of a module in 16 bits, the replacement is built again after the check, so that it is not in
+    memory beside the copies in float32. `failed` collects the warnings already logged, so that each
+    is logged once. Raises torch.OutOfMemoryError: the model does not fit, fused or not.
     """
     try:
-        replacement = build(module)
+        candidate = build(module)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # an unusual structure: this module stays as it is
         log.debug("not fused: %s: %s", type(error).__name__, error)
         return None
-    if replacement is None:
+    if candidate is None:
         return None
+    is_exact = all(tensor.dtype == torch.float32 for tensor in module.parameters())
     try:
-        original = copy.deepcopy(module).float()
-        candidate = build(original)
+        original = module
+        if not is_exact:
+            candidate = None
+            original = _in_float32(module)
+            candidate = build(original)
         if candidate is None or not is_equivalent(original, candidate):
             return None
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # an unusual signature, or a kernel that fails
         said = f"{type(module).__name__} is not fused: {type(error).__name__}: {error}"
         if said not in failed:
             failed.add(said)
             log.warning("%s", said)
         return None
-    return replacement
+    del original
+    if is_exact:
+        return candidate
+    candidate = None
+    return build(module)
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """Return a copy of the module in float32, made without a copy in its own type."""
+    copies: dict[int, Any] = {
+        id(weight): nn.Parameter(weight.detach().float(), requires_grad=False)
+        for weight in module.parameters()
+    }
+    return copy.deepcopy(module, copies).float()
 
 
 def _joined_layers(model: nn.Module, stack: nn.Module) -> nn.Module | None:

@@ -1,0 +1,18 @@
+"""Tests of what the engine process sets before it loads torch."""
+
+import pytest
+
+from tokenmill_worker.engine.process.child import set_allocator
+
+
+def test_segments_of_device_memory_grow() -> None:
+    environment = {"PATH": "/bin"}
+    set_allocator(environment)
+    assert environment == {"PATH": "/bin", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_variable_that_is_set_stays(name: str) -> None:
+    environment = {name: "max_split_size_mb:64"}
+    set_allocator(environment)
+    assert environment == {name: "max_split_size_mb:64"}
