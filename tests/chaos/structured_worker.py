@@ -39,11 +39,13 @@ class GatheringEngine(Engine):
 
     def step(self) -> list[TokenEvent]:
         if not self._is_open:
-            self._take_prepared()
+            self._requests.schedule_prepared()
             num_ready, now = len(self.scheduler.request_ids()), time.monotonic()
             if num_ready > self._num_ready:
                 self._num_ready, self._since = num_ready, now
-            if num_ready < self.expected and (self._pending or now < self._since + SETTLED_S):
+            if num_ready < self.expected and (
+                self._requests.num_pending or now < self._since + SETTLED_S
+            ):
                 time.sleep(0.005)
                 return []
             self._is_open = True

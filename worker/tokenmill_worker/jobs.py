@@ -85,6 +85,12 @@ class FinishedJob:
     request: JobRequest | None = None  # recorded beside the result; None if it could not be decoded
     is_recorded: bool = False  # SQL has its end already: it only has to be acknowledged
 
+    @property
+    def is_batch_line(self) -> bool:
+        """Is this a line of a batch, whose end no caller waits for alone?"""
+        request = self.request
+        return request is not None and bool(request.batch_id) and not request.stream
+
     @classmethod
     def build(
         cls,

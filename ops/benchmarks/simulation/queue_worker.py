@@ -19,9 +19,9 @@ from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.load import MAX_ANSWER, answer_length
 from ops.benchmarks.simulation.queue_server import QueueServer, ScriptCosts
 from tokenmill_worker.consume.consumer import MAX_AT_ONCE
+from tokenmill_worker.consume.credits import LOOKAHEAD
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE
-from tokenmill_worker.service import LOOKAHEAD
 from tokenmill_worker.settings import Settings
 
 _DEFAULTS = Settings.model_construct()

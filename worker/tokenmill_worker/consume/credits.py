@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenmill_worker.engine.types import Capacity
+
+# Jobs claimed beyond the free places, so that the next step fills a place that becomes free.
+LOOKAHEAD = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Credits:
@@ -16,6 +21,17 @@ class Credits:
 
     def __bool__(self) -> bool:
         return self.free > 0 or self.urgent > 0
+
+
+def credits_of(capacity: Capacity, num_in_engine: int, num_urgent: int) -> Credits:
+    """Return the room of an engine that has been sent `num_in_engine` requests, `num_urgent` of
+    them interactive.
+    """
+    # Requests that were sent, and that no frame has counted yet.
+    in_flight = max(0, num_in_engine - capacity.running - capacity.waiting)
+    free = max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight)
+    urgent = max(0, capacity.free_urgent - free - min(in_flight, num_urgent))
+    return Credits(free, urgent)
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, decode_request
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
+from tokenmill_worker.consume.log_reader import LogReader
 from tokenmill_worker.consume.outcomes import Outcomes
 from tokenmill_worker.consume.param_resolver import ParamResolver, seed_of
 from tokenmill_worker.consume.prompt_encoder import PromptEncoder
@@ -27,11 +27,10 @@ from tokenmill_worker.consume.refusal import INVALID_REQUEST, Refused
 from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
-from tokenmill_worker.text.chat.chat_format import AnswerForm, ChatFormat
+from tokenmill_worker.text.chat.chat_format import ChatFormat
 from tokenmill_worker.text.chat.reasoning import ReasoningFormat
 from tokenmill_worker.text.chat.tools import ToolFormat
 from tokenmill_worker.text.job_output import JobOutput
-from tokenmill_worker.text.resume import EndRules, LogCorrupt, read_log, replay
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -51,11 +50,11 @@ class InputProcessor:
         tool_format: ToolFormat | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._tokenizer = tokenizer
         self._model = model
         chat = ChatFormat(tokenizer, reasoning, tool_format)
         self._prompts = PromptEncoder(tokenizer, model.max_model_len, chat)
         self._params = ParamResolver(model)
+        self._log = LogReader(tokenizer, model)
         self._max_payload_bytes = max_payload_bytes
         self._clock = clock
         self._outcomes = Outcomes(worker_id, model.names[0], self._now_ms)
@@ -87,9 +86,9 @@ class InputProcessor:
             return self._outcomes.expired(delivery, request)
         chat, form = self._prompts.render(request)
         prompt_ids = await self._prompts.encode(request, chat)
-        chunks = self._read(delivery)
+        chunks = self._log.read(delivery)
         params = self._params.resolve(request, chunks, len(prompt_ids))
-        answer = self._resume(delivery, chunks, params, form)
+        answer = self._log.resume(delivery, chunks, params, form)
         answer.prompt_tokens = len(prompt_ids)
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
@@ -106,6 +105,7 @@ class InputProcessor:
         prompt_ids: tuple[int, ...],
         params: SamplingParams,
     ) -> GenerationRequest:
+        lora = self._model.adapter_for(request.model, request.params.lora)
         seed = seed_of(delivery.job_id) if params.seed is None else params.seed
         done = tuple(
             i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
@@ -118,9 +118,8 @@ class InputProcessor:
         return GenerationRequest(
             request_id=delivery.request_id,
             prompt_ids=prompt_ids,
-            params=msgspec.structs.replace(  # the engine sees no text
-                params, seed=seed, stop=(), lora=self._adapter(request)
-            ),
+            # without `stop`: the engine sees no text
+            params=msgspec.structs.replace(params, seed=seed, stop=(), lora=lora),
             priority=request.priority.rank,
             tenant=request.tenant,
             cache_salt=request.tenant,
@@ -129,55 +128,15 @@ class InputProcessor:
             done=done,
         )
 
-    # ── checks ──
-
     def _check(self, request: JobRequest) -> None:
         found = problems(request, is_decoded=True)
         if found:
             raise Refused("; ".join(found))
-        self._adapter(request)
-        for name, ids in (
-            ("prompt_ids", request.prompt_ids or ()),
-            ("stop_token_ids", request.params.stop_token_ids),
-            ("logit_bias", tuple(request.params.logit_bias)),
-        ):
-            if max(ids, default=0) >= self._model.vocab_size:
-                raise Refused(
-                    f"{name} holds {max(ids)}, "
-                    f"outside the vocabulary of {self._model.vocab_size} ids"
-                )
-
-    def _adapter(self, request: JobRequest) -> str:
-        try:
-            return self._model.adapter_for(request.model, request.params.lora)
-        except LookupError as error:
-            raise Refused(str(error.args[0]), "model_not_found") from error
+        self._model.adapter_for(request.model, request.params.lora)
+        self._model.check_ids(request)
 
     def _is_late(self, request: JobRequest) -> bool:
         return request.deadline_ms is not None and request.deadline_ms <= self._now_ms()
-
-    # ── the log ──
-
-    def _read(self, delivery: Delivery) -> list[Chunk]:
-        try:
-            return read_log(delivery.log, self._model.vocab_size)
-        except LogCorrupt as error:
-            raise Refused(str(error), "corrupt_log") from error
-
-    def _resume(
-        self,
-        delivery: Delivery,
-        chunks: list[Chunk],
-        params: SamplingParams,
-        form: AnswerForm,
-    ) -> JobOutput:
-        answer = JobOutput.start(self._tokenizer, params, form.opening, form.calls)
-        answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
-        try:
-            replay(answer, chunks, EndRules.of(params, self._model.eos_token_ids))
-        except LogCorrupt as error:
-            raise Refused(str(error), "corrupt_log") from error
-        return answer
 
     def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
         """Build the end of a job that the claim script found ended; its answer is what the log
@@ -186,10 +145,10 @@ class InputProcessor:
         answer = None
         if request is not None and delivery.log and not problems(request):
             with contextlib.suppress(Refused):  # an unreadable log does not change the outcome
-                chunks = self._read(delivery)
+                chunks = self._log.read(delivery)
                 params = self._params.resolve_logged(request, chunks)
                 _, form = self._prompts.render(request)
-                answer = self._resume(delivery, chunks, params, form)
+                answer = self._log.resume(delivery, chunks, params, form)
         return self._outcomes.ended(delivery, request, answer)
 
     def _now_ms(self) -> int:

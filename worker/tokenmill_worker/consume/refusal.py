@@ -6,6 +6,7 @@ from tokenmill_schemas.result import JobError
 
 INVALID_REQUEST = "invalid_request"
 TOO_LONG = "context_length_exceeded"
+NOT_FOUND = "model_not_found"
 
 
 class Refused(Exception):

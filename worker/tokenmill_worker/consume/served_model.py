@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
+from tokenmill_schemas.job import JobRequest
+from tokenmill_worker.consume.refusal import NOT_FOUND, Refused
 
 MAX_LISTED = 10  # names that an error message lists
 
@@ -32,7 +34,7 @@ class ServedModel:
 
     def adapter_for(self, model: str, lora: str) -> str:
         """Return the name of the adapter that answers; empty for the model itself. Raises
-        LookupError, with one sentence, for names that are not served or contradict each other.
+        Refused for names that are not served or contradict each other.
         """
         target = self.aliases.get(model, model)
         if target and target not in self.names and target not in self.adapters:
@@ -40,16 +42,32 @@ class ServedModel:
             also = (
                 f" (and as adapters or aliases: {', '.join(others[:MAX_LISTED])})" if others else ""
             )
-            raise LookupError(
-                f"model {model!r} is not served here; this queue serves {self.names[0]!r}{also}"
+            raise Refused(
+                f"model {model!r} is not served here; this queue serves {self.names[0]!r}{also}",
+                NOT_FOUND,
             )
         chosen = target if target in self.adapters else ""
         wanted = self.aliases.get(lora, lora)
         if wanted and wanted not in self.adapters:
             there = ", ".join(sorted(self.adapters)[:MAX_LISTED]) or "none"
-            raise LookupError(f"lora {lora!r} is not served here; this queue's adapters: {there}")
+            raise Refused(
+                f"lora {lora!r} is not served here; this queue's adapters: {there}", NOT_FOUND
+            )
         if chosen and wanted and chosen != wanted:
-            raise LookupError(
-                f"model {model!r} is the adapter {chosen!r}, but lora asks for {wanted!r}"
+            raise Refused(
+                f"model {model!r} is the adapter {chosen!r}, but lora asks for {wanted!r}",
+                NOT_FOUND,
             )
         return chosen or wanted
+
+    def check_ids(self, request: JobRequest) -> None:
+        """Raise Refused if the request has token ids outside the model's vocabulary."""
+        for name, ids in (
+            ("prompt_ids", request.prompt_ids or ()),
+            ("stop_token_ids", request.params.stop_token_ids),
+            ("logit_bias", tuple(request.params.logit_bias)),
+        ):
+            if max(ids, default=0) >= self.vocab_size:
+                raise Refused(
+                    f"{name} holds {max(ids)}, outside the vocabulary of {self.vocab_size} ids"
+                )

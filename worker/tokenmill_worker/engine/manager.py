@@ -219,7 +219,7 @@ class ContinuousBatchingManager:
     def cancel_request(self, request_id: str) -> None:
         """End a request. Its result has status CANCELLED; an unknown id is ignored."""
         with self._changed:
-            if request_id in self._results.unfinished_ids():
+            if self._results.is_unfinished(request_id):
                 self._cancelled.append(request_id)
                 self._changed.notify_all()
 

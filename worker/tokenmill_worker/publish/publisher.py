@@ -15,13 +15,7 @@ from dataclasses import dataclass
 
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.engine.types import TokenEvent
-from tokenmill_worker.jobs import (
-    AdmittedJob,
-    ChunkAppend,
-    ChunkLog,
-    FinishedJob,
-    PublishReport,
-)
+from tokenmill_worker.jobs import AdmittedJob, ChunkAppend, ChunkLog, FinishedJob, PublishReport
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
 from tokenmill_worker.publish.log_writer import LogWriter
 from tokenmill_worker.publish.running_job import RunningJob

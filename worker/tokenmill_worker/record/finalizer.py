@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.result import JobResult
@@ -36,7 +36,7 @@ from tokenmill_worker.record.retry_queue import RetryQueue
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+OnRecorded = Callable[[list[FinishedJob]], None]
 
 
 class ResultRecorder(Protocol):
@@ -69,7 +69,7 @@ class Finalizer:
         acknowledger: Acknowledger,
         limits: FinalizerLimits = FinalizerLimits(),
         *,
-        on_recorded: Callable[[list[FinishedJob]], None] | None = None,
+        on_recorded: OnRecorded | None = None,
     ) -> None:
         self.stats = FinalizerStats()
         self._store = store
@@ -82,7 +82,7 @@ class Finalizer:
             limits.max_group,
             limits.record_backoff,
             on_failure=self._record_failed,
-            can_wait=_is_line,
+            can_wait=lambda finished: finished.is_batch_line,
             linger_s=limits.linger_s,
             size_of=size_of,
             max_group_bytes=limits.max_group_bytes,
@@ -115,9 +115,8 @@ class Finalizer:
 
     @property
     def held_ids(self) -> list[str]:
-        return [
-            item.result.job_id for item in (*self._to_record.items, *self._to_acknowledge.items)
-        ]
+        held = (*self._to_record.items, *self._to_acknowledge.items)
+        return [item.result.job_id for item in held]
 
     async def submit(self, finished: FinishedJob) -> None:
         """Take a finished job. Never waits, because token streams must not stall while SQL does."""
@@ -194,20 +193,11 @@ class Finalizer:
         self.stats.note_acknowledge_failure(error, len(self._to_acknowledge))
 
 
-def _is_line(finished: FinishedJob) -> bool:
-    """Is this a line of a batch, whose end no caller waits for alone?"""
-    return (
-        finished.request is not None
-        and bool(finished.request.batch_id)
-        and not finished.request.stream
-    )
-
-
-def _notify(hook: Callable[[list[T]], None] | None, items: list[T]) -> None:
+def _notify(hook: OnRecorded | None, group: list[FinishedJob]) -> None:
     """Call a hook. If it fails, its group must not be processed again."""
-    if hook is None or not items:
+    if hook is None or not group:
         return
     try:
-        hook(items)
+        hook(group)
     except Exception:
         log.exception("The hook for recorded jobs failed")

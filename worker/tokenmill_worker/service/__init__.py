@@ -5,6 +5,6 @@ What a stage does with a job is not here: claiming, generating, publishing and r
 rooms of their own.
 """
 
-from tokenmill_worker.service.service import LOOKAHEAD, Service
+from tokenmill_worker.service.service import Service
 
-__all__ = ["LOOKAHEAD", "Service"]
+__all__ = ["Service"]

@@ -6,6 +6,7 @@ A dead engine's jobs go back to the queue as suspects. After a lost lease, every
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -13,7 +14,7 @@ from tokenmill.transport.cancellation import wait_at_most
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import Delivery
+from tokenmill_worker.jobs import Delivery, RetryOrder
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.service.owned_jobs import OwnedJobs
 from tokenmill_worker.supervisor import EngineSupervisor
@@ -38,6 +39,7 @@ class EarlyEnds:
         self._stream = stream
         self._publisher = publisher
         self._supervisor = supervisor
+        self.retries: list[RetryOrder] = []  # failed jobs that may run again
 
     def cancel(self, job_id: str) -> None:
         """Stop generating. The job ends through its last event, with the text that it has."""
@@ -82,6 +84,19 @@ class EarlyEnds:
     ) -> None:
         if self._supervisor.host is not None:
             self._supervisor.host.cancel(request_id, reason, choice)
+
+    async def retry_failed(self) -> None:
+        """Give back failed jobs that may run again. While Redis does not answer they stay owned."""
+        with contextlib.suppress(RedisUnavailable):
+            while self.retries:
+                order = self.retries[0]
+                delivery = order.delivery
+                if delivery in self._owned:
+                    await self._stream.retry(
+                        delivery.job_id, delivery.token, order.delay_ms, order.reason
+                    )
+                    self._owned.leave([delivery], "retry")
+                self.retries.pop(0)
 
     async def release(self, deliveries: list[Delivery], *, crash: bool) -> None:
         """Give jobs back to the queue with their logs. Raises RedisUnavailable; may be repeated."""

@@ -11,18 +11,16 @@ fails.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
 from tokenmill_worker.checking import Checks
-from tokenmill_worker.consume.credits import Credits
+from tokenmill_worker.consume.credits import Credits, credits_of
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.consume.quarantine import Quarantine
 from tokenmill_worker.engine.process.host import EngineDied, EngineHost
 from tokenmill_worker.engine.process.messages import Frame, Ready
-from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import (
     AdmittedJob,
     Delivery,
@@ -30,7 +28,6 @@ from tokenmill_worker.jobs import (
     JobObserver,
     NullObserver,
     PublishReport,
-    RetryOrder,
 )
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
 from tokenmill_worker.publish.publisher import Publisher
@@ -40,9 +37,6 @@ from tokenmill_worker.service.owned_jobs import OwnedJobs
 from tokenmill_worker.supervisor import EngineSupervisor
 
 log = logging.getLogger(__name__)
-
-# Jobs claimed beyond the free places, so that the next step fills a place that becomes free.
-LOOKAHEAD = 4
 
 
 class Service:
@@ -80,7 +74,6 @@ class Service:
         self._observer = observer or NullObserver()
         self._owned = OwnedJobs(self._quarantine, self._observer)
         self.ends = EarlyEnds(self._owned, stream, publisher, self.supervisor)
-        self._retries: list[RetryOrder] = []
         self._processor: InputProcessor | None = None
         self._on_frame = on_frame
 
@@ -100,12 +93,7 @@ class Service:
             or self._checks.is_full
         ):
             return Credits()
-        capacity = host.capacity
-        # Requests that were sent, and that no frame has counted yet.
-        in_flight = max(0, len(self._owned.in_engine) - capacity.running - capacity.waiting)
-        free = max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight)
-        urgent = max(0, capacity.free_urgent - free - min(in_flight, len(self._owned.urgent)))
-        return Credits(free, urgent)
+        return credits_of(host.capacity, len(self._owned.in_engine), len(self._owned.urgent))
 
     async def take(self, deliveries: list[Delivery]) -> None:
         """Start the jobs that the consumer claimed. On an error the consumer gives them back."""
@@ -164,8 +152,7 @@ class Service:
                 if number:
                     await asyncio.sleep(0)
                 await self._act_on(await self._publisher.handle(batch))
-        if self._retries:
-            await self._retry_failed()
+        await self.ends.retry_failed()
         if len(self._quarantine):
             await self._start(self._quarantine.release_suspects([]))
         self._observer.stepped(frame)
@@ -178,7 +165,7 @@ class Service:
             self.ends.stop_generating(cancel.request_id, cancel.reason, cancel.choice)
         for delivery in report.lost:
             self.ends.drop(delivery)
-        self._retries += report.retry
+        self.ends.retries += report.retry
 
     async def _finish(self, finished: FinishedJob) -> None:
         """Record a job's end. An answer with a schema is validated first; the job stays owned
@@ -193,19 +180,6 @@ class Service:
         if (delivery := self._owned.delivery_of(finished)) is not None:
             self._owned.forget(delivery)
         await self._finalizer.submit(finished)
-
-    async def _retry_failed(self) -> None:
-        """Give back failed jobs that may run again. While Redis does not answer they stay owned."""
-        with contextlib.suppress(RedisUnavailable):
-            while self._retries:
-                order = self._retries[0]
-                delivery = order.delivery
-                if delivery in self._owned:
-                    await self._stream.retry(
-                        delivery.job_id, delivery.token, order.delay_ms, order.reason
-                    )
-                    self._owned.leave([delivery], "retry")
-                self._retries.pop(0)
 
     # ── the end ──
 

@@ -1,7 +1,11 @@
-"""Defines what the engine needs of a runner, and chooses one; heavy ones are imported on demand."""
+"""Defines what the engine needs of a runner, chooses one, and builds the scheduler that fits it.
+
+Heavy runners are imported on demand.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,10 +14,13 @@ from typing import Any, Final, Protocol
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
 from tokenmill_worker.engine.cache_config import CacheConfig
-from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback
+
+log = logging.getLogger(__name__)
 
 FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which never becomes ready
 
@@ -92,3 +99,31 @@ def load_runner(
     from tokenmill_worker.engine.execution.build import load_model_runner
 
     return load_model_runner(config, cache_dir, on_progress)
+
+
+def build_scheduler(info: RunnerInfo) -> Scheduler:
+    """Build a scheduler for a loaded runner.
+
+    Raises:
+        EngineConfigError: the settings do not fit the model.
+    """
+    config = info.config
+    scheduler = Scheduler(
+        config,
+        info.cache_config,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+        proposer=info.proposer,
+        async_depth=1 if info.is_asynchronous else 0,
+    )
+    longest = scheduler.max_model_len
+    if longest < info.max_model_len:
+        log.info(
+            "the longest sequence has %d tokens, not %d: "
+            "the %d blocks of num_blocks hold no longer one",
+            longest, info.max_model_len, min(info.cache_config.num_blocks),
+        )  # fmt: skip
+    found = config.prefill_limits.length_problems(longest, config.max_num_batched_tokens)
+    if found:
+        raise EngineConfigError(found)
+    return scheduler

@@ -21,9 +21,9 @@ from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousToken
 from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.kv.offloader import Offloader
 from tokenmill_worker.engine.kv.tensors import KVCachePool
-from tokenmill_worker.engine.lora import AdapterError, Adapters
+from tokenmill_worker.engine.lora import Adapters, refused_adapter
 from tokenmill_worker.engine.model.loader import LoadedModel
-from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
+from tokenmill_worker.engine.model.paged_attention import PagedStep, bind_layers
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sampling import GrammarCompiler, Layout, Sampled, Sampler
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
@@ -65,7 +65,7 @@ class ModelRunner:
         self._device = device
         self._backend = backend
         self._pool = pool
-        self._layers = _bind(loaded, pool)
+        self._layers = bind_layers(loaded.groups, loaded.shapes, pool.layer)
         self._offloader = Offloader(pool, host_pool, device.copy_stream())
         self._pinned = None if host_pool is None else device.pin(host_pool.tensors)
         self._inputs = InputBuilder(info.cache_config, length, device, config.max_num_seqs)
@@ -161,11 +161,7 @@ class ModelRunner:
 
         The future fails with AdapterError if the adapter cannot be used.
         """
-        if self._adapters is not None:
-            return self._adapters.prepare(name)
-        refused: Future[str] = Future()
-        refused.set_exception(AdapterError(f"adapter {name!r} is not served here; there are none"))
-        return refused
+        return refused_adapter(name) if self._adapters is None else self._adapters.prepare(name)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -184,12 +180,3 @@ class ModelRunner:
             self._pinned.close()
         if self._adapters is not None:
             self._adapters.close()
-
-
-def _bind(loaded: LoadedModel, pool: KVCachePool) -> tuple[LayerBinding, ...]:
-    bindings = {
-        layer: LayerBinding(group, pool.layer(group, index), loaded.shapes[layer])
-        for group, members in enumerate(loaded.groups)
-        for index, layer in enumerate(members.layers)
-    }
-    return tuple(bindings[layer] for layer in range(len(bindings)))

@@ -203,3 +203,10 @@ def _named(name: str) -> Iterator[None]:
 
 def _choice(names: list[str]) -> str:
     return f"there are {', '.join(sorted(names))}" if names else "there are none"
+
+
+def refused_adapter(name: str) -> Future[str]:
+    """Return the failed future of an adapter where none are served."""
+    refused: Future[str] = Future()
+    refused.set_exception(AdapterError(f"adapter {name!r} is not served here; there are none"))
+    return refused

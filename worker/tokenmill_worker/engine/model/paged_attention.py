@@ -8,6 +8,7 @@ mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.cache_config import LayerGroup
 
 IMPLEMENTATION = "tokenmill"
 
@@ -124,6 +126,21 @@ class LayerBinding:
     group: int
     cache: Tensor  # [num_blocks, 2, *block_shape]
     shape: AttentionShape
+
+
+def bind_layers(
+    groups: Seq[LayerGroup], shapes: Seq[AttentionShape], cache_of: Callable[[int, int], Tensor]
+) -> tuple[LayerBinding, ...]:
+    """Return each layer's binding, in the order of the layers.
+
+    `cache_of` returns the blocks of a group's layer, given by the indices of both.
+    """
+    bindings = {
+        layer: LayerBinding(group, cache_of(group, index), shapes[layer])
+        for group, members in enumerate(groups)
+        for index, layer in enumerate(members.layers)
+    }
+    return tuple(bindings[layer] for layer in range(len(bindings)))
 
 
 @runtime_checkable

@@ -15,13 +15,10 @@ from typing import Any
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.errors import EngineError
-from tokenmill_worker.engine.requests.outputs import Outputs
-from tokenmill_worker.engine.requests.pending import PendingRequests
-from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.requests.tracker import RequestTracker
 from tokenmill_worker.engine.types import (
     GenerationOutput,
     GenerationRequest,
-    RequestError,
     TokenEvent,
 )
 
@@ -29,9 +26,9 @@ from tokenmill_worker.engine.types import (
 class DirectCalls(ABC):
     """The part of the engine that collects results for a caller in the same thread."""
 
-    def __init__(self) -> None:
-        self._outputs = Outputs()
-        self._pending = PendingRequests()  # requests that are not schedulable yet
+    def __init__(self, requests: RequestTracker) -> None:
+        self._requests = requests
+        self._outputs = requests.outputs
         self._ids = itertools.count()
 
     @property
@@ -44,12 +41,6 @@ class DirectCalls(ABC):
 
     @abstractmethod
     def step(self) -> list[TokenEvent]: ...
-
-    @abstractmethod
-    def _enqueue(self, request: GenerationRequest, batch: dict[str, list[Sequence]]) -> None: ...
-
-    @abstractmethod
-    def _schedule(self, batch: dict[str, list[Sequence]], strict: bool = False) -> None: ...
 
     def add_request(
         self,
@@ -99,25 +90,7 @@ class DirectCalls(ABC):
             )
             for prompt, sampling, name in zip(prompts, each, ids, strict=True)
         ]
-        names = {request.request_id for request in requests}
-        known = names.intersection(self._pending.request_ids())
-        batch: dict[str, list[Sequence]] = {}
-        try:
-            for request in requests:
-                self._enqueue(request, batch)
-                if request.request_id in self._outputs:
-                    raise RequestError(
-                        f"the result of request id {request.request_id!r} has not been taken yet"
-                    )
-            self._schedule(batch, strict=True)
-        except RequestError:
-            self._pending.drop(names - known)
-            raise
-        for request in requests:
-            choices = request.params.n
-            self._outputs.open(
-                request.request_id, len(request.prompt_ids), choices, request.params.wants_logprobs
-            )
+        self._requests.add(requests)
         return [request.request_id for request in requests]
 
     def _new_id(self) -> str:

@@ -87,6 +87,10 @@ class Results:
     def unfinished_ids(self) -> list[str]:
         return self._outputs.unfinished_ids()
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Return whether the request is known and has not ended."""
+        return request_id in self._outputs and not self._outputs.is_finished(request_id)
+
     def deliver(self, events: list[TokenEvent]) -> None:
         """Store events, give handlers theirs and wake the callers."""
         if not events:
