@@ -54,6 +54,35 @@ def test_swaps_of_several_groups(device: str, max_staging: int) -> None:
     assert held(pool.tensors[1]) == [0, 1, 2, 3, 4, 4]
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=["8 bits", "16 bits"])
+def test_blocks_of_a_large_pool_move(device: str, dtype: torch.dtype) -> None:
+    """The pool has more than 2³¹ elements; on a CPU, blocks that are not used take no memory."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    groups = (LayerGroup(tuple(range(32)), 8, 128),)
+    last = 2**31 // (32 * 2 * 8 * 16 * 128) + 2
+    pool, host = (
+        KVCachePool.allocate(groups, (count,), 16, ReferenceAttention(), dtype, pick_device(where))
+        for count, where in ((last + 1, device), (4, "cpu"))
+    )
+    assert pool.tensors[0].numel() > 2**31
+    near, far = 1, last
+    pool.tensors[0][near].fill_(1)
+    pool.tensors[0][far].fill_(2)
+    pinned = pick_device(device).pin(host.tensors)
+    mover = Offloader(pool, host, pick_device(device).copy_stream())
+    mover.run(StepPlan(0, (), swap_out=(BlockCopy(0, far, 2), BlockCopy(0, near, 3))))
+    mover.run(StepPlan(1, (), swap_in=(BlockCopy(0, 2, near), BlockCopy(0, 3, far - 1))))
+    mover.synchronize()
+    if pinned is not None:
+        pinned.close()
+    assert held(host.tensors[0].float()) == [0, 0, 2, 1]
+    assert held(
+        torch.stack([pool.tensors[0][place].float() for place in (near, far - 1, far)])
+    ) == [2, 1, 2]
+
+
 def test_one_step_moves_out_before_in() -> None:
     pool, host = make_pool((4, 4), "cpu"), make_pool((4, 4), "cpu")
     plan = StepPlan(0, (), swap_out=(BlockCopy(0, 1, 3),), swap_in=(BlockCopy(0, 3, 2),))

@@ -228,7 +228,7 @@ def attend_kernel(
     is_row = (rows < BLOCK_TOKENS * GROUP) & (token < query_len)
     dims = tl.arange(0, HEAD_PAD)
     is_dim = dims < HEAD_DIM
-    query_at = (start + token).to(tl.int64) * query_stride + head * query_head_stride
+    query_at = (start + token).to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride
     queries = tl.load(
         query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0
     )
@@ -237,7 +237,7 @@ def attend_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
-    block_table += seq * table_stride
+    block_table += seq.to(tl.int64) * table_stride
     # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that
     # depend on each other.
     next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)

@@ -52,11 +52,11 @@ def write_kernel(
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, HEAD_PAD)
     is_token = token < num_tokens
     mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
-    slot = tl.load(slots + token, mask=is_token, other=0)
+    slot = tl.load(slots + token, mask=is_token, other=0).to(tl.int64)
     at = (
         (slot // BLOCK_SIZE) * block_stride
         + head * head_stride

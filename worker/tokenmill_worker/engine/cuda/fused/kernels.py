@@ -176,9 +176,9 @@ def rotate_and_write_kernel(
                   HEAD_DIM, HALF, HALF_PAD, REST_PAD,
                   HAS_NORM, OFFSET)  # fmt: skip
     else:
-        slot = tl.load(slots + token, mask=is_token, other=0)
+        slot = tl.load(slots + token, mask=is_token, other=0).to(tl.int64)
         kept = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
-        kept += (head - NUM_HEADS) * head_stride
+        kept += (head - NUM_HEADS).to(tl.int64) * head_stride
         turn_head(source, kept, key_weight, cos_at, sin_at, is_token, eps,
                   HEAD_DIM, HALF, HALF_PAD, REST_PAD,
                   HAS_NORM, OFFSET)  # fmt: skip
