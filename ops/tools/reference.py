@@ -23,7 +23,13 @@ from msgspec import inspect as shapes
 from pydantic.fields import FieldInfo
 
 from ops.tools import reference_bytes
-from tokenmill_schemas import keys, params_validation, validation
+from tokenmill_schemas import (
+    chat_validation,
+    keys,
+    params_validation,
+    tools_validation,
+    validation,
+)
 from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, Drain, TenantLoad, WakeUp, WorkerStatus
@@ -174,16 +180,42 @@ def keys_table() -> str:
     return "\n".join(line for line in (keys.__doc__ or "").splitlines() if line.startswith("|"))
 
 
+# what each limit bounds; a limit without a word here is an error
+_LIMITS = {
+    "MAX_PAYLOAD_BYTES": "bytes of an encoded request",
+    "MAX_CHOICES": "`n`",
+    "MAX_MESSAGES": "entries of `messages`",
+    "MAX_DOCUMENTS": "entries of `documents`",
+    "MAX_TOOLS": "entries of `tools`",
+    "MAX_METADATA": "entries of `metadata`",
+    "MAX_METADATA_CHARS": "characters of a value of `metadata`",
+    "MAX_PROMPT_IDS": "entries of `prompt_ids`",
+    "MAX_NAME_CHARS": "characters of `job_id`, `model`, `tenant`, `idempotency_key`, `batch_id`, "
+    "`lora`, `traceparent`, and of a key of `metadata`",
+    "MAX_URL_CHARS": "characters of `webhook`",
+    "MAX_MS": "a time",
+    "MAX_FORMAT_CHARS": "characters of a regular expression or a grammar; bytes of a JSON schema, "
+    "of `tools`, and of `chat_template_kwargs`",
+    "MAX_FORMAT_DEPTH": "levels of a JSON schema, and of `chat_template_kwargs`",
+    "MAX_LOGIT_BIASES": "entries of `logit_bias`",
+    "MAX_STOP_STRINGS": "entries of `stop`",
+    "MAX_STOP_CHARS": "characters of an entry of `stop`",
+    "MAX_STOP_TOKEN_IDS": "entries of `stop_token_ids`",
+    "MAX_TOP_LOGPROBS": "`top_logprobs`",
+    "MAX_ID": "a token id, `max_tokens`, `min_tokens`, `thinking_budget`, `top_k`",
+}
+
+
 def limits_table() -> str:
     limits = {
         name: value
-        for name, value in (vars(validation) | vars(params_validation)).items()
+        for module in (validation, params_validation, chat_validation, tools_validation)
+        for name, value in vars(module).items()
         if name.startswith("MAX_") and name.isupper()
     }
-    rows = (
-        f"| {name.removeprefix('MAX_').lower().replace('_', ' ')} | {value:,} |"
-        for name, value in limits.items()
-    )
+    if set(limits) != set(_LIMITS):
+        raise ValueError(f"limits and their words differ: {sorted(set(limits) ^ set(_LIMITS))}")
+    rows = (f"| {words} | {limits[name]:,} |" for name, words in _LIMITS.items())
     return "\n".join(("| at most | |", "|---|---|", *rows))
 
 

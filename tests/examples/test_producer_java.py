@@ -1,0 +1,138 @@
+"""The producer in Java submits, reads and resumes as the Python client does. Needs Java 17."""
+
+import asyncio
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.browser import EXAMPLES, ROOT
+from tests.support.waiting import until
+from tests.support.worker import QUEUE, client_of, running_worker
+from tokenmill_schemas import Chunk
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.keys import Keys
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(shutil.which("javac") is None, reason="no Java compiler on this machine"),
+]
+
+SLOW = "synthetic?step_ms=5&mean_tokens=1000000"
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the compiled example; a warning of the compiler is an error."""
+    folder = tmp_path_factory.mktemp("classes")
+    source = str(EXAMPLES / "Producer.java")
+    subprocess.run(["javac", "-Xlint:all", "-Werror", "-d", str(folder), source], check=True)
+    return folder
+
+
+async def run_java(classes: Path, *arguments: str) -> tuple[int, str, list[str]]:
+    """Return the exit status, the printed text, and the lines of the standard error."""
+    done = await asyncio.to_thread(
+        subprocess.run,
+        ["java", "-XX:TieredStopAtLevel=1", "-cp", str(classes), "Producer", *arguments],
+        cwd=ROOT,  # where the scripts are
+        capture_output=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode().splitlines()
+
+
+async def test_it_submits_and_streams_what_the_result_holds(
+    redis_url: str, database: str, classes: Path
+) -> None:
+    async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
+        status, text, lines = await run_java(classes, redis_url, QUEUE, "Grüße, 🌍")
+        job = lines[0].removeprefix("job ")
+        result = await client.result(job, timeout=30)
+        assert (status, lines[1:]) == (0, ["succeeded"])
+        assert text == result.text + "\n"
+        assert result.usage.completion_tokens == 64
+        late = await run_java(classes, redis_url, QUEUE, "--read", job)
+    assert late == (status, text, lines)
+
+
+@pytest.mark.slow
+async def test_several_choices_and_a_cut_subscription(
+    redis_url: str, database: str, classes: Path, valkey: Any
+) -> None:
+    """The server cuts the subscription several times; each token of each choice comes once."""
+    async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
+        job = await client.submit(prompt="🌍 Go", max_tokens=300, n=2, ignore_eos=True)
+        reading = asyncio.create_task(run_java(classes, redis_url, QUEUE, "--read", job))
+        cuts = 0
+        with valkey.client() as control:
+            while not reading.done():
+                await asyncio.sleep(0.4)
+                cuts += control.client_kill_filter(_type="pubsub")
+        result = await client.result(job, timeout=30)
+    first, second = (choice.text for choice in result.choices)
+    assert cuts >= 1, "nothing was cut"
+    assert await reading == (0, f"{first}\n[1] {second}\n", [f"job {job}", "succeeded"])
+
+
+async def test_it_skips_what_it_has_and_reads_what_it_lacks(
+    redis_url: str, classes: Path, valkey: Any, allowed_keys: list[str]
+) -> None:
+    """A chunk begins with tokens that it has; another begins behind a chunk that was not published.
+
+    `text_ends` counts code points, of which Java's strings have two units for an emoji.
+    """
+    allowed_keys.append("tm:{q}:*")
+    job, keys = "by-hand", Keys(QUEUE)
+    parts = [
+        Chunk(job_id=job, index=0, token_ids=(1, 2), text="🌍a", text_ends=(1, 2)),
+        Chunk(job_id=job, index=0, token_ids=(1, 2, 3), text="🌍a🎉", text_ends=(1, 2, 3)),
+        Chunk(job_id=job, index=3, token_ids=(4,), text="b"),
+        Chunk(job_id=job, index=4, token_ids=(5,), text="c"),
+        Chunk(job_id=job, index=5, text="d", finish_reason="stop", status="succeeded"),
+    ]
+    first, overlap, unpublished, after, last = map(encode, parts)
+    with valkey.client() as server:
+        server.hset(keys.job(job), "state", "running")
+        server.xadd(keys.log(job), {"chunk": first}, "2-0")
+        reading = asyncio.create_task(run_java(classes, redis_url, QUEUE, "--read", job))
+        channel = keys.chunks(job)
+
+        async def is_subscribed() -> bool:
+            return bool(server.pubsub_numsub(channel)[0][1])
+
+        await until(is_subscribed)
+        await asyncio.sleep(0.3)  # it has read the log
+        server.publish(channel, overlap)
+        for number, chunk in ((3, overlap), (4, unpublished), (5, after)):
+            server.xadd(keys.log(job), {"chunk": chunk}, f"{number}-0")
+        began = time.monotonic()
+        server.publish(channel, after)
+        await asyncio.sleep(0.3)
+        server.publish(channel, last)
+        assert await reading == (0, "🌍a🎉bcd\n", [f"job {job}", "succeeded"])
+    assert time.monotonic() - began < 4, "it waited for a silence instead of reading the log"
+
+
+async def test_a_refusal_and_an_unknown_job_are_said(
+    redis_url: str, database: str, classes: Path
+) -> None:
+    async with client_of(redis_url) as client:
+        await client.set_queue_limit(1)
+        job = await client.submit(prompt="Never")
+        status, _, lines = await run_java(classes, redis_url, QUEUE, "One too many")
+        assert status == 1
+        assert "refused: full 1 1" in lines[0]
+        await client.cancel(job)
+        assert await run_java(classes, redis_url, QUEUE, "--read", job) == (
+            1,
+            "\n",
+            [f"job {job}", "cancelled"],
+        )
+        status, _, lines = await run_java(classes, redis_url, QUEUE, "--read", "none")
+        assert status == 1
+        assert "unknown job" in lines[1]
