@@ -12,7 +12,7 @@ import pytest
 from tests.support.browser import EXAMPLES, ROOT
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
-from tokenmill_schemas import Chunk
+from tokenmill_schemas import Chunk, FinishReason, JobStatus
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.keys import Keys
 
@@ -93,7 +93,13 @@ async def test_it_skips_what_it_has_and_reads_what_it_lacks(
         Chunk(job_id=job, index=0, token_ids=(1, 2, 3), text="🌍a🎉", text_ends=(1, 2, 3)),
         Chunk(job_id=job, index=3, token_ids=(4,), text="b"),
         Chunk(job_id=job, index=4, token_ids=(5,), text="c"),
-        Chunk(job_id=job, index=5, text="d", finish_reason="stop", status="succeeded"),
+        Chunk(
+            job_id=job,
+            index=5,
+            text="d",
+            finish_reason=FinishReason.STOP,
+            status=JobStatus.SUCCEEDED,
+        ),
     ]
     first, overlap, unpublished, after, last = map(encode, parts)
     with valkey.client() as server:
