@@ -45,8 +45,8 @@ class ScriptedHost:
 
     async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
         return Ready(
-            model="tiny", max_model_len=4096, vocab_size=MODEL.vocab_size, eos_token_ids=(),
-            model_path="",
+            model="tiny", max_model_len=4096, max_num_seqs=4, vocab_size=MODEL.vocab_size,
+            eos_token_ids=(), model_path="",
             description="scripted", capacity=CAPACITY,
         )  # fmt: skip
 
@@ -113,7 +113,6 @@ class Bench:
             host_factory=lambda: self.host,
             processor_factory=self._processor,
             publisher=Publisher(self.log),
-            max_num_seqs=4,
         )
 
     async def _processor(self, ready: Ready) -> InputProcessor:

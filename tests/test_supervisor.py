@@ -17,7 +17,7 @@ from tokenmill_worker.engine.types import EngineStats, TokenEvent
 from tokenmill_worker.supervisor import EngineSupervisor
 
 READY = Ready(
-    model="tiny", max_model_len=64, vocab_size=9, eos_token_ids=(), model_path="",
+    model="tiny", max_model_len=64, max_num_seqs=8, vocab_size=9, eos_token_ids=(), model_path="",
     description="fake",
     capacity=CAPACITY,
 )  # fmt: skip

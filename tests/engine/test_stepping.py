@@ -195,10 +195,13 @@ def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(
     Each sequence runs again.
     """
     scheduler = Scheduler(
-        EngineConfig(model="fake", block_size=4), make_cache(), max_model_len=256,
+        EngineConfig(model="fake", block_size=4).with_step_sizes(on_gpu=False),
+        make_cache(),
+        max_model_len=256,
         eos_token_ids=frozenset({0}),
-        clock=Clock(), async_depth=1,
-    )  # fmt: skip
+        clock=Clock(),
+        async_depth=1,
+    )
     steps = StepExecutor(Ahead(launches, finishes), scheduler)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     for name in "ab":

@@ -62,10 +62,15 @@ def command_seeds(*, bare: bool = False) -> list[bytes]:
 def report_seeds() -> list[bytes]:
     """Frames from the engine process."""
     ready = Ready(
-        model="m", max_model_len=4096, vocab_size=1000, eos_token_ids=(2,), model_path="/m",
+        model="m",
+        max_model_len=4096,
+        max_num_seqs=64,
+        vocab_size=1000,
+        eos_token_ids=(2,),
+        model_path="/m",
         description="d",
         capacity=_CAPACITY,
-    )  # fmt: skip
+    )
     frame = Frame(events=(_EVENT,), capacity=_CAPACITY, stats=EngineStats(steps=4, busy_s=0.5))
     reports: list[Report] = [
         ready,

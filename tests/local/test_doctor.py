@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tokenmill_worker.local.doctor import examine
 from tokenmill_worker.record.migrate import upgrade
@@ -44,6 +45,23 @@ def test_the_model_without_weights_is_not_looked_for_on_the_hub(tmp_path: Path, 
         "ok",
         f"{name} needs no weights: its answers are noise, for tests",
     )
+
+
+@pytest.mark.parametrize("installed", [{"triton", "flash_attn"}, {"triton"}, set()])
+def test_a_gpu_s_missing_packages_are_named(
+    installed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if name in installed else None
+    )
+    settings = load_settings(
+        {"redis_url": "redis://127.0.0.1:1/0", "database_url": f"sqlite:///{tmp_path}/none.db"}
+    )
+    warned = [found.words for found in examine(settings) if found.subject == "gpu"]
+    missing = [name for name in ("triton", "flash-attn") if name.replace("-", "_") not in installed]
+    assert [words.split(" ")[0] for words in warned] == missing
 
 
 @pytest.mark.parametrize("options", ["", "?timeout=5"])

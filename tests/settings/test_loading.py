@@ -39,7 +39,8 @@ def test_the_defaults_work() -> None:
 
 def test_settings_that_contradict_each_other_are_reported_with_the_others() -> None:
     problems = _problems(
-        max_long_partial_prefills="2", max_num_batched_tokens="10", cpu_offload_gib="4000",
+        max_long_partial_prefills="2", max_num_batched_tokens="10", max_num_seqs="64",
+        cpu_offload_gib="4000",
         max_model_len="100",
         default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2",
         webhook_retry_seconds="30",
@@ -85,7 +86,7 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
                 "max_num_batched_tokens": 512,
             },
         ),
-        ("max_num_batched_tokens", {"max_num_batched_tokens": 63}),
+        ("max_num_batched_tokens", {"max_num_batched_tokens": 63, "max_num_seqs": 64}),
         ("max_memory_gib", {"max_memory_gib": 0.0}),
         ("max_memory_gib", {"max_memory_gib": 1.0, "num_blocks": 64}),
         ("cpu_offload_gib", {"cpu_offload_gib": 4000.0}),
@@ -108,7 +109,8 @@ def test_a_setting_that_cannot_work_or_does_nothing_is_refused(
             "max_long_partial_prefills": 1,
             "max_num_partial_prefills": 2,
         },  # the threshold follows the model's length
-        {"max_num_batched_tokens": 64},
+        {"max_num_batched_tokens": 63},  # the default of max_num_seqs follows
+        {"max_num_batched_tokens": 64, "max_num_seqs": 64},
         {"enable_chunked_prefill": False, "bulk_slowdown": "none", "max_model_len": 512},
         {"cpu_offload_gib": 0.5},
     ],
@@ -138,7 +140,7 @@ def test_every_problem_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     wrong = {
         "LEASE_SECONDS": "soon",
         "LEASE_SECOND": "3",
-        "BLOCK_SIZE": "0",
+        "BLOCK_SIZE": "-1",
         "PREFIX_CACHE": "perhaps",
         "POLICY": "lifo",
         "NUM_BLOCKS": "1",

@@ -123,7 +123,6 @@ class Worker:
             processor_factory=partial(input_processor, settings, config),
             publisher=self._publisher,
             finalizer=self._finalizer,
-            max_num_seqs=self._config.max_num_seqs,
             on_frame=lambda _frame: self._note_frame(),
             observer=observer,
         )
@@ -161,12 +160,7 @@ class Worker:
             self._finalizer,
             observer,
         )
-        self.reporter = StatusReporter(
-            parts,
-            self._config.model,
-            max_running=self._config.max_num_seqs,
-            is_stopping=self._stop.is_set,
-        )
+        self.reporter = StatusReporter(parts, self._config.model, is_stopping=self._stop.is_set)
 
     # ── life ──
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
-from tokenmill_worker.engine.attention import AttentionShape, backend_names, choose, why_not
+from tokenmill_worker.engine.attention import (
+    AttentionShape,
+    backend_class,
+    backend_names,
+    choose,
+    why_not,
+)
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.cuda.attention import flash
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
@@ -26,6 +35,25 @@ def test_a_backend_knows_whether_it_may_use_matrix_registers() -> None:
 def test_an_explicit_choice_that_cannot_work_says_why() -> None:
     with pytest.raises(EngineConfigError, match=r"'flash' cannot be used: .+"):
         choose("flash", CPU, torch.float32, [SHAPE], 16)
+
+
+def test_auto_logs_what_it_chose_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert choose("auto", CPU, torch.float32, [ODD], 16).name == "reference"
+    (record,) = caplog.records
+    assert record.message.startswith("attention: auto uses 'reference'. attention backend 'cpu'")
+
+
+def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = flash.FlashLibrary(2, lambda: None, lambda: None)
+    monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert choose("auto", cuda, half, [SHAPE], 0).name == "flash"
+    assert backend_class("flash").default_block_size(cuda) == 256
+    reason = why_not("flash", cuda, half, [SHAPE], 16)
+    assert reason is not None
+    assert "256" in reason
 
 
 def test_one_layer_that_a_backend_cannot_serve_is_enough() -> None:

@@ -58,3 +58,20 @@ def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:
         EngineConfigError, match="speculative_tokens cannot be used with async_batching"
     ):
         EngineConfig(model="any", speculative_tokens=3, async_batching=True)
+
+
+def test_the_limits_of_a_step_follow_from_the_device_where_none_is_set(llama: Path) -> None:
+    loaded = load_model(llama, EngineConfig(model=str(llama)), CpuDevice())
+    gpu = CpuDevice()
+    gpu.is_asynchronous = True
+
+    def limits(device: CpuDevice, **given: int) -> tuple[int, int]:
+        config = EngineConfig(model="any", **given)  # type: ignore[arg-type]
+        config = resolved(config, dataclasses.replace(loaded, device=device))
+        return config.max_num_seqs, config.max_num_batched_tokens
+
+    assert limits(CpuDevice()) == (64, 512)
+    assert limits(gpu) == (256, 2048)
+    assert limits(gpu, max_num_seqs=4096) == (4096, 4096)
+    assert limits(gpu, max_num_batched_tokens=100) == (100, 100)
+    assert limits(gpu, max_num_seqs=7, max_num_batched_tokens=70) == (7, 70)

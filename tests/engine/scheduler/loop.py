@@ -162,6 +162,7 @@ class Loop:
         cache = cache or make_cache()
         defaults: dict[str, object] = {"safety_margin": 0.0, "block_size": cache.block_size}
         config = EngineConfig(model="fake", **{**defaults, **settings})  # type: ignore[arg-type]
+        config = config.with_step_sizes(on_gpu=False)
         clock = Clock()
         scheduler = Scheduler(
             config,

@@ -24,7 +24,7 @@ _ANY: Final = sys.maxsize
 class Quarantine:
     """Holds suspects back. While it holds any, nothing new should be claimed."""
 
-    max_num_seqs: int
+    max_num_seqs: int = 1
     _held: deque[Delivery] = field(default_factory=deque)
     # Job id → the largest batch that it may be in.
     _running: dict[str, int] = field(default_factory=dict)

@@ -72,7 +72,12 @@ class EngineConfig:
         minimum=1,
     )
     # cache
-    block_size: int = setting(16, "tokens in a block of the KV cache", minimum=1)
+    block_size: int = setting(
+        0,
+        "tokens in a block of the KV cache; 0: 16, or 256 where the attention backend is "
+        "flash-attn 2",
+        minimum=0,
+    )
     num_blocks: int | None = setting(None, "blocks in the KV cache (default: what fits)")
     max_memory_percent: float = setting(0.9, "share of the free memory that the engine may use")
     max_memory_gib: float | None = setting(
@@ -94,9 +99,13 @@ class EngineConfig:
     # scheduler
     policy: SchedulingPolicy = setting(SchedulingPolicy.FIFO, "fifo, prefill_first or priority")
     max_num_batched_tokens: int = setting(
-        512, "most tokens in one step, prefill and decode together; for a GPU: 2048", minimum=1
+        0,
+        "most tokens in one step, prefill and decode together; 0: 512 on a CPU, 2048 on a GPU",
+        minimum=0,
     )
-    max_num_seqs: int = setting(64, "most sequences that run at once; for a GPU: 256", minimum=1)
+    max_num_seqs: int = setting(
+        0, "most sequences that run at once; 0: 64 on a CPU, 256 on a GPU", minimum=0
+    )
     # only backends that gather cached tokens have this limit
     max_read_tokens: int | None = setting(
         None, "most cached tokens that attention reads in one step", minimum=1
@@ -233,7 +242,7 @@ class EngineConfig:
         found += self.prefill_limits.problems()
         if self.max_model_len is not None:
             found += self.prefill_limits.length_problems(
-                self.max_model_len, self.max_num_batched_tokens
+                self.max_model_len, self.max_num_batched_tokens or self.max_model_len
             )
         require(
             self.enable_chunked_prefill
@@ -310,6 +319,18 @@ class EngineConfig:
             ValueError: `adapters` is malformed.
         """
         return read_table(self.adapters, "name=folder")
+
+    def with_step_sizes(self, *, on_gpu: bool) -> EngineConfig:
+        """Return the settings with the two limits of a step set, where they are 0.
+
+        A step of a GPU waits for its weights: more sequences cost it little. On a CPU each costs
+        time. Neither default contradicts a limit that is set.
+        """
+        tokens, seqs = (2048, 256) if on_gpu else (512, 64)
+        tokens = self.max_num_batched_tokens or max(tokens, self.max_num_seqs)
+        return self.replace(
+            max_num_batched_tokens=tokens, max_num_seqs=self.max_num_seqs or min(seqs, tokens)
+        )
 
     def replace(self, **changes: object) -> EngineConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -254,6 +254,7 @@ def _machine(_settings: Settings) -> Iterator[Finding]:
             free, total = (value / 2**30 for value in torch.cuda.mem_get_info(index))
             name = torch.cuda.get_device_name(index)
             yield Finding("gpu", "ok", f"cuda:{index} {name}, {free:.1f} of {total:.1f} GiB free")
+        yield from _gpu_packages()
     else:
         yield Finding(
             "gpu",
@@ -262,6 +263,17 @@ def _machine(_settings: Settings) -> Iterator[Finding]:
             "for CUDA: a driver, and torch with CUDA",
         )
         yield from _kernel()
+
+
+def _gpu_packages() -> Iterator[Finding]:
+    """Check what attention and the fused kernels use on a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        words = "triton is not installed: no fused kernels, and attention by torch's own"
+        yield Finding("gpu", "warning", words, "pip install triton; torch for CUDA brings it")
+    if not any(map(importlib.util.find_spec, ("flash_attn_interface", "flash_attn"))):
+        words = "flash-attn is not installed: attention uses the Triton kernels"
+        hint = "pip install --no-build-isolation '.[flash]' in tokenmill's folder"
+        yield Finding("gpu", "warning", words, hint)
 
 
 def _kernel() -> Iterator[Finding]:

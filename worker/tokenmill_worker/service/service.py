@@ -50,7 +50,6 @@ class Service:
         processor_factory: Callable[[Ready], Awaitable[InputProcessor]],
         publisher: Publisher,
         finalizer: Finalizer,
-        max_num_seqs: int,
         on_frame: Callable[[Frame], None] = lambda _frame: None,
         observer: JobObserver | None = None,
     ) -> None:
@@ -68,14 +67,17 @@ class Service:
         self._publisher = publisher
         self._finalizer = finalizer
         self._checks = Checks(self._record)
-        self._quarantine = Quarantine(max_num_seqs)
-        # The events of one step are never split.
-        self._events_at_once = max(EVENTS_AT_ONCE, max_num_seqs)
+        self._quarantine = Quarantine()
         self._observer = observer or NullObserver()
         self._owned = OwnedJobs(self._quarantine, self._observer)
         self.ends = EarlyEnds(self._owned, stream, publisher, self.supervisor)
         self._processor: InputProcessor | None = None
         self._on_frame = on_frame
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in the running batch; 1 until an engine is ready."""
+        return self._quarantine.max_num_seqs
 
     # ── from the claim to the engine ──
 
@@ -137,6 +139,7 @@ class Service:
 
     async def _prepare(self, ready: Ready) -> None:
         """Create the input processor when the first engine is ready."""
+        self._quarantine.max_num_seqs = ready.max_num_seqs
         if self._processor is None:
             try:
                 self._processor = await self._processor_factory(ready)
@@ -147,7 +150,8 @@ class Service:
     async def _handle_frame(self, frame: Frame) -> None:
         """Publish a frame's events, in batches if steps piled up, and act on the results."""
         if frame.events or self._publisher.has_pending:
-            batches = split_batches(frame.events, self._owned.urgent, self._events_at_once)
+            at_once = max(EVENTS_AT_ONCE, self.max_num_seqs)  # the events of one step stay together
+            batches = split_batches(frame.events, self._owned.urgent, at_once)
             for number, batch in enumerate(batches):
                 if number:
                     await asyncio.sleep(0)

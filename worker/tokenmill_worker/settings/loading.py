@@ -172,7 +172,7 @@ def _model_problems(settings: Settings) -> Iterator[tuple[str, str]]:
             "device",
         )
     )
-    if 1 <= tokens < seqs:
+    if 0 < tokens < seqs:
         yield (
             "max_num_batched_tokens",
             f"({tokens}) must be at least max_num_seqs ({seqs}), or some never run at once",

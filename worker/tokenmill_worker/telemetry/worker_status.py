@@ -41,12 +41,9 @@ class WorkerParts:
 class StatusReporter:
     """Reports on one worker. `is_stopping()`: was the worker asked to stop?"""
 
-    def __init__(
-        self, parts: WorkerParts, model: str, *, max_running: int, is_stopping: Callable[[], bool]
-    ) -> None:
+    def __init__(self, parts: WorkerParts, model: str, *, is_stopping: Callable[[], bool]) -> None:
         self._parts = parts
         self._model = model
-        self._max_running = max_running
         self._is_stopping = is_stopping
         self._started_at = time.time()
         self.claims = Watchdog("claim", limit_s=parts.settings.stall_seconds)
@@ -111,7 +108,7 @@ class StatusReporter:
             free_blocks=stats.blocks_free,
             tokens_per_s=round(observer.tokens.per_s, 1),
             draining=self._is_stopping(),
-            max_running=self._max_running,
+            max_running=parts.service.max_num_seqs,
             total_blocks=stats.blocks_total,
             cached_blocks=stats.blocks_cached,
             prefix_hits=round(stats.cached_tokens / stats.prefix_queries, 3)
@@ -150,7 +147,8 @@ class StatusReporter:
         yield gauge(
             "num_requests_offloaded", "Preempted sequences kept in host memory", stats.num_offloaded
         )
-        yield gauge("num_requests_max", "Most sequences in the running batch", self._max_running)
+        most = self._parts.service.max_num_seqs
+        yield gauge("num_requests_max", "Most sequences in the running batch", most)
         usage = used / stats.blocks_total if stats.blocks_total else None
         yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full", usage)
         yield gauge("kv_cache_blocks", "All KV blocks", stats.blocks_total or None)

@@ -73,6 +73,11 @@ class AttentionBackend(ABC):
         can.
         """
 
+    @classmethod
+    def default_block_size(cls, device: torch.device) -> int:
+        """Return the tokens of a block where the settings name no number."""
+        return 16
+
     @abstractmethod
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Return the layout of one layer's keys in one block; its values have the same."""

@@ -6,12 +6,15 @@ a backend fails with an error that says why.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 
 import torch
 
 from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionShape
 from tokenmill_worker.engine.config import AttentionName, EngineConfigError
+
+log = logging.getLogger(__name__)
 
 _MODULES: dict[str, tuple[str, str]] = {
     "reference": ("tokenmill_worker.engine.attention.reference", "ReferenceAttention"),
@@ -41,12 +44,16 @@ def why_not(
     shapes: list[AttentionShape],
     block_size: int,
 ) -> str | None:
-    """Return why this backend cannot serve all these layers, in one sentence; None if it can."""
+    """Return why this backend cannot serve all these layers, in one sentence; None if it can.
+
+    A `block_size` of 0 is the backend's default.
+    """
     try:
         backend = backend_class(name)
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    reasons = (backend.why_not(device, dtype, shape, block_size) for shape in dict.fromkeys(shapes))
+    size = block_size or backend.default_block_size(device)
+    reasons = (backend.why_not(device, dtype, shape, size) for shape in dict.fromkeys(shapes))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -60,8 +67,8 @@ def choose(
 ) -> AttentionBackend:
     """Return the named backend, or with "auto" the first one that can serve every layer.
 
-    `amx` allows the backend to use the CPU's matrix registers. Raises EngineConfigError with the
-    reasons if no backend fits.
+    A `block_size` of 0 is the backend's default. `amx` allows the backend to use the CPU's matrix
+    registers. Raises EngineConfigError with the reasons if no backend fits.
     """
     candidates = _PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,)
     refused: list[str] = []
@@ -70,6 +77,8 @@ def choose(
         if reason is None:
             backend = backend_class(candidate)()
             backend.uses_amx = amx
+            if refused:
+                log.info("attention: auto uses %r. %s", candidate, "; ".join(refused))
             return backend
         refused.append(f"attention backend {candidate!r} cannot be used: {reason}")
     raise EngineConfigError(refused)

@@ -86,6 +86,9 @@ def build_runner(
         config.block_size,
         config.amx,
     )
+    config = config.replace(
+        block_size=config.block_size or backend.default_block_size(device.torch_device)
+    )
     cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
     if config.tensor_parallel:
         cache_config = ranks.smallest_common_cache(cache_config)
@@ -144,7 +147,7 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     queues_work = loaded.device.is_asynchronous
     # drafts follow tokens that the host knows
     may_run_ahead = queues_work and not config.speculative_tokens
-    return config.replace(
+    return config.with_step_sizes(on_gpu=loaded.device.is_asynchronous).replace(
         dtype=dtype,
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
         device=str(loaded.device.torch_device),

@@ -94,6 +94,7 @@ class SyntheticRunner:
     ) -> SyntheticRunner:
         """Build the runner; `cache_dir` and `on_progress` are unused: nothing is kept or slow."""
         options = SyntheticOptions.parse(config.model)
+        config = config.with_step_sizes(on_gpu=False).replace(block_size=config.block_size or 16)
         defaults = read_defaults(config.generation_config, TOKENIZER)
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
         num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)

@@ -127,6 +127,7 @@ class EngineLoop:
         return Ready(
             model=runner.info.config.model,
             max_model_len=self._engine.scheduler.max_model_len,
+            max_num_seqs=runner.info.config.max_num_seqs,
             vocab_size=runner.info.vocab_size,
             eos_token_ids=tuple(sorted(runner.info.eos_token_ids)),
             model_path=str(runner.info.model_path),

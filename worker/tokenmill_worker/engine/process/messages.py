@@ -38,6 +38,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     model: str
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     model_path: str

@@ -75,6 +75,11 @@ class FlashAttention(TokenMajorBackend):
             return f"flash-attn is not installed ({error})"
         return flash_refusal(library.version, device, dtype, shape, block_size)
 
+    @classmethod
+    def default_block_size(cls, device: torch.device) -> int:
+        version = installed_library(is_hopper(device)).version
+        return FA2_BLOCK_MULTIPLE if version == 2 else super().default_block_size(device)
+
     def attend(
         self,
         query: Tensor,

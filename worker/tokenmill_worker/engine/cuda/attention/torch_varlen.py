@@ -71,6 +71,10 @@ class TorchVarlenAttention(TokenMajorBackend):
         self._varlen = varlen or find_varlen()
 
     @classmethod
+    def default_block_size(cls, device: torch.device) -> int:
+        return max(super().default_block_size(device), block_multiple())
+
+    @classmethod
     def why_not(
         cls, device: torch.device, dtype: torch.dtype, shape: AttentionShape, block_size: int
     ) -> str | None:
