@@ -42,8 +42,9 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
 def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected: float) -> None:
     folder = tiny_models.save("gemma3", tmp_path)
     config = EngineConfig(
-        model=str(folder), device="cpu", fuse=False, max_memory_gib=gib, cpu_offload_gib=0.002
-    )
+        model=str(folder), device="cpu", fuse=False, max_memory_gib=gib, cpu_offload_gib=0.002,
+        block_size=16,
+    ).with_step_sizes(on_gpu=False)  # fmt: skip
     loaded = load_model(folder, config, CpuDevice())
     backend = ReferenceAttention()
     cache, length = memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
@@ -58,7 +59,8 @@ def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected
 
 def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
     folder = tiny_models.save("gemma3", tmp_path)
-    config = EngineConfig(model=str(folder), device="cpu", fuse=False, num_blocks=17)
+    config = EngineConfig(model=str(folder), device="cpu", fuse=False, num_blocks=17, block_size=16)
+    config = config.with_step_sizes(on_gpu=False)
     cache, _ = memory.size_cache(
         load_model(folder, config, CpuDevice()),
         config,
@@ -79,8 +81,9 @@ def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
     """Each keeps its logits, and all together keep the activations of the largest one."""
     folder = tiny_models.save("llama", tmp_path)
     config = EngineConfig(
-        model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True
-    )
+        model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True,
+        block_size=16,
+    ).with_step_sizes(on_gpu=False)  # fmt: skip
     loaded = load_model(folder, config, WithGraphs())
     shapes = [
         memory.memory_shape(

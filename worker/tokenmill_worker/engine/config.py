@@ -13,6 +13,7 @@ from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tokenmill_schemas.generation import LogprobsMode
 from tokenmill_worker.engine.machine import total_memory
+from tokenmill_worker.engine.name_table import read_table
 from tokenmill_worker.engine.prefill_limits import PrefillLimits
 from tokenmill_worker.engine.types import SchedulingPolicy
 
@@ -293,14 +294,11 @@ class EngineConfig:
 
     def _idle_settings(self) -> list[str]:
         """Return one sentence for each setting that has no effect beside the others."""
-        found = []
-        threshold, long = self.long_prefill_token_threshold, self.max_long_partial_prefills
-        if long and not threshold and self.prefill_limits.partial < 2:
-            found.append(
-                f"max_long_partial_prefills ({long}) does nothing without "
-                "long_prefill_token_threshold: no prompt counts as long"
-            )
-        return found
+        long, limits = self.max_long_partial_prefills, self.prefill_limits
+        if not long or limits.threshold or limits.partial > 1:
+            return []
+        sentence = f"max_long_partial_prefills ({long}) does nothing without "
+        return [sentence + "long_prefill_token_threshold: no prompt counts as long"]
 
     @property
     def prefill_limits(self) -> PrefillLimits:
@@ -350,20 +348,3 @@ def _choices() -> dict[str, tuple[object, ...]]:
             missing: tuple[object, ...] = (None,) if type(None) in get_args(hint) else ()
             found[name] = (*(value for kind in kinds for value in get_args(kind)), *missing)
     return found
-
-
-def read_table(text: str, form: str) -> dict[str, str]:
-    """Parse `a=b,c=d` into a dictionary; white space around the parts is ignored.
-
-    Raises:
-        ValueError: an entry is malformed or repeated.
-    """
-    table: dict[str, str] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (part.strip() for part in entry.partition("="))
-        if not name or not value:
-            raise ValueError(f"must be {form},{form}, not {entry!r}")
-        if name in table:
-            raise ValueError(f"names {name!r} twice")
-        table[name] = value
-    return table
