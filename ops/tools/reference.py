@@ -34,6 +34,7 @@ from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCa
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, Drain, TenantLoad, WakeUp, WorkerStatus
 from tokenmill_schemas.generation import (
+    ArgumentForm,
     CallableTool,
     CallGrammar,
     ResponseFormat,
@@ -221,9 +222,9 @@ def limits_table() -> str:
 
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     JobRequest, Message, TextPart, ToolCall, FunctionCall, Tool, ToolFunction, SamplingParams,
-    ResponseFormat, CallGrammar, CallableTool, RetryPolicy, Chunk, ToolCallDelta, TokenLogprob,
-    JobResult, ChoiceResult, GeneratedCall, Usage, JobError, Cancel, Drain, WakeUp, WorkerStatus,
-    TenantLoad,
+    ResponseFormat, CallGrammar, CallableTool, ArgumentForm, RetryPolicy, Chunk, ToolCallDelta,
+    TokenLogprob, JobResult, ChoiceResult, GeneratedCall, Usage, JobError, Cancel, Drain, WakeUp,
+    WorkerStatus, TenantLoad,
 )  # fmt: skip
 SECTIONS: dict[str, Callable[[], str]] = {
     "keys": keys_table,

@@ -32,13 +32,27 @@ class CallableTool(msgspec.Struct, frozen=True, omit_defaults=True):
     strict: bool = False
 
 
+class ArgumentForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form of arguments that are written one by one: `before`, the name, `after`, the value,
+    `end`; further ones follow `separator`. Values are JSON but for two cases.
+    """
+
+    before: str = ""
+    after: str
+    end: str = ""
+    separator: str = ""
+    has_plain_texts: bool = False  # a value that is a text stands without quotes
+    words: dict[str, str] = {}  # what stands for the values true, false and null
+
+
 class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The form of an answer that may call tools, in one model's format.
 
-    A call is `before`, the name, `after`, the arguments as JSON, `end`. The first follows
+    A call is `before`, the name, `after`, the arguments, `end`. The first follows
     `trigger`, which ends the free text; each further one follows `separator` (None: there is none);
     `closing` follows the last. `marks` are the parts of these texts that are one token each, with
-    its id. `is_required`: the answer begins with a call.
+    its id. `is_required`: the answer begins with a call. `at_start`: the answer begins with the
+    trigger, or calls nothing.
     """
 
     trigger: str
@@ -50,6 +64,8 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     closing: str = ""
     marks: dict[str, int] = {}
     is_required: bool = False
+    arguments: ArgumentForm | None = None  # nil: one JSON object
+    at_start: bool = False
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

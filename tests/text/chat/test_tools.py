@@ -23,7 +23,7 @@ from tokenmill_worker.text.chat.tools import (
 
 FORMATS = {
     name: getattr(formats, name)
-    for name in ("HERMES", "LLAMA3", "MISTRAL", "MISTRAL_LIST", "DEEPSEEK")
+    for name in ("HERMES", "LLAMA3", "MISTRAL", "MISTRAL_LIST", "DEEPSEEK", "DEEPSEEK_V3")
 }
 TOOLS = tuple(Tool(ToolFunction(name)) for name in ("get", "get_more", "f.x-1"))
 VALUES = st.recursive(
@@ -130,7 +130,9 @@ def test_ids_are_those_of_the_job_and_the_position() -> None:
         (MISTRAL + "{{ tools }}", None),
         (MISTRAL.replace("[TOOL_CALLS] [", "[TOOL_CALLS][") + "{{ tools }}", formats.MISTRAL_LIST),
         (MISTRAL + "[ARGS]{{ tools }}", formats.MISTRAL),
-        (DEEPSEEK + "<｜tool▁calls▁begin｜>{{ tools }}", "none"),
+        (DEEPSEEK + "<｜tool▁calls▁begin｜>{{ tools }}", formats.DEEPSEEK_V3),
+        (QWEN3 + "<function=f>\n<parameter=a>{{ tools }}", formats.XML),
+        (LLAMA3 + "[func_name1(params_name1=params_value1)]{{ tools }}", formats.PYTHONIC),
         (DEEPSEEK + "<｜tool▁calls▁begin｜>```json{{ tools }}", formats.DEEPSEEK),
         (QWEN3 + "<function={{ tools }}", "none"),
         (GPT_OSS + "{{ tools }}", "none"),
@@ -149,6 +151,7 @@ def test_the_form_is_found_in_the_template(template, expected):
 
 def test_a_named_form_is_taken_and_none_is_none() -> None:
     assert detect_tools("{{ tools }}", "hermes") == formats.HERMES
+    assert detect_tools("{{ tools }}", "pythonic") == formats.PYTHONIC
     assert detect_tools(QWEN3 + "{{ tools }}", "none") is None
 
 

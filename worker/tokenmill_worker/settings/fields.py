@@ -92,7 +92,9 @@ class Settings(_EngineFields):
         description="how the model marks its thoughts: auto (as its template and tokens say), "
         "none, think (tags), channels (gpt-oss)",
     )
-    tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek"] = Field(
+    tool_format: Literal[
+        "auto", "none", "hermes", "llama3", "mistral", "deepseek", "xml", "pythonic"
+    ] = Field(
         "auto", description="how the model writes tool calls: auto (as its template says), or none"
     )
     # the promise

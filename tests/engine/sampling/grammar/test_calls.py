@@ -48,6 +48,7 @@ class Caller(ToyModel):
         values[[ord(c) for c in '"}]']] += 4.0
         values[FIRST_MARK:EOS] += 4.0
         values[128:256] -= 100.0
+        values["▁".encode()[0]] += 100.0  # the second call's mark differs here from the last one
         return values
 
 
@@ -58,12 +59,13 @@ def answer(
     choice: str = "auto",
     is_parallel: bool = True,
     resumed: tuple[int, ...] = (),
+    tools: tuple[Tool, ...] = TOOLS,
 ) -> list[int]:
-    calls = call_grammar(form, {}, TOOLS, choice, is_parallel)
+    calls = call_grammar(form, {}, tools, choice, is_parallel)
     params = SamplingParams(temperature=1.0, response_format=ResponseFormat(calls=calls))
     sequence = Sequence("r", [1, 2, 3, *resumed], 3, params, seed=seed)
     sampler, model = Sampler(len(VOCAB), CPU, frozenset({EOS}), compiler), Caller(len(VOCAB), 64)
-    while EOS not in sequence.output_ids and sequence.num_output_tokens < 600:
+    while EOS not in sequence.output_ids and sequence.num_output_tokens < 2_000:
         item = plan_item(sequence)
         tokens, _, errors = sampler.sample(model.logits([item]), [item]).finish()
         assert errors == {}
@@ -72,8 +74,14 @@ def answer(
     return sequence.output_ids
 
 
-def read(form: ToolFormat, ids: list[int], choice: str = "auto", is_parallel: bool = True):
-    parser = CallParser(call_grammar(form, {}, TOOLS, choice, is_parallel), call_ids("j", 0, 24))
+def read(
+    form: ToolFormat,
+    ids: list[int],
+    choice: str = "auto",
+    is_parallel: bool = True,
+    tools: tuple[Tool, ...] = TOOLS,
+):
+    parser = CallParser(call_grammar(form, {}, tools, choice, is_parallel), call_ids("j", 0, 24))
     text = b"".join(VOCAB[i] for i in ids).decode()
     free = "".join(parser.push(letter)[0] for letter in text) + parser.close("")
     return free, parser, text

@@ -204,6 +204,8 @@ def test_random_schemas_mean_the_same_or_are_refused(schema: object, expand: boo
         ({"pattern": "^(?!a)b"}, "'pattern' at /pattern is not supported: look-around"),
         ({"not": {"pattern": "a"}}, "'not' at /not"),
         ({"format": "iri"}, "'format' at /format 'iri' is not supported"),
+        ({"minimum": -(2**63)}, "'minimum' at /minimum is beyond ±2^53"),
+        ({"exclusiveMaximum": 1e21}, "'exclusiveMaximum' at /exclusiveMaximum is beyond ±2^53"),
         ({"properties": {"a": 5}}, "a value at /properties/a that is no schema"),
         ({"properties": 5}, "a keyword at the top has a value of a wrong type"),
     ],

@@ -13,6 +13,7 @@ import msgspec
 
 from tokenmill_schemas.generation import CallGrammar
 from tokenmill_schemas.result import GeneratedCall, ToolCallDelta
+from tokenmill_worker.text.chat.argument_reader import ArgumentReader, JsonScanner, overlap
 
 
 @dataclass(slots=True)
@@ -37,7 +38,8 @@ class CallParser:
         self._step: Callable[[], bool] = self._free_text
         self._text: list[str] = []
         self._deltas: list[ToolCallDelta] = []
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._scanner = JsonScanner()
+        self._arguments = None if grammar.arguments is None else ArgumentReader(self._grammar)
         # the token of a mark → its character
         self.marks = {token_id: codes[mark] for mark, token_id in grammar.marks.items()}
 
@@ -67,7 +69,7 @@ class CallParser:
         """Return the free text that was held back, after the answer's last text. A call that is not
         complete stays as it is.
         """
-        if self._step != self._free_text or self._to_skip:
+        if self._step not in (self._free_text, self._only_text) or self._to_skip:
             return ""
         held, self._held = self._held, ""
         return held + text
@@ -83,6 +85,9 @@ class CallParser:
 
     def _free_text(self) -> bool:
         trigger = self._grammar.trigger
+        if self._grammar.at_start and not trigger.startswith(self._held[: len(trigger)]):
+            self._step = self._only_text
+            return True
         place = self._held.find(trigger)
         if place >= 0:
             self._text.append(self._held[:place])
@@ -90,10 +95,16 @@ class CallParser:
             self._to_skip = len(trigger) + len(self._grammar.before)
             self._step = self._name
             return True
-        keep = _overlap(self._held, trigger)
+        keep = overlap(self._held, trigger)
         cut = len(self._held) - keep
         self._text.append(self._held[:cut])
         self._held = self._held[cut:]
+        return False
+
+    def _only_text(self) -> bool:
+        """Pass on the text of an answer that calls nothing."""
+        self._text.append(self._held)
+        self._held = ""
         return False
 
     def _name(self) -> bool:
@@ -106,16 +117,24 @@ class CallParser:
         self._deltas.append(ToolCallDelta(index, call.id, call.name))
         self._held = self._held[end:]
         self._to_skip = len(self._grammar.after)
-        self._step = self._arguments
+        self._scanner = JsonScanner()
+        if self._arguments is not None:
+            self._arguments.begin(call.name)
+        self._step = self._read_arguments
         return True
 
-    def _arguments(self) -> bool:
-        call, end = self._calls[-1], self._end_of_object()
-        piece = self._held[:end]
-        call.pieces.append(piece)
-        self._deltas.append(ToolCallDelta(len(self._calls) - 1, arguments=piece))
-        self._held = self._held[end:]
-        if self._depth:
+    def _read_arguments(self) -> bool:
+        call = self._calls[-1]
+        if self._arguments is None:
+            end = self._scanner.end_of_object(self._held)
+            piece, self._held = self._held[:end], self._held[end:]
+            is_over = self._scanner.is_outside
+        else:
+            piece, self._held, is_over = self._arguments.read(self._held)
+        if piece:
+            call.pieces.append(piece)
+            self._deltas.append(ToolCallDelta(len(self._calls) - 1, arguments=piece))
+        if not is_over:
             return False
         call.is_complete = True
         self._to_skip = len(self._grammar.end)
@@ -145,26 +164,6 @@ class CallParser:
         self._held = ""
         return False
 
-    def _end_of_object(self) -> int:
-        """Return the end of the JSON object within the held text, or the text's end."""
-        for place, letter in enumerate(self._held):
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif letter == "\\":
-                    self._is_escaped = True
-                elif letter == '"':
-                    self._in_string = False
-            elif letter == '"':
-                self._in_string = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    return place + 1
-        return len(self._held)
-
 
 def _coded(grammar: CallGrammar, codes: dict[str, str]) -> CallGrammar:
     """Return the grammar with each mark in its texts replaced by its character."""
@@ -183,9 +182,3 @@ def _coded(grammar: CallGrammar, codes: dict[str, str]) -> CallGrammar:
         separator=None if grammar.separator is None else coded(grammar.separator),
         closing=coded(grammar.closing),
     )
-
-
-def _overlap(text: str, trigger: str) -> int:
-    """Return the length of the longest end of the text that begins the trigger."""
-    most = min(len(text), len(trigger) - 1)
-    return next((n for n in range(most, 0, -1) if trigger.startswith(text[-n:])), 0)

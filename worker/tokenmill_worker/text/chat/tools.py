@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tokenmill_schemas.chat import Tool
-from tokenmill_schemas.generation import CallableTool, CallGrammar
+from tokenmill_schemas.generation import ArgumentForm, CallableTool, CallGrammar
 from tokenmill_schemas.tools_validation import NAMED
 
 _NO_ARGUMENTS: Final[dict[str, object]] = {
@@ -35,6 +35,8 @@ class ToolFormat:
     separator: str | None = None
     closing: str = ""
     id_chars: int = 24
+    arguments: ArgumentForm | None = None
+    at_start: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -75,26 +77,55 @@ DEEPSEEK: Final = ToolFormat(
     separator="\n",
     closing="<｜tool▁calls▁end｜>",
 )
+DEEPSEEK_V3: Final = ToolFormat(
+    trigger="<｜tool▁calls▁begin｜>",
+    before="<｜tool▁call▁begin｜>",
+    after="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>",
+    separator="",
+    closing="<｜tool▁calls▁end｜>",
+)
+XML: Final = ToolFormat(
+    trigger="<tool_call>",
+    before="\n<function=",
+    after=">\n",
+    end="</function>\n</tool_call>",
+    separator="\n<tool_call>",
+    arguments=ArgumentForm(
+        before="<parameter=", after=">\n", end="\n</parameter>\n", has_plain_texts=True
+    ),
+)
+PYTHONIC: Final = ToolFormat(
+    trigger="[",
+    before="",
+    after="(",
+    end=")",
+    separator=", ",
+    closing="]",
+    at_start=True,
+    arguments=ArgumentForm(
+        after="=", separator=", ", words={"true": "True", "false": "False", "null": "None"}
+    ),
+)
 _BY_NAME: Final = {
     "hermes": (HERMES,),
     "llama3": (LLAMA3,),
     "mistral": (MISTRAL, MISTRAL_LIST),
-    "deepseek": (DEEPSEEK,),
+    "deepseek": (DEEPSEEK, DEEPSEEK_V3),
+    "xml": (XML,),
+    "pythonic": (PYTHONIC,),
 }
 # what a template of the family says and templates of others do not
 _SIGNS: Final = (
     ("deepseek", "<｜tool▁calls▁begin｜>"),
     ("mistral", "[TOOL_CALLS]"),
+    ("xml", "<parameter="),
+    ("pythonic", "func_name1(params_name1="),
     ("llama3", '"parameters": '),
     ("hermes", "<tool_call>"),
 )
-# calls in other forms: in XML, and in the channels of gpt-oss
+# calls in other forms: JSON in a tag that names the function, and the channels of gpt-oss
 _UNKNOWN: Final = ("<function=", "<|channel|>")
-
-
-def _is_deepseek_v3_1(template: str) -> bool:
-    """Does the template write DeepSeek's marks around arguments without a fence of JSON?"""
-    return DEEPSEEK.trigger in template and "```json" not in template
 
 
 def detect_tools(template: str, wanted: str) -> ToolFormat | None:
@@ -109,15 +140,17 @@ def detect_tools(template: str, wanted: str) -> ToolFormat | None:
         return None
     name = wanted
     if wanted == "auto":
-        if any(sign in template for sign in _UNKNOWN) or _is_deepseek_v3_1(template):
-            return None
         name = next((family for family, sign in _SIGNS if sign in template), "")
+        if name != "xml" and any(sign in template for sign in _UNKNOWN):
+            return None
     found = _BY_NAME.get(name)
     if found is None:
         return None
     if found[0] is MISTRAL and "[ARGS]" not in template:
         spaced = "[TOOL_CALLS] [" in template
         return replace(MISTRAL_LIST, trigger="[TOOL_CALLS] [") if spaced else MISTRAL_LIST
+    if found[0] is DEEPSEEK and "```json" not in template:
+        return DEEPSEEK_V3
     return found[0]
 
 
@@ -157,6 +190,8 @@ def call_grammar(
         closing=form.closing,
         marks=marks,
         is_required=named is not None or choice == "required",
+        arguments=form.arguments,
+        at_start=form.at_start,
     )
 
 

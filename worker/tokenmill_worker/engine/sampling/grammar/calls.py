@@ -12,16 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenmill_schemas.generation import CallableTool, CallGrammar
+from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused, argument_rules
 from tokenmill_worker.engine.sampling.grammar.json_grammar import (
     JsonCompiler,
     JsonMatcher,
     SchemaRefused,
 )
 from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
-
-
-class ToolRefused(ValueError):
-    """A tool whose parameters cannot be used; the text is one sentence."""
 
 
 def compile_calls(compiler: JsonCompiler, calls: CallGrammar) -> Callable[[], JsonMatcher]:
@@ -39,7 +36,11 @@ def lark(calls: CallGrammar, schema_of: Callable[[CallableTool], dict[str, Any]]
     rules = []
     for i, tool in enumerate(calls.tools):
         begin = _terms(tool.name + calls.after, calls)
-        rules.append(f"call_{i}: {begin} %json {json.dumps(schema_of(tool))}")
+        if calls.arguments is None:
+            rules.append(f"call_{i}: {begin} %json {json.dumps(schema_of(tool))}")
+        else:
+            rules.append(f"call_{i}: {begin} call_{i}_first_0")
+            rules += argument_rules(f"call_{i}", calls.arguments, tool, schema_of)
     one = f"{_terms(calls.before, calls)} call {_terms(calls.end, calls)}"
     more = "" if calls.separator is None else f"({_terms(calls.separator, calls)} {one})*"
     tail = f"{one} {more} {_terms(calls.closing, calls)}"
@@ -60,6 +61,9 @@ def _start(calls: CallGrammar, tail: str) -> tuple[str, ...]:
     if calls.is_required:
         return (f"start: {_term(first, calls)} {others} {tail}",)
     text = "TEXT: /(.|\\n)*/"
+    if calls.at_start:
+        other = f"OTHER: /([^{re.escape(first[0])}](.|\\n)*)?/"
+        return (f"start: OTHER | {_term(first, calls)} {others} {tail}", other)
     if first in calls.marks:
         return (f"start: TEXT | TEXT {_term(first, calls)} {others} {tail}", text)
     lazy = f"trigger[lazy]: TEXT {json.dumps(first)}"

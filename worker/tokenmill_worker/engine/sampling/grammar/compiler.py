@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from tokenmill_schemas.generation import CallGrammar, ResponseFormat, SamplingParams
-from tokenmill_worker.engine.sampling.grammar.calls import ToolRefused, compile_calls
+from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused
+from tokenmill_worker.engine.sampling.grammar.calls import compile_calls
 from tokenmill_worker.engine.sampling.grammar.json_grammar import (
     Encode,
     JsonCompiler,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tokenmill_worker.engine.sampling.grammar.json_schema.rewrite import Rewriter
 
 _COPIED = (*NUMBERS, "type", "enum", "const", "required")
+# The compiler reads numbers as floats: larger ones are not exact, and near -2^63 it crashes.
+_MAX_NUMBER = 2**53
 _ENFORCED_FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -109,8 +111,13 @@ class SchemaReader:
 
     def _plain(self) -> None:
         for key in _COPIED:
-            if key in self.given:
-                self.out[key] = self.given[key]
+            if key not in self.given:
+                continue
+            value = self.given[key]
+            if key in NUMBERS and abs(value) > _MAX_NUMBER:
+                self._problem(key, "is beyond ±2^53, which is not supported")
+            else:
+                self.out[key] = value
         for key in COUNTS:
             if key in self.given:
                 self.out[key] = int(self.given[key])

@@ -1,0 +1,78 @@
+"""Reads from a tool's schema which arguments a call may name, where each is written by itself.
+
+The grammar and the parser both ask here, so that they agree about which value is a plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+_NAME: Final = re.compile(r"[\w.-]+")
+_READ: Final = frozenset({
+    "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
+    "title", "description",
+})  # fmt: skip
+_TEXT_LIMITS: Final = frozenset({"pattern", "format"})
+
+
+@dataclass(frozen=True, slots=True)
+class NamedArgument:
+    """One argument. `is_text`: its value is a text. `choices`: the only texts that it may be."""
+
+    name: str
+    schema: Any
+    is_required: bool
+    is_text: bool
+    choices: tuple[str, ...] = ()
+
+
+def named_arguments(schema: Mapping[str, Any]) -> list[NamedArgument]:
+    """Return the arguments in the order in which a call has them: that of the schema.
+
+    Raises ValueError for a name that cannot be written.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
+    found = []
+    for name in dict.fromkeys((*properties, *required)):
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"have an argument {name[:64]!r}, which this model's form cannot name")
+        own = _resolved(properties.get(name, {}), schema)
+        choices = own.get("enum", [own["const"]] if "const" in own else [])
+        is_choice = bool(choices) and all(isinstance(value, str) for value in choices)
+        found.append(
+            NamedArgument(
+                name,
+                {**own, **shared},
+                name in required,
+                is_choice or own.get("type") == "string",
+                tuple(choices) if is_choice else (),
+            )
+        )
+    return found
+
+
+def unenforced(schema: Mapping[str, Any], *, has_plain_texts: bool) -> list[str]:
+    """Return the keywords of a schema that do not bind arguments which are written one by one."""
+    found = sorted(schema.keys() - _READ)
+    if has_plain_texts:
+        for argument in named_arguments(schema):
+            if argument.is_text and not argument.choices:
+                found += sorted(argument.schema.keys() & _TEXT_LIMITS)
+    return found
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema that references to definitions of the same document lead to."""
+    seen: set[str] = set()
+    while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
+        kind, _, name = reference.removeprefix("#/").partition("/")
+        target = root.get(kind, {}).get(name) if kind in ("$defs", "definitions") else None
+        if target is None or reference in seen or schema.keys() - {"$ref", "title", "description"}:
+            break
+        seen.add(reference)
+        schema = target
+    return dict(schema) if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
