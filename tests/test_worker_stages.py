@@ -50,6 +50,6 @@ async def test_a_server_that_is_away_is_spoken_of_once(
     await asyncio.sleep(2.5)  # two more tries
     worker.drain()
     await asyncio.wait_for(serving, 10)
-    said = [record.getMessage() for record in caplog.records if "not ready" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "Not ready" in record.getMessage()]
     assert len(said) == 1, said
-    assert said[0].startswith("not ready, trying for 60 s more: Redis: ")
+    assert said[0].startswith("Not ready; trying again for 60 s: Redis: ")

@@ -69,7 +69,7 @@ NOT_RUN = {
     ("architecture.md", "             not_before"): "a drawing",
     ("architecture.md", " WAITING"): "a drawing",
     ("protocol.md", "read(id):"): "pseudocode; the examples below it are run",
-    ("models.md", "weights in memory"): "a log line that the worker prints",
+    ("models.md", "Weights in memory"): "a log line that the worker prints",
     ("models.md", "tokenmill worker --model /models/small"): "needs two GPUs",
     ("models.md", "tokenmill worker --model /models/base"): "needs a model with its adapters",
     ("celery.md", "tokenmill tasks"): "runs until it is stopped; tests/tasks start it",

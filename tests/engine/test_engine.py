@@ -251,7 +251,7 @@ def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, capl
                 model="synthetic", num_blocks=64, block_size=16, max_model_len=max_model_len
             )
         )
-    assert "the longest sequence has 1009 tokens, not 4096" in caplog.text
+    assert "The longest sequence has 1009 tokens, not 4096" in caplog.text
     reports = []
     mailbox = Mailbox()
     mailbox.put(Stop())

@@ -74,7 +74,7 @@ async def test_a_gap_is_one_warning_however_many_chunks_meet_it(publisher, log, 
     with caplog.at_level("WARNING"):
         await publisher.handle([event("cdefg")])
     assert [record.getMessage() for record in caplog.records] == [
-        "the log of job job ends with entry 1, not 2: sending its tail again"
+        "The log of job job ends with entry 1, not 2; the rest is appended again"
     ]
     await publisher.flush()
     assert log.text("job") == "abcdefg"

@@ -84,7 +84,7 @@ async def test_log_lines_are_json_name_the_job_and_hold_no_text(
     logged = {line["job_id"]: line for line in lines if line["logger"] == "tokenmill_worker.jobs"}
     assert {good, bad, broken} <= set(logged)
     assert (logged[good]["message"], logged[good]["completion_tokens"], logged[good]["tenant"]) == (
-        "job succeeded",
+        "Job succeeded",
         40,
         "acme",
     )

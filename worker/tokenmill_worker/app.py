@@ -193,7 +193,7 @@ class Worker:
             await self._serve_metrics(undo)
             if await self._patiently(self._store.check) and await self._patiently(self.stream.open):
                 await self._run_stages()
-        log.info("stopped")
+        log.info("Worker stopped")
         return 0
 
     async def _run_stages(self) -> None:
@@ -208,7 +208,7 @@ class Worker:
             async with background(self._claim(), self._stop):
                 await self._stop.wait()
                 if self.service.started.is_set():
-                    log.info("shutting down: taking no new jobs")
+                    log.info("Shutting down: this worker claims no more jobs")
                 await self._consumer.stop()
             await self.service.drain(self.settings.drain_seconds, self._hurry)
             await self.service.stop()
@@ -245,7 +245,7 @@ class Worker:
                     raise
                 if str(error) != logged:
                     log.warning(
-                        "not ready, trying for %.0f s more: %s", deadline - time.monotonic(), error
+                        "Not ready; trying again for %.0f s: %s", deadline - time.monotonic(), error
                     )
                 logged = str(error)
                 await wait_at_most(self._stop, 1.0)
@@ -290,7 +290,9 @@ class Worker:
         self.health_port = server.port
         undo.push_async_callback(server.stop)
         await self._read_queue_metrics(undo)
-        log.info("metrics and health on http://%s:%d", settings.metrics_host, server.port)
+        log.info(
+            "Metrics and health are served on http://%s:%d", settings.metrics_host, server.port
+        )
 
     async def _read_queue_metrics(self, undo: contextlib.AsyncExitStack) -> None:
         client = AsyncClient(

@@ -21,7 +21,9 @@ from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.settings.flags import SettingsCommand, variables_epilog, with_settings
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-db = typer.Typer(help="The SQL store's tables.", no_args_is_help=True)
+db = typer.Typer(
+    help="Create, upgrade, downgrade and check the tables of the SQL store.", no_args_is_help=True
+)
 app.add_typer(db, name="db")
 
 DatabaseUrl = Annotated[
@@ -43,10 +45,10 @@ def worker(flags: dict[str, object]) -> None:
 
 
 def tasks(flags: dict[str, object]) -> None:
-    """Work beside the stream: webhooks, bulk files, usage by day, retention. Run one or several,
-    with the workers.
+    """Do the work beside the stream of jobs: webhooks, bulk files, sums of usage, retention.
 
-    Celery on threads, with its beat; the queue's Redis is its broker.
+    Runs Celery on threads, with its beat. The queue's Redis is the broker. Start one process or
+    several, beside the workers.
     """
     with _sentences():
         settings = load_settings(flags)
@@ -56,8 +58,9 @@ def tasks(flags: dict[str, object]) -> None:
 
 
 def dev(flags: dict[str, object]) -> None:
-    """Everything on this machine in one command: a private Valkey, SQLite, and a worker. Ctrl-C
-    stops it all.
+    """Run the whole service on this machine: a private Valkey, SQLite and a worker.
+
+    Ctrl-C stops all of it.
     """
     with _sentences():
         if "redis_url" in flags:
@@ -97,8 +100,9 @@ _register(dev, port="Port of the private Valkey (default: 6379, or any other whe
 
 @db.command()
 def upgrade(database_url: DatabaseUrl = None) -> None:
-    """Create the tables, or bring them to this version. Safe while workers run, and from several
-    places at once.
+    """Create the tables, or bring them to this version.
+
+    Workers may run meanwhile, and so may the same command elsewhere.
     """
     with _sentences():
         settings = load_settings({"database_url": database_url})
@@ -115,17 +119,18 @@ def upgrade(database_url: DatabaseUrl = None) -> None:
 @db.command()
 def downgrade(
     revision: Annotated[
-        str, typer.Argument(help="The last one to keep, as `0004`; `base` removes all tables.")
+        str, typer.Argument(help="Last revision to keep, as `0004`; `base` removes all tables.")
     ],
     database_url: DatabaseUrl = None,
     *,
     yes: Annotated[
         bool,
-        typer.Option("--yes", help="Do it: what later revisions brought is lost, data included."),
+        typer.Option("--yes", help="Confirm that the data of later revisions is lost."),
     ] = False,
 ) -> None:
-    """Take back what came after a revision, with the data in it. Stop the workers of this version
-    first.
+    """Undo the revisions after the named one, and remove their tables and columns with the data.
+
+    Stop the workers of this version first.
     """
     with _sentences():
         settings = load_settings({"database_url": database_url})
@@ -147,8 +152,9 @@ def downgrade(
 
 @db.command()
 def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
-    """Show the revision that the database has and the one that this version needs. Exits with 1
-    when it is behind.
+    """Show the revision that the database has and the one that this version needs.
+
+    Exits with 1 if the database is behind.
     """
     with _sentences():
         settings = load_settings({"database_url": database_url})
@@ -175,18 +181,25 @@ def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
 @app.command()
 def doctor(
     *,
-    redis_url: Annotated[str | None, typer.Option(help="(default: TOKENMILL_REDIS_URL).")] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Redis or Valkey (default: TOKENMILL_REDIS_URL).")
+    ] = None,
     database_url: DatabaseUrl = None,
-    queue: Annotated[str | None, typer.Option(help="(default: TOKENMILL_QUEUE).")] = None,
-    model: Annotated[str | None, typer.Option(help="(default: TOKENMILL_MODEL).")] = None,
+    queue: Annotated[str | None, typer.Option(help="Queue (default: TOKENMILL_QUEUE).")] = None,
+    model: Annotated[str | None, typer.Option(help="Model (default: TOKENMILL_MODEL).")] = None,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", help="Only servers, only what is wrong: for health checks."),
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="Check only the servers, print only what is wrong: for health checks.",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check settings, servers, model and machine; say what is missing and how to get it. Exits with
-    1 on any error.
+    """Check settings, servers, model and machine; say what is missing and how to get it.
+
+    Exits with 1 on any error.
     """
     with _sentences():
         settings = load_settings(
@@ -206,21 +219,27 @@ def doctor(
 @app.command()
 def exporter(
     *,
-    redis_url: Annotated[str | None, typer.Option(help="(default: TOKENMILL_REDIS_URL).")] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Redis or Valkey (default: TOKENMILL_REDIS_URL).")
+    ] = None,
     queue: Annotated[
         list[str] | None,
-        typer.Option(help="Repeat it for several (default: TOKENMILL_QUEUE, or the model's)."),
+        typer.Option(help="Queue; may be repeated (default: TOKENMILL_QUEUE, or the model's)."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="(default: TOKENMILL_METRICS_HOST).")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to serve on (default: TOKENMILL_METRICS_HOST).")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option(help="0: any (default: TOKENMILL_METRICS_PORT, or 9091).")
+        int | None,
+        typer.Option(help="Port; 0: any free one (default: TOKENMILL_METRICS_PORT, or 9091)."),
     ] = None,
     every: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two looks at Redis.")
+        float, typer.Option(min=0.1, help="Seconds between two reads of the queues.")
     ] = 5.0,
 ) -> None:
-    """Serve /metrics and /healthz of queues, from Redis alone: for alerts and autoscaling when no
-    worker runs.
+    """Serve /metrics and /healthz of queues from Redis alone.
+
+    Alerts and autoscaling then work while no worker runs.
     """
     with _sentences():
         settings = load_settings(

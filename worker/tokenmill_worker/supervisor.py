@@ -70,7 +70,7 @@ class EngineSupervisor:
                     return
                 if death.at_start and not self.health.engine_restarts:
                     raise
-                log.error("engine died: %s", death)
+                log.error("Engine died; a new one starts: %s", death)
                 await self._on_death()
                 pause_s = RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)]
                 await wait_at_most(self.stopping, pause_s)
@@ -87,7 +87,7 @@ class EngineSupervisor:
         self.host = self._host_factory()
         ready = await self.host.start(_log_progress)
         await self._on_ready(ready)
-        log.info("engine ready: %s", ready.description)
+        log.info("Engine ready: %s", ready.description)
         self.health.engine_ready = True
         self.started.set()
 
@@ -103,4 +103,4 @@ class EngineSupervisor:
 def _log_progress(what: str, fraction: float) -> None:
     """Log loading progress. A stage without a percentage logs only its start and its end."""
     progress = "" if fraction <= 0 else ": done" if fraction >= 1 else f" ({100 * fraction:.0f} %)"
-    log.info("engine: %s%s", what, progress)
+    log.info("Engine: %s%s", what, progress)

@@ -123,7 +123,7 @@ def _records(client: Client, page: Sequence[str]) -> Iterator[Record]:
         try:
             record = read_record(job_id, values, last)
         except UnreadableRecord as error:
-            log.warning("Left out one result of a batch: %s", error)
+            log.warning("Left one result of a batch out of the answers: %s", error)
         else:
             if record is not None:
                 yield record

@@ -204,7 +204,7 @@ class PubSubMultiplexer:
                 await connection.read()
             except SERVER_TROUBLE as error:
                 self._trouble = error
-                log.debug("pub/sub connection: %s", error)
+                log.debug("The pub/sub connection is lost; it is made again: %s", error)
             finally:
                 if self._connection is connection:
                     self._connection = None

@@ -85,15 +85,16 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
         assert (
             "INFO",
             f"{where}.prepare_weights",
-            "weights in memory, each the same bits as in float32",
+            "Weights in memory, each the same bits as in float32",
         ) in told
         (fused,) = [
             record.message for record in caplog.records if record.name == f"{where}.replace"
         ]
-        assert re.fullmatch(r"fused modules: \d+ \w+(, \d+ \w+)*", fused)
+        assert re.fullmatch(r"Fused modules: \d+ \w+(, \d+ \w+)*", fused)
     else:
         prepare_weights = "tokenmill_worker.engine.cpu.fused.prepare_weights"
-        assert ("WARNING", prepare_weights, "the model runs on torch's own linear layers") in told
+        slower = "The model runs on torch's own linear layers, which is slower"
+        assert ("WARNING", prepare_weights, slower) in told
     assert "linear layers" not in capfd.readouterr().err
 
 

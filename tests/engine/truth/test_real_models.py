@@ -111,9 +111,9 @@ def test_weights_kept_as_their_file_has_them_change_no_bit(
     assert answers[0] == answers[1]
     told = [record.getMessage() for record in caplog.records if "same bits" in record.getMessage()]
     assert told == [
-        "weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 "
+        "Weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 "
         "million as 8 bits",
-        "weights in memory, each the same bits as in float32: 134.5 million as float32",
+        "Weights in memory, each the same bits as in float32: 134.5 million as float32",
     ]
 
 

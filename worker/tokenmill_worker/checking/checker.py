@@ -41,7 +41,9 @@ class AnswerChecker:
                 self._kill()
                 return "it could not be checked: the check took too long, or needed too much memory"
             except Exception as error:  # of any kind: the job must end
-                log.exception("an answer cannot be validated")
+                log.exception(
+                    "An answer could not be validated; its job ends with schema_violation"
+                )
                 self._kill()
                 return f"it could not be checked: {type(error).__name__}"
             except BaseException:  # interrupted between request and reply: the pipe is out of step

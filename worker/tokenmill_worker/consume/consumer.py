@@ -109,12 +109,14 @@ class Consumer:
                 except RedisUnavailable as error:
                     failures += 1
                     if failures == 1:
-                        log.warning("no jobs can be claimed until Redis answers: %s", error)
+                        log.warning("No jobs can be claimed until Redis answers: %s", error)
                     await self._sleep(BACKOFF.delay_s(failures))
                     continue
                 except Exception:
                     failures += 1
-                    log.exception("a claim failed and is repeated in %g s", BACKOFF.longest_s)
+                    log.exception(
+                        "A claim failed; the next one follows after %g s", BACKOFF.longest_s
+                    )
                     await self._sleep(BACKOFF.longest_s)
                     continue
                 if self._found_ended and self._credits():
@@ -149,7 +151,7 @@ class Consumer:
             await self._take(deliveries)
         except Exception:
             log.exception(
-                "%d claimed jobs could not be started: giving them back as suspects",
+                "%d claimed jobs could not be started; they return to the queue as suspects",
                 len(deliveries),
             )
             self._to_return = [(delivery.job_id, delivery.token, True) for delivery in deliveries]

@@ -65,7 +65,9 @@ class ControlChannel:
                             self._read_wake_ups(wake_ups), self._read_commands(commands)
                         )
                 except QueueUnavailable as error:
-                    log.debug("control channel: %s", error)
+                    log.debug(
+                        "The control channel is interrupted; it is subscribed again: %s", error
+                    )
                 await asyncio.sleep(RECONNECT_S)
         finally:
             await pubsub.close()
@@ -87,7 +89,7 @@ class ControlChannel:
         try:
             command = decode_control(message)
         except DecodeError as error:  # for example a message of a later version
-            log.warning("ignored a control message that cannot be decoded: %s", error)
+            log.warning("Ignored a control message that cannot be decoded: %s", error)
             return
         match command:
             case Cancel():

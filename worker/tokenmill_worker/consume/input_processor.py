@@ -76,7 +76,7 @@ class InputProcessor:
         except Refused as refusal:
             return self._outcomes.failed(delivery, request, refusal.error)
         except Exception as error:  # any error: the other jobs of the claim must still start
-            log.exception("job %s fails: its request could not be processed", delivery.job_id)
+            log.exception("Job %s fails: its request could not be processed", delivery.job_id)
             message = f"the worker could not take this request in: {type(error).__name__}"
             return self._outcomes.failed(delivery, request, JobError("internal_error", message))
 

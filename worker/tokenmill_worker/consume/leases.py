@@ -97,7 +97,7 @@ class LeaseKeeper:
             return
         self.num_expired += 1
         log.error(
-            "this process was frozen for longer than its lease of %g s: dropping all of its jobs",
+            "This process was frozen for longer than its lease of %g s; it drops all of its jobs",
             self._lease_s,
         )
         try:
@@ -116,12 +116,12 @@ class LeaseKeeper:
             reply = await self._stream.heartbeat(self._status())
         except RedisUnavailable as error:
             if self.is_reachable:
-                log.warning("the lease cannot be renewed until Redis answers: %s", error)
+                log.warning("The lease cannot be renewed until Redis answers: %s", error)
             self.is_reachable = False
             self.num_failed += 1
             return
         if not self.is_reachable:
-            log.info("the lease is renewed again")
+            log.info("Redis answers; the lease is renewed again")
         self.is_reachable = True
         self.num_renewed += 1
         if reply.is_replaced:

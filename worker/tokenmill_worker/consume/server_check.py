@@ -24,7 +24,7 @@ async def check_server(client: redis.asyncio.Redis) -> None:
         info: dict[str, Any] = await client.info("everything")
     except (NoPermissionError, ResponseError):
         log.warning(
-            "this user may not read the server's INFO: "
+            "This Redis user may not read the server's INFO: "
             "its version and eviction policy are not checked"
         )
         return

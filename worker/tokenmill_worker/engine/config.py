@@ -54,7 +54,7 @@ class EngineConfig:
 
     model: str = field(
         metadata={
-            "help": "directory, .gguf file, hub name, or a built-in: "
+            "help": "the model: a folder, a .gguf file, a hub name, or a built-in: "
             "smollm2-135m-instruct, gemma3-270m",
             "minimum": None,
         }
@@ -131,7 +131,8 @@ class EngineConfig:
     )
     max_long_partial_prefills: int | None = setting(
         None,
-        "long prompts among them; 0: no limit (default: as for max-num-partial-prefills)",
+        "long prompts that are computed in parts at once; 0: no limit "
+        "(default: as for max-num-partial-prefills)",
         minimum=0,
     )
     max_waiting: int = setting(100_000, "requests that may wait inside the engine", minimum=1)

@@ -125,7 +125,7 @@ class ContinuousBatchingManager:
             while self._step():
                 pass
         except BaseException as error:
-            log.exception("the manager's loop has failed")
+            log.exception("The manager's loop failed; every waiting call raises EngineError")
             self._is_parked = True
             self._results.fail(error)
 

@@ -128,7 +128,9 @@ class LogWriter:
                 self._postpone(error)
                 return
             if self._failures:
-                log.info("the log answers again; %d tokens wait for it", self.num_unlogged)
+                log.info(
+                    "Chunks are appended to the logs again; %d tokens still wait", self.num_unlogged
+                )
             self._failures, self._retry_at = 0, 0.0
             if failures:
                 _requeue(fast)
@@ -169,7 +171,7 @@ class LogWriter:
             elif reply is AppendReply.GAP:
                 rewound.add(running)
                 log.warning(
-                    "the log of job %s ends with entry %d, not %d: sending its tail again",
+                    "The log of job %s ends with entry %d, not %d; the rest is appended again",
                     item.chunk.job_id,
                     end,
                     item.start,
@@ -193,7 +195,9 @@ class LogWriter:
     def _postpone(self, error: Exception) -> None:
         pause = RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S) - 1)]
         if not self._failures:
-            log.warning("the log cannot be reached, so its chunks wait: %s", error)
+            log.warning(
+                "Chunks cannot be appended to the logs; they wait until Redis answers: %s", error
+            )
         self._failures += 1
         self._retry_at = time.monotonic() + pause
 

@@ -56,7 +56,7 @@ async def skip_recorded(
     except StoreUnavailable as error:
         # The jobs are generated again. Where a row exists, it decides.
         log.warning(
-            "%d redelivered jobs are generated again: SQL cannot tell if they ended: %s",
+            "SQL does not answer; %d redelivered jobs are generated again, ended or not: %s",
             len(again),
             error,
         )

@@ -155,7 +155,7 @@ class Finalizer:
                 break
         if held := self.held_ids:
             log.warning(
-                "%d finished jobs were not recorded and acknowledged in time; other workers do it",
+                "%d finished jobs were not recorded in time; other workers record them",
                 len(held),
             )
         return held
@@ -200,4 +200,6 @@ def _notify(hook: OnRecorded | None, group: list[FinishedJob]) -> None:
     try:
         hook(group)
     except Exception:
-        log.exception("The hook for recorded jobs failed")
+        log.exception(
+            "The hook for recorded jobs failed; the jobs are recorded, their metrics are incomplete"
+        )

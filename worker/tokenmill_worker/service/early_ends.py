@@ -65,7 +65,7 @@ class EarlyEnds:
         self.stop_generating(delivery.request_id)
         self._publisher.close(delivery.request_id)
         if delivery in self._owned:
-            log.warning("dropped job %s: another worker owns it now", delivery.job_id)
+            log.warning("Dropped job %s: another worker owns it now", delivery.job_id)
             self._owned.leave([delivery], "lost")
 
     def abandon(self, deliveries: list[Delivery]) -> None:
@@ -123,7 +123,7 @@ class EarlyEnds:
         """
         if not self._owned:
             return
-        log.info("handing over %d running jobs", len(self._owned))
+        log.info("Handing over %d running jobs to other workers", len(self._owned))
         try:
             async with asyncio.timeout(HAND_OVER_S):
                 await flush()

@@ -139,7 +139,7 @@ class Settings(_EngineFields):
         description="size of the largest job request",
     )
     default_max_tokens: int | None = Field(
-        None, ge=1, description="max_tokens of jobs that set none (default: model's length)"
+        None, ge=1, description="answer length of jobs without max_tokens (default: model's length)"
     )
     tenant_max_running: int = Field(
         0, ge=0, description="jobs of one tenant that run at once; 0: no limit"
@@ -227,10 +227,13 @@ class Settings(_EngineFields):
     log_prompts: bool = Field(False, description="write prompts and answers to the log")
     metrics_host: str = Field("127.0.0.1", description="address of /healthz, /readyz and /metrics")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port of these pages; 0: any (default: not served)"
+        None,
+        ge=0,
+        le=65535,
+        description="port of these pages; 0: any free one (default: not served)",
     )
     otel_endpoint: str = Field(
-        "", description="collector, OTLP over HTTP, as http://host:4318 (default: no traces)"
+        "", description="trace collector with OTLP over HTTP: http://host:4318 (default: no traces)"
     )
     otel_sample_ratio: float = Field(
         1.0, ge=0, le=1, description="fraction of jobs traced when the caller sent no traceparent"

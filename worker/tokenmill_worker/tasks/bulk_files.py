@@ -132,7 +132,7 @@ class BulkFiles:
             ended, _missing = export_batch(
                 client, store, batch_id, paths, source=Path(batch.input_file)
             )
-            log.info("batch %s %s: %s", batch_id, ended.state.value, output)
+            log.info("Batch %s is %s; its answers are in %s", batch_id, ended.state.value, output)
             return ended
 
     @contextlib.contextmanager

@@ -160,7 +160,7 @@ class TasksHealth:
             except Exception as error:  # of any kind: /healthz reports it
                 problem = sentence_of(error)
             if problem and problem != self._problems[name]:
-                log.warning("%s cannot be used: %s", name, problem)
+                log.warning("The tasks cannot use %s: %s", name, problem)
             self._problems[name] = problem
             if name == "broker":
                 self._broker_ok_since = None if problem else self._broker_ok_since or self._clock()

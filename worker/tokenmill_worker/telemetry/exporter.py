@@ -70,7 +70,9 @@ class Exporter:
                 loop.add_signal_handler(number, stop.set)
         await self.start()
         log.info(
-            "metrics of %s on port %d", ", ".join(queue.queue for queue in self._queues), self.port
+            "Metrics of the queues %s are served on port %d",
+            ", ".join(queue.queue for queue in self._queues),
+            self.port,
         )
         asked = asyncio.create_task(stop.wait())
         ended, _ = await asyncio.wait([asked, *self._tasks], return_when=asyncio.FIRST_COMPLETED)

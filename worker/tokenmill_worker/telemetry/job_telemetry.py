@@ -159,9 +159,9 @@ class JobTelemetry:
             num_lines += is_line
             level = logging.DEBUG if is_line else logging.INFO
             if log.isEnabledFor(level):
-                log.log(level, "job %s", result.status.value, extra=_fields(item, trace_id))
+                log.log(level, "Job %s", result.status.value, extra=_fields(item, trace_id))
         if num_lines:
-            log.info("lines of batches succeeded", extra={"jobs": num_lines})
+            log.info("Lines of batches succeeded", extra={"jobs": num_lines})
 
     # ── reports of JobStream ──
 

@@ -58,7 +58,8 @@ EXPIRED: Final = LineError(
 )
 CANCELLED: Final = LineError("batch_cancelled", "This request was cancelled with its batch.")
 LOST: Final = LineError(
-    "result_unavailable", "The queue has forgotten this request's result, and no database has it."
+    "result_unavailable",
+    "Redis has deleted this request's result, and there is no database that has it.",
 )
 UNREADABLE: Final = LineError(
     "result_unreadable", "This request's result is damaged, or a newer version wrote it."

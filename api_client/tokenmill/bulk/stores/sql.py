@@ -311,7 +311,7 @@ def _result(row: Any) -> JobResult:
             return decode_result(bytes(row["result"]))
         except DecodeError as trouble:
             log.warning(
-                "The recorded result of job %s cannot be read, its line is an error: %s",
+                "The recorded result of job %s cannot be read; its line goes to the error file: %s",
                 row["id"],
                 trouble,
             )

@@ -76,7 +76,9 @@ BatchId = Annotated[str, typer.Argument(help="Id of the batch.", metavar="BATCH"
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="Files of requests, in OpenAI's batch format.", no_args_is_help=True)
+    group = typer.Typer(
+        help="Answer files of requests in OpenAI's batch format.", no_args_is_help=True
+    )
     for command in (run, submit, status, results, cancel):
         group.command()(connected(command))
     group.command("list")(connected(list_batches))

@@ -13,7 +13,8 @@ from tokenmill.errors import InvalidRequest
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Jobs that were set aside after too many crashes or claims.", no_args_is_help=True
+        help="List jobs that were set aside after too many crashes, and run them again.",
+        no_args_is_help=True,
     )
     group.command("list")(connected(list_dead))
     group.command("redrive")(connected(redrive))

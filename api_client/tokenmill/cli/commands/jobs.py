@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(connection: ConnectionOptions, job: Job, *, json: Json = False) -> None:
-    """Show a job's state: from the queue, or from SQL once the queue has forgotten it."""
+    """Show a job's state: from the queue, or from SQL after Redis has deleted its record."""
     with connection.client() as client:
         info = client.status(job)
     if json:
@@ -175,7 +175,7 @@ def jobs(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List jobs: those that are not over from the queue, ended ones from SQL, the newest first."""
+    """List jobs, the newest first: open ones from the queue, ended ones from SQL."""
     # an invalid name fails here, not as an error of one source
     connection = replace(connection, queue=connection.queue_name)
     what = JobFilter(

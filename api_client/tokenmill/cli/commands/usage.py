@@ -39,7 +39,7 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a header line.")] = False,
     json: Json = False,
 ) -> None:
-    """Jobs, tokens and mean times of finished jobs, of every queue, by tenant, model and day."""
+    """Sum finished jobs, tokens and mean times of every queue, by tenant, model and day."""
     if json and as_csv:
         raise ConfigurationError("give --json or --csv, not both")
     columns = tuple(word.strip() for word in by.split(",") if word.strip())

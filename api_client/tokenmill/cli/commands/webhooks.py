@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Messages about ended jobs to their jobs' URLs; `tokenmill tasks` sends them.",
+        help="List webhooks, send dead ones again, make secrets (`tokenmill tasks` sends them).",
         no_args_is_help=True,
     )
     group.command("list")(connected(list_webhooks))
@@ -47,7 +47,7 @@ def list_webhooks(
     ] = 50,
     json: Json = False,
 ) -> None:
-    """Webhooks and what became of them, the latest first; of every queue."""
+    """List the webhooks of every queue with their state, the latest first."""
     with _webhooks(connection) as webhooks:
         found = webhooks.list(state=wanted, tenant=tenant, job_id=job, limit=limit)
     if json:
@@ -100,7 +100,10 @@ def secret(
     tenant: Annotated[str, typer.Option(help="Tenant whose receivers use it.")] = "",
     new: Annotated[bool, typer.Option("--new", help="Print a new secret for the service.")] = False,
 ) -> None:
-    """Print the secret, derived from the service's, with which a tenant's receivers verify."""
+    """Print the secret with which a tenant's receivers verify webhooks.
+
+    It is derived from the service's secret.
+    """
     say((new_secret() if new else tenant_secret(webhook_secret, tenant)) + "\n")
 
 

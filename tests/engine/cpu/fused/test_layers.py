@@ -256,7 +256,8 @@ def test_without_a_compiler_the_model_runs_as_it_is(
         assert prepare_weights(model, config, no_kernels) is model
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert [record.getMessage() for record in caplog.records] == [
-        "the model runs on torch's own linear layers: no C++ compiler found (looked for g++)"
+        "The model runs on torch's own linear layers, which is slower: "
+        "no C++ compiler found (looked for g++)"
     ]
     with pytest.raises(EngineConfigError, match="quantization 'int8' needs compiled kernels: no C"):
         prepare_weights(model, config.replace(quantization="int8"), no_kernels)

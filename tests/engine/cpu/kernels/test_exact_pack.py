@@ -210,4 +210,7 @@ def test_where_a_form_cannot_be_compiled_a_weight_stays_float32(
     monkeypatch.setattr("tokenmill_worker.engine.cpu.kernels.exact_pack.load", unavailable)
     packed = ExactPacker(plain, march=march).pack(bfloat16(40, 64))
     assert packed.form == "float32"
-    assert "a weight that could be narrower stays float32: no room on the disk" in caplog.text
+    assert (
+        "A weight is kept in float32, although its file has fewer bits: no room on the disk"
+        in caplog.text
+    )

@@ -98,7 +98,8 @@ def missing_kernel() -> str | None:
         load("cache_write")
     except KernelUnavailableError as error:
         log.warning(
-            "no CPU attention kernel, attention in plain torch is several times slower: %s", error
+            "No CPU attention kernel; attention runs in torch, several times slower: %s",
+            error,
         )
         return str(error)
     return None

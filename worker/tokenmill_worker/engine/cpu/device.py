@@ -57,5 +57,8 @@ class CpuDevice(Device):
         try:
             return DrawKernel()
         except KernelUnavailableError as error:
-            log.warning("tokens are drawn by torch, several times slower: %s", error)
+            log.warning(
+                "No sampling kernel; torch samples the tokens, several times slower: %s",
+                error,
+            )
             return None

@@ -195,7 +195,8 @@ class GraphRunner:
         except CaptureError as error:
             self.refusal = str(error)
             log.warning(
-                "steps are no longer captured as graphs, they run eagerly: %s", self.refusal
+                "A CUDA graph could not be captured; further steps run without graphs: %s",
+                self.refusal,
             )
             return None
         self.num_captured += 1

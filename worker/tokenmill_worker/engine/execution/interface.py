@@ -119,7 +119,7 @@ def build_scheduler(info: RunnerInfo) -> Scheduler:
     longest = scheduler.max_model_len
     if longest < info.max_model_len:
         log.info(
-            "the longest sequence has %d tokens, not %d: "
+            "The longest sequence has %d tokens, not %d: "
             "the %d blocks of num_blocks hold no longer one",
             longest, info.max_model_len, min(info.cache_config.num_blocks),
         )  # fmt: skip

@@ -79,7 +79,7 @@ class Ranks:
             self._store.set(FAILED, reason)
         except Exception as problem:
             # the store's process is gone, which the other ranks notice themselves
-            log.warning("cannot report the failure to the other ranks: %s", problem)
+            log.warning("This rank cannot report its failure to the other ranks: %s", problem)
         return GroupLostError(reason)
 
     def leave(self) -> None:
@@ -133,5 +133,5 @@ def smallest_common_cache(cache: CacheConfig) -> CacheConfig:
 
 def end_process(reason: str) -> None:
     """Exit at once: the main thread may be in a collective that never completes."""
-    log.critical("this rank ends: %s", reason)
+    log.critical("This rank ends: %s", reason)
     os._exit(GROUP_LOST)

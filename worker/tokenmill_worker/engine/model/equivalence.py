@@ -35,7 +35,7 @@ def is_equivalent(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # an unusual signature: this module stays as it is
-        log.debug("not fused: %s", error)
+        log.debug("A module is not fused: %s", error)
         return False
 
 
@@ -131,7 +131,7 @@ def call_attention(module: nn.Module, width: int, rotary_dim: int) -> AttentionC
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        log.debug("not fused: %s", error)
+        log.debug("A module is not fused: %s", error)
         return None
     call.seen.append(out)
     return call

@@ -113,7 +113,7 @@ def describe_norm(module: nn.Module) -> RmsNorm | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # an unusual signature: this module stays as it is
-        log.debug("not fused: %s", error)
+        log.debug("A module is not fused: %s", error)
         return None
 
 

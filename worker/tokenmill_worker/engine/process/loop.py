@@ -85,7 +85,7 @@ class EngineLoop:
         try:
             self._engine.runner.close()
         except Exception as error:
-            log.warning("the engine's memory could not be given back: %s", error)
+            log.warning("The engine's memory could not be freed: %s", error)
 
     def _run_once(self) -> bool:
         engine, stats = self._engine, None

@@ -117,7 +117,9 @@ class Results:
         try:
             handler(_output_of(output, is_finished))
         except Exception:
-            log.exception("the result handler of request %s has failed", request_id)
+            log.exception(
+                "The result handler of request %s failed; the request goes on", request_id
+            )
 
     def fail(self, error: BaseException) -> None:
         """Let every waiting and later call raise EngineError with this cause."""

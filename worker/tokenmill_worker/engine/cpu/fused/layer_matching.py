@@ -205,7 +205,7 @@ def _run(
                 paged=step,
             )
     except Exception as error:
-        log.debug("not fused: %s", error)
+        log.debug("A layer is not fused: %s", error)
         return None
     caches = (binding.cache for binding in bindings.values())
     return (out, *caches) if isinstance(out, Tensor) and torch.equal(rows, kept) else None

@@ -43,16 +43,16 @@ def prepare_weights(
             raise EngineConfigError(
                 [f"quantization {config.quantization!r} needs compiled kernels: {error}"]
             ) from None
-        log.warning("the model runs on torch's own linear layers: %s", error)
+        log.warning("The model runs on torch's own linear layers, which is slower: %s", error)
         return model
     replaced = replace_modules(model, packing)
     if packing.kernels.has_amx:
-        log.info("products of many rows run in the CPU's matrix registers (AMX)")
+        log.info("Products of many rows run in the CPU's matrix registers (AMX)")
     if config.quantization is None:
         forms = ", ".join(
             f"{count / 1e6:.1f} million as {form}" for form, count in _forms(model).items()
         )
-        log.info("weights in memory, each the same bits as in float32: %s", forms or "none packed")
+        log.info("Weights in memory, each the same bits as in float32: %s", forms or "none packed")
     else:
         _report_the_rest(model, config, replaced)
     return model

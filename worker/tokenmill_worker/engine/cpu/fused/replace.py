@@ -57,7 +57,7 @@ def replace_modules(model: nn.Module, packing: Packing) -> Counter[str]:
         replaced += replace_children(model, build)
     replaced += fuse_layers(model)
     log.info(
-        "fused modules: %s",
+        "Fused modules: %s",
         ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none",
     )
     return replaced

@@ -214,7 +214,7 @@ def find_whole_pass(model: nn.Module) -> WholePass | None:
     try:
         is_equivalent = _is_equivalent(model, whole_pass, step)
     except Exception as error:  # an unusual call: the model stays as it is
-        log.debug("not called directly: %s", error)
+        log.debug("The model is called through Transformers, not as one pass: %s", error)
         return None
     return whole_pass if is_equivalent else None
 
@@ -239,7 +239,7 @@ def _built(model: Any) -> tuple[WholePass, list[LayerParts]] | None:
     try:
         table = RotaryTable(rotary)
     except Exception as error:
-        log.debug("no rotary tables: %s", error)
+        log.debug("Rotary tables are not built: %s", error)
         return None
     return WholePass(embed, table, layers.row, norm, head), layers.row.parts
 

@@ -64,7 +64,7 @@ class ExactPacker:
         try:
             return self._narrow(rows, bias) or self._kernels.pack(rows, bias)
         except KernelUnavailableError as error:
-            log.warning("a weight that could be narrower stays float32: %s", error)
+            log.warning("A weight is kept in float32, although its file has fewer bits: %s", error)
             return self._kernels.pack(rows, bias)
 
     def _narrow(self, rows: Tensor, bias: Tensor | None) -> PackedWeight | None:

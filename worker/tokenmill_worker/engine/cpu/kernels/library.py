@@ -80,7 +80,7 @@ def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain:
         return target
     started = time.monotonic()
     log.info(
-        "compiling the CPU kernel %r with %s (once; kept in %s)", name, toolchain.compiler, folder
+        "Compiling the CPU kernel %r with %s (once; kept in %s)", name, toolchain.compiler, folder
     )
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
@@ -99,7 +99,7 @@ def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain:
             ]
         )
         made.replace(target)
-    log.info("compiled the CPU kernel %r in %.1f s", name, time.monotonic() - started)
+    log.info("Compiled the CPU kernel %r in %.1f s", name, time.monotonic() - started)
     return target
 
 

@@ -27,7 +27,9 @@ def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
     if not config.fuse or config.tensor_parallel or config.adapters:
         return
     if find_spec("triton") is None:
-        log.warning("the model runs on Transformers' own modules: Triton is not installed")
+        log.warning(
+            "Triton is not installed; the model runs on Transformers' own modules, which is slower"
+        )
         return
     from tokenmill_worker.engine.cuda.fused.replace import replace_modules
 

@@ -67,7 +67,7 @@ def replace_modules(model: nn.Module) -> Counter[str]:
         replaced += replace_children(model, build)
     replace_children(model, lambda _parent, _name, module: _joined_layers(model, module))
     listed = ", ".join(f"{count} {kind}" for kind, count in replaced.items()) or "none"
-    log.info("fused modules on %s: %s", next(model.parameters()).device, listed)
+    log.info("Fused modules on %s: %s", next(model.parameters()).device, listed)
     return replaced
 
 
@@ -85,7 +85,7 @@ def _checked(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # an unusual structure: this module stays as it is
-        log.debug("not fused: %s: %s", type(error).__name__, error)
+        log.debug("A module is not fused: %s: %s", type(error).__name__, error)
         return None
     if candidate is None:
         return None
