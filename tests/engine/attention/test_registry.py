@@ -41,7 +41,7 @@ def test_auto_logs_what_it_chose_and_why(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO)
     assert choose("auto", CPU, torch.float32, [ODD], 16).name == "reference"
     (record,) = caplog.records
-    assert record.message.startswith("attention: auto uses 'reference'. attention backend 'cpu'")
+    assert record.message.startswith("Attention 'reference' is used: attention backend 'cpu'")
 
 
 def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

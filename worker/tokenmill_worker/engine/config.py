@@ -131,8 +131,7 @@ class EngineConfig:
     )
     max_long_partial_prefills: int | None = setting(
         None,
-        "long prompts that are computed in parts at once; 0: no limit "
-        "(default: as for max-num-partial-prefills)",
+        "long prompts in parts at once; 0: no limit (default: as for max-num-partial-prefills)",
         minimum=0,
     )
     max_waiting: int = setting(100_000, "requests that may wait inside the engine", minimum=1)

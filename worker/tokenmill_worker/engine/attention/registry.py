@@ -78,7 +78,7 @@ def choose(
             backend = backend_class(candidate)()
             backend.uses_amx = amx
             if refused:
-                log.info("attention: auto uses %r. %s", candidate, "; ".join(refused))
+                log.info("Attention %r is used: %s", candidate, "; ".join(refused))
             return backend
         refused.append(f"attention backend {candidate!r} cannot be used: {reason}")
     raise EngineConfigError(refused)
