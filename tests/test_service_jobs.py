@@ -140,7 +140,9 @@ def delivery(job_id: str, **fields: Any) -> Delivery:
     return delivery_of(JobRequest(job_id=job_id, prompt="hi", stream=True, retry=retry), **fields)
 
 
-async def test_a_job_lost_and_claimed_again_hears_nothing_of_its_first_time(bench: Bench) -> None:
+async def test_a_job_lost_and_claimed_again_gets_no_event_of_its_first_delivery(
+    bench: Bench,
+) -> None:
     await bench.service.take([delivery("job")])
     await bench.host.step(event("ab"))
     bench.service.ends.drop_lost(["job"])

@@ -3,7 +3,8 @@
 A retired word is a term of an earlier version that readers of vLLM, Celery or Redis do not know.
 `RETIRED` says what to write instead. A retired definition is a class or function whose name was
 such a term, or said too little; the word itself stays free elsewhere. Words that are stored in
-Redis or printed by another system stay, in the files of `EXCEPTIONS` alone.
+Redis or printed by another system stay, in the files of `EXCEPTIONS` alone. A test is named after
+what it asserts: `PERSONIFICATIONS` lists words that no definition of a test may have.
 """
 
 import ast
@@ -120,6 +121,11 @@ RETIRED_IN_TESTS = {
     "rage": "inject_faults",
     "verdict": "find_violations",
 }
+# Words that a definition of a test may not have: it is named after what is asserted.
+PERSONIFICATIONS = frozenset({
+    "guilty", "hear", "heard", "hears", "innocent", "knew", "know", "knows", "learns", "obeyed",
+    "obeys", "said", "say", "says", "tell", "tells", "told",
+})  # fmt: skip
 PYTHON_DEFINITION = re.compile(r"\s*(?:class|(?:async )?def)\s+(\w+)")
 LUA_DEFINITION = re.compile(r"\s*(?:local\s+)?function\s+(\w+)")
 CPP_DEFINITION = re.compile(r"\s*(?:(?:class|struct)|(?:INLINE |static )*[\w:<>]+ [*&]?)\s*(\w+)")
@@ -164,6 +170,15 @@ def retired_definitions(text: str, suffix: str, retired: dict[str, str]) -> Iter
             yield f"{number}: {found[1]!r} is retired: use {retired[found[1]]}"
 
 
+def personifications(text: str) -> Iterator[str]:
+    """Yield "line: problem" for each definition of a test that lets a thing speak or know."""
+    for number, line in enumerate(text.splitlines(), 1):
+        found = PYTHON_DEFINITION.match(line)
+        words = {word.lower() for word in _WORD.findall(found[1])} if found else set()
+        for word in sorted(words & PERSONIFICATIONS):
+            yield f"{number}: {word!r} in {line.split('(')[0].strip()!r}: name what is asserted"
+
+
 def classes(text: str) -> list[str]:
     """Return the names of a file's classes."""
     return [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
@@ -176,7 +191,9 @@ def problems_of(name: str, text: str) -> Iterator[str]:
     retired = RETIRED_IN_TESTS if is_test else RETIRED_DEFINITIONS
     for problem in retired_definitions(text, suffix, retired):
         yield f"{name}:{problem}"
-    if not is_test and suffix in (".py", ".lua"):
+    if is_test:
+        yield from (f"{name}:{problem}" for problem in personifications(text))
+    elif suffix in (".py", ".lua"):
         for line, word in retired_words(text, EXCEPTIONS.get(name, set())):
             yield f"{name}:{line}: {word!r} is retired: write {RETIRED[word]!r}"
 

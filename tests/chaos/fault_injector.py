@@ -228,7 +228,7 @@ class FaultInjector:
     async def signal_engine(self) -> None:
         """Send SIGTERM and SIGINT to an engine; only its worker decides when it ends."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            await self._signal_engine(REAL.queue, number, "engines told to end by a stranger")
+            await self._signal_engine(REAL.queue, number, "engines sent SIGTERM and SIGINT")
 
     async def freeze_engine(self) -> None:
         if (engine := await self._pick_engine(FAST.queue, REAL.queue)) is not None:

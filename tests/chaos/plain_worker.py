@@ -32,12 +32,12 @@ def main(name: str, redis_url: str, database: str, *changes: str) -> int:
 
 
 async def serve(worker: Worker) -> int:
-    def tell() -> None:
+    def print_stacks() -> None:
         faulthandler.dump_traceback()
         for task in asyncio.all_tasks():
             task.print_stack(file=sys.stderr)
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print_stacks)
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0)  # it takes its signals first
     print(LISTENING, flush=True)  # noqa: T201

@@ -52,7 +52,7 @@ MIN_FAULTS = 20
 LONG = 20  # rounds from which on the real model has two workers
 
 
-def say(words):
+def print_line(words):
     print(f"chaos: {words}", flush=True)  # noqa: T201
 
 
@@ -150,7 +150,7 @@ async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
     groups = (FAST, dataclasses.replace(REAL, size=2 if rounds >= LONG else 1))
     injector = FaultInjector(valkey, own_postgres, database, tmp_path, chance, groups)
     started = time.monotonic()
-    say(f"seed {SEED}, {rounds} rounds")
+    print_line(f"seed {SEED}, {rounds} rounds")
     keeping_up = asyncio.create_task(injector.keep_running())
     try:
         async with (
@@ -191,7 +191,7 @@ async def inject_faults(injector, loads, rounds, chance):
         await asyncio.gather(jobs, real_jobs, *storm)
         if number % 10 == 9:
             count = sum(injector.survived.values())
-            say(
+            print_line(
                 f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} "
                 "jobs accepted"
             )
@@ -240,7 +240,7 @@ def report(injector, loads, found, seconds):
     fast, real = loads
     survived = ", ".join(f"{count} × {name}" for name, count in sorted(injector.survived.items()))
     kinds = [item.kind for item in found]
-    say(
+    print_line(
         f"{sum(injector.survived.values())} faults survived ({survived}; {injector.num_started} "
         "workers started); "
         f"{len(fast.wanted)} jobs on the model-free engine and {len(real.wanted)} on the real "
@@ -250,4 +250,4 @@ def report(injector, loads, found, seconds):
         f"{kinds.count('wrong')} other violations"
     )
     for item in found[:40]:
-        say(f"  {item}")
+        print_line(f"  {item}")

@@ -76,7 +76,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def told(result: JobResult) -> tuple[Any, ...]:
+def answer_of(result: JobResult) -> tuple[Any, ...]:
     (choice,) = result.choices
     return (
         choice.token_ids,
@@ -130,7 +130,7 @@ async def test_thoughts_and_calls_continue_at_every_token(
             received = await asyncio.wait_for(asyncio.gather(*streams), 120)
             ended = [await client.result(job, timeout=90) for job in jobs]
     for undisturbed, result, stream in zip(calm, ended, received, strict=True):
-        assert without_ids(told(result)) == without_ids(told(undisturbed))
+        assert without_ids(answer_of(result)) == without_ids(answer_of(undisturbed))
         assert stream == [
             result.reasoning,
             result.text,

@@ -64,7 +64,7 @@ def store(tmp_path):
     engine.dispose()
 
 
-def told(*tokens, text="ab", index=0, status=JobStatus.SUCCEEDED):
+def received(*tokens, text="ab", index=0, status=JobStatus.SUCCEEDED):
     listener = Received()
     listener.receive(Chunk(job_id="j", index=index, token_ids=tokens, text=text))
     if status:
@@ -75,7 +75,7 @@ def told(*tokens, text="ab", index=0, status=JobStatus.SUCCEEDED):
 def test_what_is_right_is_right(store):
     url, write = store
     write()
-    assert violations(url, WANTED, told(1, 2)) == []
+    assert violations(url, WANTED, received(1, 2)) == []
 
 
 def test_lost_rows_are_seen(store):
@@ -135,19 +135,19 @@ def test_a_broken_off_answer_may_hold_the_beginning_of_a_stop_string(store, text
 
 
 @pytest.mark.parametrize(
-    ("heard", "words"),
+    ("got", "words"),
     [
-        (told(1, 2, status=None), "no end"),
-        (told(1), "another answer"),
-        (told(1, 2, text="a"), "another answer"),
-        (told(2, index=1), "a chunk at 1"),
-        (told(1, 2, status=JobStatus.CANCELLED), "received the state cancelled"),
+        (received(1, 2, status=None), "no end"),
+        (received(1), "another answer"),
+        (received(1, 2, text="a"), "another answer"),
+        (received(2, index=1), "a chunk at 1"),
+        (received(1, 2, status=JobStatus.CANCELLED), "received the state cancelled"),
     ],
 )
-def test_what_a_subscriber_was_told_wrongly_is_seen(store, heard, words):
+def test_a_wrong_chunk_of_a_subscriber_is_a_violation(store, got, words):
     url, write = store
     write()
-    assert any(words in item.words for item in violations(url, WANTED, heard))
+    assert any(words in item.words for item in violations(url, WANTED, got))
 
 
 def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
@@ -175,7 +175,7 @@ def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
     assert "as running" in words
 
 
-async def test_the_witness_knows_what_was_published_twice(redis_url):
+async def test_the_witness_counts_what_was_published_twice(redis_url):
     witness = Witness(redis_url, QUEUE)
     try:
         for _ in range(2):

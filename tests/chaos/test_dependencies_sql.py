@@ -68,7 +68,7 @@ async def test_finished_jobs_wait_for_postgres_and_intake_stops(
         waiting = [job for job in jobs if (await client.status(job)).status is JobStatus.QUEUED]
         assert len(waiting) >= 20, "intake did not stop"
         assert not [job for job in jobs if (await client.status(job)).status.is_final], (
-            "told before it was recorded"
+            "reported before it was recorded"
         )
         await asyncio.to_thread(own_postgres.start)
         results = [await client.result(job, timeout=90) for job in jobs]

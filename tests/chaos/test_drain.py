@@ -34,7 +34,7 @@ async def ended(serving: asyncio.Task[int]) -> int:
 @pytest.mark.parametrize(
     "moment", ["before it serves", "when its engine is made", "while its engine loads"]
 )
-async def test_told_to_end_while_it_starts(
+async def test_sigterm_while_it_starts(
     redis_url: str, tmp_path: Path, engine: str, moment: str
 ) -> None:
     chosen = settings(redis_url, database_url(tmp_path), engine_host=engine, **SHORT)
@@ -55,7 +55,7 @@ async def test_told_to_end_while_it_starts(
     assert await ended(serving) == 0
 
 
-async def test_told_to_end_while_it_waits_for_a_server(tmp_path: Path) -> None:
+async def test_sigterm_while_it_waits_for_a_server(tmp_path: Path) -> None:
     chosen = settings(f"redis://127.0.0.1:{free_port()}/0", database_url(tmp_path), **SHORT)
     worker = Worker(chosen, thread_host(chosen.engine_config()))
     serving = asyncio.create_task(worker.serve())
@@ -108,7 +108,7 @@ async def test_a_job_that_is_handed_over_is_not_cancelled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while it starts", "while it works"])
-async def test_told_to_end_while_redis_stands_still(
+async def test_sigterm_while_redis_is_paused(
     redis_url: str, make_proxy: Any, tmp_path: Path, moment: str
 ) -> None:
     """Connections stay open without replies; the job is free when the lease has run out."""

@@ -63,7 +63,7 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
         assert not [key for key in redis.scan_iter() if b":log:" in key or b":held:" in key]
 
 
-async def test_a_lone_worker_that_wakes_takes_its_job_up_again_and_not_what_its_engine_still_says(
+async def test_a_lone_worker_that_resumes_claims_its_job_again_and_ignores_late_events(
     redis_url, tmp_path
 ):
     """The engine is not frozen: it continues the first delivery while the second is claimed."""

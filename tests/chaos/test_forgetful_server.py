@@ -1,5 +1,5 @@
 """The server forgets its last second while answers of several choices are streamed, and workers are
-killed: every subscriber is told each token of each choice once, whether it stays, or hangs up and
+killed: every subscriber gets each token of each choice once, whether it stays, or hangs up and
 comes back with its position.
 
 The server forgets as after a crash with `appendfsync everysec`: everything that it holds goes back,
@@ -186,9 +186,9 @@ async def test_choices_survive_a_server_that_forgets(make_valkey, redis_url, tmp
     finally:
         workers.end()
         server.close()
-    heard = sum(len(each) for each in received.values())
+    collected = sum(len(each) for each in received.values())
     print(  # noqa: T201
-        f"chaos: seed {seed}, {rounds} rounds: {len(wanted)} jobs, {heard} subscribers, "
+        f"chaos: seed {seed}, {rounds} rounds: {len(wanted)} jobs, {collected} subscribers, "
         f"{server.num_lost} log entries forgotten, {workers.num_killed} workers killed, "
         f"{len(found)} violations",
         flush=True,

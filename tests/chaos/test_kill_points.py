@@ -73,7 +73,7 @@ async def listen(client, job, received):
 
 
 @pytest.mark.parametrize(("point", "count"), MOMENTS)
-async def test_nothing_is_lost_or_told_twice(redis_url, tmp_path, undisturbed, point, count):
+async def test_nothing_is_lost_or_published_twice(redis_url, tmp_path, undisturbed, point, count):
     (tmp_path / "calm").mkdir()
     calm = await answers(redis_url, tmp_path / "calm", undisturbed)
     database = database_url(tmp_path)

@@ -75,7 +75,7 @@ def kind_of(number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def say(words: str) -> None:
+def print_line(words: str) -> None:
     print(f"soak: {words}", flush=True)  # noqa: T201
 
 
@@ -214,9 +214,12 @@ def compared(
             kind = int(job[1:]) % NUM_KINDS
             seen["rows"] += 1
             seen["wrong rows"] += (state, text) != ("succeeded", answers[kind].text)
-            heard = received.get(job)
-            if heard is not None:
-                seen["wrong subscribers"] += bool(heard.problems) or (heard.status, heard.text) != (
+            collected = received.get(job)
+            if collected is not None:
+                seen["wrong subscribers"] += bool(collected.problems) or (
+                    collected.status,
+                    collected.text,
+                ) != (
                     state,
                     text,
                 )
@@ -302,7 +305,7 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
         name: f"{early >> 20} → {late >> 20} MiB"
         for name, (early, late) in memory.growths().items()
     }
-    say(
+    print_line(
         f"seed {seed}: {number} jobs, {sum(injector.survived.values())} faults, "
         f"{len(listeners.received)} subscribers, "
         f"{seconds:.0f} s; memory "

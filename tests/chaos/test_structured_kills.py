@@ -3,7 +3,7 @@ expressions and grammars.
 
 A worker continues a job from its log: it advances the grammar over the logged tokens and goes on at
 the next one. Each worker of a run lives for a few steps. Every job must end as it ends undisturbed:
-the same bytes, valid, each token told once.
+the same bytes, valid, each token published once.
 """
 
 from __future__ import annotations
@@ -193,6 +193,8 @@ async def run_doomed(
 
 async def settle(received: dict[str, list[Received]]) -> None:
     """Wait until the subscribers get no more chunks of the dead worker."""
-    heard = -1
-    while heard != (heard := sum(subscribers[0].num_tokens for subscribers in received.values())):  # noqa: ASYNC110
+    collected = -1
+    while collected != (  # noqa: ASYNC110
+        collected := sum(subscribers[0].num_tokens for subscribers in received.values())
+    ):
         await asyncio.sleep(0.1)

@@ -87,19 +87,19 @@ async def use_every_call_async(client: AsyncClient) -> None:
     )
     received = [Received() for _ in jobs]
     await asyncio.gather(
-        *(listen(client, job, heard) for job, heard in zip(jobs, received, strict=True))
+        *(listen(client, job, collected) for job, collected in zip(jobs, received, strict=True))
     )
-    for job, heard in zip(jobs, received, strict=True):
+    for job, collected in zip(jobs, received, strict=True):
         result = await client.result(job, timeout=60)
-        assert (result.text, result.token_ids) == (heard.text, tuple(heard.token_ids))
-        assert heard.problems == []
+        assert (result.text, result.token_ids) == (collected.text, tuple(collected.token_ids))
+        assert collected.problems == []
     waiting = await client.submit(prompt="later", not_before=1e10)
     assert await client.cancel(waiting) == "cancelled"
     assert (await client.status(waiting)).status is JobStatus.CANCELLED
     assert await client.workers()
 
 
-async def hear_through(client: AsyncClient, trouble: Any) -> None:
+async def stream_through(client: AsyncClient, fault: Any) -> None:
     """Read a long answer while `trouble()` happens; it must end as an undisturbed one does."""
     job = await client.submit(**LONG)
     received = Received()
@@ -107,7 +107,7 @@ async def hear_through(client: AsyncClient, trouble: Any) -> None:
     async with asyncio.timeout(60):
         while len(received.token_ids) < 20 and not listening.done():  # noqa: ASYNC110 - the listener knows no event
             await asyncio.sleep(0.02)
-    await trouble()
+    await fault()
     async with asyncio.timeout(60):
         await listening
     undisturbed = await client.result(await client.submit(**LONG), timeout=60)
@@ -172,11 +172,11 @@ async def test_a_cluster_goes_away_altogether_and_comes_back(
         valkey_cluster.wait_ready()
 
     async with serving(valkey_cluster.url, tmp_path, "outage") as client:
-        await hear_through(client, lambda: asyncio.to_thread(outage))
+        await stream_through(client, lambda: asyncio.to_thread(outage))
 
 
 @pytest.mark.parametrize("form", ["redis+cluster", "redis+sentinel"])
-async def test_a_topology_out_of_reach_is_said_in_a_sentence(form: str) -> None:
+async def test_an_unreachable_topology_is_an_error_of_one_sentence(form: str) -> None:
     url = f"{form}://127.0.0.1:{free_port()}" + ("/main" if "sentinel" in form else "")
     async with AsyncClient(url, queue="q") as client:
         with pytest.raises(QueueUnavailable):
@@ -215,7 +215,7 @@ async def test_a_replica_of_a_cluster_takes_over_in_the_middle_of_an_answer(tmp_
     with ValkeyCluster(num_primaries=3, num_replicas=1) as cluster:
         owner = cluster.node_of(Keys(queue).meta)
         async with serving(cluster.url, tmp_path, queue) as client:
-            await hear_through(client, lambda: asyncio.to_thread(owner.kill))
+            await stream_through(client, lambda: asyncio.to_thread(owner.kill))
         assert cluster.node_of(Keys(queue).meta) is not owner
 
 
@@ -225,7 +225,7 @@ async def test_sentinel_names_the_next_primary_in_the_middle_of_an_answer(
     url = sentinel_group.url
     async with serving(url, tmp_path, "q") as client:
         await asyncio.to_thread(use_every_call, url, "q")
-        await hear_through(client, lambda: asyncio.to_thread(sentinel_group.fail_over))
+        await stream_through(client, lambda: asyncio.to_thread(sentinel_group.fail_over))
         await use_every_call_async(client)
         await asyncio.to_thread(use_every_call_again, url)
 

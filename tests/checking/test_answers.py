@@ -46,7 +46,7 @@ async def checker() -> AsyncIterator[AnswerChecker]:
         ({"$ref": "http://x.test/y"}, "1", "it cannot be checked"),
     ],
 )
-async def test_what_is_wrong_is_said(
+async def test_each_violation_is_reported(
     checker: AnswerChecker, schema: dict[str, object], text: str, problem: str | None
 ) -> None:
     found = await checker.violation(schema, text)

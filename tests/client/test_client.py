@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.testing.players import assert_told, playing
+from tests.client.testing.players import assert_chunks, playing
 from tests.consume.queue import QUEUE, Queue, end_of, token
 from tests.support.waiting import until
 from tokenmill import (
@@ -77,7 +77,7 @@ def test_both_clients_have_the_same_calls() -> None:
     assert calls(Client) == calls(AsyncClient)
 
 
-async def test_early_late_and_second_subscribers_see_every_token_once(
+async def test_early_late_and_second_subscribers_get_every_token_once(
     client: Any, queue: Queue
 ) -> None:
     job = await client.submit(prompt="x", max_tokens=40)
@@ -86,8 +86,8 @@ async def test_early_late_and_second_subscribers_see_every_token_once(
     async with playing(queue):
         await asyncio.sleep(0.1)
         in_the_middle = await collect(client, job)
-        for told in (*await asyncio.gather(*early), in_the_middle, await collect(client, job)):
-            assert_told(told, 40)
+        for received in (*await asyncio.gather(*early), in_the_middle, await collect(client, job)):
+            assert_chunks(received, 40)
     result = await client.result(job)
     assert (result.status, result.token_ids) == (JobStatus.SUCCEEDED, tuple(range(40)))
 
@@ -95,7 +95,7 @@ async def test_early_late_and_second_subscribers_see_every_token_once(
 @pytest.mark.parametrize(
     ("options", "idle_s"), [("health_check_interval=1", 1.1), ("protocol=2", 0), ("protocol=3", 0)]
 )
-async def test_streams_do_not_mind_how_the_library_s_connections_are_set(
+async def test_streams_work_with_every_setting_of_the_library_s_connections(
     queue: Queue, redis_url: str, options: str, idle_s: float
 ) -> None:
     async with AsyncClient(f"{redis_url}?{options}", queue=QUEUE) as client:
@@ -105,11 +105,11 @@ async def test_streams_do_not_mind_how_the_library_s_connections_are_set(
         await asyncio.sleep(0.1)
         async with playing(queue):
             async with asyncio.timeout(4):  # sooner than a look at the log would be
-                assert_told(await reading, 30)
+                assert_chunks(await reading, 30)
 
 
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
-async def test_a_reader_with_a_cursor_sees_the_rest(client: Any, queue: Queue, moment: str) -> None:
+async def test_a_reader_with_a_cursor_gets_the_rest(client: Any, queue: Queue, moment: str) -> None:
     job = await client.submit(prompt="x", max_tokens=30)
     if moment == "before":
         reading = asyncio.create_task(collect(client, job, starting_after=12))
@@ -118,8 +118,10 @@ async def test_a_reader_with_a_cursor_sees_the_rest(client: Any, queue: Queue, m
             await asyncio.sleep(0.1)
         if moment == "after":
             await client.result(job)
-        told = await (reading if moment == "before" else collect(client, job, starting_after=12))
-    assert_told(told, 30, first=12)
+        received = await (
+            reading if moment == "before" else collect(client, job, starting_after=12)
+        )
+    assert_chunks(received, 30, first=12)
 
 
 async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: Queue) -> None:
@@ -129,14 +131,14 @@ async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: 
         async for _ in stream:
             break
         await stream.aclose()
-        assert_told(await collect(client, job), 5)
+        assert_chunks(await collect(client, job), 5)
         assert await client.result(job, timeout=60)
     channels = await queue.redis.pubsub_channels("*chunks*")
     # a thread's generator closes with the garbage
     assert channels == [] or isinstance(client, Threaded)
 
 
-async def test_status_tells_the_way_of_a_job(client: Any, queue: Queue) -> None:
+async def test_status_follows_a_job_to_its_end(client: Any, queue: Queue) -> None:
     job = await client.submit(prompt="x", priority="bulk", tenant="t")
     waiting = await client.status(job)
     worker = queue.worker()
@@ -154,7 +156,7 @@ async def test_status_tells_the_way_of_a_job(client: Any, queue: Queue) -> None:
     assert waiting.created_ms <= running.started_ms <= over.finished_ms
 
 
-async def test_a_result_is_awaited_and_its_lateness_said(client: Any, queue: Queue) -> None:
+async def test_a_result_is_awaited_and_times_out(client: Any, queue: Queue) -> None:
     job = await client.submit(prompt="x", max_tokens=10)
     with pytest.raises(ResultTimeout, match=r"not ended within 0\.2 s"):
         await client.result(job, timeout=0.2)
@@ -183,7 +185,7 @@ async def test_a_failure_is_an_answer_unless_one_insists(client: Any, queue: Que
         await client.result(job, check=True)
 
 
-async def test_jobs_nobody_knows(client: Any) -> None:
+async def test_unknown_jobs(client: Any) -> None:
     for call in (client.status, client.result, client.cancel):
         with pytest.raises(JobNotFound, match="no job nope"):
             await call("nope")
@@ -234,8 +236,8 @@ async def test_many_streams_of_an_event_loop_share_one_connection(
 
         await until(is_open)
         assert await num_listening() == 1
-        for told in await asyncio.gather(*streams):
-            assert_told(told, 20)
+        for received in await asyncio.gather(*streams):
+            assert_chunks(received, 20)
 
         async def is_closed() -> bool:
             return await num_listening() == 0
@@ -299,7 +301,7 @@ async def test_closing_while_many_begin_to_listen_ends_them_all(
     assert {type(outcome) for outcome in outcomes} == {ClientClosed}
 
 
-async def test_no_server_is_said_at_once_and_plainly() -> None:
+async def test_an_unreachable_server_is_an_error_at_once() -> None:
     with Client(f"redis://127.0.0.1:{free_port()}/0", queue=QUEUE) as client:
         for call in (
             lambda: client.submit(prompt="x"),

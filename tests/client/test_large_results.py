@@ -93,7 +93,7 @@ async def test_a_record_that_cannot_be_read_fails_no_neighbour(
 
 
 @pytest.mark.parametrize("is_hash", [True, False])
-async def test_who_asks_for_it_is_told_what_is_wrong(
+async def test_an_unreadable_record_is_an_error_for_its_readers(
     client: Any, queue: Queue, is_hash: bool
 ) -> None:
     job = await queue.submit()

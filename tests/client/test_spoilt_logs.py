@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.client.test_client import Threaded, collect
-from tests.client.testing.players import assert_told
+from tests.client.testing.players import assert_chunks
 from tests.consume.queue import QUEUE, Queue, appended, end_of, token
 from tokenmill import AsyncClient, Client, ConfigurationError, UnreadableRecord
 from tokenmill.operations.records import read_log
@@ -73,7 +73,7 @@ async def test_who_comes_while_there_is_no_log_waits_for_it(client: Any, queue: 
     await worker.append([token(delivery, 2)])
     await appended(worker, [token(delivery, index) for index in range(3)])
     await worker.finish([end_of(delivery, 3)])
-    assert_told(await reading, 3)
+    assert_chunks(await reading, 3)
 
 
 @pytest.mark.redis

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.client.test_client import Threaded, collect
-from tests.client.testing.players import assert_told, playing
+from tests.client.testing.players import assert_chunks, playing
 from tests.consume.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
 from tests.support.proxy import FaultProxy
 from tests.support.valkey import ControlledValkey
@@ -49,7 +49,7 @@ async def test_cut_connections_leave_no_seam(faulty: tuple[Any, FaultProxy], que
         for _ in range(6):
             await asyncio.sleep(0.1)
             proxy.cut()
-        assert_told(await reading, 150)
+        assert_chunks(await reading, 150)
 
 
 async def test_a_cut_in_a_long_stream_is_no_silence(
@@ -68,7 +68,7 @@ async def test_a_cut_in_a_long_stream_is_no_silence(
         proxy.cut(refuse=True)
         await asyncio.sleep(0.2)
         proxy.heal()
-        assert_told(await reading, 150)
+        assert_chunks(await reading, 150)
 
 
 async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(
@@ -83,7 +83,7 @@ async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(
         proxy.cut(refuse=True)
         await asyncio.sleep(0.8)
         proxy.heal()
-        assert_told(await reading, 60)
+        assert_chunks(await reading, 60)
         assert (await waiting).token_ids == tuple(range(60))
 
 
@@ -110,10 +110,10 @@ async def test_a_subscription_that_was_made_anew_is_no_silence(
     await worker.append([msgspec.structs.replace(item, checkpoint=True)])
     assert await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
     async with asyncio.timeout(8):
-        told = [await first]
+        received = [await first]
         await worker.finish([end_of(delivery, 1)])
-        told += [chunk async for chunk in stream]
-    assert_told(told, 1)
+        received += [chunk async for chunk in stream]
+    assert_chunks(received, 1)
     await client.close()
 
 
@@ -131,9 +131,9 @@ async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str,
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
     await worker.append([token(delivery, 0)])
-    told = []
+    received = []
     async for chunk in client.stream(job, timeout=0.6):
-        told.append(chunk)
+        received.append(chunk)
         if chunk.index == 0:
             await worker.append([token(delivery, 1)])
             await asyncio.sleep(0.8)
@@ -141,7 +141,7 @@ async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str,
             await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
             await asyncio.sleep(0.8)
             await worker.finish([end_of(delivery, 2)])
-    assert_told(told, 2)
+    assert_chunks(received, 2)
     await client.close()
 
 
@@ -172,7 +172,7 @@ async def test_messages_that_never_came_are_read_from_the_log(
             await worker.append([msgspec.structs.replace(item, checkpoint=i in missed)])
             await asyncio.sleep(0.005)
         await worker.finish([end_of(delivery, 10)])
-        assert_told(await reading, 10)
+        assert_chunks(await reading, 10)
 
 
 async def test_foreign_and_repeated_messages_change_nothing(queue: Queue, redis_url: str) -> None:
@@ -191,7 +191,7 @@ async def test_foreign_and_repeated_messages_change_nothing(queue: Queue, redis_
             await queue.redis.publish(queue.keys.chunks(job), encode(chunk))
         await worker.append([token(delivery, 1)])
         await worker.finish([end_of(delivery, 2)])
-        assert_told(await reading, 2)
+        assert_chunks(await reading, 2)
 
 
 async def test_a_subscriber_slower_than_the_servers_limit_recovers(
@@ -208,15 +208,15 @@ async def test_a_subscriber_slower_than_the_servers_limit_recovers(
     with Client(server.url, queue=QUEUE, options=OPTIONS) as client:
         stream = client.stream(job, timeout=60)
         await worker.append([token(delivery, 0)])
-        told = [await asyncio.to_thread(next, stream)]
+        received = [await asyncio.to_thread(next, stream)]
         for i in range(1, 400):  # 40 MB unread: more than the sockets' buffers take
             text = f"{i} " + "x" * 100_000
             await worker.append([token(delivery, i, text=text)])
-        told += await asyncio.to_thread(lambda: [next(stream) for _ in range(399)])
+        received += await asyncio.to_thread(lambda: [next(stream) for _ in range(399)])
         stream.close()  # type: ignore[attr-defined]
         with server.client() as admin:
             assert int(admin.info("stats")["client_output_buffer_limit_disconnections"]) >= 1
-    assert [i for chunk in told for i in chunk.token_ids] == list(range(400))
+    assert [i for chunk in received for i in chunk.token_ids] == list(range(400))
     await close_queue(queue)
 
 
@@ -231,7 +231,7 @@ async def test_a_restarted_server_leaves_no_seam(
             reading = asyncio.create_task(collect(client, job))
             await asyncio.sleep(0.3)
             await asyncio.to_thread(server.restart, crash=True)
-            assert_told(await reading, 80)
+            assert_chunks(await reading, 80)
     await close_queue(queue)
 
 
@@ -256,7 +256,7 @@ class WithDatabase(AsyncClient):
         self._results = database  # type: ignore[assignment]
 
 
-async def test_what_redis_has_forgotten_is_told_from_the_database(
+async def test_what_redis_has_deleted_is_read_from_the_database(
     queue: Queue, redis_url: str
 ) -> None:
     job = await queue.submit()
@@ -270,8 +270,8 @@ async def test_what_redis_has_forgotten_is_told_from_the_database(
         assert (await client.result(job)).token_ids == tuple(range(12))
         assert (await client.status(job)).status == "succeeded"
         assert await client.cancel(job) == "succeeded"
-        assert_told(await collect(client, job), 12)
-        assert_told(await collect(client, job, starting_after=5), 12, first=5)
+        assert_chunks(await collect(client, job), 12)
+        assert_chunks(await collect(client, job, starting_after=5), 12, first=5)
         with pytest.raises(JobNotFound):
             await client.result("another")
 
@@ -294,12 +294,12 @@ async def test_a_server_that_lost_everything_in_mid_stream_ends_in_the_database(
         await asyncio.sleep(0.5)
         assert not reading.done()
         database.result = end_of(delivery, 6).result
-        assert_told(await reading, 6)
+        assert_chunks(await reading, 6)
         assert (await waiting).token_ids == tuple(range(6))
     await close_queue(queue)
 
 
-async def test_a_stream_of_checkpoints_is_told_too(
+async def test_a_stream_of_checkpoints_is_read_too(
     queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
     """`stream=False` publishes nothing; a subscriber gets the chunks from the log."""
@@ -312,8 +312,8 @@ async def test_a_stream_of_checkpoints_is_told_too(
         await asyncio.sleep(0.05)
         item = token(delivery, 0, 8)
         await worker.append([msgspec.structs.replace(item, checkpoint=True)])
-        told = [await first]
+        received = [await first]
         await worker.finish([end_of(delivery, 10)])
-        told += [chunk async for chunk in stream]
-    assert [i for chunk in told for i in chunk.token_ids] == list(range(10))
-    assert [len(chunk.token_ids) for chunk in told] == [8, 1, 1, 0]
+        received += [chunk async for chunk in stream]
+    assert [i for chunk in received for i in chunk.token_ids] == list(range(10))
+    assert [len(chunk.token_ids) for chunk in received] == [8, 1, 1, 0]

@@ -125,7 +125,7 @@ async def test_an_empty_tenant_stream_is_deleted(queue: Queue) -> None:
     assert await queue.redis.zcard(queue.keys.fair_share_index(Priority.STANDARD)) == 0
 
 
-async def test_a_delivery_says_what_a_worker_needs(queue: Queue) -> None:
+async def test_a_delivery_holds_what_a_worker_needs(queue: Queue) -> None:
     job = await queue.submit()
     worker = queue.worker()
     (first,) = await worker.claim(1)

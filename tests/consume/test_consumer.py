@@ -235,7 +235,7 @@ async def test_a_call_without_room_is_for_others_and_remembered() -> None:
         assert queue.wake_ups == 1
 
 
-async def test_who_had_no_room_to_ask_for_knows_nothing() -> None:
+async def test_a_claim_without_credits_leaves_the_backlog_unknown() -> None:
     """The queue does not list a worker without room, so no wake-up comes: it claims when it has
     room.
     """
@@ -291,7 +291,7 @@ async def test_wake_up_cancel_and_drain_reach_a_worker_over_a_broken_connection(
             ]
         )
 
-    async def heard() -> bool:
+    async def has_received() -> bool:
         return bool(cancelled and drains and len(wake_ups) > before and len(calls) > before_calls)
 
     await until(listens)
@@ -306,7 +306,7 @@ async def test_wake_up_cancel_and_drain_reach_a_worker_over_a_broken_connection(
         await queue.client.cancel(job)
         await queue.redis.publish(queue.keys.control("w1"), b"not msgpack")
         await queue.redis.publish(queue.keys.control("w1"), encode(Drain()))
-        await until(heard)
+        await until(has_received)
         assert cancelled == [job]
         await queue.redis.client_kill_filter(_type="pubsub")
         await asyncio.sleep(0.05)

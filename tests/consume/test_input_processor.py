@@ -211,7 +211,7 @@ async def test_what_cannot_be_decoded_is_answered(processor, case):
     assert message.startswith("the job request")
 
 
-async def test_the_size_limit_is_said_with_the_size(processor):
+async def test_the_error_names_the_size_and_its_limit(processor):
     _, message = await refusal(processor, raw(UNDECODABLE["10 MB"]))
     assert str(MAX_PAYLOAD_BYTES) in message
     assert str(len(UNDECODABLE["10 MB"])) in message

@@ -93,7 +93,7 @@ async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
     assert outcome.final_chunk.index == len(result.token_ids)
 
 
-async def test_text_that_came_with_the_last_token_is_told_with_it():
+async def test_text_of_the_last_token_is_in_its_chunk():
     """The end's chunk had what was held back until then; the final chunk must not tell it again."""
     outcome = await resume(tokens("a"), tokens("#", 1, end=LENGTH), stop=("##",), max_tokens=2)
     assert isinstance(outcome, FinishedJob)

@@ -53,7 +53,7 @@ async def admitted(**fields) -> AdmittedJob:
         ({"response_format": DATE}, {"enable_thinking": False}, None),
     ],
 )
-async def test_the_engine_learns_of_thoughts_if_anything_depends_on_them(params, kwargs, expected):
+async def test_the_engine_gets_the_thoughts_if_anything_depends_on_them(params, kwargs, expected):
     job = await admitted(params=SamplingParams(**params), chat_template_kwargs=kwargs)
     assert job.generation.thoughts == expected
 

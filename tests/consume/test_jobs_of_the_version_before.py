@@ -64,11 +64,11 @@ async def go_on(queue: Queue) -> tuple[Publisher, AdmittedJob]:
     return publisher, admitted
 
 
-async def told(client: AsyncClient, job: str, position: str | int = 0) -> list[Chunk]:
+async def chunks_of(client: AsyncClient, job: str, position: str | int = 0) -> list[Chunk]:
     return [chunk async for chunk in client.stream(job, starting_after=position, timeout=30)]
 
 
-def said(chunks: list[Chunk], choice: int = 0) -> tuple[list[int], str]:
+def tokens_and_text(chunks: list[Chunk], choice: int = 0) -> tuple[list[int], str]:
     mine = [chunk for chunk in chunks if chunk.choice == choice and chunk.token_ids]
     return [index for chunk in mine for index in range(chunk.index, chunk.end)], "".join(
         chunk.text for chunk in mine
@@ -82,7 +82,7 @@ async def finish(queue: Queue, finished: FinishedJob) -> None:
 async def test_a_lone_choice_goes_on_without_a_seam(queue: Queue, redis_url: str) -> None:
     job = await queue.submit()
     async with AsyncClient(redis_url, queue=QUEUE) as client:
-        reading = asyncio.create_task(told(client, job))
+        reading = asyncio.create_task(chunks_of(client, job))
         await asyncio.sleep(0.1)
         await log_as_before(queue, job, "0a0b")
         publisher, admitted = await go_on(queue)
@@ -93,14 +93,14 @@ async def test_a_lone_choice_goes_on_without_a_seam(queue: Queue, redis_url: str
         entries = [entry for entry, _ in await queue.redis.xrange(queue.keys.log(job))]
         assert entries == [b"1-0", b"2-0", b"3-0", b"4-0"]
         await finish(queue, finished)
-        assert said(await reading) == ([0, 1, 2, 3], "abcd")
-        assert said(await told(client, job, 3)) == ([3], "d")
+        assert tokens_and_text(await reading) == ([0, 1, 2, 3], "abcd")
+        assert tokens_and_text(await chunks_of(client, job, 3)) == ([3], "d")
 
 
 async def test_several_choices_go_on_without_a_seam_too(queue: Queue, redis_url: str) -> None:
     job = await queue.submit(n=3)
     async with AsyncClient(redis_url, queue=QUEUE) as client:
-        reading = asyncio.create_task(told(client, job))
+        reading = asyncio.create_task(chunks_of(client, job))
         first = client.stream(job, timeout=30)
         await log_as_before(queue, job, "0a1x1y0b", ended=(2,))
         seen = [await anext(first) for _ in range(3)]
@@ -120,19 +120,23 @@ async def test_several_choices_go_on_without_a_seam_too(queue: Queue, redis_url:
         [finished] = (await publisher.handle(ends)).finished
         entries = [entry for entry, _ in await queue.redis.xrange(queue.keys.log(job))]
         assert entries[-5:] == [b"4-1", b"5-0", b"6-0", b"7-0", b"8-0"]
-        late = await told_from_log(client, job)
+        late = await chunks_from_log(client, job)
         await finish(queue, finished)
         assert finished.result.order == ()
-        for chunks in (await reading, late, await told(client, job)):
-            assert [said(chunks, choice) for choice in range(3)] == [
+        for chunks in (await reading, late, await chunks_of(client, job)):
+            assert [tokens_and_text(chunks, choice) for choice in range(3)] == [
                 ([0, 1, 2, 3], "abcd"), ([0, 1, 2, 3], "xyz!"), ([], ""),
             ]  # fmt: skip
-        rest = await told(client, job, seen[-1].position)
-        assert [said([*seen, *rest], choice)[1] for choice in range(3)] == ["abcd", "xyz!", ""]
+        rest = await chunks_of(client, job, seen[-1].position)
+        assert [tokens_and_text([*seen, *rest], choice)[1] for choice in range(3)] == [
+            "abcd",
+            "xyz!",
+            "",
+        ]
         assert rest[-1].status is JobStatus.SUCCEEDED
 
 
-async def told_from_log(client: AsyncClient, job: str) -> list[Chunk]:
+async def chunks_from_log(client: AsyncClient, job: str) -> list[Chunk]:
     """Return the chunks that a subscriber gets before the end: all but the last."""
     stream, chunks = client.stream(job, timeout=30), list[Chunk]()
     async for chunk in stream:

@@ -31,7 +31,7 @@ class FakeBeats:
         return reply
 
 
-class Heard:
+class LeaseEvents:
     """Records the calls of the lease keeper."""
 
     def __init__(self) -> None:
@@ -43,48 +43,48 @@ class Heard:
         self.num_expired += 1
 
 
-def keeper_of(stream, clock: Clock, lease_s: float = 10.0) -> tuple[LeaseKeeper, Heard]:
-    heard = Heard()
+def keeper_of(stream, clock: Clock, lease_s: float = 10.0) -> tuple[LeaseKeeper, LeaseEvents]:
+    events = LeaseEvents()
     keeper = LeaseKeeper(
         stream,
         lambda: WorkerStatus(worker_id="w1"),
         lease_s=lease_s,
         interval_s=lease_s / 3,
-        on_cancelled=heard.cancelled.extend,
-        on_lost=heard.lost.extend,
-        on_expired=heard.expired,
+        on_cancelled=events.cancelled.extend,
+        on_lost=events.lost.extend,
+        on_expired=events.expired,
         clock=clock,
     )
-    return keeper, heard
+    return keeper, events
 
 
-async def test_a_beat_passes_on_what_it_learns() -> None:
+async def test_a_heartbeat_reports_cancelled_and_lost_jobs() -> None:
     stream, clock = FakeBeats(), Clock()
-    keeper, heard = keeper_of(stream, clock)
+    keeper, events = keeper_of(stream, clock)
     stream.replies = [HeartbeatReply(("a",), ("b", "c"))]
     await keeper.beat()
-    assert (heard.cancelled, heard.lost) == (["a"], ["b", "c"])
+    assert (events.cancelled, events.lost) == (["a"], ["b", "c"])
 
 
 async def test_a_beat_under_a_name_that_is_anothers_ends_the_keeper() -> None:
     stream, clock = FakeBeats(), Clock()
-    keeper, heard = keeper_of(stream, clock)
+    keeper, events = keeper_of(stream, clock)
     stream.replies = [HeartbeatReply(lost=("a",), is_replaced=True)]
     with pytest.raises(Replaced, match="worker_id of its own"):
         await keeper.run()
-    assert heard.lost == []
+    assert events.lost == []
 
 
 async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_beat() -> None:
     stream, clock = FakeBeats(), Clock()
-    keeper, heard = keeper_of(stream, clock)
+    keeper, events = keeper_of(stream, clock)
     await keeper.tick()
     clock.now += 10.1
     assert keeper.lease_expired()
     await keeper.beat()
     assert stream.num_beats == 0
     await keeper.tick()
-    assert heard.num_expired == 1
+    assert events.num_expired == 1
     assert not keeper.lease_expired()
     await keeper.beat()
     assert stream.num_beats == 1
@@ -92,25 +92,25 @@ async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_be
 
 async def test_a_short_freeze_is_nothing() -> None:
     stream, clock = FakeBeats(), Clock()
-    keeper, heard = keeper_of(stream, clock)
+    keeper, events = keeper_of(stream, clock)
     clock.now += 9.9
     await keeper.tick()
     clock.now += 9.9
     await keeper.tick()
-    assert heard.num_expired == 0
+    assert events.num_expired == 0
 
 
 async def test_a_server_that_is_away_is_no_freeze() -> None:
     """The loop goes on and no other worker can claim: the jobs are kept; tokens decide later."""
     stream, clock = FakeBeats(), Clock()
-    keeper, heard = keeper_of(stream, clock)
+    keeper, events = keeper_of(stream, clock)
     for _ in range(60):
         stream.replies = [RedisUnavailable("gone")]
         clock.now += 1.0
         await keeper.tick()
         await keeper.beat()
     assert not keeper.is_reachable
-    assert heard.num_expired == 0
+    assert events.num_expired == 0
     await keeper.beat()
     assert keeper.is_reachable
 
@@ -119,7 +119,7 @@ async def test_a_server_that_is_away_is_no_freeze() -> None:
 async def test_what_wakes_from_a_freeze_sends_nothing(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
     worker, clock = queue.worker(), Clock()
-    keeper, heard = keeper_of(worker, clock)
+    keeper, events = keeper_of(worker, clock)
     a, b = await worker.claim(2)
     assert await appended(worker, [token(a, 0)]) == [(AppendReply.OK, 1)]
     await queue.redis.config_resetstat()
@@ -132,6 +132,6 @@ async def test_what_wakes_from_a_freeze_sends_nothing(queue: Queue) -> None:
     stats = await queue.redis.info("commandstats")
     assert not [name for name in stats if "eval" in name]
     await keeper.tick()
-    assert heard.num_expired == 1
+    assert events.num_expired == 1
     await worker.resign()
     assert len(await worker.claim(2)) == 2  # itself or another: from where the log ends

@@ -44,11 +44,11 @@ async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> Non
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
         await pubsub.get_message(timeout=30)
         assert await appended(worker, [token(job, 0), token(job, 1, 3)]) == [(OK, 1), (OK, 4)]
-        heard = [(await pubsub.get_message(timeout=30))["data"] for _ in range(2)]
+        received = [(await pubsub.get_message(timeout=30))["data"] for _ in range(2)]
     log = await queue.redis.xrange(queue.keys.log(job.job_id))
     assert [entry_id for entry_id, _ in log] == [b"1-0", b"4-0"]
-    assert [fields[b"chunk"] for _, fields in log] == heard
-    assert decode_chunk(heard[1]).token_ids == (1, 2, 3)
+    assert [fields[b"chunk"] for _, fields in log] == received
+    assert decode_chunk(received[1]).token_ids == (1, 2, 3)
 
 
 async def test_a_repeated_append_neither_logs_nor_publishes_again(queue: Queue) -> None:
@@ -62,7 +62,7 @@ async def test_a_repeated_append_neither_logs_nor_publishes_again(queue: Queue) 
     assert ids == [b"1-0", b"4-0", b"5-0", b"6-0", b"7-0"]
 
 
-async def test_a_log_that_lost_its_tail_says_from_where_to_send_again(queue: Queue) -> None:
+async def test_a_log_that_lost_its_tail_replies_gap_with_its_end(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.append([token(job, 0)])
     assert await appended(worker, [token(job, 3)]) == [(GAP, 1)]
@@ -84,7 +84,7 @@ async def test_a_chunk_that_begins_the_log_makes_it_anew(queue: Queue) -> None:
     assert 0 < await queue.redis.ttl(queue.keys.log(job.job_id)) <= 86_400
 
 
-async def test_a_chunk_that_says_nothing_is_refused(queue: Queue) -> None:
+async def test_an_empty_chunk_is_refused(queue: Queue) -> None:
     worker, job = await claimed(queue)
     with pytest.raises(ValueError, match="neither a token nor an end"):
         await worker.append(
@@ -154,7 +154,7 @@ async def test_finish_leaves_the_result_and_nothing_else(queue: Queue) -> None:
     assert (depth.num_queued, depth.running, depth.queued_tokens) == (0, 0, 0.0)
 
 
-async def test_a_repeated_finish_says_the_same_and_tells_nobody_twice(queue: Queue) -> None:
+async def test_a_repeated_finish_replies_the_same_and_publishes_nothing(queue: Queue) -> None:
     worker, job = await claimed(queue)
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))

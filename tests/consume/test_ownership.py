@@ -67,7 +67,7 @@ async def test_a_busy_worker_frees_orphans_for_others(queue: Queue) -> None:
     assert [d.job_id for d in await queue.worker("w3").claim(1)] == [job]
 
 
-async def test_a_heartbeat_tells_what_became_of_its_jobs(queue: Queue) -> None:
+async def test_a_heartbeat_replies_with_lost_and_cancelled_jobs(queue: Queue) -> None:
     kept, cancelled, lost = await queue.client.submit_many([{"prompt": "x"}] * 3)
     worker = queue.worker()
     tokens = {d.job_id: d.token for d in await worker.claim(3)}
@@ -182,14 +182,14 @@ async def test_a_retry_waits_and_continues_with_a_higher_attempt(queue: Queue) -
     assert (again.attempt, again.crashes, len(again.log)) == (2, 0, 1)
 
 
-async def test_cancelled_while_it_waits_is_over_for_everybody_at_once(queue: Queue) -> None:
+async def test_cancelled_while_it_waits_a_job_ends_at_once(queue: Queue) -> None:
     job, other = await queue.submit(tenant="t"), await queue.submit()
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job))
         await pubsub.get_message(timeout=30)
         assert await queue.client.cancel(job) == "cancelled"
-        told = decode_chunk((await pubsub.get_message(timeout=30))["data"])
-    assert (told.status, told.index, told.job_id) == (JobStatus.CANCELLED, 0, job)
+        received = decode_chunk((await pubsub.get_message(timeout=30))["data"])
+    assert (received.status, received.index, received.job_id) == (JobStatus.CANCELLED, 0, job)
     assert (await queue.client.result(job, timeout=30)).status is JobStatus.CANCELLED
     assert await queue.client.cancel(job) == "cancelled"
     worker = queue.worker()
@@ -214,7 +214,7 @@ async def test_who_dies_with_an_ended_job_passes_it_on(queue: Queue) -> None:
     await heir.finish([end_of(second, 0, JobStatus.CANCELLED)])
 
 
-async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(
+async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_there(
     queue: Queue,
 ) -> None:
     """SQL may have its end already, by a worker that died before it acknowledged; none other is
@@ -234,7 +234,7 @@ async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_by_him(
     assert (await queue.client.depth()).num_queued == 0
 
 
-async def test_a_deadline_that_passes_while_it_waits_for_its_next_worker_is_his_to_tell(
+async def test_a_deadline_that_passes_while_it_waits_for_its_next_worker_is_reported_there(
     queue: Queue,
 ) -> None:
     worker, job = queue.worker(), await queue.submit(deadline=60)
@@ -290,7 +290,7 @@ async def test_a_deadline_passes_between_two_workers(queue: Queue) -> None:
     await worker.finish([end_of(again, 1, JobStatus.EXPIRED)])
 
 
-async def test_a_token_never_repeats_when_the_server_loses_what_it_knew(queue: Queue) -> None:
+async def test_a_token_never_repeats_when_the_server_loses_writes(queue: Queue) -> None:
     """A job is never claimed under a used token, also after a restart that lost a second."""
     job = await queue.submit()
     key = queue.keys.job(job)

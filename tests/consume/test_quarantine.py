@@ -16,13 +16,13 @@ def names(deliveries):
     return [d.job_id for d in deliveries]
 
 
-def test_the_innocent_start_at_once():
+def test_jobs_without_a_crash_start_at_once():
     quarantine = Quarantine(max_num_seqs=8)
     assert names(quarantine.release_suspects([delivery(n) for n in "abc"])) == ["a", "b", "c"]
     assert len(quarantine) == 0
 
 
-def test_the_innocent_are_never_held_back():
+def test_jobs_without_a_crash_are_never_held_back():
     """The engine takes urgent jobs even when full of bulk work, so they must reach it."""
     quarantine = Quarantine(max_num_seqs=2)
     assert names(quarantine.release_suspects([delivery(n) for n in "abc"])) == ["a", "b", "c"]
@@ -48,7 +48,7 @@ def test_nothing_joins_a_suspect_that_is_to_be_alone():
     assert names(quarantine.release_suspects([])) == ["new"]
 
 
-def test_the_guilty_one_is_found_in_few_crashes():
+def test_the_crashing_job_is_found_in_few_crashes():
     crashes = dict.fromkeys(range(64), 0)
     finished: set[int] = set()
     num_crashes = 0

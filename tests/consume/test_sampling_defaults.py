@@ -122,7 +122,7 @@ async def test_nothing_in_the_log_means_this_workers_defaults():
     assert (params.temperature, params.top_k, params.max_tokens) == (0.1, 3, 20)
 
 
-async def test_the_log_and_the_result_say_how_the_answer_was_drawn():
+async def test_the_log_and_the_result_hold_the_sampling_parameters():
     log = FakeLog()
     publisher = Publisher(log, clock=Clock())
     job = await admit("job", n=2, seed=3, max_tokens=2, temperature=0.5)

@@ -91,7 +91,7 @@ async def test_equal_keys_within_one_call_are_one_job(queue: Queue) -> None:
     assert [handle.is_new for handle in handles] == [True, False, False]
 
 
-async def test_a_full_queue_refuses_all_or_nothing_and_says_so(
+async def test_a_full_queue_refuses_the_whole_call_with_its_depth(
     queue: Queue, redis_url: str
 ) -> None:
     limited = AsyncClient(redis_url, queue=QUEUE, options=ClientOptions(queue_limit=3))
@@ -134,7 +134,7 @@ async def test_a_tenant_submits_at_its_rate_and_others_are_free(queue: Queue) ->
     await queue.submit(tenant="t")
 
 
-async def test_limits_for_everybody_yield_to_a_tenants_own(queue: Queue) -> None:
+async def test_limits_of_all_tenants_yield_to_a_tenants_own(queue: Queue) -> None:
     await queue.client.set_limits("*", rate=0.001, burst=1)
     await queue.client.set_limits("vip", rate=1000, burst=1000)
     for _ in range(5):

@@ -34,7 +34,7 @@ class Ears:
         for _ in channels:
             await self._pubsub.get_message(timeout=5)
 
-    async def heard(self) -> list[str]:
+    async def received(self) -> list[str]:
         """Return the names of workers woken since the last call; `bell` is the channel of all."""
         found = []
         await self._queue.redis.ping()
@@ -58,12 +58,12 @@ async def test_those_with_most_room_are_called_one_more_than_jobs(queue: Queue) 
         for number, room in enumerate((2, 8, 4, 6), 1):
             assert await queue.worker(f"w{number}").claim(room) == []
         await queue.submit()
-        assert await ears.heard() == ["w2", "w4"]
+        assert await ears.received() == ["w2", "w4"]
         assert await listed(queue, queue.keys.idle_workers()) == {"w1": 2, "w3": 4}
         await queue.submit()
-        assert await ears.heard() == ["w1", "w3"]
+        assert await ears.received() == ["w1", "w3"]
         await queue.submit()
-        assert await ears.heard() == [], "those that were called know that something waits"
+        assert await ears.received() == [], "those that were called know that something waits"
         [*taken] = await queue.worker("w2").claim(8)
         assert len(taken) == 3
         assert await listed(queue, queue.keys.idle_workers()) == {"w2": 5}
@@ -91,9 +91,9 @@ async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue)
         assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {"w1": 4}
         for priority in ("bulk", "standard"):
             await queue.submit(priority=priority)
-        assert await ears.heard() == []
+        assert await ears.received() == []
         await queue.submit(priority="interactive")
-        assert await ears.heard() == ["w1"]
+        assert await ears.received() == ["w1"]
         [job] = await queue.worker().claim(0, 4)
         assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {"w1": 3}
         assert (await queue.field(job.job_id, "class")) == "interactive"
@@ -105,7 +105,7 @@ async def test_who_does_not_listen_is_passed_over(queue: Queue) -> None:
         await queue.worker("gone").claim(50)
         await queue.worker("w1").claim(5)
         await queue.submit()
-        assert await ears.heard() == ["w1"]
+        assert await ears.received() == ["w1"]
         assert await listed(queue, queue.keys.idle_workers()) == {}
 
 
@@ -125,12 +125,12 @@ async def test_a_scheduled_job_and_one_that_is_known_call_nobody(queue: Queue) -
         await ears.open("w1")
         await queue.worker().claim(5)
         await queue.submit(not_before=time.time() + 60)
-        assert await ears.heard() == []
+        assert await ears.received() == []
         await queue.submit(idempotency_key="a")
-        assert await ears.heard() == ["w1"]
+        assert await ears.received() == ["w1"]
         await queue.worker().claim(5)
         await queue.submit(idempotency_key="a")
-        assert await ears.heard() == []
+        assert await ears.received() == []
 
 
 async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Queue) -> None:
@@ -140,25 +140,25 @@ async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Que
         for _ in range(2):
             await queue.submit()
         assert len(await worker.claim(5)) == 1
-        assert await ears.heard() == ["w1"]
+        assert await ears.received() == ["w1"]
         assert len(await worker.claim(5)) == 1
-        assert await ears.heard() == []
+        assert await ears.received() == []
 
 
 async def test_all_workers_wake_up_when_the_chosen_one_has_no_room(queue: Queue) -> None:
     async with Ears(queue) as ears:
         await ears.open()
         await queue.worker().wake_all()
-        assert await ears.heard() == ["bell"]
+        assert await ears.received() == ["bell"]
 
 
-async def test_a_thousand_jobs_at_once_call_everybody_once(queue: Queue) -> None:
+async def test_a_thousand_jobs_at_once_wake_each_worker_once(queue: Queue) -> None:
     names = [f"w{number}" for number in range(20)]
     async with Ears(queue) as ears:
         await ears.open(*names)
         await asyncio.gather(*(queue.worker(name).claim(1) for name in names))
         await queue.client.submit_many([{"prompt": "x", "max_tokens": 1} for _ in range(1000)])
-        assert await ears.heard() == sorted(names)
+        assert await ears.received() == sorted(names)
 
 
 def test_a_call_is_what_the_script_writes() -> None:

@@ -63,9 +63,9 @@ async def work(address: str, folder: Path) -> None:
             prompt="hello", max_tokens=20, ignore_eos=True, tenant="t", idempotency_key="k"
         )
         chunks = [chunk async for chunk in producer.stream(job)]
-        told = await reader.result(job, timeout=60)
-        assert "".join(chunk.text for chunk in chunks) == told.text
-        assert "".join([chunk.text async for chunk in reader.stream(job)]) == told.text
+        received = await reader.result(job, timeout=60)
+        assert "".join(chunk.text for chunk in chunks) == received.text
+        assert "".join([chunk.text async for chunk in reader.stream(job)]) == received.text
         later = await producer.submit(prompt="later", not_before=1e10, tenant="t", deadline=1e11)
         assert await producer.cancel(later) == "cancelled"
         running = await producer.submit(**LONG)

@@ -84,7 +84,7 @@ async def test_each_gets_a_failed_state_and_a_sentence(redis_url, tmp_path):
         ({"prompt": 7}, "prompt"),
     ],
 )
-async def test_submit_refuses_what_it_can_know(redis_url, arguments, says):
+async def test_submit_refuses_what_needs_no_model(redis_url, arguments, says):
     async with client_of(redis_url) as client:
         with pytest.raises(InvalidRequest, match=says):
             await client.submit(**arguments)

@@ -43,8 +43,8 @@ async def test_a_jobs_life_from_the_command_line(redis_url, shell):
         job = out.strip()
         status, answer, _ = await shell.run("result", job)
         assert status == 0
-        _, told, _ = await shell.run("tail", job)
-        assert told == answer
+        _, printed, _ = await shell.run("tail", job)
+        assert printed == answer
         _, described, _ = await shell.run("status", job, "--json")
         assert json.loads(described)["status"] == "succeeded"
         _, listed, _ = await shell.run("jobs", "--json")
@@ -61,12 +61,12 @@ async def test_a_jobs_life_from_the_command_line(redis_url, shell):
 async def test_every_piece_of_several_answers_is_labelled(redis_url, shell):
     async with running_worker(redis_url, shell.where["TOKENMILL_DATABASE_URL"]):
         asked = ("submit", "Hello", "--max-tokens", "12", "--seed", "3", "--ignore-eos", "--n", "2")
-        status, told, error = await shell.run(*asked, "--stream")
+        status, printed, error = await shell.run(*asked, "--stream")
         assert status == 0, error
-        assert told.startswith("[0] ")
-        assert "\n[1] " in told
-        status, told, error = await shell.run("submit", "Hello", "--max-tokens", "4", "--stream")
-        assert not told.startswith("[0]")
+        assert printed.startswith("[0] ")
+        assert "\n[1] " in printed
+        status, printed, error = await shell.run("submit", "Hello", "--max-tokens", "4", "--stream")
+        assert not printed.startswith("[0]")
 
 
 async def test_cancel_from_the_command_line(shell):
@@ -158,7 +158,7 @@ async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
     assert (status, "redis://user:password@host:6379/0" in out) == (1, True)
 
 
-async def test_a_start_that_fails_says_why_and_nothing_of_draining(tmp_path, shell):
+async def test_a_start_that_fails_prints_the_reason_alone(tmp_path, shell):
     status, _, error = await shell.run("worker", "--model", f"{tmp_path}/none")
     assert status == 1
     assert error.splitlines()[-1] == f"Error: there is no folder or file {tmp_path}/none"
@@ -166,7 +166,7 @@ async def test_a_start_that_fails_says_why_and_nothing_of_draining(tmp_path, she
     assert "shutting down" not in error
 
 
-async def test_doctor_says_what_is_missing(shell):
+async def test_doctor_names_what_is_missing(shell):
     status, out, error = await shell.run("doctor", "--redis-url", "redis://127.0.0.1:1/0")
     assert status == 1
     assert "redis" in out + error

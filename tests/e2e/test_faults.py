@@ -18,7 +18,7 @@ from tokenmill_worker.publish.publisher import Publisher
 pytestmark = pytest.mark.redis
 
 
-async def test_an_engine_crash_harms_only_the_guilty(redis_url, tmp_path):
+async def test_an_engine_crash_fails_the_crashing_job_alone(redis_url, tmp_path):
     database = database_url(tmp_path)
     model = "synthetic?step_ms=3"
     async with client_of(redis_url, database) as client:

@@ -84,7 +84,7 @@ async def test_the_reader_of_the_protocol_page_reads_what_the_result_holds(
             await asyncio.to_thread(read, "no-such-job")
 
 
-def test_an_adapter_is_named_as_the_guide_says() -> None:
+def test_an_adapter_is_named_as_in_the_guide() -> None:
     (code,) = python_of(GUIDES / "models.md")
     with InMemoryQueue(default="Rain falls.") as queue:
         client = queue.client()
@@ -94,7 +94,7 @@ def test_an_adapter_is_named_as_the_guide_says() -> None:
     assert by_option.params.lora == by_model.model == "poet"
 
 
-def test_a_webhook_is_verified_as_the_guide_says() -> None:
+def test_a_webhook_is_verified_as_in_the_guide() -> None:
     code = python_of(GUIDES / "celery.md")[0]
     job: dict[str, Any] = {
         "job_id": "j", "status": "failed", "queue": "q", "model": "m", "tenant": "", "choices": [],

@@ -32,7 +32,7 @@ async def other_worker(version, redis_url, database):
         assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
-async def told(client, job):
+async def chunks_of(client, job):
     """Return (index, token ids) of every chunk, and the text."""
     chunks = [chunk async for chunk in client.stream(job, timeout=90)]
     places = [place for chunk in chunks for place in range(chunk.index, chunk.end)]
@@ -71,7 +71,7 @@ async def test_a_rolling_upgrade_loses_and_repeats_nothing(redis_url, tmp_path):
                 await redis.hset(
                     key, mapping={"request": rewritten(payload, version), "future": "x"}
                 )
-        listening = [asyncio.create_task(told(client, job)) for job in jobs]
+        listening = [asyncio.create_task(chunks_of(client, job)) for job in jobs]
         async with other_worker("older", redis_url, database) as first:
             await at_work(client, "older", 6)
             await asyncio.sleep(0.3)

@@ -30,7 +30,7 @@ async def collect(client, job, **options):
     return [chunk async for chunk in client.stream(job, **options)]
 
 
-def told(chunks):
+def tokens_and_text(chunks):
     """Return every token with its index, and the whole text.
 
     The split into chunks does not matter.
@@ -62,7 +62,7 @@ async def test_a_job_goes_the_whole_way(redis_url, database):
     ]
 
 
-async def test_early_late_and_second_subscribers_see_the_same(redis_url, database):
+async def test_early_late_and_second_subscribers_get_the_same(redis_url, database):
     async with client_of(redis_url, database) as client:
         job = await client.submit(prompt="Stream me", max_tokens=60, temperature=0, ignore_eos=True)
         early = asyncio.create_task(collect(client, job))
@@ -72,8 +72,12 @@ async def test_early_late_and_second_subscribers_see_the_same(redis_url, databas
             resumed = asyncio.create_task(collect(client, job, starting_after=10))
             result = await client.result(job, timeout=60)
             late = await collect(client, job)
-            seen = [told(await early), told(await middle), told(late)]
-            tail, _ = told(await resumed)
+            seen = [
+                tokens_and_text(await early),
+                tokens_and_text(await middle),
+                tokens_and_text(late),
+            ]
+            tail, _ = tokens_and_text(await resumed)
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][1] == result.text
     assert tail == seen[0][0][10:]
@@ -107,10 +111,15 @@ async def test_several_tokens_in_a_chunk_are_the_same_answer(redis_url, database
         result.text[result.choices[0].text_ends[5] :],
         result.text,
     ]
-    told = [
+    received = [
         tuple(token for chunk in chunks for token in chunk.token_ids) for chunks in (*seen, late)
     ]
-    assert told == [result.token_ids, result.token_ids, result.token_ids[6:], result.token_ids]
+    assert received == [
+        result.token_ids,
+        result.token_ids,
+        result.token_ids[6:],
+        result.token_ids,
+    ]
     assert max(len(chunk.token_ids) for chunk in seen[0]) > 1, "nothing was gathered"
 
 
@@ -159,7 +168,9 @@ async def test_cancel_queued_and_running(redis_url, database):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_deadline_that_passes_while_the_job_runs_says_so_everywhere(redis_url, database, n):
+async def test_a_deadline_that_passes_while_the_job_runs_is_in_stream_result_and_row(
+    redis_url, database, n
+):
     """The error stands in the last chunk, in the result, and in the SQL row that webhooks are made
     of.
     """
@@ -179,7 +190,9 @@ async def test_a_deadline_that_passes_while_the_job_runs_says_so_everywhere(redi
     assert found == [("deadline_exceeded", result.error.message)]
 
 
-async def test_a_deadline_that_passes_while_the_job_waits_says_the_same(redis_url, database):
+async def test_a_deadline_that_passes_while_the_job_waits_is_in_stream_result_and_row(
+    redis_url, database
+):
     async with client_of(redis_url, database) as client:
         job = await client.submit(prompt="late", max_tokens=5, deadline=0.05)
         await asyncio.sleep(0.1)

@@ -23,10 +23,10 @@ PAGES = [
 PYTHON = {
     "README.md": "test_the_example_prints_a_streamed_answer",
     "bulk.md": "test_python_in_the_guides_runs",
-    "celery.md": "test_a_webhook_is_verified_as_the_guide_says, test_the_guide_s_code_runs",
+    "celery.md": "test_a_webhook_is_verified_as_in_the_guide, test_the_guide_s_code_runs",
     "client.md": "test_python_in_the_guides_runs, test_the_guide_s_tool_is_called",
     "engine.md": "test_every_block_of_the_guide_runs",
-    "models.md": "test_an_adapter_is_named_as_the_guide_says",
+    "models.md": "test_an_adapter_is_named_as_in_the_guide",
     "protocol.md": "test_the_reader_of_the_protocol_page_reads_what_the_result_holds",
     "quickstart.md": "test_python_in_the_guides_runs",
     "streaming.md": "test_python_in_the_guides_runs",
@@ -54,11 +54,11 @@ ELSEWHERE = {
     ("structured-output.md", '{"type": "structural_tag"'): "test_the_guide_s_tags_compile",
     ("structured-output.md", "tokenmill submit"): "test_the_guide_of_structured_output_runs",
     ("README.md", "ops/demo "): "test_shows_every_answer_results_and_usage",
-    ("protocol.md", "de 00"): "test_bytes_mean_what_is_said_beside_them",
-    ("protocol.md", "82 a4"): "test_bytes_mean_what_is_said_beside_them",
-    ("protocol.md", '{"job_id"'): "test_bytes_mean_what_is_said_beside_them",
-    ("protocol.md", '{"worker_id"'): "test_bytes_mean_what_is_said_beside_them",
-    ("protocol.md", '{"type"'): "test_bytes_mean_what_is_said_beside_them",
+    ("protocol.md", "de 00"): "test_example_bytes_decode_to_the_json_beside_them",
+    ("protocol.md", "82 a4"): "test_example_bytes_decode_to_the_json_beside_them",
+    ("protocol.md", '{"job_id"'): "test_example_bytes_decode_to_the_json_beside_them",
+    ("protocol.md", '{"worker_id"'): "test_example_bytes_decode_to_the_json_beside_them",
+    ("protocol.md", '{"type"'): "test_example_bytes_decode_to_the_json_beside_them",
 }
 
 # (page, the block's beginning or a line of it) → why no test runs it

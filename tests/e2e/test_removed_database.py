@@ -45,7 +45,7 @@ async def test_results_wait_until_the_database_is_there_again(
         )
         second = await client.submit(prompt="meanwhile", max_tokens=5)
         await until(lambda: worker._finalizer.stats.record_failures > 0)
-        assert not (await client.status(second)).status.is_final, "told before it was recorded"
+        assert not (await client.status(second)).status.is_final, "reported before it was recorded"
         assert not (tmp_path / "tokenmill.db").exists(), "the worker made an empty one"
         migrate.upgrade(database)
         assert (await client.result(second, timeout=60)).status is JobStatus.SUCCEEDED

@@ -66,25 +66,29 @@ async def redis(redis_url: str) -> AsyncIterator[Any]:
 
 
 async def listen(
-    client: AsyncClient, job: str, told: list[Chunk], *, leave_after: int = 1 << 30
+    client: AsyncClient, job: str, received: list[Chunk], *, leave_after: int = 1 << 30
 ) -> None:
     """To the end; hangs up after so many chunks, and comes back with its position."""
-    while not told or not told[-1].is_last:
-        stream = client.stream(job, starting_after=told[-1].position if told else 0, timeout=60)
+    while not received or not received[-1].is_last:
+        stream = client.stream(
+            job, starting_after=received[-1].position if received else 0, timeout=60
+        )
         left = leave_after
         async for chunk in stream:
-            told.append(chunk)
+            received.append(chunk)
             left -= 1
             if not left:
                 break
         await stream.aclose()
 
 
-def said(told: list[Chunk], num_choices: int) -> list[tuple[list[int], tuple[int, ...], str]]:
+def answers_of(
+    received: list[Chunk], num_choices: int
+) -> list[tuple[list[int], tuple[int, ...], str]]:
     """Return for each choice the tokens' indexes, the tokens, and the text."""
     answers: list[tuple[list[int], tuple[int, ...], str]] = []
     for choice in range(num_choices):
-        mine = [chunk for chunk in told if chunk.choice == choice]
+        mine = [chunk for chunk in received if chunk.choice == choice]
         indexes = [index for chunk in mine for index in range(chunk.index, chunk.end)]
         ids = tuple(token for chunk in mine for token in chunk.token_ids)
         answers.append((indexes, ids, "".join(chunk.text for chunk in mine)))
@@ -115,7 +119,7 @@ async def spoil_and_attend(
 @pytest.mark.parametrize(
     ("spoil", "num_choices"), [*((spoil, 1) for spoil in SPOILS), (write_over, 3), (squeeze_in, 3)]
 )
-async def test_every_subscriber_is_told_each_token_once_and_in_order(
+async def test_every_subscriber_gets_each_token_once_and_in_order(
     redis_url: str, redis: Any, tmp_path: Any, spoil: Spoil, num_choices: int
 ) -> None:
     asked: dict[str, Any] = {
@@ -136,5 +140,7 @@ async def test_every_subscriber_is_told_each_token_once_and_in_order(
             await client.result(job, timeout=60),
         )
     everything = [(list(range(NUM_TOKENS)), each.token_ids, each.text) for each in wanted.choices]
-    assert [said(told, num_choices) for told in audience] == [everything] * len(audience)
+    assert [answers_of(received, num_choices) for received in audience] == [everything] * len(
+        audience
+    )
     assert (result.status, result.choices) == (wanted.status, wanted.choices)

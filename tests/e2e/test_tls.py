@@ -53,17 +53,17 @@ async def test_a_job_s_way_over_tls(front: Front, tmp_path: Path) -> None:
     def threaded() -> str:
         with Client(url, queue=QUEUE) as client:
             job = client.submit(prompt="hello", max_tokens=12, ignore_eos=True)
-            told = "".join(chunk.text for chunk in client.stream(job))
-            assert told == client.result(job, timeout=60).text
-            return told
+            received = "".join(chunk.text for chunk in client.stream(job))
+            assert received == client.result(job, timeout=60).text
+            return received
 
     async with (
         running_worker(url, database),
         AsyncClient(url, queue=QUEUE, database=database) as client,
     ):
         job = await client.submit(prompt="hello", max_tokens=12, ignore_eos=True)
-        told = "".join([chunk.text async for chunk in client.stream(job)])
-        assert told == (await client.result(job, timeout=60)).text
+        received = "".join([chunk.text async for chunk in client.stream(job)])
+        assert received == (await client.result(job, timeout=60)).text
         assert len(await asyncio.to_thread(threaded)) > 0
         async with AsyncClient(f"redis://127.0.0.1:{front.port}/0", queue=QUEUE) as plain:
             with pytest.raises(QueueUnavailable):  # that port speaks nothing but TLS
@@ -92,7 +92,7 @@ async def test_a_certificate_for_another_host_is_refused(redis_url: str, tmp_pat
                 await client.submit(prompt="x")
 
 
-async def test_a_worker_says_why_it_does_not_start(
+async def test_a_worker_prints_why_it_does_not_start(
     front: Front, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = settings(front.url(front.strange), database_url(tmp_path))

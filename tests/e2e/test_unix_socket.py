@@ -38,10 +38,10 @@ async def test_a_job_runs_streams_and_is_cancelled(
         client_of(url, database) as client,
     ):
         job = await client.submit(prompt="hello", max_tokens=40, ignore_eos=True)
-        told = [token async for chunk in client.stream(job) for token in chunk.token_ids]
+        received = [token async for chunk in client.stream(job) for token in chunk.token_ids]
         result = await client.result(job)
-        assert list(result.choices[0].token_ids) == told
-        assert len(told) == 40
+        assert list(result.choices[0].token_ids) == received
+        assert len(received) == 40
         endless = await client.submit(prompt="long", max_tokens=400, ignore_eos=True)
         stream = client.stream(endless)
         await anext(stream)
@@ -59,12 +59,12 @@ async def test_its_restart_loses_no_token(server: tuple[ValkeyServer, str], tmp_
         client_of(url, database) as client,
     ):
         job = await client.submit(prompt="hello", max_tokens=200, ignore_eos=True)
-        told: list[int] = []
+        received: list[int] = []
         async for chunk in client.stream(job):
-            told += chunk.token_ids
-            if len(told) == 50:
+            received += chunk.token_ids
+            if len(received) == 50:
                 await asyncio.to_thread(valkey.halt, 15)
                 await asyncio.to_thread(valkey.start)
         result = await client.result(job)
-        assert list(result.choices[0].token_ids) == told
-        assert len(told) == 200
+        assert list(result.choices[0].token_ids) == received
+        assert len(received) == 200

@@ -129,7 +129,7 @@ def test_what_cannot_run_is_refused_and_the_loop_goes_on(engine, prompt, params)
     assert engine.generate_batch([PROMPTS[0]], GREEDY)[0].token_ids == lone(PROMPTS[0]).token_ids
 
 
-def test_a_failing_step_fails_the_guilty_request_alone(engine):
+def test_a_failing_step_fails_its_cause_alone(engine):
     guilty = list(b"please [[fail]] here")
     prompts = [*PROMPTS[:3], guilty, *PROMPTS[3:6]]
     outputs = engine.generate_batch(prompts, GREEDY)
@@ -243,7 +243,7 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 
 
 @pytest.mark.parametrize("max_model_len", [None, 4096])
-def test_a_pinned_pool_cuts_the_longest_sequence_and_says_so(max_model_len, caplog):
+def test_a_pinned_pool_cuts_the_longest_sequence_and_logs_it(max_model_len, caplog):
     """A request without max_tokens gets the rest of the engine's length: that must fit the pool."""
     with caplog.at_level("INFO", "tokenmill_worker.engine"):
         engine = Engine.load(
@@ -318,7 +318,7 @@ def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
         "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
     ],
 )  # fmt: skip
-def test_a_device_that_is_lost_says_so_in_many_words(words):
+def test_a_lost_device_is_recognised_by_its_messages(words):
     assert is_device_lost(
         RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be reported later.")
     )

@@ -51,7 +51,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
+async def test_the_events_that_clients_get(redis_url: str, backend: Backend) -> None:
     """One test checks all, since the start of a server takes long."""
     async with client_of(redis_url, backend.database) as client:
         await client.set_queue_limit(1)  # no worker takes a job yet
@@ -66,8 +66,8 @@ async def test_what_clients_are_told(redis_url: str, backend: Backend) -> None:
             await refusals_have_their_statuses(backend)
             await client.set_limits(rate=0.001, burst=1)
             assert (await call(backend, "/api/jobs", {"prompt": "once"}))[0] == 201
-            status, told = await call(backend, "/api/jobs", {"prompt": "twice"})
-            assert (status, "faster than it may" in told) == (429, True)
+            status, received = await call(backend, "/api/jobs", {"prompt": "twice"})
+            assert (status, "faster than it may" in received) == (429, True)
 
 
 async def submit_twice(backend: Backend) -> str:

@@ -129,7 +129,7 @@ async def test_a_restarted_backend_goes_on_where_the_browser_was(
 
 
 @pytest.mark.slow
-async def test_while_the_queue_is_away_the_page_says_so_until_the_next_token(
+async def test_while_the_queue_is_away_the_page_shows_it_until_the_next_token(
     make_valkey: Callable[..., ControlledValkey], database: str, browser: Browser, tmp_path: Path
 ) -> None:
     server = make_valkey(directory=tmp_path / "valkey")
@@ -198,7 +198,7 @@ async def test_a_cancel_that_is_answered_after_the_end_changes_nothing(
 
 
 @pytest.mark.slow
-async def test_errors_are_said_on_the_page(
+async def test_errors_are_shown_on_the_page(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model="synthetic?length=64"):
@@ -218,7 +218,9 @@ async def test_errors_are_said_on_the_page(
 
 
 @pytest.mark.slow
-async def test_nobody_sees_anothers_job(redis_url: str, backend: Backend, browser: Browser) -> None:
+async def test_no_user_can_read_anothers_job(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
         job = await ask(await open_page(browser, backend), "My secret", 20)
         other = await open_page(browser, backend)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.redis
 SLOW = "synthetic?step_ms=10&mean_tokens=1000000"
 
 
-async def told(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str, Any]]:
+async def output_of(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str, Any]]:
     """Yield the output of `producer.mjs --json` line by line.
 
     Its exit status is 1 for a job that did not succeed.
@@ -48,7 +48,7 @@ async def told(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str,
 
 async def collect(*arguments: str, exits_with: int = 0) -> tuple[str, list[Any], Any]:
     """Return the job's id, its chunks and its result."""
-    found = [pair async for pair in told(*arguments, exits_with=exits_with)]
+    found = [pair async for pair in output_of(*arguments, exits_with=exits_with)]
     assert found[0][0] == "job"
     assert found[-1][0] == "result"
     return found[0][1], [value for kind, value in found if kind == "chunk"], found[-1][1]
@@ -123,7 +123,7 @@ def test_its_help_names_every_option() -> None:
         assert f"  {option}" in done.stdout
 
 
-def test_a_copy_says_what_it_needs_and_runs_with_it(
+def test_a_copy_names_what_it_needs_and_runs_with_it(
     tmp_path: Path, redis_url: str, allowed_keys: list[str]
 ) -> None:
     allowed_keys.append("tm:{q}:*")
@@ -185,7 +185,7 @@ async def test_it_fills_what_pubsub_lost(redis_url: str, database: str, valkey: 
         chunks: list[Any] = []
         cuts = 0
         with valkey.client() as control:
-            async for kind, value in told("--url", redis_url, "--stream", job):
+            async for kind, value in output_of("--url", redis_url, "--stream", job):
                 chunks += [value] if kind == "chunk" else []
                 if len(chunks) % 50 == 25:
                     cuts += control.client_kill_filter(_type="pubsub")
@@ -195,7 +195,7 @@ async def test_it_fills_what_pubsub_lost(redis_url: str, database: str, valkey: 
     assert text_of(chunks) == result.text
 
 
-async def test_refusals_and_cancelled_jobs_are_said(redis_url: str, database: str) -> None:
+async def test_refusals_and_cancelled_jobs_are_printed(redis_url: str, database: str) -> None:
     """No worker: what is cancelled while it waits is over at once."""
     async with client_of(redis_url) as client:
         job = await client.submit(prompt="Never")
@@ -217,7 +217,7 @@ producer.close();
 """
 
 
-async def test_what_a_request_says_beside_its_prompt_is_obeyed(redis_url: str) -> None:
+async def test_options_of_a_request_take_effect(redis_url: str) -> None:
     """The fields that the script is given apart from the request itself."""
     late, later = 4_000_000_000_000, 4_100_000_000_000
     wanted = {"priority": "bulk", "tenant": "acme", "not_before_ms": late, "deadline_ms": later}

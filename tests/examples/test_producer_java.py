@@ -124,7 +124,7 @@ async def test_it_skips_what_it_has_and_reads_what_it_lacks(
     assert time.monotonic() - began < 4, "it waited for a silence instead of reading the log"
 
 
-async def test_a_refusal_and_an_unknown_job_are_said(
+async def test_a_refusal_and_an_unknown_job_are_printed(
     redis_url: str, database: str, classes: Path
 ) -> None:
     async with client_of(redis_url) as client:

@@ -132,7 +132,7 @@ def _log(data: bytes) -> None:
 
 def _cursor(data: bytes) -> None:
     """Feed a cursor in any order: no chunk is delivered twice, and the cursor only goes forward."""
-    cursor, told = StreamPosition("job"), 0
+    cursor, received = StreamPosition("job"), 0
     for part in _bytes(_parts(data)):
         try:
             chunk = codec.decode_chunk(part)
@@ -144,8 +144,8 @@ def _cursor(data: bytes) -> None:
                 said = list(cursor.accept_result(codec.decode_result(part)))
             except DecodeError:
                 said = []
-        assert cursor.num_tokens >= told
-        told = cursor.num_tokens
+        assert cursor.num_tokens >= received
+        received = cursor.num_tokens
         assert all(encode(item) for item in said)
 
 

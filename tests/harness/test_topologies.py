@@ -35,7 +35,7 @@ def test_a_killed_primary_is_replaced_and_its_data_is_there(sentinel_group: Sent
         client.wait(1, 2_000)
     after = sentinel_group.fail_over()
     assert after is not before
-    # A sentinel may name it before it has heard from it.
+    # A sentinel may name it before it has a message of it.
     wait_until(
         lambda: bool(sentinel.discover_master("main")[1] == after.port),
         "the new primary, by the library's search",

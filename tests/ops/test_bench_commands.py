@@ -58,7 +58,7 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         "a round must not find the earlier one's prompts"
     )
     printed = capsys.readouterr().out
-    assert "letters 2/2  tokenmill" in printed, "each turn is told as it ends"
+    assert "letters 2/2  tokenmill" in printed, "each turn is printed as it ends"
     assert "medians of 2 rounds" in printed
 
 
@@ -73,10 +73,10 @@ def test_a_count_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtu
 def test_ourselves_with_other_settings() -> None:
     given = EngineOptions(model="a-model", settings={"quantization": "int8", "block_size": 32})
     names = ("tokenmill", "unquantised", "wide", "no-prefix-cache")
-    told = {name: options_for(name, given).settings for name in names}
+    chosen = {name: options_for(name, given).settings for name in names}
     offloads = EngineOptions(model="a-model", settings={"cpu_offload_gib": 1, "block_size": 32})
     assert options_for("no-offload", offloads).settings == {"block_size": 32}
-    assert told == {
+    assert chosen == {
         "tokenmill": {"quantization": "int8", "block_size": 32},
         "unquantised": {"block_size": 32},
         "wide": {"block_size": 32, "narrow_weights": False},

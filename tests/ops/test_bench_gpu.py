@@ -190,7 +190,7 @@ def test_each_round_is_kept_before_the_next_is_waited_for() -> None:
     assert kept[-1]["equal_answers"] == 1.0
 
 
-def test_reached_and_missed_goals_are_told() -> None:
+def test_reached_and_missed_goals_are_printed() -> None:
     found = {
         "default: decode 32": {"share_of_floor": 0.83},
         "mixed": {"times_transformers": 2.5},
@@ -247,7 +247,7 @@ def test_blocks_are_scattered_over_the_whole_pool() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
-def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_the_error_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpu"]) == 1
     assert "no CUDA device" in capsys.readouterr().out
 

@@ -46,7 +46,7 @@ def test_without_a_finished_round_nothing_is_drawn(tmp_path: Path) -> None:
     assert not (tmp_path / "a.png").exists()
 
 
-def test_a_bad_name_is_said_before_anything_is_measured(
+def test_a_bad_name_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["engine", "--workload", "/nowhere.json", "--plot", str(tmp_path / "a.bmp")]) == 1

@@ -111,7 +111,7 @@ class TestTables:
         report.close()
         assert "medians of 1 round\n" in text_of(console)
 
-    def test_the_summary_says_whether_goals_are_reached(self, console: Console) -> None:
+    def test_the_summary_shows_whether_goals_are_reached(self, console: Console) -> None:
         show_summary(
             [measurement(tokenmill=[1.0, 1.0], vllm=[1.7, 1.7], floor_mkl=[0.5, 0.5])],
             console,
@@ -122,17 +122,17 @@ class TestTables:
         assert max(map(len, text.splitlines())) <= 80
 
     @pytest.mark.parametrize(
-        ("quantization", "told"), [("int8", "1.60 < 1.7"), ("int4", "1.60"), ("", "1.60")]
+        ("quantization", "ending"), [("int8", "1.60 < 1.7"), ("int4", "1.60"), ("", "1.60")]
     )
     def test_goals_of_rounded_weights_are_their_own(
-        self, quantization: str, told: str, console: Console
+        self, quantization: str, ending: str, console: Console
     ) -> None:
         both = Measurement(WORKLOAD, ("tokenmill", "unquantised"), quantization=quantization)
         both.turns = {"tokenmill": [turn(1.0)], "unquantised": [turn(1.6)]}
         show_summary([both], console)
-        assert text_of(console).splitlines()[-1].endswith(told)
+        assert text_of(console).splitlines()[-1].endswith(ending)
 
-    def test_a_turn_is_told_with_its_disturbance(self) -> None:
+    def test_a_turn_is_printed_with_its_disturbance(self) -> None:
         both = measurement()
         calm, loud = (
             turn(4.0, disturbance=Disturbance(0.01, 0.0)),
@@ -204,7 +204,7 @@ class TestWaitUntilQuiet:
         wait_until_quiet(proc, pause)
         return looks
 
-    def test_it_waits_while_somebody_works(self, tmp_path: Path) -> None:
+    def test_it_waits_while_another_process_computes(self, tmp_path: Path) -> None:
         assert self.pauses(tmp_path, []) == 1
         assert self.pauses(tmp_path, [0.5, 0.1]) == 3
 

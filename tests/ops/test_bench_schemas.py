@@ -37,11 +37,11 @@ async def test_no_answer_breaks_its_schema_in_silence(
     found = await count(SCHEMAS, GrammarCompiler.from_vocab(VOCAB, [EOS]), answers, 200)
     lines = capsys.readouterr().out.splitlines()
     refusals = [line.partition(" refused: ")[2] for line in lines if " refused: " in line]
-    told = [line for line in lines if line.startswith("told of ")]
+    reported = [line for line in lines if line.startswith("told of ")]
     assert found["silent"] == 0
-    assert len(told) == found["told"]
+    assert len(reported) == found["reported"]
     assert [
-        line for line in told if '-02-29" is not a "date"' not in line
+        line for line in reported if '-02-29" is not a "date"' not in line
     ] == []  # the grammar knows no leap years
     assert len(refusals) >= len(INVALID)
     for refusal in refusals:

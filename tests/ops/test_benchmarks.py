@@ -129,7 +129,7 @@ import sys
 from ops.benchmarks.measure.protocol import Round, serve
 
 class Parrot:
-    description = "says what it was told"
+    description = "repeats its options"
     def __init__(self, options):
         if options.model == "none":
             raise OSError("there is no such model")
@@ -156,7 +156,7 @@ serve(Parrot)
     def test_answers_and_goes(self, kind: Kind, tmp_path: Path) -> None:
         child = Child(kind, EngineOptions("any"), tmp_path / "log")
         child.wait_ready(lambda _: None)
-        assert child.description == "says what it was told"
+        assert child.description == "repeats its options"
         assert child.run(SMALL).tokens == [[1, 2, 3], [4]]
         child.close()
         assert (tmp_path / "log").read_text().splitlines() == [

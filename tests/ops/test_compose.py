@@ -78,7 +78,7 @@ def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Setti
     return load_settings()  # strict: an unknown variable is an error
 
 
-def test_the_worker_s_variables_are_settings_it_knows(
+def test_the_worker_s_variables_are_settings(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = compose["services"]["worker-cpu"]

@@ -39,7 +39,7 @@ def test_none_of_a_few_families_is_wrong_or_crashes(found: list[Trial]) -> None:
     assert set(outcomes.values()) == {"equal", "refused"}
 
 
-def test_the_guides_table_says_the_same(found: list[Trial]) -> None:
+def test_the_guides_table_matches(found: list[Trial]) -> None:
     written = lines(table.current(GUIDE.read_text()))
     assert lines(table.rendered(found)).items() <= written.items()
     assert {name.split(",")[0] for name in written} == set(small.families())
@@ -124,7 +124,7 @@ def test_only_what_stands_between_the_markers_is_replaced() -> None:
     assert table.current(guide) == "old"
 
 
-def test_the_command_says_what_is_wrong_and_fails(
+def test_the_command_prints_the_problem_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(

@@ -100,7 +100,7 @@ def test_a_log_too_large_to_come_back_loses_its_middle(tmp_path: Path) -> None:
     assert list(outcome.lines) == ["last"]
 
 
-def test_a_long_table_is_cut_where_most_was_said() -> None:
+def test_a_long_table_is_cut_in_its_longest_outcome() -> None:
     outcomes = [
         Outcome("brief", "ok", 1.0, ["one", "two"]),
         Outcome("wordy", "ok", 2.0, [f"line {number}" for number in range(90)]),
@@ -111,7 +111,7 @@ def test_a_long_table_is_cut_where_most_was_said() -> None:
     assert lines[4] == "wordy: ok (2.0 s, 55 more lines in its log)"
 
 
-def test_failures_are_told_as_they_happen(tmp_path: Path) -> None:
+def test_failures_are_printed_as_they_happen(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(
         "def test_good(): pass\ndef test_bad(): assert 1 == 2, 'uneven'\n"
     )
@@ -157,7 +157,7 @@ def test_compiled_kernels_are_carried_to_the_next_call(tmp_path: Path) -> None:
     assert "unusable" in cache.restore(archive, second)
 
 
-def test_a_benchmark_without_results_says_why() -> None:
+def test_a_benchmark_without_results_has_a_reason() -> None:
     assert bench.rows({"ok": False, "error": "no CUDA device"}) == ["no CUDA device"]
     half = {"results": {"tiny": {"default": {}}}, "left_out": {"tiny: x": "no time was left"}}
     assert bench.rows(half) == ["left out: tiny: x: no time was left"]

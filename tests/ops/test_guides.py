@@ -51,17 +51,17 @@ def test_a_stale_page_is_noticed() -> None:
 def shown(name: str) -> tuple[bytes, Any]:
     """Return an example of the page: the bytes, and the JSON beside them."""
     section = PROTOCOL.split(f"<!-- generated: bytes of {name} -->\n")[1].split("<!-- end -->")[0]
-    (packed, told) = re.findall(r"```(?:json)?\n(.*?)\n```", section, re.DOTALL)
-    return bytes.fromhex(packed), json.loads(told)
+    (packed, shown_json) = re.findall(r"```(?:json)?\n(.*?)\n```", section, re.DOTALL)
+    return bytes.fromhex(packed), json.loads(shown_json)
 
 
 @pytest.mark.parametrize("name", reference_bytes.EXAMPLES)
-def test_bytes_mean_what_is_said_beside_them(name: str) -> None:
+def test_example_bytes_decode_to_the_json_beside_them(name: str) -> None:
     """Read and written with another library than ours; what it writes, we read as the same."""
-    packed, told = shown(name)
-    assert msgpack.unpackb(packed) == told
+    packed, shown_json = shown(name)
+    assert msgpack.unpackb(packed) == shown_json
     decode = DECODERS.get(name, decode_chunk)
-    assert decode(msgpack.packb(told)) == decode(packed) == reference_bytes.EXAMPLES[name]
+    assert decode(msgpack.packb(shown_json)) == decode(packed) == reference_bytes.EXAMPLES[name]
 
 
 def test_the_request_shown_is_one_that_a_worker_takes() -> None:

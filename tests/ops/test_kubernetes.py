@@ -77,11 +77,11 @@ def test_every_file_of_the_folder_is_applied() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in DOCUMENTS if not name.startswith("ScaledObject")]
 )
-def test_kubernetes_knows_every_field(name: str, version: str) -> None:
+def test_every_field_is_in_kubernetes_schema(name: str, version: str) -> None:
     kubernetes_validate.validate(DOCUMENTS[name], version, strict=True)
 
 
-def test_keda_knows_every_field_of_the_scaler() -> None:
+def test_every_field_of_the_scaler_is_in_kedas_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCALER_SCHEMA)
     scaler = DOCUMENTS["ScaledObject/tokenmill-worker"]
     jsonschema.validate(scaler, SCALER_SCHEMA)

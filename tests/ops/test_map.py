@@ -11,7 +11,7 @@ def test_the_page_has_the_map_of_the_tree(capsys: pytest.CaptureFixture[str]) ->
     assert rooms.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_a_stale_page_is_told_and_rewritten(
+def test_a_stale_page_is_reported_and_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "architecture.md"

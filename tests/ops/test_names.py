@@ -36,6 +36,14 @@ def test_a_retired_definition_is_found() -> None:
     ]
 
 
+def test_a_personification_in_a_test_is_found() -> None:
+    text = "async def test_a_reader_is_told(): ...\n\nclass Heard: ...\n\nsaid = 1"
+    assert list(names.problems({"tests/x.py": text, "worker/x.py": text})) == [
+        "tests/x.py:1: 'told' in 'async def test_a_reader_is_told': name what is asserted",
+        "tests/x.py:3: 'heard' in 'class Heard: ...': name what is asserted",
+    ]
+
+
 def test_other_words_and_exceptions_pass() -> None:
     assert not list(names.problems({"worker/x.py": "airplane = handsome = 1"}))
     assert not list(names.problems({"worker/x.py": "step.straight = Stage().hand_in()"}))

@@ -96,7 +96,7 @@ def test_an_answer_that_is_too_short_is_no_measurement(llamacpp: LlamaCpp) -> No
 
 def test_llamacpp_reads_the_models_own_file() -> None:
     given = EngineOptions(model="/models/a.gguf", settings={"block_size": 8})
-    told = options_for("llamacpp", given)
-    assert (told.model, told.settings) == ("/models/a.gguf", {})
+    chosen = options_for("llamacpp", given)
+    assert (chosen.model, chosen.settings) == ("/models/a.gguf", {})
     with pytest.raises(ValueError, match="needs a model of one GGUF file"):
         options_for("llamacpp", EngineOptions(model="synthetic"))

@@ -146,7 +146,7 @@ def test_nobody_at_work_may_look_around_or_destroy(
         connection.execute_command(*command.split())
 
 
-def test_a_producer_cannot_claim_nor_see_other_prefixes(server: ControlledValkey) -> None:
+def test_a_producer_can_neither_claim_nor_read_other_prefixes(server: ControlledValkey) -> None:
     with client(server, "producer") as ours, client(server, "elsewhere", prefix="other:") as theirs:
         job = theirs.submit(prompt="secret")
         keys = Keys(QUEUE, "other:")

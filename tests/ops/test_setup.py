@@ -99,19 +99,19 @@ def test_a_finished_environment_is_left_alone_at_once(checkout: Path) -> None:
     assert (checkout / "wanted").exists(), "a change must be noticed"
 
 
-def test_what_is_downloaded_and_what_is_missing_is_said_first(tmp_path: Path) -> None:
-    def said(**environment: str) -> str:
+def test_what_is_downloaded_and_what_is_missing_is_printed_first(tmp_path: Path) -> None:
+    def printed(**environment: str) -> str:
         return "\n".join(notes({"PATH": str(tmp_path), **environment}))
 
-    assert "about 3 GB" in said()
-    assert "no GPU here: TORCH_WHEEL=" in said()
-    assert "no g++ here" in said()
-    assert "GB" not in said(TORCH_WHEEL="/wheels/torch.whl")
+    assert "about 3 GB" in printed()
+    assert "no GPU here: TORCH_WHEEL=" in printed()
+    assert "no g++ here" in printed()
+    assert "GB" not in printed(TORCH_WHEEL="/wheels/torch.whl")
     for name in ("g++", "nvidia-smi"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     assert (
-        said()
+        printed()
         == "downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB"
     )
 

@@ -29,5 +29,5 @@ def test_notes_of_a_round_begin_where_it_began(tmp_path: Path) -> None:
 def test_a_latency_is_from_the_steps_end_to_the_subscriber(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text(LINES)
-    told = {"a": {1: 12.0, 2: 15.5, 3: 16.0}}  # the third was sent by an earlier worker
-    assert Notes.read(path, 0).latencies(told) == [2.0, 4.5]
+    sent = {"a": {1: 12.0, 2: 15.5, 3: 16.0}}  # the third was sent by an earlier worker
+    assert Notes.read(path, 0).latencies(sent) == [2.0, 4.5]

@@ -15,7 +15,7 @@ LENGTH = FinishReason.LENGTH
 JOBS = ("short", "long")
 
 
-def told(log: FakeLog, job_id: str) -> list[bytes]:
+def log_bytes(log: FakeLog, job_id: str) -> list[bytes]:
     return [
         msgspec.msgpack.encode(msgspec.structs.replace(chunk, job_id=""))
         for chunk in log.chunks.get(job_id, [])
@@ -42,7 +42,7 @@ async def step(publisher: Publisher, log: FakeLog, chance: random.Random, preemp
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_both_ways_tell_the_same(seed):
+async def test_both_ways_append_the_same_chunks(seed):
     chance = random.Random(seed)
     log = FakeLog()
     limits = PublishLimits(max_appends=chance.choice((2, 4, 2_048)))
@@ -74,7 +74,7 @@ async def test_without_trouble_both_make_the_same_chunks():
         await publisher.handle([event(text, job) for job in JOBS])
     await publisher.handle([event(text, job) for text in "ghi" for job in JOBS])
     await publisher.handle([event("j", job, end=LENGTH) for job in JOBS])
-    assert told(log, "short") == told(log, "long")
+    assert log_bytes(log, "short") == log_bytes(log, "long")
     assert [chunk.text for chunk in log.chunks["short"]] == [
         "a",
         "b",
@@ -144,7 +144,7 @@ async def test_a_dead_log_is_not_asked_for_those_who_had_no_part_in_it():
     assert [log.text(job) for job in JOBS] == ["ab", "ab"]
 
 
-async def test_a_preemption_is_counted_whenever_it_is_told():
+async def test_a_preemption_is_counted_whichever_event_carries_it():
     publisher = Publisher(FakeLog(), clock=Clock())
     publisher.open(await admit())
     for letter, preemptions in (("a", 0), ("b", 0), ("c", 2), ("d", 2)):

@@ -67,7 +67,7 @@ async def test_without_a_wait_only_those_go_together_that_wait_anyway(log):
     assert [chunk.text for chunk in log.chunks["job"]] == ["a", "b", "c", "d", "efgh", "i"]
 
 
-def told(log):
+def chunks_of(log):
     return [(chunk.choice, chunk.text) for chunk in log.chunks["job"]]
 
 
@@ -78,7 +78,14 @@ async def test_steps_that_piled_up_share_chunks_and_tokens_of_one_step_do_not(lo
     await publisher.handle([event("b"), event("cd"), event("e")])
     await publisher.handle([event("fg")])
     await publisher.handle([event(letter) for letter in "hijklmnopqrstuvwxyz"])
-    assert [text for _, text in told(log)] == ["a", "bcde", "f", "g", "hijklmnopqrstuvw", "xyz"]
+    assert [text for _, text in chunks_of(log)] == [
+        "a",
+        "bcde",
+        "f",
+        "g",
+        "hijklmnopqrstuvw",
+        "xyz",
+    ]
     assert log.chunks["job"][1].text_ends == (1, 2, 3, 4)
     [finished] = (await publisher.handle([event("1"), event("2", end=LENGTH)])).finished
     assert (log.chunks["job"][-1].text, log.chunks["job"][-1].finish_reason) == ("12", LENGTH)
@@ -96,7 +103,7 @@ async def test_what_waited_for_a_log_that_was_away_goes_together(log):
     await publisher.flush()
     await publisher.handle([event("g")])
     await publisher.handle([event("hi")])
-    assert [text for _, text in told(log)] == [
+    assert [text for _, text in chunks_of(log)] == [
         "a",
         "b",
         "cdef",
@@ -113,11 +120,11 @@ async def test_choices_that_piled_up_share_chunks_too(log):
     steps = [[event(first, choice=0), event(second, choice=1)] for first, second in ("by", "cz")]
     await publisher.handle([*steps[0], *steps[1]])
     await publisher.handle([event("d", choice=0), event("w", choice=1)])
-    assert told(log) == [(0, "a"), (1, "x"), (0, "bc"), (1, "yz"), (0, "d"), (1, "w")]
+    assert chunks_of(log) == [(0, "a"), (1, "x"), (0, "bc"), (1, "yz"), (0, "d"), (1, "w")]
     assert [(c.index, c.text_ends) for c in log.chunks["job"][2:4]] == [(1, (1, 2)), (1, (1, 2))]
     await publisher.handle([event("f", choice=1, end=LENGTH), event("e", choice=0)])
     await publisher.handle([event("g"), event("hi"), event("j")])
-    assert told(log)[6:] == [(0, "e"), (1, "f"), (0, "ghij")]
+    assert chunks_of(log)[6:] == [(0, "e"), (1, "f"), (0, "ghij")]
 
 
 async def test_a_flush_leaves_nothing_behind(log):
@@ -146,7 +153,7 @@ async def test_several_choices_go_token_by_token_and_an_ended_one_does_not_wait_
     publisher.open(await admit(n=2))
     for first, second in ("ax", "by"):
         await publisher.handle([event(first, choice=0), event(second, choice=1)])
-    assert told(log) == [(0, "a"), (1, "x"), (0, "b"), (1, "y")]
+    assert chunks_of(log) == [(0, "a"), (1, "x"), (0, "b"), (1, "y")]
     assert [chunk.index for chunk in log.chunks["job"]] == [0, 0, 1, 1]
     await publisher.handle([event("cd", choice=0, end=LENGTH)])
     assert (log.chunks["job"][-1].text, log.chunks["job"][-1].finish_reason) == ("d", LENGTH)
@@ -166,7 +173,7 @@ async def test_a_log_of_several_choices_that_lost_its_end_is_made_anew(log):
     assert publisher.has_pending
     while publisher.has_pending:
         await publisher.flush()
-    assert told(log) == [(0, "b"), (0, "d"), (0, "f"), (0, "g"), (1, "a"), (1, "c"), (1, "e")]
+    assert chunks_of(log) == [(0, "b"), (0, "d"), (0, "f"), (0, "g"), (1, "a"), (1, "c"), (1, "e")]
     assert log.chunks["job"][-1].finish_reason is LENGTH
     assert log.chunks["job"][0].usage is not None, (
         "the first entry tells what was measured at the first token"
@@ -233,14 +240,14 @@ async def test_a_reader_may_begin_inside_a_chunk(log, after):
         await publisher.handle([event(letter)])
     [finished] = (await publisher.handle([event("!", end=LENGTH)])).finished
     cursor = StreamPosition("job", after)
-    told = [
-        told
+    chunks_of = [
+        chunks_of
         for chunk in [*log.chunks["job"], finished.final_chunk]
-        for told in cursor.accept(chunk) or ()
+        for chunks_of in cursor.accept(chunk) or ()
     ]
     text = finished.result.text
     skipped = (0, *finished.result.choices[0].text_ends)[after]
-    assert "".join(chunk.text for chunk in told) == text[skipped:]
-    assert [token for chunk in told for token in chunk.token_ids] == list(
+    assert "".join(chunk.text for chunk in chunks_of) == text[skipped:]
+    assert [token for chunk in chunks_of for token in chunk.token_ids] == list(
         finished.result.token_ids[after:]
     )

@@ -144,7 +144,7 @@ async def test_each_choice_counts_its_own_tokens_and_ends_by_itself(publisher, l
     assert (finished.final_chunk.index, finished.final_chunk.n) == (2, 3)
 
 
-async def test_a_choice_that_is_broken_off_tells_its_rest_itself(publisher, log):
+async def test_a_cut_off_choice_ends_with_a_chunk_of_its_rest(publisher, log):
     publisher.open(await admit(n=2, stop=("##",)))
     await publisher.handle([event("x#", choice=0), event("y", choice=1)])
     ends = [event("", choice=c, end=FinishReason.CANCELLED) for c in (0, 1)]
@@ -262,7 +262,7 @@ async def test_checkpoints_of_several_choices_hold_runs(log, clock):
     ]
 
 
-async def test_the_first_chunk_tells_what_was_measured_at_the_first_token(publisher, log):
+async def test_the_first_chunk_holds_what_was_measured_at_the_first_token(publisher, log):
     publisher.open(await admit())
     await publisher.handle([event("ab", num_cached_tokens=99)])
     first, second = log.chunks["job"]

@@ -43,7 +43,7 @@ async def test_a_job_lost_with_its_last_token_is_not_finished(publisher, log):
     assert (report.finished, [delivery.job_id for delivery in report.lost]) == ([], ["job"])
 
 
-async def test_a_cancel_that_the_log_tells_is_passed_on_once(publisher, log):
+async def test_a_cancel_in_the_log_s_reply_is_ordered_once(publisher, log):
     publisher.open(await admit())
     log.cancelled.add("job")
     first = await publisher.handle([event("ab")])
@@ -56,12 +56,12 @@ async def test_a_cancel_that_the_log_tells_is_passed_on_once(publisher, log):
 async def test_chunks_that_the_server_lost_are_sent_again(publisher, log):
     publisher.open(await admit())
     await publisher.handle([event("abcd")])
-    told = list(log.chunks["job"])
+    received = list(log.chunks["job"])
     log.truncate("job", 1)
     report = await publisher.handle([event("e")])  # the gap shows
     assert (report.lost, publisher.has_pending) == ([], True)
     await publisher.handle([event("f")])
-    assert log.chunks["job"][: len(told)] == told
+    assert log.chunks["job"][: len(received)] == received
     assert log.text("job") == "abcdef"
     assert [c.index for c in log.chunks["job"]] == list(range(6))
     assert not publisher.has_pending
@@ -113,7 +113,7 @@ async def test_a_job_that_ends_while_the_log_is_away_is_reported(publisher, log)
     assert not publisher.has_pending
 
 
-async def test_a_lost_reply_tells_nothing_twice(publisher, log):
+async def test_a_lost_reply_logs_nothing_twice(publisher, log):
     publisher.open(await admit(n=2))
     log.loses_replies = True
     await publisher.handle([event("ab", choice=0), event("x", choice=1, end=LENGTH)])
@@ -197,7 +197,7 @@ async def test_a_job_opened_anew_during_the_call_is_another_job():
 @pytest.mark.parametrize("stream", [True, False])
 async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
     """Random steps under random faults: at the end log and result agree, and every token is in the
-    log once. Of an answer that is told to nobody the log may lack the end.
+    log once. Of an answer without subscribers the log may lack the end.
     """
     draw = random.Random(seed)
     log = FakeLog()
@@ -233,24 +233,26 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
     assert len(finished) == 1
 
 
-@pytest.mark.parametrize(("n", "heard"), [(1, "ax"), (2, "ax"), (2, "axb"), (3, "ax")])
-async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_same(
-    publisher, log, n, heard
+@pytest.mark.parametrize(("n", "collected"), [(1, "ax"), (2, "ax"), (2, "axb"), (3, "ax")])
+async def test_text_that_was_held_back_while_the_log_was_away_is_logged(
+    publisher, log, n, collected
 ):
     """Each of several choices has an end of its own, in a chunk that this log never received."""
     publisher.open(await admit(n=n, stop=("xyz",)))
-    await publisher.handle([event(heard[:2], choice=0)])
-    if heard[2:]:
-        await publisher.handle([event(heard[2:], choice=1)])
+    await publisher.handle([event(collected[:2], choice=0)])
+    if collected[2:]:
+        await publisher.handle([event(collected[2:], choice=1)])
     log.is_down = True
     ends = [event("", choice=choice, end=FinishReason.CANCELLED) for choice in range(n)]
     [finished] = (await publisher.handle(ends)).finished
     cursor = StreamPosition("job")
-    told = [told for chunk in log.chunks["job"] for told in cursor.accept(chunk) or ()]
+    received = [received for chunk in log.chunks["job"] for received in cursor.accept(chunk) or ()]
     last = cursor.accept(finished.final_chunk)
     assert (last is None) == (n > 1)
-    told += cursor.accept_result(finished.result) if last is None else last
-    texts = ["".join(chunk.text for chunk in told if chunk.choice == choice) for choice in range(n)]
+    received += cursor.accept_result(finished.result) if last is None else last
+    texts = [
+        "".join(chunk.text for chunk in received if chunk.choice == choice) for choice in range(n)
+    ]
     assert texts == [choice.text for choice in finished.result.choices]
     assert texts[0] == "ax"
     assert cursor.is_over
@@ -259,7 +261,7 @@ async def test_text_that_was_held_back_while_the_log_was_away_is_told_all_the_sa
 FAILURE = {"end": FinishReason.ERROR, "error": "boom", "error_code": "engine_error"}
 
 
-async def test_what_the_engine_still_says_of_a_lost_delivery_is_nothing_to_the_next(publisher, log):
+async def test_late_events_of_a_lost_delivery_do_not_reach_the_next(publisher, log):
     publisher.open(await admit())
     await publisher.handle([event("ab")])
     publisher.close("job/1")

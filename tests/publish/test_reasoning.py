@@ -59,7 +59,7 @@ async def test_a_reader_may_begin_at_any_token(after: int, source: str) -> None:
     chunks, finished = await published(5)
     (choice,) = finished.result.choices
     cursor = StreamPosition("job", after)
-    told = (
+    received = (
         list(cursor.accept_result(finished.result))
         if source == "result"
         else [t for c in [*chunks, finished.final_chunk] for t in cursor.accept(c) or ()]
@@ -67,6 +67,6 @@ async def test_a_reader_may_begin_at_any_token(after: int, source: str) -> None:
     ends = (0, *choice.reasoning_ends)
     thought = ends[min(after, len(ends) - 1)]
     text = (0, *choice.text_ends)[after]
-    assert "".join(chunk.reasoning for chunk in told) == choice.reasoning[thought:]
-    assert "".join(chunk.text for chunk in told) == choice.text[text:]
-    assert [t for chunk in told for t in chunk.token_ids] == list(IDS[after:])
+    assert "".join(chunk.reasoning for chunk in received) == choice.reasoning[thought:]
+    assert "".join(chunk.text for chunk in received) == choice.text[text:]
+    assert [t for chunk in received for t in chunk.token_ids] == list(IDS[after:])

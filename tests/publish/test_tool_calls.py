@@ -74,7 +74,7 @@ def joined(chunks: list[Chunk]) -> list[tuple[str, str, str]]:
     return [(call[0], call[1], call[2]) for _, call in sorted(found.items())]
 
 
-def told(calls: tuple[GeneratedCall, ...]) -> list[tuple[str, str, str]]:
+def fields_of(calls: tuple[GeneratedCall, ...]) -> list[tuple[str, str, str]]:
     return [(call.id, call.name, call.arguments) for call in calls]
 
 
@@ -87,7 +87,7 @@ async def test_the_pieces_join_to_the_result(chunk_tokens: int, n: int) -> None:
         assert choice.text == "I look. "
         assert [json.loads(call.arguments) for call in choice.tool_calls] == [{"a": "é"}] * 2
         own = [chunk for chunk in [*chunks, finished.final_chunk] if chunk.choice == choice.index]
-        assert joined(own) == told(choice.tool_calls)
+        assert joined(own) == fields_of(choice.tool_calls)
         assert "".join(chunk.text for chunk in own) == choice.text
     ids = {call.id for choice in finished.result.choices for call in choice.tool_calls}
     assert len(ids) == 2 * n
@@ -105,7 +105,7 @@ async def test_a_reader_may_begin_at_any_token(after: int, source: str) -> None:
         if source == "result"
         else [t for c in [*chunks, finished.final_chunk] for t in cursor.accept(c) or ()]
     )
-    assert joined([*seen, *rest]) == told(choice.tool_calls)
+    assert joined([*seen, *rest]) == fields_of(choice.tool_calls)
 
 
 @pytest.mark.parametrize("cut", range(1, len(IDS), 5))
@@ -127,7 +127,7 @@ async def test_a_call_that_is_cut_is_marked_and_the_reason_is_the_length() -> No
     assert job[1].result.finish_reason is FinishReason.STOP
 
 
-async def test_the_engine_is_bound_and_the_template_is_told_of_the_tools() -> None:
+async def test_the_engine_gets_the_grammar_and_the_template_the_tools() -> None:
     job = await admitted(request_of(tool_choice="required"))
     bound = job.generation.params.response_format
     assert bound is not None

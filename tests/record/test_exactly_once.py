@@ -224,7 +224,7 @@ async def test_what_passes_by_itself_is_retried_as_a_whole(sqlite_url: str, sqls
     assert counts(sqlite_url) == (8, 8, 8, 8)
 
 
-async def test_a_missing_table_waits_and_says_what_to_do(tmp_path: Path) -> None:
+async def test_a_missing_table_waits_and_logs_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "empty.db"
     url = f"sqlite:///{path}"
     store = ResultStore(url, queue="q")

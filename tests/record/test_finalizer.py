@@ -128,7 +128,7 @@ async def test_what_waits_is_written_as_one_group(rig: Rig) -> None:
     assert rig.store.groups == [1, 40, 40, 20]
 
 
-async def test_lines_of_a_batch_wait_for_a_full_group_or_for_somebody_who_waits(rig: Rig) -> None:
+async def test_lines_of_a_batch_wait_for_a_full_group_or_a_job_of_another_kind(rig: Rig) -> None:
     async with rig.running(max_group=4, linger_s=1000.0) as finalizer:
         for number in range(4):
             await finalizer.submit(_line(f"line-{number}"))

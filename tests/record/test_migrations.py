@@ -47,7 +47,7 @@ def test_the_names_of_the_files_are_the_revisions() -> None:
     assert scripts.get_heads() == revisions()[-1:]
 
 
-def test_where_a_database_stands_is_what_alembic_says(empty_url: str) -> None:
+def test_the_revision_of_a_database_is_alembics(empty_url: str) -> None:
     for revision in [None, *revisions()]:
         if revision is not None:
             upgrade(empty_url, revision)

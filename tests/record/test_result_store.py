@@ -64,7 +64,7 @@ async def test_prompts_are_kept_only_when_asked_for(url: str) -> None:
     await open_.close()
 
 
-async def test_a_second_delivery_changes_nothing_and_learns_what_was_recorded(
+async def test_a_second_delivery_changes_nothing_and_gets_what_was_recorded(
     store: ResultStore, url: str
 ) -> None:
     first = finished("a")

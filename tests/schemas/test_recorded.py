@@ -171,7 +171,7 @@ def test_unknown_orders_and_words_are_refused_as_undecodable():
             decode(msgpack.packb(data))
 
 
-def test_a_parameter_that_was_sent_is_told_from_one_that_was_not():
+def test_a_parameter_that_was_sent_differs_from_one_that_was_not():
     neutral = SamplingNumbers()._asdict()
     sent = JobRequest(job_id="a", prompt="x", params=SamplingParams(**neutral))
     silent = JobRequest(job_id="a", prompt="x")

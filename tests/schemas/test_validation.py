@@ -108,7 +108,7 @@ def test_an_ordinary_request_has_no_problem():
         ),
     ],
 )
-def test_each_problem_of_a_request_is_said(fields, sentence):
+def test_each_problem_of_a_request_is_reported(fields, sentence):
     found = problems(request(**fields), now_ms=1_000)
     assert any(sentence in problem for problem in found), found
 
@@ -175,7 +175,7 @@ def test_each_problem_of_a_request_is_said(fields, sentence):
         ),
     ],
 )
-def test_each_problem_of_the_parameters_is_said(fields, sentence):
+def test_each_problem_of_the_parameters_is_reported(fields, sentence):
     found = params_problems(SamplingParams(**fields))
     assert any(sentence in problem for problem in found), found
 
@@ -322,6 +322,6 @@ def assistant(arguments: str) -> Message:
         ),
     ],
 )
-def test_each_problem_of_a_chat_is_said(fields, sentence):
+def test_each_problem_of_a_chat_is_reported(fields, sentence):
     found = problems(request(**({"prompt": None} | fields)))
     assert any(sentence in problem for problem in found), found

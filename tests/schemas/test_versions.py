@@ -50,7 +50,7 @@ def read_by_version_1(request: JobRequest) -> OldRequest:
 
 
 @pytest.mark.parametrize("arguments", NEW, ids=lambda given: str(given)[:60])
-def test_version_1_refuses_what_it_does_not_know(arguments: dict[str, Any]) -> None:
+def test_version_1_refuses_what_it_cannot_honour(arguments: dict[str, Any]) -> None:
     request = build_request(arguments)
     assert request.v == "2"
     assert problems(request) == []

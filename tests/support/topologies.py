@@ -88,7 +88,7 @@ class ValkeyCluster(ManagedProcess):
             end = _NUM_SLOTS * (index + 1) // self._num_primaries - 1
             self._ask(node, "CLUSTER ADDSLOTSRANGE", start, end)
         wait_until(
-            lambda: all(self._knows_all(node) for node in self.nodes), "the nodes' acquaintance"
+            lambda: all(self._sees_all(node) for node in self.nodes), "the nodes' acquaintance"
         )
         for index, node in enumerate(self.nodes[self._num_primaries :]):
             primary = self._ask(self.nodes[index % self._num_primaries], "CLUSTER MYID")
@@ -101,7 +101,7 @@ class ValkeyCluster(ManagedProcess):
             lambda: all(self._is_ready(node) for node in self.nodes), "the cluster's readiness"
         )
 
-    def _knows_all(self, node: ControlledValkey) -> bool:
+    def _sees_all(self, node: ControlledValkey) -> bool:
         return int(self._info(node)["cluster_known_nodes"]) == len(self.nodes)
 
     def _is_ready(self, node: ControlledValkey) -> bool:

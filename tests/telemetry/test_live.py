@@ -184,7 +184,7 @@ async def test_a_read_that_fails_in_any_way_is_logged_once_and_tried_again(
     await client.close()
 
 
-async def test_the_exporter_tells_of_queues_without_workers_and_of_a_server_that_is_gone(
+async def test_the_exporter_reports_queues_without_workers_and_an_unreachable_server(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey()

@@ -160,7 +160,7 @@ async def _get(server: HealthServer, request: str) -> tuple[int, str]:
     return int(head.split()[1]), body
 
 
-async def test_health_says_what_fails_and_whether_a_restart_helps(
+async def test_health_names_what_fails_and_whether_a_restart_helps(
     watched: tuple[HealthServer, dict[str, str | None]],
 ) -> None:
     server, problems = watched

@@ -132,9 +132,9 @@ async def test_a_job_s_trace_goes_from_its_producer_to_its_row(
     assert root.start_time_unix_nano == order[0].start_time_unix_nano
     assert root.end_time_unix_nano == order[-1].end_time_unix_nano
     assert "w7" in {resource.get("service.instance.id") for resource in collector.resources}
-    told = str(collector.spans)
-    assert "my secret" not in told
-    assert result.text[:8] not in told
+    exported = str(collector.spans)
+    assert "my secret" not in exported
+    assert result.text[:8] not in exported
     roots = [span for span in collector.spans if span.name == "job q" and not span.parent_span_id]
     assert len(roots) == 1  # the job without a producer begins a trace of its own
 

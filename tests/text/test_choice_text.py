@@ -65,11 +65,11 @@ def test_the_token_that_completes_a_stop_string_is_the_last_one_billed(output):
         return
     billed = len(stream.token_ids)
     # One token fewer does not contain a stop string, even with what was still held back.
-    assert not any(stop in told(tokenizer, ids[: billed - 1]) for stop in stops)
-    assert any(stop in told(tokenizer, ids[:billed]) for stop in stops)
+    assert not any(stop in text_of(tokenizer, ids[: billed - 1]) for stop in stops)
+    assert any(stop in text_of(tokenizer, ids[:billed]) for stop in stops)
 
 
-def told(tokenizer, ids):
+def text_of(tokenizer, ids):
     """Return the certain text of these tokens, without any stop string to look for."""
     return "".join(stream_of(tokenizer, ids).pieces)
 

@@ -79,34 +79,34 @@ def test_text_that_was_encoded_comes_back_in_whole_characters(make, text):
 
 
 @pytest.mark.parametrize("make", [*FAMILIES, *REAL])
-def test_what_was_told_is_never_taken_back(make):
+def test_returned_text_is_never_taken_back(make):
     """Each prefix of the tokens, decoded as a whole, begins with the text before its last token."""
     tokenizer = make()
     draw = random.Random(1)
     ids = [draw.randrange(min(tokenizer.vocab_size, 400)) for _ in range(60)]
-    told = ""
+    received = ""
     detokenizer = tokenizer.detokenizer()
     for length in range(1, len(ids) + 1):
-        told += detokenizer.push(ids[length - 1])
-        assert tokenizer.decode(ids[:length]).startswith(told)
+        received += detokenizer.push(ids[length - 1])
+        assert tokenizer.decode(ids[:length]).startswith(received)
 
 
 @pytest.mark.parametrize("make", REAL)
-def test_ordinary_tokens_are_told_at_once(make):
+def test_ordinary_tokens_are_returned_at_once(make):
     """Text is held back for half characters only; a lag of one token would be noticeable."""
     tokenizer = make()
     ids = tokenizer.encode("The quick brown fox, jumps over 13 lazy dogs.")
     assert all(pieces_of(tokenizer, ids)[:-1])
 
 
-def test_a_character_in_byte_tokens_is_told_when_its_run_ends():
+def test_a_character_in_byte_tokens_is_returned_when_its_run_ends():
     tokenizer = tokenizers.llama_like()
     euro = [byte + 1 for byte in "€".encode()]
     a = tokenizer._tokenizer.convert_tokens_to_ids("a")
     assert pieces_of(tokenizer, [*euro, a]) == ["", "", "", "€a", ""]
 
 
-def test_a_broken_run_of_byte_tokens_is_told_as_soon_as_it_is_broken():
+def test_an_invalid_run_of_byte_tokens_is_returned_as_soon_as_it_is_invalid():
     tokenizer = tokenizers.llama_like()
     ids = [0xE2 + 1, 0x28 + 1, 0x41 + 1]
     assert pieces_of(tokenizer, ids) == ["", REPLACEMENT * 2, REPLACEMENT, ""]

@@ -53,7 +53,7 @@ def test_ids_are_those_that_transformers_gives(make, special):
         assert list(tokenizer.encode(text, special)) == expected, text
 
 
-async def test_no_template_and_a_refusing_template_are_said_in_a_sentence():
+async def test_no_template_and_a_refusing_template_are_errors_of_one_sentence():
     with pytest.raises(TemplateError, match="no chat template"):
         await encode_chat(gemma3(), CHAT)
     strict = Tokenizer(byte_level()._tokenizer, "{{ raise_exception('roles must\nalternate') }}")

@@ -52,7 +52,7 @@ async def test_ends_come_with_their_results_and_the_unknown_are_named(
     await close_queue(queue)
 
 
-async def test_what_lies_in_files_leaves_the_queue_soon(client: Client, redis_url: str) -> None:
+async def test_collected_jobs_leave_the_queue_soon(client: Client, redis_url: str) -> None:
     await asyncio.to_thread(job_queries.submit_jobs, client, [line(number) for number in range(3)])
     queue = await finish(redis_url, 2)
     await collect(client, ["b-1", "b-2"], in_files=["b-0"])

@@ -74,7 +74,7 @@ async def test_a_folder_that_is_not_there_is_named_and_not_made(
 
 
 @pytest.mark.slow
-async def test_killed_in_the_middle_no_line_is_lost_or_told_twice(
+async def test_killed_in_the_middle_no_line_is_lost_or_written_twice(
     shell: Shell, redis_url: str, database: str, tmp_path: Path
 ) -> None:
     path, out = write_many(tmp_path / "in.jsonl", 600), tmp_path / "out.jsonl"
@@ -98,7 +98,7 @@ async def test_killed_in_the_middle_no_line_is_lost_or_told_twice(
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-async def test_interrupted_it_says_how_to_go_on(
+async def test_an_interrupt_prints_how_to_resume(
     shell: Shell, redis_url: str, database: str, tmp_path: Path, stop: signal.Signals
 ) -> None:
     path, out = write_many(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
@@ -131,9 +131,9 @@ async def test_submit_status_results_and_list(
     status, _, error = await shell("results", batch, "-o", out)
     assert (status, "12 lines to go" in error) == (1, True)
     async with running_worker(redis_url, database):
-        told = await _completed(shell, batch)
-    assert told["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
-    assert told["metadata"] == {"team": "blue"}
+        received = await _completed(shell, batch)
+    assert received["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+    assert received["metadata"] == {"team": "blue"}
     status, said, _ = await shell("results", batch, "-o", out)
     assert (status, "12 of 12 answered" in said, len(names(out))) == (0, True, 12)
     assert batch in (await shell("list"))[1]
@@ -142,16 +142,14 @@ async def test_submit_status_results_and_list(
 
 async def _completed(shell: Shell, batch: str) -> Any:
     for _ in range(60):
-        told = json.loads((await shell("status", batch, "--json"))[1])
-        if told["status"] == "completed":
-            return told
+        received = json.loads((await shell("status", batch, "--json"))[1])
+        if received["status"] == "completed":
+            return received
         await asyncio.sleep(0.5)
     raise TimeoutError
 
 
-async def test_cancel_and_a_status_that_says_so(
-    shell: Shell, tmp_path: Path, allowed_keys: list[str]
-) -> None:
+async def test_cancel_and_its_status(shell: Shell, tmp_path: Path, allowed_keys: list[str]) -> None:
     allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
     batch = (await shell("submit", write_many(tmp_path / "in.jsonl", 4)))[1].strip()
     assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"

@@ -171,7 +171,7 @@ def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
         chat("a", response_format={"type": "a\0"}),
     ],
 )
-def test_nothing_that_a_line_says_keeps_the_others_waiting(
+def test_no_field_of_a_line_delays_the_other_lines(
     any_client: Client, store: BatchStore, tmp_path: Path, line: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "in.jsonl", [line, chat("b")])
@@ -204,7 +204,7 @@ def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(
     store.close()
 
 
-def test_a_run_that_is_about_to_say_more_is_not_concluded_for(
+def test_a_run_with_open_lines_is_not_concluded(
     client: Client, redis_url: str, tmp_path: Path
 ) -> None:
     store = open_store(client)

@@ -68,12 +68,12 @@ async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expire
     path = half_endless(setup.folder / "in.jsonl")
     async with running_worker(setup.redis_url, str(setup.database), **SLOW):
         batch = await setup.run(path, options=BatchOptions(completion_window="8s"))
-    told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
-    assert told.status == "expired"
-    assert told.expired_at
-    assert told.request_counts is not None
+    public = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
+    assert public.status == "expired"
+    assert public.expired_at
+    assert public.request_counts is not None
     answered, expired = names(setup.paths.output), read(setup.paths.errors)
-    assert (told.request_counts.completed, told.request_counts.failed) == (
+    assert (public.request_counts.completed, public.request_counts.failed) == (
         len(answered),
         len(expired),
     )
@@ -100,8 +100,8 @@ async def test_cancelling_lasts_until_what_runs_has_stopped(setup: BulkSetup) ->
         batch = await until(
             lambda: setup.do(_refreshed(begun.id, lambda batch: batch.state.is_final))
         )
-    told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
-    assert (told.status, told.cancelling_at is not None, told.cancelled_at is not None) == (
+    public = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
+    assert (public.status, public.cancelling_at is not None, public.cancelled_at is not None) == (
         "cancelled",
         True,
         True,
@@ -153,7 +153,7 @@ async def test_an_interrupted_import_goes_on_with_its_batch(setup: BulkSetup) ->
     assert sorted(names(setup.paths.output)) == sorted(f"line-{number}" for number in range(70))
 
 
-async def test_a_run_whose_end_somebody_left_half_done_is_brought_to_it(setup: BulkSetup) -> None:
+async def test_a_half_done_end_of_a_run_is_completed(setup: BulkSetup) -> None:
     path = write_many(setup.folder / "in.jsonl", 30)
     async with running_worker(setup.redis_url, str(setup.database)):
         with pytest.raises(Interrupted):

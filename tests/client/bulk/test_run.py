@@ -76,9 +76,9 @@ async def test_every_line_is_answered_once_and_as_openai_does(
             else TheirCompletion
         )
         kind.model_validate(line["response"]["body"], strict=True)
-    told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
-    assert told.request_counts is not None
-    assert (told.request_counts.completed, told.request_counts.failed) == (40, 4)
+    public = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
+    assert public.request_counts is not None
+    assert (public.request_counts.completed, public.request_counts.failed) == (40, 4)
 
 
 async def test_again_changes_nothing_and_another_input_is_refused(
@@ -219,16 +219,16 @@ async def test_without_a_worker_the_completion_window_ends_it(
     assert {line["error"]["code"] for line in read(setup.paths.errors)} == {"batch_expired"}
 
 
-async def test_that_no_worker_is_there_is_said(tmp_path: Path, redis_url: str) -> None:
-    class SaidError(Exception):
+async def test_a_missing_worker_is_reported(tmp_path: Path, redis_url: str) -> None:
+    class NoteSeenError(Exception):
         pass
 
     def on_progress(progress: Any) -> None:
         if progress.note:
-            raise SaidError(progress.note)
+            raise NoteSeenError(progress.note)
 
     setup = BulkSetup(tmp_path, redis_url, None)
-    with pytest.raises(SaidError, match="no worker serves this queue"):
+    with pytest.raises(NoteSeenError, match="no worker serves this queue"):
         await setup.run(
             write_many(setup.folder / "in.jsonl", 30), window=10, on_progress=on_progress
         )
@@ -238,8 +238,8 @@ async def test_an_empty_file_fails(tmp_path: Path, redis_url: str, database: str
     setup = BulkSetup(tmp_path, redis_url, database)
     batch = await setup.run(write(setup.folder / "in.jsonl", [""]))
     assert (batch.state, batch.errors[0].code) == (BatchState.FAILED, "empty_file")
-    told = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
-    assert told.failed_at
+    public = TheirBatch.model_validate_json(msgspec.json.encode(batch.public()), strict=True)
+    assert public.failed_at
 
 
 async def test_import_then_export_from_elsewhere(setup: BulkSetup, database: str) -> None:

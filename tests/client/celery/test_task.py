@@ -346,5 +346,5 @@ def test_what_a_task_may_be_given(given: Any, expected: dict[str, Any]) -> None:
         assert fields_of((given,), {"template": "{text}{x}"}) == {
             "prompt": expected["prompt"] + "{x}"
         }
-        told = [{"role": "user", "content": expected["prompt"]}]
-        assert fields_of((given,), {}, chat=True) == {"messages": told}
+        messages = [{"role": "user", "content": expected["prompt"]}]
+        assert fields_of((given,), {}, chat=True) == {"messages": messages}

@@ -32,7 +32,7 @@ def test_the_version_is_printed(shell: Shell) -> None:
     assert (done.exit_code, done.stdout) == (0, f"tokenmill {version('tokenmill')}\n")
 
 
-def test_help_tells_n_from_n(shell: Shell) -> None:
+def test_help_distinguishes_the_two_options_n(shell: Shell) -> None:
     words = " ".join(shell("submit", "--help").stdout.replace("│", " ").split())
     assert "Largest number of tokens (`--n` counts answers)." in words
     assert "Answers to the same prompt (`-n` is --max-tokens)." in words
@@ -58,7 +58,7 @@ def test_a_queue_s_name_that_is_none_is_refused_by_every_command(shell: Shell) -
         ), command
 
 
-def test_without_a_database_its_whole_path_is_said_and_batches_are_kept_in_redis(
+def test_without_a_database_the_whole_path_is_printed_and_batches_are_kept_in_redis(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default is relative: in another folder there is none."""
@@ -185,7 +185,7 @@ def test_a_model_alone_names_the_queue(shell: Shell, allowed_keys: list[str]) ->
     assert json.loads(done.stdout)["queue"] == "base"
 
 
-def test_who_waits_is_told_that_nobody_works(shell: Shell) -> None:
+def test_a_wait_without_workers_prints_a_note(shell: Shell) -> None:
     done = shell("submit", "x", "--wait", "--timeout", "0.1")
     assert "no worker has ever served the queue 'q'" in done.stderr
     assert done.exit_code == 1

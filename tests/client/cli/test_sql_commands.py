@@ -174,7 +174,7 @@ def test_secrets(database: str) -> None:
     assert "TOKENMILL_WEBHOOK_SECRET" in run(database, "webhooks", "secret").stderr
 
 
-def test_the_way_back_is_asked_for_twice_and_says_what_it_did(database: str) -> None:
+def test_a_downgrade_is_confirmed_and_prints_what_it_did(database: str) -> None:
     refused = run(database, "db", "downgrade", "base")
     assert (refused.exit_code, "--yes" in refused.stderr) == (1, True)
     assert "up to date" in run(database, "db", "status").stdout
@@ -186,7 +186,7 @@ def test_the_way_back_is_asked_for_twice_and_says_what_it_did(database: str) -> 
     assert "new → 0005" in run(database, "db", "upgrade").stdout
 
 
-def test_a_revision_that_nobody_knows_is_no_way_back(database: str) -> None:
+def test_an_unknown_revision_is_refused(database: str) -> None:
     unknown = run(database, "db", "downgrade", "0007", "--yes")
     assert (unknown.exit_code, unknown.stderr) == (
         1,
@@ -217,7 +217,7 @@ def test_a_database_from_before_the_first_release_is_refused_with_what_to_do(dat
 
 
 @pytest.mark.parametrize("command", [("upgrade",), ("status",), ("downgrade", "0004", "--yes")])
-def test_a_folder_that_cannot_be_made_is_said_in_a_sentence(
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_sentence(
     tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").touch()

@@ -86,7 +86,7 @@ def test_everything_fits_and_numbers_are_whole(width: int) -> None:
     assert ("420 ms" in text) == (width >= 120)
 
 
-def test_headings_say_what_is_counted_and_short_ones_are_explained() -> None:
+def test_headings_name_what_is_counted_and_short_ones_are_explained() -> None:
     text = shown(BUSY, 80, submitted_per_s=812.3, finished_per_s=9.5)
     assert re.search(
         r"1,834 tokens/s +jobs: +120 running +1,234,579 waiting +812 in/s +9.5 out/s", text
@@ -96,7 +96,7 @@ def test_headings_say_what_is_counted_and_short_ones_are_explained() -> None:
     )
 
 
-def test_the_tables_say_who_uses_what() -> None:
+def test_the_tables_show_the_use_of_each_tenant() -> None:
     text = shown(BUSY, 100)
     assert re.search(r"acme +60 +9 +1,200 ━+", text)
     assert re.search(r"\(none\) +1 +0 +0 ", text)
@@ -118,7 +118,7 @@ def test_a_tenant_s_long_name_costs_no_number(width: int) -> None:
     assert text.count("\n") == shown(BUSY, width, jobs=[JOB]).count("\n") - 1  # one tenant less
 
 
-def test_a_queue_without_workers_says_so_first() -> None:
+def test_a_queue_without_workers_shows_that_first() -> None:
     idle, stuck = shown(EMPTY, 80), shown(msgspec.structs.replace(BUSY, workers=[]), 80)
     assert "NO WORKER IS ALIVE  nothing is waiting either" in idle.splitlines()[0]
     assert "NO WORKER IS ALIVE  and jobs are waiting" in stuck.splitlines()[0]
@@ -134,9 +134,7 @@ def test_a_queue_without_workers_says_so_first() -> None:
         ({"engine_restarts": 2}, "2 engine restarts since it started"),
     ],
 )
-def test_what_is_wrong_with_a_worker_is_said_in_words(
-    changes: dict[str, object], words: str
-) -> None:
+def test_the_problem_of_a_worker_is_shown_in_words(changes: dict[str, object], words: str) -> None:
     troubled = msgspec.structs.replace(WORKER, **changes)
     assert words in shown(msgspec.structs.replace(EMPTY, workers=[troubled]), 80)
     assert words not in shown(msgspec.structs.replace(EMPTY, workers=[WORKER]), 80)

@@ -132,6 +132,6 @@ def test_an_interruption_is_spoken_of_on_a_line_of_its_own(
 
     with pytest.raises(typer.Exit) as ended:
         follow(cast("Client", Interrupted()), "j")
-    told = capsys.readouterr()
-    assert (ended.value.exit_code, told.out) == (130, "The sky is")
-    assert told.err.startswith("\nNote: interrupted; the job goes on: tokenmill tail j")
+    printed = capsys.readouterr()
+    assert (ended.value.exit_code, printed.out) == (130, "The sky is")
+    assert printed.err.startswith("\nNote: interrupted; the job goes on: tokenmill tail j")

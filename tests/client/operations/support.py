@@ -11,7 +11,7 @@ def words(start: int, end: int) -> str:
     return "".join(f"<{i}>" for i in range(start, end))
 
 
-def told_of(chunks: list[Chunk]) -> tuple[list[int], str]:
+def tokens_and_text(chunks: list[Chunk]) -> tuple[list[int], str]:
     return [token for chunk in chunks for token in chunk.token_ids], "".join(
         chunk.text for chunk in chunks
     )

@@ -72,7 +72,7 @@ def test_token_ids_may_come_as_json_has_them() -> None:
             build_request({"prompt": "x", "logit_bias": {key: 1.5}})
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request({"prompt": "x", "max_tokens": 0, "temperature": -1.0})
     assert len(caught.value.problems) == 2
@@ -126,7 +126,7 @@ def test_a_handle_travels_as_the_text_it_is() -> None:
         build_request({"prompt": object()})
 
 
-def test_a_fingerprint_sees_content_and_nothing_else() -> None:
+def test_a_fingerprint_depends_on_content_alone() -> None:
     base: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
     same = [
         base,

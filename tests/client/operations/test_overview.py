@@ -34,7 +34,7 @@ async def test_an_empty_queue(queue: Queue) -> None:
     )
 
 
-async def test_what_waits_runs_and_ended_is_told_apart(queue: Queue) -> None:
+async def test_waiting_running_and_ended_jobs_are_listed_apart(queue: Queue) -> None:
     for priority, tenant in (
         ("interactive", "acme"),
         ("interactive", ""),

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.client.operations.support import JOB, answer_of_several, told_of, words
+from tests.client.operations.support import JOB, answer_of_several, tokens_and_text, words
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason
@@ -51,24 +51,24 @@ class Reader:
 
     def __init__(self, rng: random.Random) -> None:
         self.cursor = StreamPosition(JOB)
-        self.told: list[Chunk] = []
+        self.received: list[Chunk] = []
         self._rng = rng
 
-    def hear(self, message: Chunk, log: list[Chunk]) -> None:
+    def receive(self, message: Chunk, log: list[Chunk]) -> None:
         """`log` is what the log has when the message comes."""
         if self._rng.random() < 0.2:
-            self.cursor = StreamPosition(JOB, self.told[-1].position if self.told else 0)
+            self.cursor = StreamPosition(JOB, self.received[-1].position if self.received else 0)
         if self._rng.random() < 0.3:
             return
         accepted = self.cursor.accept(message)
         if accepted is None:
             assert self.cursor.log_start == "-"
             accepted = list(self.cursor.accept_log(log))
-        self.told += accepted
+        self.received += accepted
 
 
 @given(LENGTHS, st.randoms(use_true_random=False), st.booleans())
-def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_again(
+def test_each_choice_is_yielded_once_whatever_the_server_lost_and_whoever_appends_again(
     lengths: list[int], rng: random.Random, ends_in_result: bool
 ) -> None:
     result = answer_of_several(lengths)
@@ -78,23 +78,25 @@ def test_each_choice_is_told_once_whatever_the_server_lost_and_whoever_appends_a
         made = logged(result, log, rng)
         for chunk in made[: rng.randint(0, len(made))]:
             log.append(chunk)
-            reader.hear(chunk, log)
+            reader.receive(chunk, log)
         del log[rng.randint(0, len(log)) :]
     for chunk in logged(result, log, rng):
         log.append(chunk)
-        reader.hear(chunk, log)
-    reader.cursor = StreamPosition(JOB, reader.told[-1].position if reader.told else 0)
+        reader.receive(chunk, log)
+    reader.cursor = StreamPosition(JOB, reader.received[-1].position if reader.received else 0)
     end = Chunk(job_id=JOB, index=lengths[0], status=JobStatus.SUCCEEDED, n=len(lengths))
     if not ends_in_result:
-        reader.told += reader.cursor.accept_log(log)
+        reader.received += reader.cursor.accept_log(log)
     last_told = reader.cursor.accept(end)
-    assert ends_in_result or last_told is not None, "every choice has told its end"
-    reader.told += reader.cursor.accept_result(result) if last_told is None else last_told
+    assert ends_in_result or last_told is not None, "every choice has reached its end"
+    reader.received += reader.cursor.accept_result(result) if last_told is None else last_told
     for choice in result.choices:
         mine = [
-            chunk for chunk in reader.told if chunk.choice == choice.index and chunk.status is None
+            chunk
+            for chunk in reader.received
+            if chunk.choice == choice.index and chunk.status is None
         ]
-        assert told_of(mine) == (list(choice.token_ids), choice.text)
+        assert tokens_and_text(mine) == (list(choice.token_ids), choice.text)
         assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.STOP]
-    assert [chunk.is_last for chunk in reader.told].count(True) == 1
-    assert reader.told[-1].is_last
+    assert [chunk.is_last for chunk in reader.received].count(True) == 1
+    assert reader.received[-1].is_last

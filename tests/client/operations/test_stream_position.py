@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.client.operations.support import JOB, answer_of_several, told_of, words
+from tests.client.operations.support import JOB, answer_of_several, tokens_and_text, words
 from tokenmill.errors import ConfigurationError
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
@@ -61,45 +61,47 @@ def test_every_token_once_however_messages_arrive(
     messages = [chunk for chunk in chunks for _ in range(rng.randint(0, 2))]  # lost, once, twice
     if rng.random() < 0.5:
         rng.shuffle(messages)
-    cursor, told = StreamPosition(JOB), list[Chunk]()
+    cursor, received = StreamPosition(JOB), list[Chunk]()
     for message in messages:
         accepted = cursor.accept(message)
         if accepted is None:  # a gap: the log has everything up to this message
             logged = [chunk for chunk in chunks if chunk.end <= message.end]
-            told += cursor.accept_log(
+            received += cursor.accept_log(
                 logged[rng.randint(0, len([c for c in logged if c.end <= cursor.num_tokens])) :]
             )
             accepted = cursor.accept(message)
         assert accepted is not None
-        told += accepted
+        received += accepted
     if ends_in_result:
-        told += cursor.accept_result(result_of(num_tokens))
+        received += cursor.accept_result(result_of(num_tokens))
         text = words(0, num_tokens) + "!"
     else:
-        told += cursor.accept_log(chunks)
-        told += cursor.accept(last(num_tokens)) or []
+        received += cursor.accept_log(chunks)
+        received += cursor.accept(last(num_tokens)) or []
         text = words(0, num_tokens)
-    assert told_of(told) == (list(range(num_tokens)), text)
+    assert tokens_and_text(received) == (list(range(num_tokens)), text)
     assert cursor.is_over
-    assert told[-1].status is JobStatus.SUCCEEDED
-    assert [chunk.index for chunk in told] == sorted(
-        {chunk.index for chunk in told if chunk.token_ids} | {num_tokens}
+    assert received[-1].status is JobStatus.SUCCEEDED
+    assert [chunk.index for chunk in received] == sorted(
+        {chunk.index for chunk in received if chunk.token_ids} | {num_tokens}
     )
 
 
 @given(st.integers(1, 20), st.integers(0, 25), st.booleans())
-def test_starting_after_tells_exactly_the_rest(num_tokens: int, after: int, is_over: bool) -> None:
+def test_starting_after_yields_exactly_the_rest(num_tokens: int, after: int, is_over: bool) -> None:
     cursor = StreamPosition(JOB, after)
     if is_over:
-        told = list(cursor.accept_result(result_of(num_tokens)))
+        received = list(cursor.accept_result(result_of(num_tokens)))
     else:
-        told = [
+        received = [
             *cursor.accept_log(cut(num_tokens, list(range(num_tokens)))),
             *(cursor.accept(last(num_tokens)) or []),
         ]
-    assert told_of(told)[0] == list(range(after, num_tokens))
+    assert tokens_and_text(received)[0] == list(range(after, num_tokens))
     if is_over:
-        assert told_of(told)[1] == ("" if after > num_tokens else words(after, num_tokens) + "!")
+        assert tokens_and_text(received)[1] == (
+            "" if after > num_tokens else words(after, num_tokens) + "!"
+        )
 
 
 def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
@@ -112,19 +114,22 @@ def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
 def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
     """The server lost the last two chunks; the worker sends the same tokens again in one piece."""
     cursor = StreamPosition(JOB)
-    told = list(cursor.accept_log(cut(4, [1, 2, 3])))
+    received = list(cursor.accept_log(cut(4, [1, 2, 3])))
     again = Chunk(
         job_id=JOB, index=2, token_ids=(2, 3, 4, 5), text=words(2, 6), text_ends=(3, 6, 9, 12)
     )
-    told += cursor.accept(again) or []
-    assert told_of(told) == (list(range(6)), words(0, 6))
+    received += cursor.accept(again) or []
+    assert tokens_and_text(received) == (list(range(6)), words(0, 6))
     assert cursor.accept(again) == []
 
 
-def test_what_a_log_without_its_beginning_lacks_is_told_by_the_result() -> None:
+def test_what_a_log_without_its_beginning_lacks_comes_from_the_result() -> None:
     cursor = StreamPosition(JOB)
     assert list(cursor.accept_log(cut(5, [1, 2, 3, 4])[3:])) == []
-    assert told_of(list(cursor.accept_result(result_of(5)))) == (list(range(5)), words(0, 5) + "!")
+    assert tokens_and_text(list(cursor.accept_result(result_of(5)))) == (
+        list(range(5)),
+        words(0, 5) + "!",
+    )
 
 
 def two_choices() -> JobResult:
@@ -139,7 +144,7 @@ def two_choices() -> JobResult:
 
 
 @pytest.mark.parametrize("seen", range(5))
-def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) -> None:
+def test_several_choices_are_yielded_once_each_wherever_the_log_ended(seen: int) -> None:
     live = [
         Chunk(job_id=JOB, index=0, choice=1, token_ids=(10,), text="b0", n=2),
         Chunk(
@@ -155,24 +160,24 @@ def test_several_choices_are_told_once_each_wherever_the_log_ended(seen: int) ->
         Chunk(job_id=JOB, index=1, choice=0, token_ids=(1,), text="a1", n=2),
     ][:seen]
     cursor = StreamPosition(JOB)
-    told = [*cursor.accept_log(live), *cursor.accept_result(two_choices())]
+    received = [*cursor.accept_log(live), *cursor.accept_result(two_choices())]
     for i, text in enumerate(("a0a1", "b0b1")):
-        mine = [chunk for chunk in told if chunk.choice == i and chunk.status is None]
-        assert told_of(mine) == ([10 * i, 10 * i + 1], text)
+        mine = [chunk for chunk in received if chunk.choice == i and chunk.status is None]
+        assert tokens_and_text(mine) == ([10 * i, 10 * i + 1], text)
         assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.STOP]
         assert [chunk.index for chunk in mine if chunk.token_ids] == [0, 1]
 
 
-def test_the_end_of_a_choice_without_a_token_is_told_once() -> None:
+def test_the_end_of_a_choice_without_a_token_is_yielded_once() -> None:
     cursor = StreamPosition(JOB)
     list(cursor.accept_log([Chunk(job_id=JOB, index=0, choice=1, token_ids=(1,), text="x", n=2)]))
     end = Chunk(
         job_id=JOB, index=1, choice=1, text="rest", finish_reason=FinishReason.CANCELLED, n=2
     )
-    (told,) = cursor.accept(end) or [end]
-    assert (told.text, told.position) == ("rest", "0.1e")
+    (received,) = cursor.accept(end) or [end]
+    assert (received.text, received.position) == ("rest", "0.1e")
     assert cursor.accept(end) == []
-    assert StreamPosition(JOB, told.position).accept(end) == []
+    assert StreamPosition(JOB, received.position).accept(end) == []
 
 
 def test_after_the_end_there_is_nothing() -> None:
@@ -198,19 +203,26 @@ def test_a_reader_that_begins_inside_a_checkpoint_gets_its_rest(
         )
         for chunk in cut(num_tokens, borders)
     ]
-    told = list(StreamPosition(JOB, start).accept_log(checkpoints))
-    assert told_of(told) == (list(range(start, num_tokens)), words(start, num_tokens))
-    assert [chunk.index for chunk in told[:1]] == ([start] if start < num_tokens else [])
+    received = list(StreamPosition(JOB, start).accept_log(checkpoints))
+    assert tokens_and_text(received) == (list(range(start, num_tokens)), words(start, num_tokens))
+    assert [chunk.index for chunk in received[:1]] == ([start] if start < num_tokens else [])
 
 
-def test_a_position_says_where_each_choice_stands() -> None:
+def test_a_position_holds_the_place_of_each_choice() -> None:
     cursor = StreamPosition(JOB)
     result = answer_of_several([2, 1])
-    told = list(cursor.accept_result(result))
-    assert [chunk.position for chunk in told] == ["1.0", "2.0", "2e.0", "2e.1", "2e.1e", "2e.1e"]
-    for place, chunk in enumerate(told[:-1]):
+    received = list(cursor.accept_result(result))
+    assert [chunk.position for chunk in received] == [
+        "1.0",
+        "2.0",
+        "2e.0",
+        "2e.1",
+        "2e.1e",
+        "2e.1e",
+    ]
+    for place, chunk in enumerate(received[:-1]):
         rest = list(StreamPosition(JOB, chunk.position).accept_result(result))
-        assert rest == told[place + 1 :]
+        assert rest == received[place + 1 :]
     assert [chunk.position for chunk in StreamPosition(JOB).accept_result(result_of(2))] == [
         "1",
         "2",
@@ -218,7 +230,7 @@ def test_a_position_says_where_each_choice_stands() -> None:
     ]
 
 
-def test_a_number_does_not_say_where_several_choices_stand() -> None:
+def test_a_number_is_no_position_of_several_choices() -> None:
     chunk = Chunk(job_id=JOB, index=3, token_ids=(1,), n=2)
     for takes in (
         lambda cursor: cursor.accept(chunk),
@@ -261,16 +273,16 @@ def test_what_is_no_position_is_refused(value: Any) -> None:
 def test_chunks_of_the_version_before_are_placed_by_choice() -> None:
     """Their index counted the tokens of all choices, and `place` those of their own."""
     cursor = StreamPosition(JOB)
-    told: list[Chunk] = []
+    received: list[Chunk] = []
     for index, (choice, place) in enumerate([(1, 0), (0, 0), (1, 1), (2, 0)]):
         before = Chunk(
             job_id=JOB, index=index, choice=choice, token_ids=(index,), text="x", place=place
         )
-        told += cursor.accept(decode_chunk(encode(before))) or []
-    assert [(chunk.choice, chunk.index) for chunk in told] == [(1, 0), (0, 0), (1, 1), (2, 0)]
-    assert told[-1].position == "1.2.1"
+        received += cursor.accept(decode_chunk(encode(before))) or []
+    assert [(chunk.choice, chunk.index) for chunk in received] == [(1, 0), (0, 0), (1, 1), (2, 0)]
+    assert received[-1].position == "1.2.1"
     assert cursor.accept(Chunk(job_id=JOB, index=4, status=JobStatus.SUCCEEDED)) is None, (
-        "no choice has told its end"
+        "no choice has reached its end"
     )
 
 

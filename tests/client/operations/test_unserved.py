@@ -115,7 +115,7 @@ def test_a_wait_of_any_length_can_be_asked_for(url: str) -> None:
     ("flags", "queue"),
     [(("--queue", "nobody"), "nobody"), (("--model", "gpt-4"), "gpt-4"), (("--json",), "q")],
 )
-def test_the_command_line_says_so_also_without_a_terminal(
+def test_the_command_line_prints_the_note_without_a_terminal_too(
     url: str, flags: tuple[str, ...], queue: str
 ) -> None:
     environment = {"TOKENMILL_REDIS_URL": url} | (
@@ -132,7 +132,7 @@ def test_the_command_line_says_so_also_without_a_terminal(
     assert done.stderr.count("no worker") == 1
 
 
-async def test_the_command_line_tells_a_queue_whose_workers_are_away(
+async def test_the_command_line_names_a_queue_whose_workers_are_away(
     queue: Queue, url: str
 ) -> None:
     await queue.worker().open()

@@ -71,7 +71,7 @@ async def playing(
                 raise outcome
 
 
-def assert_told(chunks: list[Chunk], num_tokens: int, first: int = 0) -> None:
+def assert_chunks(chunks: list[Chunk], num_tokens: int, first: int = 0) -> None:
     """Check that the tokens from `first` on came once each, in order, and then the end."""
     assert [i for chunk in chunks for i in chunk.token_ids] == list(range(first, num_tokens))
     assert "".join(chunk.text for chunk in chunks) == "".join(

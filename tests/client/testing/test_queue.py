@@ -77,7 +77,7 @@ def test_a_function_may_answer_and_max_tokens_cuts() -> None:
     assert [choice.text for choice in three.choices] == ["you said 3", "you said 3"]
 
 
-def test_failures_keep_what_was_said(queue: InMemoryQueue, client: Client) -> None:
+def test_failures_keep_the_partial_text(queue: InMemoryQueue, client: Client) -> None:
     queue.answer(failure("engine_error", "the device is gone", after="I was", retryable=True))
     job = client.submit(prompt="?")
     with pytest.raises(JobFailed, match="the device is gone") as caught:
@@ -145,7 +145,7 @@ async def test_the_asynchronous_client_streams_side_by_side(queue: InMemoryQueue
     assert sorted(answers) == [f"answer number {n}" for n in range(5)]
 
 
-def test_a_fault_in_the_tests_own_function_is_told() -> None:
+def test_an_error_in_the_tests_own_function_is_raised() -> None:
     def broken(request: JobRequest) -> str:
         raise ZeroDivisionError(request.prompt)
 
@@ -207,7 +207,7 @@ def test_a_schema_that_cannot_be_used_is_refused() -> None:
 
 
 @pytest.mark.redis
-async def test_the_real_worker_says_the_same_of_a_job(redis_url: str, tmp_path: Path) -> None:
+async def test_the_real_worker_gives_the_same_result(redis_url: str, tmp_path: Path) -> None:
     """Chunks and results have the same shape, field by field, as those of a real worker on a real
     server.
     """

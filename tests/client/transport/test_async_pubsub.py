@@ -19,7 +19,7 @@ def subscription() -> MultiplexedSubscription:
     return MultiplexedSubscription(PubSubMultiplexer(None), b"channel")  # type: ignore[arg-type]  # no connection is asked for
 
 
-async def test_messages_come_in_order_whether_somebody_waits_or_not() -> None:
+async def test_messages_come_in_order_with_and_without_a_waiting_reader() -> None:
     mailbox = subscription()
     first = asyncio.create_task(mailbox.receive(5))
     await asyncio.sleep(0)
@@ -29,7 +29,7 @@ async def test_messages_come_in_order_whether_somebody_waits_or_not() -> None:
     assert [await mailbox.receive(5) for _ in range(3)] == [b"1", b"2", b"3"]
 
 
-async def test_silence_is_told_and_costs_no_message() -> None:
+async def test_a_timeout_yields_none_and_loses_no_message() -> None:
     mailbox = subscription()
     assert await mailbox.receive(0.02) is None
     waiting = asyncio.create_task(mailbox.receive(0.02))
@@ -66,7 +66,7 @@ async def test_a_cancelled_wait_takes_nothing_from_the_next() -> None:
     assert await mailbox.receive(5) == b"a"
 
 
-async def test_who_is_too_slow_is_told_that_he_missed_some() -> None:
+async def test_a_slow_reader_gets_a_sign_of_missed_messages() -> None:
     mailbox = subscription()
     for number in range(MAX_WAITING + 2):
         mailbox.deliver(b"%d" % number)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.redis
 @pytest.mark.parametrize(
     "url", ["redis://h?pass=hunter2", "redis+sentinel://h/main?pass=hunter2", "unix:///s?pass=x"]
 )
-def test_an_option_that_nobody_knows_is_refused_without_repeating_it(kind: Any, url: str) -> None:
+def test_an_unknown_option_is_refused_without_repeating_it(kind: Any, url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"has an option that Redis clients do not know$"):
         kind(url)
 

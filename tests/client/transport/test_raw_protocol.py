@@ -31,7 +31,7 @@ from tokenmill_worker.consume.append.connection import PipelinedConnection
 pytestmark = pytest.mark.redis
 
 
-class Heard:
+class ReadReplies:
     def __init__(self) -> None:
         self.replies: list[Any] = []
         self.ends: list[Exception] = []
@@ -41,16 +41,16 @@ class Heard:
 
 
 @asynccontextmanager
-async def wired(url: str) -> AsyncIterator[tuple[RawRedisProtocol, Heard, Any]]:
+async def wired(url: str) -> AsyncIterator[tuple[RawRedisProtocol, ReadReplies, Any]]:
     """Yield a wire over one of the library's connections, a record of its callbacks, and the
     client.
     """
-    client, heard = connect_async(url, Link()), Heard()
+    client, read = connect_async(url, Link()), ReadReplies()
     connection = await client.connection_pool.get_connection()
     try:
-        wire = RawRedisProtocol.over(connection, heard.replies.append, heard.ends.append)
+        wire = RawRedisProtocol.over(connection, read.replies.append, read.ends.append)
         assert wire is not None
-        yield wire, heard, client
+        yield wire, read, client
     finally:
         await connection.disconnect()
         await client.connection_pool.release(connection)
@@ -58,56 +58,56 @@ async def wired(url: str) -> AsyncIterator[tuple[RawRedisProtocol, Heard, Any]]:
 
 
 async def test_replies_come_in_the_order_of_the_commands_and_whole(redis_url: str) -> None:
-    async with wired(redis_url) as (wire, heard, _):
+    async with wired(redis_url) as (wire, read, _):
         large = b"x" * (3 * READ_BYTES + 1)
         wire.send("ECHO", large)
         for number in range(100):
             wire.send("ECHO", number)
-        await heard.until(replies=101)
-        assert heard.replies == [large, *(b"%d" % number for number in range(100))]
-        assert not heard.ends
+        await read.until(replies=101)
+        assert read.replies == [large, *(b"%d" % number for number in range(100))]
+        assert not read.ends
 
 
 async def test_an_error_that_the_server_reports_is_a_reply(redis_url: str) -> None:
-    async with wired(redis_url) as (wire, heard, _):
+    async with wired(redis_url) as (wire, read, _):
         wire.send("EVALSHA", "0" * 40, 0)
         wire.send("NONSENSE")
         wire.send("ECHO", "a")
-        await heard.until(replies=3)
-        assert isinstance(heard.replies[0], NoScriptError)
-        assert isinstance(heard.replies[1], ResponseError)
-        assert heard.replies[2] == b"a"
+        await read.until(replies=3)
+        assert isinstance(read.replies[0], NoScriptError)
+        assert isinstance(read.replies[1], ResponseError)
+        assert read.replies[2] == b"a"
 
 
 async def test_it_ends_once_and_nothing_can_be_sent_then(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey(persistent=False)
-    async with wired(server.url) as (wire, heard, _):
+    async with wired(server.url) as (wire, read, _):
         server.halt(signal.SIGKILL)
-        await heard.until(ends=1)
+        await read.until(ends=1)
         with pytest.raises(ConnectionError):
             wire.send("PING")
         wire.end(ValueError("a second one"))
         await asyncio.sleep(0.05)
-        assert len(heard.ends) == 1
-        assert isinstance(heard.ends[0], ConnectionError)
+        assert len(read.ends) == 1
+        assert isinstance(read.ends[0], ConnectionError)
 
 
 async def test_nothing_is_handed_on_after_an_end(redis_url: str) -> None:
     """Several replies arrive together, and the first one makes its owner end the connection."""
-    async with wired(redis_url) as (wire, heard, _):
+    async with wired(redis_url) as (wire, read, _):
 
         def only_one(reply: Any) -> None:
-            heard.replies.append(reply)
+            read.replies.append(reply)
             wire.end(ValueError("enough"))
 
         wire._on_reply = only_one
         wire.send("ECHO", "a")
         wire.send("ECHO", "b")
-        await heard.until(ends=1)
+        await read.until(ends=1)
         await asyncio.sleep(0.05)
-        assert heard.replies == [b"a"]
+        assert read.replies == [b"a"]
 
 
 async def test_bytes_that_are_no_replies_end_it() -> None:
@@ -118,12 +118,12 @@ async def test_bytes_that_are_no_replies_end_it() -> None:
     server = await asyncio.start_server(speak_nonsense, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    heard = Heard()
+    read = ReadReplies()
     try:
-        RawRedisProtocol(writer.transport, ResponseError, heard.replies.append, heard.ends.append)
-        await heard.until(ends=1)
-        assert isinstance(heard.ends[0], InvalidResponse)
-        assert not heard.replies
+        RawRedisProtocol(writer.transport, ResponseError, read.replies.append, read.ends.append)
+        await read.until(ends=1)
+        assert isinstance(read.ends[0], InvalidResponse)
+        assert not read.replies
     finally:
         writer.close()
         server.close()
@@ -160,7 +160,7 @@ async def test_this_redis_py_has_the_private_attributes_that_are_read(redis_url:
 
 
 @pytest.mark.parametrize("name", ["WRITER", "PARSER"])
-async def test_a_redis_py_without_them_is_left_to_itself_and_told_of_once(
+async def test_a_redis_py_without_them_uses_its_own_connection_and_logs_once(
     redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(raw_protocol, name, "_renamed")

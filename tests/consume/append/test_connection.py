@@ -122,7 +122,7 @@ async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(
         assert await line.call(ECHO, KEY, "e") == b"e"
 
 
-async def test_what_the_server_tells_unasked_is_no_call_s_reply(redis_url: str) -> None:
+async def test_a_push_message_is_no_call_s_reply(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         assert line._current is not None

@@ -59,7 +59,7 @@ async def logged(queue: Queue, job: Delivery) -> list[int]:
     ]
 
 
-async def test_what_a_worker_knows_is_not_asked_for(queue: Queue) -> None:
+async def test_an_append_with_a_known_version_reads_no_ownership(queue: Queue) -> None:
     worker, (a, b) = await running(queue, jobs=2)
     assert await asked(queue, worker, (a, 2), (b, 2)) == 0
     await queue.client.submit_many([{"prompt": "x"}] * 2)
@@ -78,7 +78,7 @@ async def test_several_tokens_of_a_job_in_one_call_are_known_too(queue: Queue) -
     assert await questions(queue) == before
 
 
-async def test_a_cancel_is_told_at_the_next_append_of_its_job_and_the_others_go_on(
+async def test_a_cancel_is_replied_at_the_next_append_of_its_job_alone(
     queue: Queue,
 ) -> None:
     worker, (a, b) = await running(queue, jobs=2)
@@ -131,7 +131,7 @@ async def test_a_restarted_namesake_takes_over_the_ownership_version(queue: Queu
     assert await logged(queue, a) == [0, 1, 2, 3]
 
 
-async def test_a_server_that_lost_its_last_call_is_told_again(queue: Queue) -> None:
+async def test_a_server_that_lost_its_last_call_replies_gap(queue: Queue) -> None:
     worker, (a, b) = await running(queue, jobs=2)
     held = await queue.everything()
     assert await appended(worker, [token(a, 2), token(b, 2)]) == [(OK, 3), (OK, 3)]
@@ -156,7 +156,7 @@ async def test_a_server_that_lost_a_claim_lets_its_worker_write_nothing(queue: Q
     assert await appended(worker, [token(a, 2), token(b, 0)]) == [(OK, 3), (LOST, 0)]
 
 
-async def test_after_a_call_that_failed_everything_is_asked_for(queue: Queue) -> None:
+async def test_after_a_failed_call_ownership_is_read_again(queue: Queue) -> None:
     worker, (a, b) = await running(queue, jobs=2)
     await queue.redis.config_set("maxmemory", 1)
     try:
@@ -169,7 +169,7 @@ async def test_after_a_call_that_failed_everything_is_asked_for(queue: Queue) ->
     assert await asked(queue, worker, (a, 3), (b, 3)) == 0
 
 
-async def test_a_call_whose_reply_was_lost_is_asked_after(queue: Queue) -> None:
+async def test_after_a_lost_reply_ownership_is_read_again(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     sent = asyncio.create_task(worker.append([token(a, 2)]))
     await asyncio.sleep(0)

@@ -155,7 +155,7 @@ def test_every_backend_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", ["flash", "torch_varlen"])
-def test_a_gpu_backend_says_why_it_does_not_run_on_a_cpu(name: str) -> None:
+def test_a_gpu_backend_gives_the_reason_why_it_does_not_run_on_a_cpu(name: str) -> None:
     shape = AttentionShape(4, 2, 64, 0.125)
     reason = backend_class(name).why_not(torch.device("cpu"), torch.bfloat16, shape, 256)
     assert reason is not None

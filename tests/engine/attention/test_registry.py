@@ -27,12 +27,12 @@ def test_reference_serves_where_no_other_does() -> None:
     assert choose("reference", CPU, torch.float32, [SHAPE], 16).name == "reference"
 
 
-def test_a_backend_knows_whether_it_may_use_matrix_registers() -> None:
+def test_matrix_registers_are_used_where_they_are_allowed() -> None:
     for amx in (True, False):
         assert choose("auto", CPU, torch.float32, [SHAPE], 16, amx).uses_amx is amx
 
 
-def test_an_explicit_choice_that_cannot_work_says_why() -> None:
+def test_an_explicit_choice_that_cannot_work_is_refused_with_its_reason() -> None:
     with pytest.raises(EngineConfigError, match=r"'flash' cannot be used: .+"):
         choose("flash", CPU, torch.float32, [SHAPE], 16)
 

@@ -199,7 +199,7 @@ def test_a_nan_of_the_model_is_not_hidden(backend: CpuAttention) -> None:
     assert result[1].isfinite().all()
 
 
-def test_without_a_compiler_the_choice_falls_on_the_reference_and_says_why(tmp_path: Path) -> None:
+def test_without_a_compiler_the_reference_is_chosen_with_its_reason(tmp_path: Path) -> None:
     script = (
         "import torch; from tokenmill_worker.engine.attention import AttentionShape, choose\n"
         "shapes = [AttentionShape(4, 2, 64, 0.1), AttentionShape(4, 2, 128, 0.1)]\n"
@@ -221,7 +221,7 @@ def test_without_a_compiler_the_choice_falls_on_the_reference_and_says_why(tmp_p
         ("cpu", torch.float32, 1024, "1024"),
     ],
 )
-def test_says_why_it_cannot_serve(
+def test_unsupported_shapes_have_a_reason(
     device: str, dtype: torch.dtype, head_dim: int, word: str
 ) -> None:
     reason = CpuAttention.why_not(

@@ -124,7 +124,7 @@ def test_a_vocabulary_of_several_tiles() -> None:
 @pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning"
 )  # the interpreter's numpy, of infinities
-def test_rows_that_are_broken_are_told_by_their_peak() -> None:
+def test_rows_without_a_finite_logit_are_found_by_their_peak() -> None:
     logits = random_logits(4, 100)
     logits[0, 7], logits[1, :], logits[2, 3] = torch.nan, -torch.inf, torch.inf
     tokens, peaks = DeviceDraw(DEVICE).draw(

@@ -24,7 +24,7 @@ class Runtime:
         del self.registered[pointer]
 
 
-def test_a_host_pool_is_pinned_where_it_lies_and_let_go() -> None:
+def test_a_host_pool_is_pinned_in_place_and_unpinned() -> None:
     host, runtime = (torch.zeros(5), torch.zeros(3)), Runtime(room=2)
     pinned = PinnedPool(host, runtime)
     assert runtime.registered == {tensor.data_ptr(): tensor.nbytes for tensor in host}

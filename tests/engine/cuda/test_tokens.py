@@ -108,7 +108,7 @@ def test_every_way_gives_the_cpus_tokens(
         assert has_lora or graphs.num_replays > 0  # a step with an adapter is eager
 
 
-def test_the_requests_tell_ways_apart(expected: dict[bool, Answers]) -> None:
+def test_choices_and_adapters_give_different_answers(expected: dict[bool, Answers]) -> None:
     """Choices of one request differ, and so do the adapter's answers from the model's own."""
     drawn = [each for each in expected[False] if len(each) == 3]
     assert any(len(set(each)) == 3 for each in drawn)

@@ -17,12 +17,12 @@ from tokenmill_worker.engine.types import GenerationRequest
 COUNT = 50
 
 
-def say(what: str) -> None:
+def print_line(what: str) -> None:
     sys.stdout.write(what + "\n")
     sys.stdout.flush()
 
 
-async def lead(host: EngineProcess, told: asyncio.Event) -> None:
+async def lead(host: EngineProcess, must_end: asyncio.Event) -> None:
     await host.start()
     params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
     host.submit([GenerationRequest(request_id="a", prompt_ids=(3, 4, 5), params=params)])
@@ -31,12 +31,12 @@ async def lead(host: EngineProcess, told: asyncio.Event) -> None:
         for event in frame.events:
             count += len(event.token_ids)
             if count == 1:
-                say("STEPPING")
-                await told.wait()
-                await asyncio.sleep(2)  # the other rank has heard of it by now
+                print_line("STEPPING")
+                await must_end.wait()
+                await asyncio.sleep(2)  # the other rank has the message by now
         if count == COUNT:
             break
-    say(f"TOKENS {count}")
+    print_line(f"TOKENS {count}")
     await host.stop()
 
 
@@ -46,18 +46,18 @@ async def main(path: str) -> None:
         attention="reference",
         tensor_parallel=True, num_threads=1,
     )  # fmt: skip
-    host, told = EngineProcess(config), asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    host, must_end = EngineProcess(config), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, must_end.set)
     if os.environ["RANK"] == "0":  # noqa: TID251 - as torchrun tells it
-        await lead(host, told)
+        await lead(host, must_end)
         return
     starting = asyncio.create_task(host.start())
-    await told.wait()
+    await must_end.wait()
     await host.stop()
     try:
         await starting
     except EngineDied:
-        say("ENDED")
+        print_line("ENDED")
 
 
 if __name__ == "__main__":

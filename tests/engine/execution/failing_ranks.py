@@ -52,9 +52,9 @@ class _Breaking:
 
 def main(path: str, folder: Path, ports: list[str]) -> None:
     ranks = {}
-    for guilty, port in enumerate(ports):
+    for failing, port in enumerate(ports):
         for rank in (0, 1):
-            name = f"{guilty}-{rank}"
+            name = f"{failing}-{rank}"
             pid = os.fork()
             if pid == 0:
                 said = os.open(folder / f"{name}.txt", os.O_WRONLY | os.O_CREAT)
@@ -68,7 +68,7 @@ def main(path: str, folder: Path, ports: list[str]) -> None:
                     "MASTER_PORT": port,
                 }
                 os.environ.update({key: str(value) for key, value in local.items()})  # noqa: TID251 - torch reads them
-                serve(path, guilty)
+                serve(path, failing)
                 sys.stdout.flush()
                 os._exit(0)
             ranks[pid] = name
@@ -79,7 +79,7 @@ def main(path: str, folder: Path, ports: list[str]) -> None:
         ended.rename(ended.with_suffix(".status"))
 
 
-def serve(path: str, guilty: int) -> None:
+def serve(path: str, failing: int) -> None:
     config = EngineConfig(
         model=path, dtype="float32", device="cpu", num_blocks=24, block_size=4,
         attention="reference",
@@ -89,12 +89,12 @@ def serve(path: str, guilty: int) -> None:
     if dist.get_rank() == 1:
         ranks = Ranks.join("cpu")
         runner = load_model_runner(config)
-        if guilty == 1:
+        if failing == 1:
             break_third_step(runner)
         follow(runner, ranks)
         return
     leader = TensorParallelRunner.load(config)
-    if guilty == 0:
+    if failing == 0:
         break_third_step(leader._runner)
     engine = Engine.around(leader)
     try:
@@ -105,7 +105,7 @@ def serve(path: str, guilty: int) -> None:
         sys.stdout.write(f"LOST {error}\n")
         sys.stdout.flush()
         engine.runner.close()
-        if guilty == 0:
+        if failing == 0:
             time.sleep(300)
         os._exit(9)
 

@@ -14,7 +14,9 @@ from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
 
-def told(plans: PlanEncoder, plan: StepPlan, others: dict[int, Sequence]) -> tuple[StepPlan, int]:
+def round_trip(
+    plans: PlanEncoder, plan: StepPlan, others: dict[int, Sequence]
+) -> tuple[StepPlan, int]:
     """Return the plan as another rank decodes it, and its number of bytes."""
     message = msgspec.msgpack.encode(plans.describe(plan))
     return rebuild(msgspec.msgpack.decode(message, type=BroadcastStep), others), len(message)
@@ -31,7 +33,7 @@ def test_the_others_have_every_block_that_is_looked_at(
     kv, shared = loop.scheduler.kv, list(range(1, 10))
 
     def differs(plan: StepPlan) -> bool:
-        theirs, _ = told(plans, plan, others)
+        theirs, _ = round_trip(plans, plan, others)
         assert (theirs.swap_out, theirs.swap_in) == (plan.swap_out, plan.swap_in)
         for mine, item in zip(plan.scheduled, theirs.scheduled, strict=True):
             assert (item.start, item.num_tokens, item.samples) == (
@@ -56,12 +58,12 @@ def test_the_others_have_every_block_that_is_looked_at(
     assert not others
 
 
-def test_a_decode_is_told_in_as_many_bytes_after_a_long_prompt() -> None:
+def test_a_decode_is_encoded_in_as_many_bytes_after_a_long_prompt() -> None:
     sizes = []
     for length in (8, 200):
         loop, plans, others = Loop.build(make_cache(100)), PlanEncoder(), dict[int, Sequence]()
         loop.add(make_sequence("a", [index % 40 + 1 for index in range(length)], 4))
         for _ in range(2):
             loop.step()
-        sizes += [told(plans, plan, others)[1] for plan in loop.plans[:2]][1:]
+        sizes += [round_trip(plans, plan, others)[1] for plan in loop.plans[:2]][1:]
     assert sizes[1] <= sizes[0] + 8

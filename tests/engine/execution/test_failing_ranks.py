@@ -36,15 +36,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """Two ranks as plain processes, without a launcher that would end one when the other fails."""
 
-    def __init__(self, guilty: int, folder: Path) -> None:
-        self._guilty = guilty
+    def __init__(self, failing: int, folder: Path) -> None:
+        self._failing = failing
         self._folder = folder
 
-    def said(self, rank: int) -> str:
-        return (self._folder / f"{self._guilty}-{rank}.txt").read_text(errors="replace")
+    def output(self, rank: int) -> str:
+        return (self._folder / f"{self._failing}-{rank}.txt").read_text(errors="replace")
 
     def status(self, rank: int) -> int | None:
-        ended = self._folder / f"{self._guilty}-{rank}.status"
+        ended = self._folder / f"{self._failing}-{rank}.status"
         return int(ended.read_text()) if ended.exists() else None
 
     def wait(self, rank: int, timeout_s: float = 200.0) -> int:
@@ -65,27 +65,27 @@ def pairs(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     variables = (f"PYTHONPATH={ROOT}", "PYTHONUNBUFFERED=1")
     command = ["env", *variables, sys.executable, str(script), str(model_path), str(folder)]
     command += [str(free_port()), str(free_port())]
-    with (folder / "launcher.txt").open("wb") as said:
+    with (folder / "launcher.txt").open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
         )
     try:
-        yield [Pair(guilty, folder) for guilty in (0, 1)]
+        yield [Pair(failing, folder) for failing in (0, 1)]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_the_other_rank_does_not_wait_for_ever(guilty: int, pairs: list[Pair]) -> None:
-    pair, innocent = pairs[guilty], 1 - guilty
-    assert pair.wait(innocent) != 0, pair.said(innocent)
-    if guilty == 1:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_other_rank_does_not_wait_for_ever(failing: int, pairs: list[Pair]) -> None:
+    pair, other = pairs[failing], 1 - failing
+    assert pair.wait(other) != 0, pair.output(other)
+    if failing == 1:
         assert pair.wait(1) != 0
-    assert "this rank is broken" in pair.said(guilty), pair.said(guilty)
-    if guilty == 0:
+    assert "this rank is broken" in pair.output(failing), pair.output(failing)
+    if failing == 0:
         assert (
             "LOST the device is lost: rank 0 failed in a step: RuntimeError: this rank is broken"
-            in pair.said(0)
+            in pair.output(0)
         )
         assert pair.status(0) is None  # alive, so the other has not ended for want of a peer

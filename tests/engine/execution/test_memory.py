@@ -18,7 +18,7 @@ from tokenmill_worker.engine.execution import memory
 from tokenmill_worker.engine.model.loader import load_model
 
 
-def test_free_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
+def test_free_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
     table = tmp_path / "meminfo"
     table.write_text("MemTotal:       24000000 kB\nMemAvailable:   1000 kB\n")
     assert machine.meminfo(table, "MemAvailable") == 1_024_000

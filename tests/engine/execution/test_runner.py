@@ -180,7 +180,7 @@ def test_a_sequence_that_comes_back_elsewhere_is_read_from_its_new_blocks(llama:
     )
 
 
-def test_what_was_decided_is_told(llama: Path) -> None:
+def test_automatic_settings_are_resolved(llama: Path) -> None:
     runner = load(llama, attention="auto", num_blocks=None, max_memory_gib=0.01)
     assert runner.info.config.attention in ("cpu", "reference")
     assert runner.info.config.kv_dtype == "float32"

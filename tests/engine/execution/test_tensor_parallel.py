@@ -66,7 +66,7 @@ def test_two_ranks_equal_one(model_path):
     assert json.loads(lines[0].removeprefix("TOKENS ")) == generated_alone(model_path)
 
 
-def test_without_torchrun_it_says_so(model_path):
+def test_without_torchrun_the_error_names_it(model_path):
     from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError
 
     with pytest.raises(EngineConfigError, match="torchrun"):

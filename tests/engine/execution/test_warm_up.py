@@ -64,7 +64,7 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
 
 
 @pytest.mark.parametrize("breaks", ["warm_up", "step"])
-def test_a_lost_device_that_cannot_be_closed_is_told_once(
+def test_a_lost_device_that_cannot_be_closed_is_reported_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
 ) -> None:
     engine = engine_with(folder, {})
@@ -77,7 +77,7 @@ def test_a_lost_device_that_cannot_be_closed_is_told_once(
     monkeypatch.setattr(runner, "is_alive", lambda: False)
     reports: list[Report] = []
 
-    def told(report: Report) -> None:
+    def on_report(report: Report) -> None:
         reports.append(report)
         if isinstance(report, Ready):
             runner.launch = fails
@@ -86,7 +86,7 @@ def test_a_lost_device_that_cannot_be_closed_is_told_once(
         runner.launch = fails
     mailbox = Mailbox()
     mailbox.put(Submit((GenerationRequest(request_id="a", prompt_ids=tuple(PROMPT)),)))
-    EngineLoop(engine, mailbox, told).run()
+    EngineLoop(engine, mailbox, on_report).run()
     assert [type(report) for report in reports[1:]] == (
         [EngineFailed] if breaks == "warm_up" else [Ready, EngineFailed]
     )

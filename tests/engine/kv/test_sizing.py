@@ -75,7 +75,7 @@ def test_groups_that_short_sequences_use_alike_get_alike() -> None:
     assert abs(full - sliding) <= 0.1 * full
 
 
-def test_too_little_memory_says_what_would_fit() -> None:
+def test_too_little_memory_names_what_would_fit() -> None:
     shape = make_shape(FULL)
     one_block = shape.block_bytes(FULL)
     with pytest.raises(DoesNotFitError) as caught:

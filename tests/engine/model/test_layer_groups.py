@@ -94,7 +94,7 @@ def test_other_masks_are_not_served(mask_function: Any, size: int | None) -> Non
     assert not probing.is_served(code)
 
 
-def test_a_mask_of_the_models_own_is_told_from_those_it_was_given() -> None:
+def test_a_mask_of_the_models_own_is_distinguished_from_those_it_was_given() -> None:
     own = torch.zeros(1, 1, 2, 2)
     own[..., 0, 1] = torch.finfo(torch.float32).min
     given = probing._coded_mask(1, 2, 2, causal_mask_function)

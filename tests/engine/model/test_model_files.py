@@ -126,16 +126,16 @@ def test_a_folder_may_hold_one_gguf_file(gguf_file: Path, tmp_path: Path) -> Non
         resolve(str(several), tmp_path)
 
 
-def test_a_conversion_says_how_far_it_is(gguf_file: Path, tmp_path: Path) -> None:
+def test_a_conversion_reports_progress(gguf_file: Path, tmp_path: Path) -> None:
     shares: list[float] = []
     resolve(str(gguf_file), tmp_path, lambda _what, fraction: shares.append(fraction))
     assert shares == sorted(shares)
     assert len(set(shares)) >= 5
-    told: list[float] = []
-    bars = convert._Bars(told.append)
+    shown: list[float] = []
+    bars = convert._Bars(shown.append)
     for percent in (0, 4, 12, 13, 57, 100):
         bars.write(f"\rDequantising: {percent:3}%|###   | 3/272 [00:01<00:40]")
-    assert told == [0.12, 0.57, 1.0]
+    assert shown == [0.12, 0.57, 1.0]
 
 
 def test_other_content_under_the_same_name_is_another_model(
@@ -194,7 +194,7 @@ def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path
     assert sum(line.endswith(" 0.05") for line in said) == 1, "more than one process converted"
 
 
-def test_a_built_in_whose_package_is_missing_says_which() -> None:
+def test_a_missing_package_of_a_built_in_is_named() -> None:
     missing = BuiltIn("some-wheel", (("no_such_module", "model.gguf"),))
     with pytest.raises(ModelNotFoundError, match="package some-wheel, which is not installed"):
         missing.files()

@@ -76,7 +76,7 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
     host = EngineProcess(EngineConfig(model=str(llama), dtype="float32", num_blocks=64))
     await host.start()
     await host.stop()
-    told = [
+    logged = [
         (record.levelname, record.name, record.message.partition(":")[0])
         for record in caplog.records
     ]
@@ -86,7 +86,7 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
             "INFO",
             f"{where}.prepare_weights",
             "Weights in memory, each the same bits as in float32",
-        ) in told
+        ) in logged
         (fused,) = [
             record.message for record in caplog.records if record.name == f"{where}.replace"
         ]
@@ -94,7 +94,7 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
     else:
         prepare_weights = "tokenmill_worker.engine.cpu.fused.prepare_weights"
         slower = "The model runs on torch's own linear layers, which is slower"
-        assert ("WARNING", prepare_weights, slower) in told
+        assert ("WARNING", prepare_weights, slower) in logged
     assert "linear layers" not in capfd.readouterr().err
 
 

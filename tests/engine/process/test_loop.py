@@ -42,26 +42,26 @@ class FakeEngine:
         return EngineStats(steps=self.done)
 
 
-def steps_told(seconds: list[float]) -> list[int | None]:
+def reported_steps(seconds: list[float]) -> list[int | None]:
     """Return for each frame the number of steps its figures count, or None if it has no figures."""
-    engine, told = FakeEngine(seconds), list[Report]()
-    loop = EngineLoop(engine, Mailbox(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
+    engine, reports = FakeEngine(seconds), list[Report]()
+    loop = EngineLoop(engine, Mailbox(), reports.append, clock=lambda: engine.now)  # type: ignore[arg-type]
     while engine.has_work:
         assert loop._run_once()
     return [
         frame.stats.steps if frame.stats is not None else None
-        for frame in told
+        for frame in reports
         if isinstance(frame, Frame)
     ]
 
 
 def test_short_steps_share_figures_and_the_last_has_them_always() -> None:
     short = STATS_EVERY_S / 4
-    assert steps_told([short] * 7) == [1, None, None, None, 5, None, 7]
+    assert reported_steps([short] * 7) == [1, None, None, None, 5, None, 7]
 
 
 def test_each_long_step_has_its_own() -> None:
-    assert steps_told([STATS_EVERY_S * 2] * 3) == [1, 2, 3]
+    assert reported_steps([STATS_EVERY_S * 2] * 3) == [1, 2, 3]
 
 
 class Prepares(FakeEngine):
@@ -70,15 +70,15 @@ class Prepares(FakeEngine):
     waits_only = True
 
 
-def test_an_engine_that_waits_for_a_grammar_tells_no_more_than_that_it_lives() -> None:
+def test_an_engine_that_waits_for_a_grammar_sends_heartbeats_alone() -> None:
     looks = 1000
-    told: list[Report] = []
+    reports: list[Report] = []
     engine = Prepares([IDLE_REPORT_S / 100] * looks)
-    loop = EngineLoop(engine, NobodyWrites(), told.append, clock=lambda: engine.now)  # type: ignore[arg-type]
+    loop = EngineLoop(engine, NobodyWrites(), reports.append, clock=lambda: engine.now)  # type: ignore[arg-type]
     while engine.has_work:
         assert loop._run_once()
     assert engine.done == looks
-    assert len(told) == looks // 100
+    assert len(reports) == looks // 100
 
 
 class NobodyWrites(Mailbox):

@@ -34,14 +34,14 @@ async def connected() -> tuple[FrameReader, "asyncio.Queue[Report | None]", sock
 @pytest.mark.parametrize("cut", [1, 3, 5, 40])
 async def test_a_report_is_whole_however_it_arrives(cut: int) -> None:
     frames, reports, theirs = await connected()
-    said = [LoadProgress(f"part {number}", 0.5) for number in range(5)]
-    data = b"".join(map(framed, said))
+    sent = [LoadProgress(f"part {number}", 0.5) for number in range(5)]
+    data = b"".join(map(framed, sent))
     for start in range(0, len(data), cut):
         theirs.send(data[start : start + cut])
         await asyncio.sleep(0)
     theirs.close()
     async with asyncio.timeout(30):
-        assert [await reports.get() for _ in range(6)] == [*said, None]
+        assert [await reports.get() for _ in range(6)] == [*sent, None]
         await frames.ended.wait()
 
 
@@ -63,16 +63,16 @@ async def test_bytes_that_are_no_report_end_it() -> None:
 
 async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing() -> None:
     ours, theirs = socket.socketpair()
-    said = [
+    sent = [
         LoadProgress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)
     ]  # more than a socket holds
 
-    def say() -> None:
-        for report in said:
+    def put_all() -> None:
+        for report in sent:
             outlet.put(report)
 
     outlet = FrameWriter(theirs, on_broken=fail)
-    talking = threading.Thread(target=say)
+    talking = threading.Thread(target=put_all)
     talking.start()
     talking.join(60)
     assert not talking.is_alive()  # although no byte was read
@@ -81,7 +81,7 @@ async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing()
         lambda: FrameReader(reports.put_nowait), sock=ours
     )
     async with asyncio.timeout(60):
-        assert [await reports.get() for _ in said] == said
+        assert [await reports.get() for _ in sent] == sent
         outlet.put(LoadProgress("the last", 1.0))
         assert await reports.get() == LoadProgress("the last", 1.0)
         await asyncio.to_thread(outlet.close)

@@ -124,7 +124,7 @@ def test_generation_counts_its_own_tokens() -> None:
     )
 
 
-def test_tokens_in_flight_are_counted_before_the_host_knows_them() -> None:
+def test_tokens_in_flight_are_counted_before_the_host_reads_them() -> None:
     sampler, model, sequence = (
         make_sampler(VOCAB),
         ToyModel(VOCAB, memory=1),

@@ -57,7 +57,7 @@ def test_the_same_tokens_as_synchronously(policy: str) -> None:
     assert said[0] == said[1]
 
 
-def test_a_step_is_planned_on_a_token_that_nobody_knows_yet() -> None:
+def test_a_step_is_planned_on_a_token_that_is_not_read_yet() -> None:
     sequence = endless("a", 1, 5, 9)
     loop = ahead(sequence)
     first, output = launched(loop)
@@ -101,7 +101,7 @@ def _first_token(loop: Loop) -> int:
 
 
 @pytest.mark.parametrize("when", ["before the step", "in flight", "two in flight"])
-def test_a_cancelled_request_says_nothing_more_and_the_loop_goes_on(when: str) -> None:
+def test_a_cancelled_request_has_no_further_events_and_the_loop_goes_on(when: str) -> None:
     """A cancel while the step that completes a block is in flight does not end the loop."""
     loop = ahead(endless("a", 1, 3, 9), endless("b", 2, 3, 9))
     steps = {"before the step": 0, "in flight": 1, "two in flight": 2}[when]

@@ -61,7 +61,7 @@ def test_stop_conditions(
     assert step_with(loop, tokens[-1])[0].finish_reason is reason
 
 
-def test_resumed_tokens_count_and_are_not_said_again() -> None:
+def test_resumed_tokens_count_and_are_not_events_again() -> None:
     loop = Loop.build()
     whole = endless("whole", 1, 6, 8)
     said = expected_tokens(whole)

@@ -223,7 +223,7 @@ def test_the_backlog_is_bounded() -> None:
     refused(loop, *[make_sequence(f"r{index}", prompt(index, 3), 1) for index in range(4)])
 
 
-def test_capacity_and_statistics_tell_what_is_there() -> None:
+def test_capacity_and_statistics_match_the_state() -> None:
     loop = Loop.build(make_cache(21), max_num_seqs=2)
     loop.add(*[endless(f"r{index}", index, 9, 5) for index in range(3)])
     loop.step()

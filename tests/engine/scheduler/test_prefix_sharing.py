@@ -97,7 +97,7 @@ def test_the_last_token_is_computed_with_its_block() -> None:
     loop.assert_truth()
 
 
-def test_tenants_do_not_see_one_anothers_blocks() -> None:
+def test_tenants_do_not_share_blocks() -> None:
     loop = Loop.build(make_cache(64))
     for salt in ("one", "two", "one"):
         loop.add(one_token(f"r{len(loop.events)}", tokens(1, 17), cache_salt=salt))
@@ -109,10 +109,10 @@ def test_after_a_failed_step_its_blocks_are_not_found() -> None:
     """The prefix is registered before it is computed; if that fails, no sequence may use it."""
     loop = Loop.build(make_cache(64))
 
-    def guilty_runs(plan: StepPlan) -> bool:
+    def failing_runs(plan: StepPlan) -> bool:
         return any(item.sequence.request_id == "guilty" for item in plan.scheduled)
 
-    loop.device.fails = guilty_runs
+    loop.device.fails = failing_runs
     loop.add(one_token("guilty", tokens(1, 17)), one_token("innocent", [*tokens(1, 16), 9]))
     loop.run()
     loop.assert_truth()

@@ -42,7 +42,7 @@ def test_a_pool_for_one_completes_64_requests(
     assert loop.scheduler.snapshot().preemptions > 0
 
 
-def test_a_soft_reset_keeps_the_object_and_says_nothing_twice() -> None:
+def test_a_soft_reset_keeps_the_object_and_repeats_no_event() -> None:
     loop = Loop.build(make_cache(9), max_num_seqs=2)
     sequences = [long_one("a", 1, 8, 20), long_one("b", 2, 8, 20)]
     loop.add(*sequences)

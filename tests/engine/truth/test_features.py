@@ -155,10 +155,10 @@ def test_a_resumed_answer_is_the_undisturbed_one(folder, cut, params):
             )
         ]
     )
-    told = []
+    received = []
     while engine.has_work:
-        told += [token for event in engine.step() for token in event.token_ids]
-    assert tuple(told) == whole[cut:]
+        received += [token for event in engine.step() for token in event.token_ids]
+    assert tuple(received) == whole[cut:]
 
 
 def test_a_step_that_fails_once_changes_nothing(folder, undisturbed):
@@ -178,7 +178,7 @@ def test_a_step_that_fails_once_changes_nothing(folder, undisturbed):
 
 @pytest.mark.model
 @pytest.mark.timeout(300)
-def test_structured_output_obeys_its_schema():
+def test_structured_output_matches_its_schema():
     """And a plain request beside it stays as it is alone."""
     schema = {
         "type": "object",

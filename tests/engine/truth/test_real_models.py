@@ -109,8 +109,10 @@ def test_weights_kept_as_their_file_has_them_change_no_bit(
                 ]
             )
     assert answers[0] == answers[1]
-    told = [record.getMessage() for record in caplog.records if "same bits" in record.getMessage()]
-    assert told == [
+    logged = [
+        record.getMessage() for record in caplog.records if "same bits" in record.getMessage()
+    ]
+    assert logged == [
         "Weights in memory, each the same bits as in float32: 106.2 million as 4 bits, 28.3 "
         "million as 8 bits",
         "Weights in memory, each the same bits as in float32: 134.5 million as float32",

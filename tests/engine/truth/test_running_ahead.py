@@ -53,21 +53,21 @@ def requests(seed, count=14):
 
 def run(engine, made):
     """Return every event of each request in order: (tokens, reason)."""
-    told = {}
+    received = {}
     step = 0
     waiting = sorted(enumerate(made), key=lambda item: item[1][2])
     while waiting or engine.has_work:
         while waiting and waiting[0][1][2] <= step:
             index, (prompt, params, _) = waiting.pop(0)
             engine.add_request(prompt, params, str(index))
-            told[str(index)] = ([], [])
+            received[str(index)] = ([], [])
         for event in engine.step():
-            told[event.request_id][0].extend(event.token_ids)
+            received[event.request_id][0].extend(event.token_ids)
             if event.finish_reason is not None:
-                told[event.request_id][1].append(event.finish_reason)
+                received[event.request_id][1].append(event.finish_reason)
         check_integrity(engine.scheduler)
         step += 1
-    return told
+    return received
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -77,9 +77,9 @@ def test_running_ahead_changes_no_token(folder, seed, num_blocks):
     plain = run(engine_of(folder), made)
     ahead = engine_of(folder, async_batching=True, num_blocks=num_blocks)
     assert ahead.runner.info.is_asynchronous
-    told = run(ahead, made)
-    assert told == plain
-    assert all(len(reasons) == 1 for _, reasons in told.values())
+    received = run(ahead, made)
+    assert received == plain
+    assert all(len(reasons) == 1 for _, reasons in received.values())
     stats = ahead.stats()
     assert stats.blocks_free == stats.blocks_total
     if num_blocks == 11:
@@ -188,7 +188,7 @@ def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
     assert runner.furthest == 2
 
 
-def test_who_comes_back_in_the_plan_that_preempts_it_says_the_same(folder):
+def test_a_sequence_readmitted_in_the_plan_that_preempts_it_gives_the_same_tokens(folder):
     """A preempted sequence that is in the same plan again gives the same tokens.
 
     The sampler drops its old state before the step is launched, and keeps the state of that step.

@@ -211,7 +211,9 @@ def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(
     assert [row["state"] for row in messages(engine)] == ["superseded", "delivered"]
 
 
-def test_thoughts_and_calls_are_told_where_there_are_any(url: str, engine: sa.Engine) -> None:
+def test_thoughts_and_calls_are_in_the_body_where_there_are_any(
+    url: str, engine: sa.Engine
+) -> None:
     call = GeneratedCall("c1", "get", '{"a": 1}')
     choice = ChoiceResult(
         text="", reasoning="Hm", tool_calls=(call,), finish_reason=FinishReason.TOOL_CALLS

@@ -43,7 +43,9 @@ def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
     assert redacted_url(url) == shown
 
 
-def test_a_failed_notice_says_no_secret(sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_delivery_logs_no_secret(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """No secret stands in the log, in `last_error` or in the command line's list."""
     caplog.set_level(logging.DEBUG)
     record(
@@ -95,7 +97,7 @@ def test_a_refused_webhook_is_refused_without_its_secrets(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["http://u:S3CRET/@127.0.0.1/", "http://u@127.0.0.1:T0PSECRET/", "http://u:S3CRET@[::1/"]
 )
-def test_a_url_that_cannot_be_sent_to_says_no_secret(sqlite_url: str, url: str) -> None:
+def test_an_invalid_url_is_logged_without_its_secret(sqlite_url: str, url: str) -> None:
     engine = open_engine(sqlite_url)
     record(sqlite_url, with_webhook("a", "http://127.0.0.1:9/"))
     with engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""Thoughts are told from the answer by their tokens, at every cut and after every resume."""
+"""Thoughts are split from the answer by their tokens, at every cut and after every resume."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def test_channels(chat: str, text: str, expected: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 20))
-def test_a_replay_at_every_token_tells_the_same(cut: int) -> None:
+def test_a_replay_at_every_token_gives_the_same(cut: int) -> None:
     ids = thinking().encode("<think>\né STOP.</think>\n\nYes STOP no")
     whole = answer_of(thinking(), "[assistant]", ids, ("STOP",))
     resumed = answer_of(thinking(), "[assistant]", ids[:cut], ("STOP",))

@@ -98,7 +98,7 @@ def test_variables_of_the_template(family: str, variables: dict[str, object]) ->
     )
 
 
-def test_variables_change_what_the_template_says() -> None:
+def test_variables_change_the_rendered_chat() -> None:
     assert "Today: 1 May" in ours(LLAMA3, PLAIN, variables={"date_string": "1 May"})
 
 
@@ -121,7 +121,7 @@ def test_a_template_that_reads_only_parts_gets_parts() -> None:
     assert ours(PARTS_ONLY, PLAIN) == "[system] Be brief. [user]Why?\n"
 
 
-def test_a_developer_is_the_system_where_the_template_knows_no_developer() -> None:
+def test_a_developer_is_the_system_where_the_template_has_no_developer() -> None:
     turns: Turns = [{"role": "developer", "content": "Be brief."}, ASKED]
     assert ours(GPT_OSS, turns) == theirs(GPT_OSS, turns, add_generation_prompt=True)
     assert ours(PHI4, turns).startswith("<|im_start|>system<|im_sep|>Be brief.")

@@ -43,7 +43,9 @@ from tokenmill.errors import ConfigurationError
         (json.dumps(chat("a") | {"body": "x"}), "missing_required_parameter", "a"),
     ],
 )
-def test_what_is_no_request_says_why(line: str, code: str, name: str | None) -> None:
+def test_an_invalid_line_has_an_error_code_and_a_parameter(
+    line: str, code: str, name: str | None
+) -> None:
     bad = parse(5, line.encode())
     assert isinstance(bad, BadLine)
     assert (bad.line, bad.code, bad.custom_id, bad.status) == (5, code, name, 0)

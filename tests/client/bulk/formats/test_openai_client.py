@@ -52,8 +52,10 @@ class Queue:
         job = to_request(parsed, BatchDefaults(BATCH))
         assert not isinstance(job, BadLine), job
         self.jobs.append(job)
-        told = result(BATCH, 1, metadata=job.metadata, choices=(self._choice,))
-        return httpx.Response(200, json=json.loads(of_result(BATCH, told).data)["response"]["body"])
+        received = result(BATCH, 1, metadata=job.metadata, choices=(self._choice,))
+        return httpx.Response(
+            200, json=json.loads(of_result(BATCH, received).data)["response"]["body"]
+        )
 
     @property
     def client(self) -> OpenAI:
@@ -63,10 +65,10 @@ class Queue:
 
 def test_a_chat_is_parsed_into_a_model() -> None:
     queue = Queue(TEXT)
-    told = queue.client.chat.completions.parse(
+    received = queue.client.chat.completions.parse(
         model="m", messages=[{"role": "user", "content": "A city"}], response_format=City
     )
-    assert told.choices[0].message.parsed == City(name="Bern", size="small")
+    assert received.choices[0].message.parsed == City(name="Bern", size="small")
     wanted = queue.jobs[0].params.response_format
     assert wanted is not None
     assert (wanted.strict, sorted(schema_of(wanted.json_schema)["required"])) == (
@@ -77,29 +79,29 @@ def test_a_chat_is_parsed_into_a_model() -> None:
 
 def test_a_chats_tools_are_models() -> None:
     queue = Queue(CALL)
-    told = queue.client.chat.completions.parse(
+    received = queue.client.chat.completions.parse(
         model="m",
         messages=[{"role": "user", "content": "A city"}],
         tools=[pydantic_function_tool(City)],
         tool_choice="required",
     )
-    (call,) = told.choices[0].message.tool_calls or []
+    (call,) = received.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == City(name="Bern", size="small")
     assert [tool.function.name for tool in queue.jobs[0].tools] == ["City"]
 
 
 def test_a_response_is_parsed_into_a_model() -> None:
     queue = Queue(TEXT)
-    told = queue.client.responses.parse(model="m", input="A city", text_format=City)
-    assert told.output_parsed == City(name="Bern", size="small")
+    received = queue.client.responses.parse(model="m", input="A city", text_format=City)
+    assert received.output_parsed == City(name="Bern", size="small")
     assert queue.jobs[0].params.response_format is not None
 
 
 def test_a_responses_tools_are_models() -> None:
     queue = Queue(CALL)
     tool: Any = {"type": "function", **pydantic_function_tool(City)["function"]}
-    told = queue.client.responses.parse(model="m", input="A city", tools=[tool])
-    (call,) = told.output
+    received = queue.client.responses.parse(model="m", input="A city", tools=[tool])
+    (call,) = received.output
     assert isinstance(call, ParsedResponseFunctionToolCall)
     assert json.loads(call.arguments) == {"name": "Bern", "size": "small"}
     assert queue.jobs[0].tools[0].function.strict

@@ -86,7 +86,7 @@ except ConfigurationError as error:
 """
 
 
-def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_written(paths: Paths) -> None:
+def test_a_full_disk_is_an_error_of_one_sentence_and_keeps_what_was_written(paths: Paths) -> None:
     command = [sys.executable, "-c", FILLS, str(paths.output)]
     said = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=True
@@ -116,7 +116,7 @@ def test_files_of_another_making_are_refused(paths: Paths) -> None:
             files.resume()
 
 
-def test_a_damaged_record_and_a_folder_are_said(paths: Paths, tmp_path: Path) -> None:
+def test_a_damaged_record_and_a_folder_are_errors(paths: Paths, tmp_path: Path) -> None:
     fill(paths)
     paths.record.write_text("{")
     with OutputFiles(paths) as files, pytest.raises(ConfigurationError, match="damaged"):

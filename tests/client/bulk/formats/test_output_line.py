@@ -40,14 +40,17 @@ def test_a_chats_answer() -> None:
         False,
     )
     assert line["response"]["status_code"] == 200
-    told = TheirChat.model_validate(line["response"]["body"], strict=True)
-    assert (told.model, told.created) == ("m", 1_700_000_000)
-    assert (told.choices[0].message.content, told.choices[0].finish_reason) == ("Hi ☁", "length")
-    assert told.usage is not None
-    assert told.usage.total_tokens == 7
-    assert told.usage.prompt_tokens_details is not None
-    assert told.usage.prompt_tokens_details.cached_tokens == 2
-    logprobs = told.choices[0].logprobs
+    received = TheirChat.model_validate(line["response"]["body"], strict=True)
+    assert (received.model, received.created) == ("m", 1_700_000_000)
+    assert (received.choices[0].message.content, received.choices[0].finish_reason) == (
+        "Hi ☁",
+        "length",
+    )
+    assert received.usage is not None
+    assert received.usage.total_tokens == 7
+    assert received.usage.prompt_tokens_details is not None
+    assert received.usage.prompt_tokens_details.cached_tokens == 2
+    logprobs = received.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert [(entry.token, entry.logprob) for entry in logprobs.content] == [
@@ -68,14 +71,14 @@ def test_thoughts_are_apart_in_an_answer() -> None:
     body = line_of(
         of_result(BATCH, msgspec.structs.replace(job, choices=(thinking,), usage=usage))
     )["response"]["body"]
-    told = TheirChat.model_validate(body, strict=True)
+    received = TheirChat.model_validate(body, strict=True)
     assert body["choices"][0]["message"]["reasoning_content"] == "Hm"
-    assert told.choices[0].message.content == "☁"
-    assert told.usage is not None
-    assert told.usage.completion_tokens_details is not None
-    assert told.usage.completion_tokens_details.reasoning_tokens == 1
-    assert told.choices[0].logprobs is not None
-    assert [entry.token for entry in told.choices[0].logprobs.content or ()] == ["Hm", "☁"]
+    assert received.choices[0].message.content == "☁"
+    assert received.usage is not None
+    assert received.usage.completion_tokens_details is not None
+    assert received.usage.completion_tokens_details.reasoning_tokens == 1
+    assert received.choices[0].logprobs is not None
+    assert [entry.token for entry in received.choices[0].logprobs.content or ()] == ["Hm", "☁"]
 
 
 def test_calls_are_those_of_an_answer_of_openai() -> None:
@@ -91,10 +94,10 @@ def test_calls_are_those_of_an_answer_of_openai() -> None:
         ),
     )
     body = line_of(of_result(BATCH, msgspec.structs.replace(job, choices=(calling,))))["response"]
-    told = TheirChat.model_validate(body["body"], strict=True)
-    assert told.choices[0].finish_reason == "tool_calls"
-    assert told.choices[0].message.content is None
-    calls = told.choices[0].message.tool_calls
+    received = TheirChat.model_validate(body["body"], strict=True)
+    assert received.choices[0].finish_reason == "tool_calls"
+    assert received.choices[0].message.content is None
+    calls = received.choices[0].message.tool_calls
     assert calls is not None
     assert [call.model_dump() for call in calls] == [
         {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
@@ -104,11 +107,11 @@ def test_calls_are_those_of_an_answer_of_openai() -> None:
 def test_a_completions_answer() -> None:
     metadata = {"custom_id": "c", "endpoint": COMPLETIONS_URL}
     line = line_of(of_result(BATCH, result(BATCH, 1, metadata=metadata)))
-    told = TheirCompletion.model_validate(line["response"]["body"], strict=True)
-    assert told.choices[0].text == "Hi ☁"
-    assert told.choices[0].logprobs is not None
-    assert told.choices[0].logprobs.tokens == ["Hi ", "☁"]
-    assert told.choices[0].logprobs.text_offset == [0, 3]
+    received = TheirCompletion.model_validate(line["response"]["body"], strict=True)
+    assert received.choices[0].text == "Hi ☁"
+    assert received.choices[0].logprobs is not None
+    assert received.choices[0].logprobs.tokens == ["Hi ", "☁"]
+    assert received.choices[0].logprobs.text_offset == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -175,19 +178,23 @@ def test_a_batch_in_every_state_is_one_of_theirs(state: BatchState) -> None:
         ),
         metadata={"k": "v"},
     )
-    told = TheirBatch.model_validate_json(encode_json(batch), strict=True)
-    assert told.status == state.value
-    assert told.request_counts is not None
+    received = TheirBatch.model_validate_json(encode_json(batch), strict=True)
+    assert received.status == state.value
+    assert received.request_counts is not None
     assert (
-        told.request_counts.total,
-        told.request_counts.completed,
-        told.request_counts.failed,
+        received.request_counts.total,
+        received.request_counts.completed,
+        received.request_counts.failed,
     ) == (3, 1, 1)
-    assert told.usage is not None
-    assert told.usage.total_tokens == 6
-    assert told.usage.output_tokens_details.reasoning_tokens == 1
-    ends = {"completed": told.completed_at, "failed": told.failed_at, "expired": told.expired_at}
-    ends["cancelled"] = told.cancelled_at
+    assert received.usage is not None
+    assert received.usage.total_tokens == 6
+    assert received.usage.output_tokens_details.reasoning_tokens == 1
+    ends = {
+        "completed": received.completed_at,
+        "failed": received.failed_at,
+        "expired": received.expired_at,
+    }
+    ends["cancelled"] = received.cancelled_at
     assert {name for name, moment in ends.items() if moment} == (
         {state.value} if state.is_final else set()
     )

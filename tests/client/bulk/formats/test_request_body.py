@@ -91,7 +91,7 @@ def test_message_parts_and_roles() -> None:
         {"content": "No"},
     ],
 )
-def test_a_refusal_is_what_the_assistant_said(turn: dict[str, Any]) -> None:
+def test_a_refusal_becomes_the_text_of_the_assistant(turn: dict[str, Any]) -> None:
     job = job_of(
         chat("a", messages=[{"role": "assistant", **turn}, {"role": "user", "content": "Why?"}])
     )

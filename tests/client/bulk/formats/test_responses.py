@@ -169,21 +169,25 @@ def body_of(job: JobResult) -> dict[str, Any]:
 
 
 def test_an_answer_is_one_of_theirs() -> None:
-    told = TheirResponse.model_validate(body_of(answer()), strict=True)
-    thoughts, message, call = told.output
+    received = TheirResponse.model_validate(body_of(answer()), strict=True)
+    thoughts, message, call = received.output
     assert isinstance(thoughts, ResponseReasoningItem)
     assert isinstance(message, ResponseOutputMessage)
     assert isinstance(call, ResponseFunctionToolCall)
     assert thoughts.content is not None
-    assert (thoughts.content[0].text, told.output_text) == ("Hm", "☁")
+    assert (thoughts.content[0].text, received.output_text) == ("Hm", "☁")
     assert (call.call_id, call.name, call.arguments) == ("c1", "f", '{"n": 1}')
-    assert (told.status, told.model) == ("incomplete", "m")
-    assert told.incomplete_details is not None
-    assert told.incomplete_details.reason == "max_output_tokens"
-    assert told.usage is not None
-    assert (told.usage.input_tokens, told.usage.output_tokens, told.usage.total_tokens) == (5, 2, 7)
-    assert told.usage.input_tokens_details.cached_tokens == 2
-    assert told.usage.output_tokens_details.reasoning_tokens == 1
+    assert (received.status, received.model) == ("incomplete", "m")
+    assert received.incomplete_details is not None
+    assert received.incomplete_details.reason == "max_output_tokens"
+    assert received.usage is not None
+    assert (
+        received.usage.input_tokens,
+        received.usage.output_tokens,
+        received.usage.total_tokens,
+    ) == (5, 2, 7)
+    assert received.usage.input_tokens_details.cached_tokens == 2
+    assert received.usage.output_tokens_details.reasoning_tokens == 1
     (part,) = message.content
     assert part.type == "output_text"
     assert [entry.token for entry in part.logprobs or ()] == ["☁"]
@@ -192,7 +196,7 @@ def test_an_answer_is_one_of_theirs() -> None:
 def test_a_complete_answer_of_calls_alone_has_no_message() -> None:
     calls = (GeneratedCall("c1", "f", "{}"),)
     job = answer(text="", tool_calls=calls, finish_reason=FinishReason.TOOL_CALLS, logprobs=None)
-    told = TheirResponse.model_validate(body_of(job), strict=True)
-    assert [item.type for item in told.output] == ["reasoning", "function_call"]
-    assert (told.status, told.incomplete_details) == ("completed", None)
+    received = TheirResponse.model_validate(body_of(job), strict=True)
+    assert [item.type for item in received.output] == ["reasoning", "function_call"]
+    assert (received.status, received.incomplete_details) == ("completed", None)
     assert of_result(BATCH, job).share.reasoning_tokens == 1

@@ -71,7 +71,7 @@ def test_it_is_the_first_highest_of_all_outputs(pack: Pack, n: int) -> None:
             assert torch.equal(peaks, outputs.amax(dim=1)), (m, threads)
 
 
-def test_one_that_is_no_number_is_told(pack: Pack) -> None:
+def test_nan_and_infinity_reach_the_peaks(pack: Pack) -> None:
     packed = pack(torch.randn(300, K))
     x = torch.randn(5, K)
     x[1, 3], x[3, 7] = math.nan, math.inf

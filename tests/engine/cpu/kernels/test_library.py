@@ -96,7 +96,7 @@ def test_a_source_that_does_not_compile_is_one_error(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_without_a_compiler_it_says_so() -> None:
+def test_without_a_compiler_the_error_names_it() -> None:
     with pytest.raises(
         KernelUnavailableError, match=r"no C\+\+ compiler found \(looked for no-such-compiler\)"
     ):
@@ -111,7 +111,7 @@ def test_without_a_compiler_it_says_so() -> None:
         ("echo 'unknown argument -Q' >&2; exit 1", ()),
     ],
 )
-def test_a_compiler_that_takes_the_cpu_for_an_older_one_is_told(
+def test_a_compiler_that_takes_the_cpu_for_an_older_one_gets_its_flags(
     tmp_path: Path, answer: str, expected: tuple[str, ...]
 ) -> None:
     compiler = tmp_path / "g++"

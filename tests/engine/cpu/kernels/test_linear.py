@@ -72,7 +72,7 @@ def test_a_row_is_bitwise_the_same_in_every_batch(kernels):
         assert torch.equal(together, alone)
 
 
-def test_rows_may_lie_apart(kernels):
+def test_rows_may_be_strided(kernels):
     x = torch.randn(6, 80)[:, :40]
     weight = torch.randn(64, 40)
     close(kernels.pack(weight)(x), x.double() @ weight.double().T)

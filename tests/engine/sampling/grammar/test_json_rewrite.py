@@ -123,7 +123,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
-def test_it_says_so_with_few_keywords(schema: dict[str, object]) -> None:
+def test_the_rewrite_uses_known_keywords_alone(schema: dict[str, object]) -> None:
     def check(inner: object) -> None:
         if isinstance(inner, dict):
             assert inner.keys() <= KNOWN
@@ -210,7 +210,7 @@ def test_random_schemas_mean_the_same_or_are_refused(schema: object, expand: boo
         ({"properties": 5}, "a keyword at the top has a value of a wrong type"),
     ],
 )
-def test_what_cannot_be_said_is_named_with_its_place(
+def test_what_cannot_be_expressed_is_named_with_its_place(
     schema: dict[str, object], problem: str
 ) -> None:
     found = rewrite(schema).problems

@@ -112,7 +112,7 @@ def assert_person(text: str) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([1.0, 0.9]))
-def test_random_logits_write_what_the_grammar_says(
+def test_random_logits_give_texts_of_the_grammar(
     seed: int, temperature: float, top_p: float
 ) -> None:
     sampler = make_sampler(GrammarCompiler.from_vocab(VOCAB, [EOS]))

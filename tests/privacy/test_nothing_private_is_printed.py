@@ -43,10 +43,10 @@ PASSWORD = "pw-quagga-23"
 def worker_process(folder: Path, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
     """`tokenmill worker`; what it says goes to `folder/said`."""
     variables = {f"TOKENMILL_{name.upper()}": str(value) for name, value in settings.items()}
-    with (folder / "said").open("wb") as said:
+    with (folder / "said").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-X", "dev", "-W", "default", "-m", "tokenmill.cli", "worker"],
-            stdout=said, stderr=subprocess.STDOUT, env=os.environ | variables,  # noqa: TID251
+            stdout=output, stderr=subprocess.STDOUT, env=os.environ | variables,  # noqa: TID251
         )  # fmt: skip
         try:
             yield process
@@ -93,10 +93,10 @@ async def test_no_prompt_no_answer_and_no_password(make_valkey, tmp_path):
             status = [str(worker) for worker in await client.workers()]
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
-    said = (tmp_path / "said").read_text(errors="replace")
-    assert "job" in said, "the worker was to be talkative"
+    output = (tmp_path / "said").read_text(errors="replace")
+    assert "job" in output, "the worker was to be talkative"
     for private in (MARK, PASSWORD, *answers):
-        assert private not in said, lines_with(private, said)
+        assert private not in output, lines_with(private, output)
         assert not any(private in page for page in [*pages, *status]), private
 
 
@@ -204,19 +204,19 @@ COMMANDS = {
 }
 
 
-def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> str:
+def output_of(words: list[str], folder: Path, variables: dict[str, str]) -> str:
     """Return a command's output. A worker that waits for its servers is interrupted."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         command = [sys.executable, "-m", "tokenmill.cli", *words]
         environment = os.environ | variables  # noqa: TID251
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             deadline = time.monotonic() + 90
             while (
                 process.poll() is None
-                and not os.fstat(said.fileno()).st_size
+                and not os.fstat(output.fileno()).st_size
                 and time.monotonic() < deadline
             ):
                 time.sleep(0.1)
@@ -228,8 +228,8 @@ def what_it_says(words: list[str], folder: Path, variables: dict[str, str]) -> s
         finally:
             process.kill()
             process.wait()
-        said.seek(0)
-        return said.read().decode(errors="replace")
+        output.seek(0)
+        return output.read().decode(errors="replace")
 
 
 @pytest.mark.parametrize("kind", BAD_URLS)
@@ -241,16 +241,16 @@ def test_no_command_repeats_a_password_of_a_url(kind, tmp_path, redis_url):
     }
     cases = [(url, words) for url in BAD_URLS[kind] for words in COMMANDS[kind]]
 
-    def say(case: tuple[str, list[str]]) -> str:
+    def run(case: tuple[str, list[str]]) -> str:
         url, words = case
         variables = {f"TOKENMILL_{kind.upper()}_URL": url, "TOKENMILL_MODEL": "synthetic"}
-        return what_it_says(words, tmp_path, servers | variables)
+        return output_of(words, tmp_path, servers | variables)
 
     with ThreadPoolExecutor(3) as pool:
-        for case, said in zip(cases, pool.map(say, cases), strict=True):
-            assert PASSWORD not in said, (case, lines_with(PASSWORD, said))
-            assert "Traceback" not in said, (case, said[-1500:])
-            assert said, case
+        for case, output in zip(cases, pool.map(run, cases), strict=True):
+            assert PASSWORD not in output, (case, lines_with(PASSWORD, output))
+            assert "Traceback" not in output, (case, output[-1500:])
+            assert output, case
 
 
 @pytest.mark.parametrize(
