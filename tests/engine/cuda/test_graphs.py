@@ -1,10 +1,11 @@
-"""Padded shapes, static inputs and the cache of graphs, on a CPU.
+"""The cache of graphs, on a CPU.
 
 A fake graph calls the function on the static buffers: wrong padding or a stale buffer shows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -15,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.cuda.steps import config, step
 from tests.engine.support import ChunkingPlanner, execute, make_sequence
-from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.cuda.graph_inputs import StaticInputs, padded_batch, padded_shape
+from tokenmill_worker.engine.cuda.graph_inputs import LARGEST_MIXED
 from tokenmill_worker.engine.cuda.graphs import (
-    LARGEST_MIXED,
     SIGHTINGS,
     CapturedGraph,
     CaptureError,
@@ -45,97 +45,6 @@ def fake_capture(run: Callable[[], Tensor]) -> CapturedGraph:
 
 def failing_capture(run: Callable[[], Tensor]) -> CapturedGraph:
     raise CaptureError("operation not permitted when stream is capturing")
-
-
-def config(**changes: object) -> EngineConfig:
-    settings: dict[str, object] = {"q_padding_interval": 16, "kv_padding_interval": 64}
-    return EngineConfig(**{"model": "none", **settings, **changes})  # type: ignore[arg-type]
-
-
-def step(
-    lens: list[tuple[int, int]], num_rows: int | None = None, first_token: int = 7
-) -> StepInputs:
-    """`lens`: (query tokens, tokens in the cache). Ids, slots and tables are telling numbers."""
-    num_tokens = sum(query_len for query_len, _ in lens)
-    metadata = AttentionMetadata(
-        query_start=torch.tensor([0, *(query_len for query_len, _ in lens)]).cumsum(0).int(),
-        seq_lens=torch.tensor([seq_len for _, seq_len in lens], dtype=torch.int32),
-        block_table=torch.arange(1, 1 + 5 * len(lens), dtype=torch.int32).view(len(lens), 5),
-        slot_mapping=torch.arange(100, 100 + num_tokens),
-        max_query_len=max(query_len for query_len, _ in lens),
-        max_seq_len=max(seq_len for _, seq_len in lens),
-        block_size=16,
-        window=None,
-        query_lens_host=tuple(query_len for query_len, _ in lens),
-        seq_lens_host=tuple(seq_len for _, seq_len in lens),
-    )
-    rows = metadata.query_start[1:].long() - 1
-    ids = torch.arange(first_token, first_token + num_tokens)
-    return StepInputs(ids, ids + 1000, rows if num_rows is None else rows[:num_rows], (metadata,))
-
-
-# ── shapes ──
-
-
-def test_batches_are_padded_little_where_they_are_small() -> None:
-    sizes = [padded_batch(n) for n in range(1, 1025)]
-    assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
-    assert all(size >= n for n, size in enumerate(sizes, 1))
-    assert all(size <= 1.25 * n for n, size in enumerate(sizes, 1) if n >= 32)
-    assert sizes == sorted(sizes)
-    assert len(set(sizes)) < 40
-
-
-def test_a_decode_and_a_mixed_step_have_shapes_of_their_own() -> None:
-    decode = padded_shape(step([(1, 30)] * 5), config(), 512)
-    assert (decode.is_decode, decode.num_tokens, decode.num_seqs, decode.num_rows) == (
-        True,
-        8,
-        8,
-        8,
-    )
-    assert (decode.max_query_len, decode.max_seq_len) == (1, 64)
-    mixed = padded_shape(step([(1, 65), (20, 20), (1, 2)], num_rows=2), config(), 512)
-    assert (mixed.is_decode, mixed.num_tokens, mixed.num_seqs, mixed.num_rows) == (False, 32, 4, 2)
-    assert (mixed.max_query_len, mixed.max_seq_len) == (32, 128)
-
-
-def test_lengths_are_not_padded_beyond_the_models() -> None:
-    assert padded_shape(step([(1, 70)]), config(), 100).max_seq_len == 100
-    assert padded_shape(step([(1, 70)]), config(kv_padding_interval=16_384), 100).max_seq_len == 100
-
-
-# ── static inputs ──
-
-
-@pytest.mark.parametrize(
-    "lens", [[(1, 30)] * 3, [(1, 30), (20, 64), (3, 3)]], ids=["decode", "mixed"]
-)
-def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -> None:
-    """A step loaded after a larger one leaves the same buffers as if it were the first."""
-    larger = [(1, 60)] * 4 if lens[0] == lens[-1] else [(1, 60), (26, 64), (3, 3), (1, 2)]
-    shape = padded_shape(step(lens), config(), 512)
-    assert padded_shape(step(larger), config(), 512) == shape
-    used, fresh = StaticInputs(shape, step(larger)), StaticInputs(shape, step(lens))
-    used.load(step(larger, first_token=50))
-    used.load(step(lens))
-    fresh.load(step(lens))
-    ours, theirs = used.current(), fresh.current()
-    assert torch.equal(ours.input_ids, theirs.input_ids)
-    assert torch.equal(ours.positions, theirs.positions)
-    for name in ("query_start", "seq_lens", "slot_mapping", "block_table"):
-        assert torch.equal(getattr(ours.metadata[0], name), getattr(theirs.metadata[0], name)), name
-    assert torch.equal(ours.rows[: len(lens)], step(lens).rows)
-
-
-def test_padding_of_a_decode_is_one_token_in_the_null_block() -> None:
-    static = StaticInputs(padded_shape(step([(1, 30)] * 3), config(), 512), step([(1, 30)] * 3))
-    static.load(step([(1, 30)] * 3))
-    metadata = static.current().metadata[0]
-    assert metadata.query_start.tolist() == [0, 1, 2, 3, 4]
-    assert metadata.seq_lens.tolist() == [30, 30, 30, 1]
-    assert metadata.slot_mapping.tolist() == [100, 101, 102, 0]
-    assert not metadata.block_table[3].any()
 
 
 # ── the cache of graphs ──
@@ -193,7 +102,8 @@ def test_the_graph_not_used_for_longest_is_forgotten() -> None:
     assert graphs.num_captured == 4  # 1, 2, 8 (forgets 2), and 2 again (forgets 8)
 
 
-def test_mixed_steps_do_not_drive_out_decodes() -> None:
+def test_mixed_steps_drive_out_no_graph() -> None:
+    """A capture takes long: with the places of mixed steps full, others run eagerly."""
     graphs = GraphRunner(Recorder(), config(max_cached_graphs=8), 512, fake_capture)
     for count in (1, 2, 4, 8):
         graphs.run(step([(1, 30)] * count))
@@ -201,8 +111,35 @@ def test_mixed_steps_do_not_drive_out_decodes() -> None:
         for _ in range(SIGHTINGS):
             graphs.run(step([(count, 120), (1, 9)]))
     assert [(shape.is_decode, shape.num_tokens) for shape in graphs.shapes] == [
-        (True, 1), (True, 2), (True, 4), (True, 8), (False, 96), (False, 112),
+        (True, 1), (True, 2), (True, 4), (True, 8), (False, 32), (False, 48),
     ]  # fmt: skip
+    assert graphs.num_captured == 6
+
+
+def test_graphs_share_the_memory_of_their_logits() -> None:
+    outputs: list[Tensor] = []
+
+    def capture(run: Callable[[], Tensor]) -> CapturedGraph:
+        outputs.append(run())
+        return CapturedGraph(lambda: None, outputs[-1])
+
+    graphs = GraphRunner(Recorder(), config(), 512, capture)
+    for count in (8, 2, 1):
+        inputs = step([(1, 30)] * count)
+        assert torch.equal(graphs.run(inputs), expected(inputs))
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+
+
+def test_a_step_with_drafts_has_room_for_their_rows() -> None:
+    """A sequence samples a row for each draft, so there may be more rows than sequences."""
+    settings = config(max_num_seqs=3, speculative_tokens=4)
+    graphs = GraphRunner(Recorder(), settings, 512, fake_capture)
+    inputs = step([(5, 40)] * 3)
+    rows = torch.arange(15)
+    drafted = dataclasses.replace(inputs, rows=rows)
+    for _ in range(SIGHTINGS + 1):
+        assert torch.equal(graphs.run(drafted), expected(drafted))
+    assert graphs.num_captured == 1
 
 
 def test_a_large_mixed_step_stays_eager_however_often_it_comes() -> None:

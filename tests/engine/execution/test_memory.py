@@ -73,12 +73,12 @@ def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 class WithGraphs(CpuDevice):
-    def graph_sizes(self, config: EngineConfig) -> GraphSizes:
-        return graph_sizes(config)
+    def graph_sizes(self, config: EngineConfig, max_model_len: int) -> GraphSizes:
+        return graph_sizes(config, max_model_len)
 
 
 def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
-    """Each keeps its logits, and all together keep the activations of the largest one."""
+    """They share logits and activations, those of the largest one."""
     folder = tiny_models.save("llama", tmp_path)
     config = EngineConfig(
         model=str(folder), device="cpu", fuse=False, max_num_seqs=20, cuda_graphs=True,
@@ -89,9 +89,9 @@ def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
         memory.memory_shape(
             loaded, config.replace(**change), ReferenceAttention(), torch.float32, 256
         )
-        for change in ({}, {"cuda_graphs": False}, {"max_cached_graphs": 2})
+        for change in ({}, {"cuda_graphs": False}, {"speculative_tokens": 3})
     ]
-    assert [shape.graph_rows for shape in shapes] == [1 + 2 + 4 + 8 + 16 + 24, 0, 16 + 24]
+    assert [shape.graph_rows for shape in shapes] == [32, 0, 128]
     kept = shapes[0].graph_rows * loaded.vocab_size * 4
     assert (
         shapes[0].fixed - shapes[1].fixed

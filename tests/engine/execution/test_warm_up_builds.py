@@ -27,7 +27,7 @@ from tokenmill_worker.engine.execution.warm_up import build_kernels, warm_up
 from tokenmill_worker.engine.plan import StepPlan
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.cuda.attention.triton import Launch, plan_launch
+from tokenmill_worker.engine.cuda.attention.launch_plan import Launch, plan_launch
 
 Lens = tuple[tuple[int, int], ...]  # (tokens of the step, context with them) of each sequence
 
@@ -53,7 +53,7 @@ class Recorder:
             config=config,
             max_model_len=MAX_MODEL_LEN,
             cache_config=SimpleNamespace(block_size=16, num_blocks=(1000,), groups=(None,)),
-            graphed_decodes=graph_sizes(config).decodes,
+            graphed_decodes=graph_sizes(config, MAX_MODEL_LEN).decodes,
         )
         self.steps: list[Lens] = []
 
@@ -131,15 +131,26 @@ def test_the_largest_batch_is_captured_and_so_are_small_ones(
     ]
     assert max(map(len, decodes)) <= max_num_seqs
     config = EngineConfig(model="none")
-    sizes = {padded_shape(step_of(lens), config, MAX_MODEL_LEN).num_seqs for lens in decodes}
+    shapes = {padded_shape(step_of(lens), config, MAX_MODEL_LEN) for lens in decodes}
+    sizes = {shape.num_seqs for shape in shapes}
     assert max(sizes) == largest
     assert {1, 2, 4, 8} <= sizes
-    assert len(sizes) <= config.max_cached_graphs
+    assert len(shapes) <= config.max_cached_graphs
+    contexts = (30, 2048, 2049, 5000, 8193, MAX_MODEL_LEN - 1)
     if max_num_seqs <= 256:
-        steps = (step_of(((1, 30),) * n) for n in range(1, max_num_seqs + 1))
-        assert len(sizes) == len(
-            {padded_shape(step, config, MAX_MODEL_LEN).num_seqs for step in steps}
+        steps = (
+            step_of(((1, context), *((1, 30),) * n))
+            for n in range(max_num_seqs)
+            for context in contexts
         )
+        assert shapes == {padded_shape(step, config, MAX_MODEL_LEN) for step in steps}
+
+
+def test_short_contexts_are_captured_where_places_are_few() -> None:
+    """The largest batch is among them; what is captured last is kept longest."""
+    config = EngineConfig(model="none", cuda_graphs=True, max_num_seqs=60, max_cached_graphs=8)
+    sizes = [(60, 2048), (16, 2048), (8, 2048), (4, 2048), (2, 2048), (1, 2048)]
+    assert list(graph_sizes(config, MAX_MODEL_LEN).decodes) == sizes
 
 
 def step_of(lens: Lens) -> StepInputs:

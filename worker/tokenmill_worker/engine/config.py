@@ -179,12 +179,12 @@ class EngineConfig:
     cuda_graphs: bool | None = setting(
         None, "replay steps as CUDA graphs (default: on where CUDA is)"
     )
-    max_cached_graphs: int = setting(32, "most CUDA graphs in memory", minimum=1)
+    max_cached_graphs: int = setting(256, "most CUDA graphs in memory", minimum=1)
     q_padding_interval: int = setting(
         64, "query tokens of mixed steps are padded to multiples of this", minimum=1
     )
     kv_padding_interval: int = setting(
-        16_384, "keys of mixed steps are padded to multiples of this", minimum=1
+        2048, "contexts are padded to this, times a power of two", minimum=1
     )
     async_batching: bool | None = setting(
         None,

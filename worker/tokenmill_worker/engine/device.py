@@ -89,9 +89,10 @@ class Graphs(Protocol):
 class GraphSizes(NamedTuple):
     """Sizes of the graphs that may be captured."""
 
-    num_rows: int = 0  # of all decodes that are kept at the same time
+    num_rows: int = 0  # of the largest step
     num_tokens: int = 0  # of the largest step
-    decodes: tuple[int, ...] = ()  # sequences of the decodes to be captured at the start, in order
+    # sequences and longest context of the decodes to be captured at the start, in order
+    decodes: tuple[tuple[int, int], ...] = ()
 
 
 class Device:
@@ -174,7 +175,7 @@ class Device:
         """Return `forward` with replays of captured graphs; None where there are none."""
         return None
 
-    def graph_sizes(self, config: EngineConfig) -> GraphSizes:
+    def graph_sizes(self, config: EngineConfig, max_model_len: int) -> GraphSizes:
         return GraphSizes()
 
     def end_of_queue(self) -> torch.cuda.Event | None:

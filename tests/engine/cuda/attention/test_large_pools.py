@@ -101,7 +101,8 @@ POINTERS = {
     **dict.fromkeys(("query", "key", "value", "packed", "out", "cos", "sin"), "*bf16"),
     **dict.fromkeys(("query_weight", "key_weight", "cache"), "*bf16"),
     **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
-    "slots": "*i64", "eps": "fp32", "scale": "fp32", "softcap": "fp32", "limits": "*fp32",
+    "slots": "*i64", "eps": "fp32", "scale": "fp32", "softcap": "fp32",
+    "partials": "*fp32", "limits": "*fp32",
 }  # fmt: skip
 CONSTANTS: dict[str, dict[str, Any]] = {
     "attend": {

@@ -23,12 +23,8 @@ from tests.engine.attention.cases import (
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.cuda.attention.triton import (
-    Launch,
-    TritonAttention,
-    is_interpreted,
-    plan_launch,
-)
+from tokenmill_worker.engine.cuda.attention.launch_plan import Launch, plan_launch
+from tokenmill_worker.engine.cuda.attention.triton import TritonAttention, is_interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernels = pytest.mark.skipif(
@@ -123,6 +119,25 @@ def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
     result = backend.attend(query, cache, padded, case.shape)
     torch.testing.assert_close(result[:2], expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(result[2:], torch.zeros_like(result[2:]))
+
+
+@kernels
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_graphs_decode_initialises_nothing(has_sinks: bool) -> None:
+    """The first sequence is folded, the second written by its only split; new memory holds NaN."""
+    case = Case("graph", ((1, 300), (1, 40)), has_sinks=has_sinks)
+    problem = make_problem(case, DEVICE)
+    backend = TritonAttention(num_multiprocessors=32)
+    cache = filled_cache(backend, problem)
+    exact = metadata_of(problem, case.lens)
+    captured = dataclasses.replace(exact, max_seq_len=2048, query_lens_host=(), seq_lens_host=())
+    assert planned(captured, case.shape, 2, num_multiprocessors=32) == 16
+    torch.use_deterministic_algorithms(True)  # torch then fills new memory
+    try:
+        result = backend.attend(problem.query, cache, captured, case.shape, problem.sinks)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process")

@@ -20,13 +20,13 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tokenmill_worker.engine.cuda.attention.triton import (  # noqa: E402
+from tokenmill_worker.engine.cuda.attention.launch_plan import (  # noqa: E402
     MAX_SPLITS,
     Launch,
     fold_warps,
-    is_interpreted,
     plan_launch,
 )
+from tokenmill_worker.engine.cuda.attention.triton import is_interpreted  # noqa: E402
 from tokenmill_worker.engine.cuda.attention.triton_kernels import (  # noqa: E402
     attend_kernel,
     fold_kernel,
@@ -39,11 +39,15 @@ SHARED_MEMORY = {
     80: 99 * 1024,
     90: 227 * 1024,
 }  # what one program may take; 8.6 and 8.9 run the builds for 8.0
-POINTERS = {"block_table": "*i32", "query_start": "*i32", "seq_lens": "*i32", "limits": "*fp32"}
+POINTERS = {
+    **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
+    **dict.fromkeys(("partials", "limits"), "*fp32"),
+}
 ALIGNED = (
     "query",
     "cache",
     "out",
+    "partials",
     "block_table",
     "query_start",
     "seq_lens",
@@ -95,15 +99,14 @@ def source_of(
         "IS_DECODE": launch.is_decode,
     }
     if launch.num_splits == 1:
-        constants["limits"] = None
+        constants |= {"partials": None, "limits": None}
     if not has_sinks:
         constants["sinks"] = None
     signature = {}
     for name in attend_kernel.arg_names:
         kind = "fp32" if name in ("scale", "softcap") else "i32"
         if name in ("query", "cache", "out", "sinks"):
-            is_partial = name == "out" and launch.num_splits > 1
-            kind = f"*{'fp32' if is_partial else cache if name == 'cache' else element}"
+            kind = f"*{cache if name == 'cache' else element}"
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, kind)
     hints = {(attend_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
     return ASTSource(attend_kernel, signature, constants, hints)

@@ -67,8 +67,8 @@ class CudaDevice(Device):
             return None
         return GraphRunner(forward, config, max_model_len, CudaCapture(self.torch_device))
 
-    def graph_sizes(self, config: EngineConfig) -> GraphSizes:
-        return graph_sizes(config)
+    def graph_sizes(self, config: EngineConfig, max_model_len: int) -> GraphSizes:
+        return graph_sizes(config, max_model_len)
 
     def end_of_queue(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

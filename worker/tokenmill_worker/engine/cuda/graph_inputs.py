@@ -1,4 +1,4 @@
-"""Pads steps to few shapes, in tensors at fixed addresses that a CUDA graph reads.
+"""Pads steps to few shapes, in tensors at fixed addresses that all CUDA graphs read.
 
 Padding tokens are token 0 at position 0 and write to the null block. In a decode each of them is a
 sequence of one token; in a mixed step they belong to no sequence. Output rows of padding are cut
@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.device import StepInputs
 
+LARGEST_MIXED = 1024  # tokens; larger steps run longer than their launch takes
 # up to this many sequences, decodes are padded to powers of two; beyond, to multiples
 EXACT_BATCHES = 4
 # (up to this many sequences, padded to a multiple of)
@@ -25,7 +26,8 @@ BATCH_STEPS = ((64, 8), (256, 16), (1 << 30, 64))
 class PaddedShape:
     """All that a graph depends on.
 
-    In a decode every sequence, padding included, has one token.
+    In a decode every sequence, padding included, has one token. Attention is planned for
+    `max_seq_len`, so lengths are few powers of two.
     """
 
     is_decode: bool
@@ -47,8 +49,7 @@ def padded_shape(inputs: StepInputs, config: EngineConfig, max_model_len: int) -
         metadata.num_seqs,
         inputs.rows.shape[0],
     )
-    length = _multiple(metadata.max_seq_len, config.kv_padding_interval)
-    length = max(min(length, max_model_len), metadata.max_seq_len)
+    length = padded_length(metadata.max_seq_len, config, max_model_len)
     if metadata.max_query_len == 1:
         size = padded_batch(num_seqs)
         return PaddedShape(True, size, size, size, length)
@@ -69,76 +70,107 @@ def padded_batch(num_seqs: int) -> int:
     return _multiple(num_seqs, step)
 
 
+def padded_length(length: int, config: EngineConfig, max_model_len: int) -> int:
+    """Round up to `kv_padding_interval` times a power of two, but not beyond the model's length."""
+    interval = config.kv_padding_interval
+    return max(min(interval * _power_of_two(-(-length // interval)), max_model_len), length)
+
+
+def padded_lengths(config: EngineConfig, max_model_len: int) -> tuple[int, ...]:
+    """Return every padded length, in ascending order."""
+    lengths = [padded_length(1, config, max_model_len)]
+    while lengths[-1] < max_model_len:
+        lengths.append(padded_length(lengths[-1] + 1, config, max_model_len))
+    return tuple(lengths)
+
+
+def most_seqs(config: EngineConfig) -> int:
+    """Return the sequences of the largest padded step."""
+    return max(padded_batch(config.max_num_seqs), _power_of_two(config.max_num_seqs))
+
+
+def most_rows(config: EngineConfig) -> int:
+    """Return the sampled rows of the largest padded step, drafts included."""
+    drafted = _power_of_two(config.max_num_seqs * (1 + config.speculative_tokens))
+    return max(most_seqs(config), min(drafted, LARGEST_MIXED))
+
+
 class StaticInputs:
-    """Static input tensors of one shape.
+    """Static input tensors, shared by the graphs of all shapes.
 
     `load` copies a step into them; `current` returns the inputs of the forward pass. Padding is
-    written only where the previous step left other values, so a steady batch costs only the copies.
+    written only where an earlier step left other values, so a steady batch costs only the copies.
     """
 
-    def __init__(self, shape: PaddedShape, example: StepInputs) -> None:
-        device = example.input_ids.device
-        self.shape = shape
+    def __init__(self, example: StepInputs, config: EngineConfig, max_model_len: int) -> None:
+        device, seqs = example.input_ids.device, most_seqs(config)
+        tokens = max(seqs, _multiple(LARGEST_MIXED, config.q_padding_interval))
 
-        def zeros(*size: int, dtype: torch.dtype) -> Tensor:
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        self._input_ids = zeros(shape.num_tokens, dtype=torch.int64)
-        self._positions = zeros(shape.num_tokens, dtype=torch.int64)
-        self._rows = zeros(shape.num_rows, dtype=torch.int64)
-        self._query_start = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=device)
-        self._seq_lens = torch.full(
-            (shape.num_seqs,), int(shape.is_decode), dtype=torch.int32, device=device
-        )
-        self._slots: list[Tensor] = []
-        self._tables: list[Tensor] = []
-        for group in example.metadata:
-            width = max(-(-shape.max_seq_len // group.block_size), group.block_table.shape[1])
-            self._slots.append(zeros(shape.num_tokens, dtype=torch.int64))
-            self._tables.append(zeros(shape.num_seqs, width, dtype=torch.int32))
+        self._input_ids, self._positions = zeros(tokens), zeros(tokens)
+        self._rows = zeros(most_rows(config))
+        self._starts_of_decode = torch.arange(seqs + 1, dtype=torch.int32, device=device)
+        self._starts = zeros(seqs + 1, dtype=torch.int32)
+        self._lens_of_decode = zeros(seqs, dtype=torch.int32) + 1
+        self._lens = zeros(seqs, dtype=torch.int32)
+        self._slots = [zeros(tokens) for _ in example.metadata]
+        self._tables = [
+            zeros(seqs, -(-max_model_len // group.block_size) + 1, dtype=torch.int32)
+            for group in example.metadata
+        ]
         self._layouts = example.metadata
-        self._loaded = (0, 0)  # tokens and sequences of the previous step
+        # how far values of earlier steps reach: in tokens, sampled rows, lengths of mixed steps and
+        # of decodes, and block tables
+        self._stale = dict.fromkeys(("tokens", "rows", "mixed", "decodes", "tables"), 0)
 
-    def load(self, inputs: StepInputs) -> None:
+    def load(self, shape: PaddedShape, inputs: StepInputs) -> None:
         first = inputs.metadata[0]
         num_tokens, num_seqs = inputs.input_ids.shape[0], first.num_seqs
-        stale_tokens, stale_seqs = (
-            max(was, now) for was, now in zip(self._loaded, (num_tokens, num_seqs), strict=True)
-        )
-        _fill(self._input_ids, inputs.input_ids, stale_tokens)
-        _fill(self._positions, inputs.positions, stale_tokens)
-        self._rows[: inputs.rows.shape[0]].copy_(inputs.rows)
-        _fill(self._seq_lens, first.seq_lens, stale_seqs, int(self.shape.is_decode))
-        if not self.shape.is_decode:
-            _fill(self._query_start, first.query_start, self.shape.num_seqs + 1, num_tokens)
+        stale = self._stale
+        _fill(self._input_ids, inputs.input_ids, stale["tokens"])
+        _fill(self._positions, inputs.positions, stale["tokens"])
+        _fill(self._rows, inputs.rows, stale["rows"])
+        if shape.is_decode:
+            _fill(self._lens_of_decode, first.seq_lens, stale["decodes"], 1)
+            stale["decodes"] = num_seqs
+        else:
+            _fill(self._lens, first.seq_lens, stale["mixed"])
+            _fill(self._starts, first.query_start, shape.num_seqs + 1, num_tokens)
+            stale["mixed"] = num_seqs
         for slots, table, group in zip(self._slots, self._tables, inputs.metadata, strict=True):
-            _fill(slots, group.slot_mapping, stale_tokens)
+            _fill(slots, group.slot_mapping, stale["tokens"])
             table[:num_seqs, : group.block_table.shape[1]].copy_(group.block_table)
-            if stale_seqs > num_seqs:
-                table[num_seqs:stale_seqs].zero_()
-        self._loaded = (num_tokens, num_seqs)
+            if stale["tables"] > num_seqs:
+                table[num_seqs : stale["tables"]].zero_()
+        stale |= {"tokens": num_tokens, "rows": inputs.rows.shape[0], "tables": num_seqs}
 
-    def current(self) -> StepInputs:
+    def current(self, shape: PaddedShape) -> StepInputs:
         """Return a new StepInputs over the static tensors.
 
         It is a new object at each call, because attention backends keep what they derive from one.
         Host-side lengths are left out: a graph would keep those of the captured step.
         """
+        tokens, seqs = shape.num_tokens, shape.num_seqs
+        starts = self._starts_of_decode if shape.is_decode else self._starts
+        lens = self._lens_of_decode if shape.is_decode else self._lens
         metadata = tuple(
             replace(
                 layout,
-                query_start=self._query_start,
-                seq_lens=self._seq_lens,
-                block_table=table,
-                slot_mapping=slots,
-                max_query_len=self.shape.max_query_len,
-                max_seq_len=self.shape.max_seq_len,
+                query_start=starts[: seqs + 1],
+                seq_lens=lens[:seqs],
+                block_table=table[:seqs, : -(-shape.max_seq_len // layout.block_size)],
+                slot_mapping=slots[:tokens],
+                max_query_len=shape.max_query_len,
+                max_seq_len=shape.max_seq_len,
                 query_lens_host=(),
                 seq_lens_host=(),
             )
             for layout, table, slots in zip(self._layouts, self._tables, self._slots, strict=True)
         )
-        return StepInputs(self._input_ids, self._positions, self._rows, metadata)
+        rows = self._rows[: shape.num_rows]
+        return StepInputs(self._input_ids[:tokens], self._positions[:tokens], rows, metadata)
 
 
 def _fill(target: Tensor, source: Tensor, stale: int, padding: int = 0) -> None:

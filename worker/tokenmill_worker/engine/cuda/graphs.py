@@ -1,14 +1,15 @@
-"""Runs steps by replaying CUDA graphs: one per padded shape, the least recently used dropped first.
+"""Runs steps by replaying CUDA graphs, one per padded shape.
 
-A decode is captured when its shape is first seen. A mixed shape is captured after SIGHTINGS steps,
-since most mixed shapes never recur and a capture costs many eager steps. Large mixed steps stay
-eager. Mixed graphs may fill only a quarter of the places, so that they do not evict decodes. If a
-capture fails, later shapes run eagerly and the log says why. Errors of the step itself are raised,
-not counted as such a failure.
+Decodes of every padded batch and length are captured at the start. A mixed shape is captured after
+SIGHTINGS steps, since most mixed shapes never recur and a capture costs many eager steps. Mixed
+graphs fill at most a quarter of the places, and none replaces another: with the places full, other
+mixed steps run eagerly, as large ones do. A decode that finds no place replaces the least recently
+used graph. If a capture fails, later shapes run eagerly and the log says why. Errors of the step
+itself are raised, not counted as such a failure.
 
-One set of inputs per shape suffices even when steps are launched ahead: copies, replay and whatever
-reads the output are queued on one stream in that order. An output is valid until the same shape
-runs again.
+All graphs read one set of inputs and write their logits to one tensor. This suffices even when
+steps are launched ahead: copies, replay and whatever reads the output are queued on one stream in
+that order. An output is valid until the next step runs.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ from torch import Tensor
 
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import (
+    LARGEST_MIXED,
     PaddedShape,
     StaticInputs,
+    most_rows,
+    most_seqs,
     padded_batch,
+    padded_lengths,
     padded_shape,
 )
 from tokenmill_worker.engine.device import Forward, GraphSizes, StepInputs
@@ -37,7 +42,6 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_SHAPES = 1024  # mixed shapes whose sightings are counted
 SIGHTINGS = 4  # steps of a mixed shape before it is captured
-LARGEST_MIXED = 1024  # tokens; larger steps run longer than their launch takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +124,6 @@ def _no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    inputs: StaticInputs
-    graph: CapturedGraph
-
-
 class GraphRunner:
     """Replaces `forward` by graph replays where possible.
 
@@ -139,7 +137,9 @@ class GraphRunner:
         self._config = config
         self._max_model_len = max_model_len
         self._capture = capture
-        self._entries: OrderedDict[PaddedShape, _Entry] = OrderedDict()
+        self._static: StaticInputs | None = None
+        self._logits: Tensor | None = None  # [most_rows, vocab]
+        self._graphs: OrderedDict[PaddedShape, CapturedGraph] = OrderedDict()
         self._sightings: OrderedDict[PaddedShape, int] = OrderedDict()
         self._max_mixed = max(1, config.max_cached_graphs // 4)
         self.refusal: str | None = None  # why capturing was turned off; None: it is on
@@ -149,28 +149,34 @@ class GraphRunner:
     @property
     def shapes(self) -> tuple[PaddedShape, ...]:
         """The shapes that have a graph, the least recently used first."""
-        return tuple(self._entries)
+        return tuple(self._graphs)
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Run the step and return its logits `[num_rows, vocab]`."""
         shape = padded_shape(inputs, self._config, self._max_model_len)
-        entry = self._entries.get(shape)
-        if entry is not None:
-            self._entries.move_to_end(shape)
-            entry.inputs.load(inputs)
-        elif self._is_worth_capturing(shape):
-            entry = self._captured(shape, inputs)
-        if entry is None:
+        graph = self._graphs.get(shape)
+        if graph is None and not self._is_worth_capturing(shape):
             return self._forward(inputs)
-        entry.graph.replay()
+        if self._static is None:
+            self._static = StaticInputs(inputs, self._config, self._max_model_len)
+        self._static.load(shape, inputs)
+        if graph is None:
+            graph = self._captured(shape, self._static)
+        if graph is None:
+            return self._forward(inputs)
+        self._graphs.move_to_end(shape)
+        graph.replay()
         self.num_replays += 1
-        return entry.graph.output[: inputs.rows.shape[0]]
+        return graph.output[: inputs.rows.shape[0]]
 
     def _is_worth_capturing(self, shape: PaddedShape) -> bool:
-        if self.refusal is not None or not (shape.is_decode or shape.num_tokens <= LARGEST_MIXED):
+        if self.refusal is not None:
             return False
         if shape.is_decode:
             return True
+        num_mixed = sum(not known.is_decode for known in self._graphs)
+        if shape.num_tokens > LARGEST_MIXED or num_mixed >= self._max_mixed:
+            return False
         sightings = self._sightings.pop(shape, 0) + 1
         if sightings == SIGHTINGS:
             return True
@@ -179,19 +185,15 @@ class GraphRunner:
             self._sightings.popitem(last=False)
         return False
 
-    def _make_room(self, shape: PaddedShape) -> None:
-        mixed = [known for known in self._entries if not known.is_decode]
-        if not shape.is_decode and len(mixed) >= self._max_mixed:
-            del self._entries[mixed[0]]
-        while len(self._entries) >= self._config.max_cached_graphs:
-            self._entries.popitem(last=False)
+    def _captured(self, shape: PaddedShape, static: StaticInputs) -> CapturedGraph | None:
+        while len(self._graphs) >= self._config.max_cached_graphs:
+            self._graphs.popitem(last=False)
 
-    def _captured(self, shape: PaddedShape, inputs: StepInputs) -> _Entry | None:
-        static = StaticInputs(shape, inputs)
-        static.load(inputs)
-        self._make_room(shape)
+        def run() -> Tensor:
+            return self._keep(self._forward(static.current(shape)))
+
         try:
-            graph = self._capture(lambda: self._forward(static.current()))
+            graph = self._capture(run)
         except CaptureError as error:
             self.refusal = str(error)
             log.warning(
@@ -200,28 +202,37 @@ class GraphRunner:
             )
             return None
         self.num_captured += 1
-        entry = self._entries[shape] = _Entry(static, graph)
-        return entry
+        self._graphs[shape] = graph
+        return graph
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """Copy logits to the tensor that all graphs share, so that none keeps its own."""
+        num_rows, vocab = logits.shape
+        if self._logits is None:  # outside of a capture: a shape runs once before it is captured
+            self._logits = logits.new_empty(most_rows(self._config), vocab)
+        return self._logits[:num_rows].copy_(logits)
 
 
-def graph_sizes(config: EngineConfig) -> GraphSizes:
+def graph_sizes(config: EngineConfig, max_model_len: int) -> GraphSizes:
     """Return the sizes of all graphs that these settings allow."""
     if not config.cuda_graphs:
         return GraphSizes()
-    batches = sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})
-    kept = batches[-config.max_cached_graphs :]
-    decodes = tuple(min(size, config.max_num_seqs) for size in batches)
-    return GraphSizes(sum(kept), max(LARGEST_MIXED, *kept), _captured_at_start(decodes, config))
+    largest = max(LARGEST_MIXED, most_seqs(config))
+    return GraphSizes(most_rows(config), largest, _captured_at_start(config, max_model_len))
 
 
-def _captured_at_start(decodes: tuple[int, ...], config: EngineConfig) -> tuple[int, ...]:
-    """Return the decodes to capture at the start, in descending order.
+def _captured_at_start(config: EngineConfig, max_model_len: int) -> tuple[tuple[int, int], ...]:
+    """Return sequences and context of the decodes to capture at the start, the largest first.
 
-    Small ones are the commonest; captured last, they are kept longest. Mixed steps have places of
-    their own. If places are short, small shapes and the largest batch, which a busy service runs,
-    are kept.
+    Later captures reuse the memory of earlier ones, and those captured last are kept longest. Mixed
+    steps have places of their own. If places are short, short contexts are kept, and of these the
+    small batches and the largest, which a busy service runs.
     """
+    batches = sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})
+    sizes = [min(size, config.max_num_seqs) for size in batches]
+    lengths = padded_lengths(config, max_model_len)
+    decodes = [(size, length) for length in lengths for size in sizes]
     places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
-    if len(decodes) <= places:
-        return decodes[::-1]
-    return (*decodes[: places - 1], decodes[-1])[::-1]
+    if len(decodes) > places:
+        decodes = [*decodes[: places - 1], decodes[max(places, len(sizes)) - 1]]
+    return tuple(reversed(decodes))

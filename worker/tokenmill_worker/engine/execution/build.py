@@ -119,7 +119,7 @@ def build_runner(
         sampling_defaults=msgspec.structs.replace(
             loaded.sampling_defaults, logprobs_mode=config.logprobs_mode
         ),
-        graphed_decodes=device.graph_sizes(config).decodes,
+        graphed_decodes=device.graph_sizes(config, length).decodes,
     )
     return ModelRunner(loaded, info, backend, pool, host_pool, grammars, adapters)
 

@@ -40,7 +40,8 @@ class RunnerInfo:
     is_asynchronous: bool = False  # may a step be launched before the last one's tokens are known?
     proposer: Callable[[Sequence], tuple[int, ...]] | None = None  # drafts tokens; None: off
     sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
-    graphed_decodes: tuple[int, ...] = ()  # sequences of the decodes to capture at the start
+    # sequences and longest context of the decodes to capture at the start
+    graphed_decodes: tuple[tuple[int, int], ...] = ()
 
 
 class Runner(Protocol):

@@ -78,7 +78,7 @@ def memory_shape(
         text, "intermediate_size", None
     )
     inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
-    graphs = loaded.device.graph_sizes(config)
+    graphs = loaded.device.graph_sizes(config, length)
     rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculative_tokens))
     return MemoryShape(
         groups=loaded.groups,

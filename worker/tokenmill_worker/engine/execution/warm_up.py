@@ -1,8 +1,9 @@
 """Runs steps before the first request: compiles kernels, packs weights, captures graphs.
 
 The steps are one prompt and its decode, greedy and sampled. On a GPU, further steps need other
-builds of the kernels, and with CUDA graphs there is a decode of every padded batch. They write to
-blocks that no sequence holds, and leave scheduler and cache bookkeeping unchanged. Plain Python.
+builds of the kernels, and with CUDA graphs there is a decode of every padded batch and length. They
+write to blocks that no sequence holds, and leave scheduler and cache bookkeeping unchanged. Plain
+Python.
 """
 
 from __future__ import annotations
@@ -40,13 +41,12 @@ def warm_up(runner: Runner, report: ProgressCallback) -> None:
     if runner.info.config.device != "cpu":
         report("compiling kernels", 0.0)
         build_kernels(runner)
-    sizes = runner.info.graphed_decodes
-    for index, size in enumerate(sizes):
-        report(f"capturing decodes of {size}", index / len(sizes))
-        _execute(
-            runner,
-            [(_sequence(runner, length, SamplingParams(temperature=0.0)), 1) for _ in range(size)],
-        )
+    greedy, decodes = SamplingParams(temperature=0.0), runner.info.graphed_decodes
+    for index, (size, context) in enumerate(decodes):
+        report(f"capturing decodes of {size} up to {context} tokens", index / len(decodes))
+        longest = min(context, runner.info.max_model_len - 1)
+        contexts = [longest, *[min(length, longest)] * (size - 1)]
+        _execute(runner, [(_sequence(runner, count, greedy), 1) for count in contexts])
 
 
 def build_kernels(runner: Runner) -> None:

@@ -43,7 +43,7 @@ class MemoryShape:
     workspace_bytes: int = 0  # scratch memory of the attention backend
     # 2 with asynchronous batching: inputs and logits of two steps live at once
     num_buffer_sets: int = 1
-    graph_rows: int = 0  # rows of logits that captured graphs keep; 0: no graphs
+    graph_rows: int = 0  # rows of the logits that captured graphs share; 0: no graphs
     graph_tokens: int = 0  # tokens of the largest captured step
 
     # ── one block, one sequence ──
@@ -84,7 +84,7 @@ class MemoryShape:
 
     @property
     def graphs(self) -> int:
-        """Bytes of captured graphs: activations that they share, and logits that each one keeps."""
+        """Bytes of captured graphs: the activations and logits that all of them share."""
         return (
             self.graph_tokens * self._token_bytes
             + self.graph_rows * self.vocab_size * self.activation_bytes

@@ -54,7 +54,8 @@ def tiles_to_visit(
     TILE_KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Return the first key and the range of key tiles that a block's rows see.
+    """Return the first key and the range of key tiles that a block's rows see, and whether the
+    range is only a part of what they see.
 
     Its rows see the keys [begin, end). A split takes a share of the tiles: at least `least_tiles`,
     as long as any are left.
@@ -64,11 +65,14 @@ def tiles_to_visit(
         begin = tl.maximum(first_position - WINDOW + 1, 0)
     first_tile = begin // TILE_KEYS
     last_tile = tl.cdiv(end, TILE_KEYS)
+    is_part = False
     if IS_SPLIT:
-        share = tl.maximum(tl.cdiv(last_tile - first_tile, tl.num_programs(2)), least_tiles)
+        count = last_tile - first_tile
+        share = tl.maximum(tl.cdiv(count, tl.num_programs(2)), least_tiles)
+        is_part = share < count
         first_tile += tl.program_id(2) * share
         last_tile = tl.minimum(first_tile + share, last_tile)
-    return begin, first_tile, last_tile
+    return begin, first_tile, last_tile, is_part
 
 
 @triton.jit
@@ -116,8 +120,16 @@ def weights_of(logits, largest, total):
 
 
 @triton.jit
+def store_no_partials(limits, row_at, is_row, num_tokens, NUM_HEADS: tl.constexpr):
+    """Store that a split has nothing to fold: a sum of 0."""
+    rows_of_split = num_tokens.to(tl.int64) * NUM_HEADS
+    row_at += (tl.num_programs(2) + tl.program_id(2)) * rows_of_split
+    tl.store(limits + row_at, tl.zeros_like(row_at).to(tl.float32), mask=is_row)
+
+
+@triton.jit
 def store_partials(
-    out,
+    partials,
     limits,
     row_at,
     dims,
@@ -136,7 +148,7 @@ def store_partials(
     row_at += tl.program_id(2) * rows_of_split
     tl.store(limits + row_at, largest, mask=is_row)
     tl.store(limits + tl.num_programs(2) * rows_of_split + row_at, total, mask=is_row)
-    tl.store(out + row_at[:, None] * HEAD_PAD + dims[None, :], values, mask=is_row[:, None])
+    tl.store(partials + row_at[:, None] * HEAD_PAD + dims[None, :], values, mask=is_row[:, None])
 
 
 @triton.jit
@@ -177,9 +189,8 @@ def store_rows(
 def attend_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     cache,  # the layer's view; keys of block b at b · block_stride, values value_offset further
-    # [num_tokens, NUM_HEADS, HEAD_DIM], or with splits float32 [splits, num_tokens, NUM_HEADS,
-    # HEAD_PAD]
-    out,
+    out,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    partials,  # with splits: float32 [splits, num_tokens, NUM_HEADS, HEAD_PAD]
     limits,  # with splits: [2, splits, num_tokens, NUM_HEADS], maxima and sums
     sinks,
     block_table,
@@ -215,17 +226,20 @@ def attend_kernel(
         return
     base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
     end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
-    begin, first_tile, last_tile = tiles_to_visit(
+    begin, first_tile, last_tile, is_part = tiles_to_visit(
         base + first_token, end, least_tiles, WINDOW, TILE_KEYS, IS_SPLIT
     )
-    if IS_SPLIT and first_tile >= last_tile:
-        return
 
     # Row r: query token r // GROUP of the block, query head r % GROUP of the group.
     rows = tl.arange(0, BLOCK_ROWS)
     token = first_token + rows // GROUP
     head = kv_head * GROUP + rows % GROUP
     is_row = (rows < BLOCK_TOKENS * GROUP) & (token < query_len)
+    row_at = (start + token).to(tl.int64) * NUM_HEADS + head
+    if IS_SPLIT and first_tile >= last_tile:
+        store_no_partials(limits, row_at, is_row, num_tokens, NUM_HEADS)
+        return
+
     dims = tl.arange(0, HEAD_PAD)
     is_dim = dims < HEAD_DIM
     query_at = (start + token).to(tl.int64) * query_stride + head.to(tl.int64) * query_head_stride
@@ -264,10 +278,9 @@ def attend_kernel(
             weights.to(queries.dtype), loaded, input_precision="ieee"
         )
 
-    row_at = (start + token).to(tl.int64) * NUM_HEADS + head
-    if IS_SPLIT:
+    if IS_SPLIT and is_part:
         store_partials(
-            out,
+            partials,
             limits,
             row_at,
             dims,
@@ -283,6 +296,8 @@ def attend_kernel(
         store_rows(
             out, sinks, row_at, head, dims, is_row, largest, total, values, HEAD_DIM, HAS_SINKS
         )
+        if IS_SPLIT:
+            store_no_partials(limits, row_at, is_row, num_tokens, NUM_HEADS)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_splits"])
@@ -299,8 +314,9 @@ def fold_kernel(
     HAS_SINKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Fold the splits of one row per program; a split with a sum of 0 saw no key and left its
-    values unwritten.
+    """Fold the splits of one row per program.
+
+    A split with a sum of 0 left its values unwritten: it saw no key, or wrote the row itself.
     """
     row = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     splits = tl.arange(0, MAX_SPLITS)
@@ -309,6 +325,8 @@ def fold_kernel(
     sums_at = num_splits * num_tokens.to(tl.int64) * NUM_HEADS + row_at
     sums = tl.load(limits + sums_at, mask=splits < num_splits, other=0.0)
     is_used = sums != 0.0
+    if tl.max(sums, 0) == 0.0:
+        return
     maxima = tl.load(limits + row_at, mask=is_used, other=float("-inf"))
     largest = tl.max(maxima, 0)
     if HAS_SINKS:

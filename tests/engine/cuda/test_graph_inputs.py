@@ -1,0 +1,89 @@
+"""Padded shapes and the static inputs of graphs, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.cuda.steps import config, step
+from tokenmill_worker.engine.cuda.graph_inputs import (
+    StaticInputs,
+    padded_batch,
+    padded_length,
+    padded_lengths,
+    padded_shape,
+)
+
+# ── shapes ──
+
+
+def test_batches_are_padded_little_where_they_are_small() -> None:
+    sizes = [padded_batch(n) for n in range(1, 1025)]
+    assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert all(size >= n for n, size in enumerate(sizes, 1))
+    assert all(size <= 1.25 * n for n, size in enumerate(sizes, 1) if n >= 32)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 40
+
+
+def test_a_decode_and_a_mixed_step_have_shapes_of_their_own() -> None:
+    decode = padded_shape(step([(1, 30)] * 5), config(), 512)
+    assert (decode.is_decode, decode.num_tokens, decode.num_seqs, decode.num_rows) == (
+        True,
+        8,
+        8,
+        8,
+    )
+    assert (decode.max_query_len, decode.max_seq_len) == (1, 64)
+    mixed = padded_shape(step([(1, 65), (20, 20), (1, 2)], num_rows=2), config(), 512)
+    assert (mixed.is_decode, mixed.num_tokens, mixed.num_seqs, mixed.num_rows) == (False, 32, 4, 2)
+    assert (mixed.max_query_len, mixed.max_seq_len) == (32, 128)
+
+
+def test_lengths_are_not_padded_beyond_the_models() -> None:
+    assert padded_shape(step([(1, 70)]), config(), 100).max_seq_len == 100
+    assert padded_shape(step([(1, 70)]), config(kv_padding_interval=16_384), 100).max_seq_len == 100
+
+
+def test_lengths_are_powers_of_two_times_the_interval() -> None:
+    assert padded_lengths(config(), 1000) == (64, 128, 256, 512, 1000)
+    for length in (1, 64, 65, 512, 513, 999, 1000):
+        padded = padded_length(length, config(), 1000)
+        assert padded == min(found for found in padded_lengths(config(), 1000) if found >= length)
+
+
+# ── static inputs ──
+
+
+@pytest.mark.parametrize(
+    "lens", [[(1, 30)] * 3, [(1, 30), (20, 64), (3, 3)]], ids=["decode", "mixed"]
+)
+def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -> None:
+    """A step loaded after a larger one leaves the same buffers as if it were the first."""
+    larger = [(1, 60)] * 4 if lens[0] == lens[-1] else [(1, 60), (26, 64), (3, 3), (1, 2)]
+    shape = padded_shape(step(lens), config(), 512)
+    assert padded_shape(step(larger), config(), 512) == shape
+    used, fresh = (StaticInputs(step(lens), config(), 512) for _ in range(2))
+    for other in (larger, [(1, 60)] * 7, [(100, 200), (3, 4)]):  # shapes share the tensors
+        before = step(other, first_token=50)
+        used.load(padded_shape(before, config(), 512), before)
+    used.load(shape, step(lens))
+    fresh.load(shape, step(lens))
+    ours, theirs = used.current(shape), fresh.current(shape)
+    assert torch.equal(ours.input_ids, theirs.input_ids)
+    assert torch.equal(ours.positions, theirs.positions)
+    for name in ("query_start", "seq_lens", "slot_mapping", "block_table"):
+        assert torch.equal(getattr(ours.metadata[0], name), getattr(theirs.metadata[0], name)), name
+    assert torch.equal(ours.rows, theirs.rows)
+    assert ours.rows.tolist()[: len(lens)] == step(lens).rows.tolist()
+
+
+def test_padding_of_a_decode_is_one_token_in_the_null_block() -> None:
+    inputs = step([(1, 30)] * 3)
+    shape, static = padded_shape(inputs, config(), 512), StaticInputs(inputs, config(), 512)
+    static.load(shape, inputs)
+    metadata = static.current(shape).metadata[0]
+    assert metadata.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert metadata.seq_lens.tolist() == [30, 30, 30, 1]
+    assert metadata.slot_mapping.tolist() == [100, 101, 102, 0]
+    assert not metadata.block_table[3].any()
