@@ -1,11 +1,14 @@
 """Tests of `tokenmill doctor`: a model before it is loaded or fetched, and a database file."""
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tokenmill_worker.local.doctor import examine
+from tokenmill_worker.local import doctor
+from tokenmill_worker.local.doctor import Finding, examine, show
 from tokenmill_worker.record.migrate import upgrade
 from tokenmill_worker.settings import load_settings
 
@@ -53,9 +56,9 @@ def test_a_gpu_s_missing_packages_are_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: object() if name in installed else None
-    )
+    find = SimpleNamespace(find_spec=lambda name: object() if name in installed else None)
+    monkeypatch.setattr(doctor, "importlib", SimpleNamespace(util=find))
+    monkeypatch.setattr(doctor, "_model", lambda _: iter(()))  # its imports keep what they find
     settings = load_settings(
         {"redis_url": "redis://127.0.0.1:1/0", "database_url": f"sqlite:///{tmp_path}/none.db"}
     )
@@ -80,3 +83,21 @@ def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: s
         if finding.subject == "sql"
     ]
     assert (before, after) == (["error"], ["ok", "ok"])
+
+
+def test_long_findings_wrap_between_words_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Finding("redis", "error", "word " * 20 + "end", "start it, and " * 5 + "wait")]
+    show(found)
+    assert len(capsys.readouterr().out.splitlines()) == 4  # finding, hint, and the sum
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TTY_INTERACTIVE", "0")
+    monkeypatch.setenv("COLUMNS", "40")
+    show(found)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    first, *others = lines[:-2]
+    assert first == "✗ redis    word word word word word word"
+    assert all(len(line) <= 40 for line in lines)
+    assert all(line.startswith(" " * 11 + line.strip()[:1]) for line in others)
+    assert " ".join(line.strip() for line in others).endswith("end → " + found[0].hint)

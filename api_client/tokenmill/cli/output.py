@@ -48,6 +48,20 @@ def complain(sentence: str, kind: str = "error") -> None:
     err().print(line.append(sentence, style="not bold default"))
 
 
+def hanging(words: Text, indent: int) -> Text:
+    """Return text for a terminal, wrapped between words; all lines but the first are indented.
+
+    Elsewhere it stays one line, for programs that read it.
+    """
+    console = out()
+    if not console.is_terminal:
+        return words
+    lines = words.wrap(console, console.width - indent)
+    for line in lines:
+        line.rstrip()
+    return Text("\n" + " " * indent).join(lines)
+
+
 def emit(value: object, *, line: bool = False) -> None:
     """Print JSON on stdout: indented for one answer; with `line`, one line for one of many
     answers.

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 from rich.text import Text
 
-from tokenmill.cli.output import count, out
+from tokenmill.cli.output import count, hanging, out
 from tokenmill_worker.settings import Settings
 
 Severity = Literal["ok", "warning", "error"]
@@ -56,10 +56,12 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
         if only_problems and finding.severity != "error":
             continue
         mark, style = marks[finding.severity]
-        line = Text.assemble((mark, style), " ", (f"{finding.subject:<9}", "bold"), finding.words)
+        head = Text.assemble((mark, style), " ", (f"{finding.subject:<9}", "bold"))
+        body = hanging(Text(finding.words), len(head))
         if finding.hint:
-            line.append(f"\n            → {finding.hint}", style="cyan")
-        out().print(line)
+            body += Text("\n" + " " * len(head))
+            body += hanging(Text(f"→ {finding.hint}", style="cyan"), len(head))
+        out().print(head + body)
     if not only_problems:
         problems = [
             sum(finding.severity == severity for finding in findings)
