@@ -7,7 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from tokenmill_worker.engine import BatchedModel, ContinuousBatchingConfig, EngineError
+from tokenmill_worker.engine import (
+    BatchedModel,
+    ContinuousBatchingConfig,
+    EngineConfig,
+    EngineError,
+    generation,
+)
 from tokenmill_worker.engine.generation import sampling_params
 
 GUIDE = Path(__file__).parents[2] / "ops" / "guides" / "engine.md"
@@ -73,9 +79,55 @@ def test_a_batch_keeps_the_order_and_shows_a_bar(capsys):
 def test_what_the_engine_does_not_have_is_refused():
     with pytest.raises(ValueError, match="num_beams=4"):
         sampling_params(GenerationConfig(num_beams=4))
+    with pytest.raises(ValueError, match=r"max_time=3\.0, guidance_scale=1\.5$"):
+        sampling_params(GenerationConfig(max_time=3.0, guidance_scale=1.5, num_beams=1))
     assert sampling_params(None).max_tokens == 20
     sampled = sampling_params(GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2, 3]))
     assert (sampled.top_k, sampled.stop_token_ids, sampled.ignore_eos) == (7, (2, 3), True)
+
+
+def refusal(**fields):
+    config = GenerationConfig()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    try:
+        sampling_params(config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_no_field_of_a_generation_config_is_silently_ignored():
+    """Each is taken, refused, or changes no answer; a later Transformers may add some."""
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    refused = {name for name in names if f" {name}=7" in refusal(**{name: 7})}
+    assert names - refused == generation._TAKEN | generation._WITHOUT_EFFECT
+    assert len(refused) > 40
+    assert not refusal(max_length=7, max_new_tokens=7)
+
+
+def test_each_value_of_the_batching_config_reaches_the_engine():
+    given = ContinuousBatchingConfig(
+        block_size=32, num_blocks=9, max_batch_tokens=77, max_memory_percent=0.8,
+        scheduler_type="prefill_first", allow_block_sharing=False, use_cuda_graph=True,
+        use_async_batching=True, q_padding_interval_size=8, kv_padding_interval_size=128,
+        max_cached_graphs=5, cpu_offload_space=0.25,
+    )  # fmt: skip
+    engine = given.applied_to(EngineConfig(model="any"))
+    assert [
+        engine.block_size, engine.num_blocks, engine.max_num_batched_tokens,
+        engine.max_memory_percent, engine.policy.value, engine.prefix_cache, engine.cuda_graphs,
+        engine.async_batching, engine.q_padding_interval, engine.kv_padding_interval,
+        engine.max_cached_graphs, engine.cpu_offload_gib,
+    ] == [32, 9, 77, 0.8, "prefill_first", False, True, True, 8, 128, 5, 0.25]  # fmt: skip
+
+
+def test_defaults_are_those_that_the_documents_name():
+    engine = ContinuousBatchingConfig().applied_to(EngineConfig(model="any"))
+    assert (engine.policy.value, engine.prefix_cache, engine.cpu_offload_gib) == ("fifo", True, 0.0)
+    assert (engine.max_memory_percent, engine.max_cached_graphs) == (0.9, 32)
+    assert (engine.q_padding_interval, engine.kv_padding_interval) == (64, 16_384)
+    assert (engine.num_blocks, engine.cuda_graphs, engine.async_batching) == (None, None, None)
 
 
 @pytest.mark.timeout(120)

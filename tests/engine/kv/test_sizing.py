@@ -86,6 +86,33 @@ def test_too_little_memory_names_what_would_fit() -> None:
     assert caught.value.longest == 0
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "num_kv_heads", "length", "num_bytes"),
+    [
+        (1, 32, 1, 16 << 10),  # a layer of Llama-2-7B: 8,192 numbers
+        (32, 8, 1, 131_072),  # Llama-3 8B
+        (32, 8, 512, 64 << 20),
+        (32, 8, 4096, 512 << 20),
+    ],
+)
+def test_a_cached_token_takes_the_bytes_that_the_articles_count(
+    num_layers: int, num_kv_heads: int, length: int, num_bytes: int
+) -> None:
+    group = LayerGroup(tuple(range(num_layers)), num_kv_heads, 128)
+    shape = make_shape(group, block_size=1, kv_bytes=2)
+    assert shape.sequence_bytes(length) == num_bytes
+
+
+def test_steps_ahead_take_a_second_set_of_inputs_and_logits_and_no_more(llama: Path) -> None:
+    one, two = make_shape(FULL, num_buffer_sets=1), make_shape(FULL, num_buffer_sets=2)
+    assert two.fixed - one.fixed == one.logits + one.bookkeeping
+    config = EngineConfig(model=str(llama), device="cpu", async_batching=True)
+    config = config.with_step_sizes(on_gpu=False).replace(block_size=16)
+    loaded = load_model(llama, config, CpuDevice())
+    shape = memory_shape(loaded, config, ReferenceAttention(), torch.float32, 256)
+    assert shape.num_buffer_sets == 2
+
+
 def test_a_cap_bounds_the_pools_alone() -> None:
     shape = make_shape(FULL)
     assert solve(shape, 1 << 30, 4 << 20) == (int((4 << 20) // shape.block_bytes(FULL)),)

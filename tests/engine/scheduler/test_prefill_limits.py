@@ -81,6 +81,7 @@ def test_no_step_breaks_a_limit(
     running: set[str] = set()
 
     def check(loop: Loop) -> None:
+        assert not loop.plans or loop.plans[-1].num_tokens <= 24
         partly = {i.sequence: i for i in prefills(loop) if not i.samples}
         if limits.threshold:
             assert all(item.num_tokens <= limits.threshold for item in prefills(loop))

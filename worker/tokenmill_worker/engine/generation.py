@@ -26,9 +26,23 @@ from tokenmill_worker.engine.requests.results import RequestOutput
 from tokenmill_worker.engine.types import SchedulingPolicy
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_REFUSED = {
-    "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "penalty_alpha": None,
-    "bad_words_ids": None, "force_words_ids": None, "stop_strings": None, "typical_p": 1.0,
+_TAKEN = {
+    *_SAMPLING, "do_sample", "max_new_tokens", "min_new_tokens", "repetition_penalty",
+    "eos_token_id",
+}  # fmt: skip
+# fields that say how `generate` computes, or that a causal model has no use for
+_WITHOUT_EFFECT = {
+    "transformers_version", "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile",
+    "low_memory", "prefill_chunk_size", "return_dict_in_generate", "is_assistant",
+    "continuous_batching_config",
+}  # fmt: skip
+# values that leave the answer as it is, beside None, False and Transformers' defaults
+_UNSET = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0,
+    "length_penalty": 1.0, "diversity_penalty": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "min_length": 0,
 }  # fmt: skip
 
 
@@ -82,10 +96,8 @@ def sampling_params(generation_config: Any, return_logprobs: bool = False) -> Sa
 
 
 def _sampling_fields(config: Any) -> dict[str, Any]:
-    for name, unset in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value is not None and value != unset:
-            raise ValueError(f"{name}={value!r} of the generation config is not supported here")
+    if problems := _unsupported(config):
+        raise ValueError(f"not supported in a generation config: {', '.join(problems)}")
     fields: dict[str, Any] = {"max_tokens": getattr(config, "max_new_tokens", None) or 20}
     if (minimum := getattr(config, "min_new_tokens", None)) is not None:
         fields["min_tokens"] = minimum
@@ -100,6 +112,22 @@ def _sampling_fields(config: Any) -> dict[str, Any]:
         ids = [ends] if isinstance(ends, int) else list(ends)
         fields |= {"ignore_eos": True, "stop_token_ids": tuple(i for i in ids if i >= 0)}
     return fields
+
+
+def _unsupported(config: Any) -> list[str]:
+    """Return each field that is set, with its value, and that the engine does not have."""
+    if config is None:
+        return []
+    ignored = _TAKEN | _WITHOUT_EFFECT
+    if getattr(config, "max_new_tokens", None) is not None:
+        ignored |= {"max_length"}  # Transformers looks at it only without max_new_tokens
+    defaults = vars(type(config)())
+    return [
+        f"{name}={value!r}"
+        for name, value in vars(config).items()
+        if not (name.startswith("_") or name in ignored or value is None or value is False)
+        and value not in (defaults.get(name), _UNSET.get(name))
+    ]
 
 
 class BatchedModel:
