@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ops.benchmarks.__main__ import main
+from ops.benchmarks.simulation import memory
 from ops.benchmarks.simulation.calibration import STORED, calibrate
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.engine import POLICIES, Outcome, SimulatedEngine, figures
@@ -246,6 +247,20 @@ class TestQueueLayer:
         assert 1 <= limit < 16
         assert simulate(limit, self.MIX, kind, self.COSTS)["kept"] >= KEPT
         assert simulate(limit + 2, self.MIX, kind, self.COSTS)["kept"] < KEPT
+
+
+def test_a_short_cache_preempts_and_every_answer_is_complete() -> None:
+    trace = memory.traces(0)["64 long prompts beside 64 short"][:24]
+    costs = memory.with_cache(memory.CACHE_TOKENS)
+    assert costs.num_cache_tokens == pytest.approx(memory.CACHE_TOKENS, abs=1)
+    assert costs.seconds(1, 1, 1, 1) == COSTS.seconds(1, 1, 1, 1)
+    preempted = []
+    for margin in (0.0, 0.2):
+        limits: dict[str, object] = {"max_num_seqs": 64, "safety_margin": margin}
+        engine = SimulatedEngine(costs, {"max_num_batched_tokens": 2_048, **limits})
+        assert all(outcome.is_complete for outcome in engine.run(trace, until=math.inf))
+        preempted.append(engine.counters.preemptions)
+    assert preempted[0] > preempted[1] == 0
 
 
 @pytest.mark.redis

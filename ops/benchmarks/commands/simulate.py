@@ -1,7 +1,8 @@
 """`ops/bench simulate`: simulates in virtual time what this machine cannot measure.
 
 Engine: the real scheduler on the cost model of an H200, with a bursty trace at loads around its
-capacity; our policies beside first come, first served. Queue: one queue server under up to 64
+capacity; our policies beside first come, first served. Memory: the same device with a small cache,
+and what the settings of preemption cost. Queue: one queue server under up to 64
 workers, with the cost of our scripts on the real server's thread, measured just before.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.simulation import calibration, engine, queue_layer
+from ops.benchmarks.simulation import calibration, engine, memory, queue_layer
 from ops.benchmarks.simulation.costs import CostModel
 
 ENGINE_COLUMNS = {
@@ -20,9 +21,11 @@ ENGINE_COLUMNS = {
     "offered": ("of", "{:.1f}"),
     "ttft_p50_s": ("TTFT s\np50", "{:.2f}"),
     "ttft_p99_s": ("\np99", "{:.2f}"),
-    "gap_p99_ms": ("gap ms\np99", "{:.0f}"),
+    "gap_p99_ms": ("gap ms\np99", "{:,.0f}"),
     "tokens_s": ("tok/s", "{:,.0f}"),
     "bulk_done": ("bulk\ndone", "{:.0%}"),
+    "preemptions": ("preempted", "{:,.0f}"),
+    "recomputed": ("recomputed\ntokens", "{:,.0f}"),
 }
 QUEUE_COLUMNS = {
     "carried": ("workers\ncarried", "{:.0f}"),
@@ -39,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of virtual time")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", choices=("all", "engine", "queue"), default="all")
+    parser.add_argument("--part", choices=("all", "engine", "memory", "queue"), default="all")
     parser.add_argument(
         "--stored-costs",
         action="store_true",
@@ -52,6 +55,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"results": {}}
     if arguments.part in ("all", "engine"):
         found["capacity"] = _engine(arguments, console, found["results"])
+    if arguments.part in ("all", "memory"):
+        _memory(arguments, console, found["results"])
     if arguments.part in ("all", "queue"):
         found["costs"] = _queue(arguments, console, found["results"])
     return found
@@ -72,6 +77,15 @@ def _engine(arguments: argparse.Namespace, console: Console, results: dict[str, 
     for load, cases in results.items():
         show(console, load, cases, ENGINE_COLUMNS)
     return limit
+
+
+def _memory(arguments: argparse.Namespace, console: Console, results: dict[str, Any]) -> None:
+    with console.status("a small cache") as status:
+        found = memory.measure(arguments.max_num_seqs, arguments.seed, status.update)
+    console.print(f"\na cache of {memory.CACHE_TOKENS:,} tokens", highlight=False)
+    for name, cases in found.items():
+        show(console, name, cases, ENGINE_COLUMNS)
+    results |= found
 
 
 def _queue(

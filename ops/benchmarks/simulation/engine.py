@@ -14,6 +14,7 @@ from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
+from tokenmill_worker.engine.scheduler.state import SchedulerCounters
 from tokenmill_worker.engine.sequence import Sequence as EngineSequence
 
 BLOCK_SIZE = 16
@@ -98,6 +99,10 @@ class SimulatedEngine:
         self._scheduler = Scheduler(
             config, cache, max_model_len=8_192, eos_token_ids=frozenset(), clock=lambda: self.now
         )
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        return self._scheduler.stats
 
     def run(self, trace: Sequence[Arrival], until: float) -> list[Outcome]:
         """Serve the requests in order of arrival; those not finished at `until` stay unfinished."""
