@@ -125,8 +125,7 @@ def test_each_value_of_the_batching_config_reaches_the_engine():
 def test_defaults_are_those_that_the_documents_name():
     engine = ContinuousBatchingConfig().applied_to(EngineConfig(model="any"))
     assert (engine.policy.value, engine.prefix_cache, engine.cpu_offload_gib) == ("fifo", True, 0.0)
-    assert (engine.max_memory_percent, engine.max_cached_graphs) == (0.9, 32)
-    assert (engine.q_padding_interval, engine.kv_padding_interval) == (64, 16_384)
+    assert (engine.max_memory_percent, engine.q_padding_interval) == (0.9, 64)
     assert (engine.num_blocks, engine.cuda_graphs, engine.async_batching) == (None, None, None)
 
 
