@@ -304,3 +304,13 @@ def test_routers_and_layers_without_rope_run_fused(
         loaded = load_model(tmp_path, config(tmp_path, fuse=True), CpuDevice())
     assert not [record.message for record in caplog.records if "own modules" in record.message]
     assert "PackedLinear" in {type(module).__name__ for module in loaded.model.modules()}
+
+
+def test_blocks_of_the_backend_s_default_size_run_fused(
+    llama: Path, caplog: pytest.LogCaptureFixture, linear_kernels: None
+) -> None:
+    unset = EngineConfig(model=str(llama), dtype="float32", num_threads=1)
+    assert unset.block_size == 0
+    with caplog.at_level(logging.WARNING):
+        load_model(llama, unset, CpuDevice())
+    assert not [record.message for record in caplog.records if "own modules" in record.message]

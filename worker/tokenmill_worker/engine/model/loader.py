@@ -203,9 +203,9 @@ def _check_fused(
         backend = choose(
             config.attention, device, loaded.dtype, shapes, config.block_size, config.amx
         )
+        block_size = config.block_size or backend.default_block_size(device)
         found = [
-            verify.difference(one, loaded.logits, layers, backend, config.block_size)
-            for one in expected
+            verify.difference(one, loaded.logits, layers, backend, block_size) for one in expected
         ]
     except (EngineConfigError, torch.OutOfMemoryError):
         raise
