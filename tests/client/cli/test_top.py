@@ -92,7 +92,7 @@ def test_headings_name_what_is_counted_and_short_ones_are_explained() -> None:
         r"1,834 tokens/s +jobs: +120 running +1,234,579 waiting +812 in/s +9.5 out/s", text
     )
     assert text.splitlines()[-1].rstrip() == (
-        "TTFT time to first token · ITL time between tokens · HITS prompt share in cache"
+        "+n waits in worker · TTFT to first token · ITL between tokens · HITS cache hits"
     )
 
 

@@ -189,7 +189,7 @@ def _explain(settings: Settings, console: Console, *, is_usual: bool) -> None:
     if settings.queue_name != Settings.model_fields["model"].default:
         lines.append(f"export TOKENMILL_QUEUE={settings.queue_name}")
     lines += [
-        'tokenmill submit --chat "Why is the sky blue?" --max-tokens 60 --temperature 0 --stream',
+        'tokenmill submit --chat "Why is the sky blue?" --max-tokens 60 --stream',
         "tokenmill jobs",
         "tokenmill usage",
         "tokenmill top",

@@ -21,12 +21,25 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+from rich.theme import Theme
 
 from tokenmill.bulk import BatchProgress
 from tokenmill.cli.output import err
 
 _LINE_EVERY_S: Final = 10.0
 _SPAN_S: Final = 15.0
+
+# Colours mean: done, failed (red), waiting for something (yellow).
+_THEME: Final = Theme(
+    {
+        "bar.complete": "green",
+        "bar.finished": "green",
+        "progress.percentage": "default",
+        "progress.download": "default",
+        "progress.remaining": "default",
+        "progress.elapsed": "default",
+    }
+)
 
 OnProgress = Callable[[BatchProgress], None]
 
@@ -72,6 +85,7 @@ def bulk_progress() -> Iterator[OnProgress]:
         _Note(),
     )
     console.soft_wrap = False
+    console.push_theme(_THEME)
     with Progress(*columns, console=console, speed_estimate_period=_SPAN_S) as bar:
         task = bar.add_task(
             "", total=None, state="validating", failed="", rate=0.0, note="", start=False

@@ -54,9 +54,11 @@ def draw(look: Look, width: int) -> Group:
 
 def legend(width: int) -> Text:
     """Return the meaning of the short headings in the table of workers."""
-    words = "TTFT time to first token · ITL time between tokens · HITS prompt share in cache"
+    words = "+n waits in worker · TTFT to first token · ITL between tokens · HITS cache hits"
+    wide = "BATCH running/most +waiting · TTFT to first token · ITL between tokens "
+    wide += "(median · 95 %) · HITS cache hits · q quits"
     return Text(
-        words + " · q quits" if width >= WIDE else words,
+        wide if width >= WIDE else words,
         style="dim",
         overflow="ellipsis",
         no_wrap=True,
