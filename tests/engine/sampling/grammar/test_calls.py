@@ -133,9 +133,9 @@ def test_one_call_at_most_and_a_named_one(compiler: GrammarCompiler, form: ToolF
 
 def test_a_resume_at_every_token_goes_on_alike(compiler: GrammarCompiler) -> None:
     form = FORMATS["HERMES"]
-    whole = answer(compiler, form, 7, "required")
+    whole = answer(compiler, form, 3, "required")
     for cut in range(len(whole)):
-        assert answer(compiler, form, 7, "required", resumed=tuple(whole[:cut])) == whole, cut
+        assert answer(compiler, form, 3, "required", resumed=tuple(whole[:cut])) == whole, cut
 
 
 def test_a_special_token_is_the_trigger(compiler: GrammarCompiler) -> None:
