@@ -52,7 +52,9 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `trigger`, which ends the free text; each further one follows `separator` (None: there is none);
     `closing` follows the last. `marks` are the parts of these texts that are one token each, with
     its id. `is_required`: the answer begins with a call. `at_start`: the answer begins with the
-    trigger, or calls nothing.
+    trigger, or calls nothing. Where messages have heads, `asides` are those of messages that may
+    come before, each ended by `aside_end`, and `answer` is that of the free text; the trigger is
+    another head.
     """
 
     trigger: str
@@ -66,11 +68,14 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     is_required: bool = False
     arguments: ArgumentForm | None = None  # nil: one JSON object
     at_start: bool = False
+    asides: tuple[str, ...] = ()
+    aside_end: str = ""
+    answer: str = ""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Structured output. Exactly one of the formats is set; `json_schema={}` allows any JSON
-    object.
+    object. Beside `calls`, `json_schema` binds an answer that calls no tools.
     """
 
     json_schema: dict[str, object] | None = None

@@ -61,5 +61,6 @@ def _choice_problems(request: JobRequest, names: set[str]) -> Iterator[str]:
         yield f"tool_choice must be auto, none, required or a function, not {choice[:64]!r}"
     elif choice == "required" and not request.tools:
         yield "tool_choice is 'required', but there are no tools"
-    if request.tools and choice != "none" and request.params.response_format is not None:
-        yield "response_format cannot be given together with tools"
+    wanted = request.params.response_format
+    if request.tools and choice != "none" and wanted is not None and wanted.json_schema is None:
+        yield "response_format cannot be given together with tools, unless it is a json_schema"

@@ -14,6 +14,7 @@ from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCa
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import Cancel, ControlMessage, Drain, TenantLoad, WorkerStatus
 from tokenmill_schemas.generation import (
+    ArgumentForm,
     CallableTool,
     CallGrammar,
     FinishReason,
@@ -160,6 +161,18 @@ SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
                         tools=(CallableTool("sky", {"type": "object"}, strict=True),),
                         marks={"[": 7},
                         is_required=True,
+                        arguments=ArgumentForm(
+                            before="(",
+                            after="=",
+                            end=")",
+                            separator=";",
+                            has_plain_texts=True,
+                            words={"true": "True"},
+                        ),
+                        at_start=True,
+                        asides=("a:",),
+                        aside_end=".",
+                        answer="b:",
                     )
                 )
             ),

@@ -153,6 +153,7 @@ def _grown(node: Any, key: str = "") -> Any:
             "parameters",
             "schema",
             "marks",
+            "words",
         )  # keys of these are users'
         return grown if free else grown | {"future": {"deep": [1, None, "x"]}}
     if isinstance(node, list):

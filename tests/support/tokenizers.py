@@ -71,12 +71,19 @@ def channels() -> Tokenizer:
     return _marked(marks, CHANNEL_CHAT)
 
 
-def _marked(marks: list[str], chat: str) -> Tokenizer:
+@cache
+def harmony() -> Tokenizer:
+    """Byte-level, as `channels`; the marks are special tokens, as gpt-oss has them."""
+    marks = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"]
+    return _marked(marks, "{% set count = (tools or []) | length %}" + CHANNEL_CHAT, special=True)
+
+
+def _marked(marks: list[str], chat: str, *, special: bool = False) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=token_bytes)
     backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    backend.add_tokens([AddedToken(mark, normalized=False, special=special) for mark in marks])
     backend.add_special_tokens([AddedToken("<end>", special=True)])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"), chat)
 

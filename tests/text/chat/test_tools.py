@@ -135,7 +135,7 @@ def test_ids_are_those_of_the_job_and_the_position() -> None:
         (LLAMA3 + "[func_name1(params_name1=params_value1)]{{ tools }}", formats.PYTHONIC),
         (DEEPSEEK + "<｜tool▁calls▁begin｜>```json{{ tools }}", formats.DEEPSEEK),
         (QWEN3 + "<function={{ tools }}", "none"),
-        (GPT_OSS + "{{ tools }}", "none"),
+        (GPT_OSS + "{{ tools }}", formats.CHANNELS),
         (QWEN3, "none"),
         (PHI4 + "{{ tools }}", "none"),
     ],

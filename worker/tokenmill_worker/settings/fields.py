@@ -93,7 +93,7 @@ class Settings(_EngineFields):
         "none, think (tags), channels (gpt-oss)",
     )
     tool_format: Literal[
-        "auto", "none", "hermes", "llama3", "mistral", "deepseek", "xml", "pythonic"
+        "auto", "none", "hermes", "llama3", "mistral", "deepseek", "xml", "pythonic", "channels"
     ] = Field(
         "auto", description="how the model writes tool calls: auto (as its template says), or none"
     )

@@ -105,9 +105,10 @@ class TextStream:
             thought = self._thoughts.push(token_id)
             self.reasoning_pieces.append(thought or "")
             if thought is not None:
-                self.pieces.append("")
                 if self._calls is not None:
-                    self.call_pieces.append(())
+                    head = "".join(map(self._token_text, self._thoughts.call_head))
+                    self.call_pieces.append(self._calls.push(head)[1])
+                self.pieces.append("")
                 return ""
         text = self._token_text(token_id)
         if self._thoughts is not None:

@@ -62,7 +62,13 @@ def answer(
     tools: tuple[Tool, ...] = TOOLS,
 ) -> list[int]:
     calls = call_grammar(form, {}, tools, choice, is_parallel)
-    params = SamplingParams(temperature=1.0, response_format=ResponseFormat(calls=calls))
+    return drawn(compiler, ResponseFormat(calls=calls), seed, resumed)
+
+
+def drawn(
+    compiler: GrammarCompiler, wanted: ResponseFormat, seed: int, resumed: tuple[int, ...] = ()
+) -> list[int]:
+    params = SamplingParams(temperature=1.0, response_format=wanted)
     sequence = Sequence("r", [1, 2, 3, *resumed], 3, params, seed=seed)
     sampler, model = Sampler(len(VOCAB), CPU, frozenset({EOS}), compiler), Caller(len(VOCAB), 64)
     while EOS not in sequence.output_ids and sequence.num_output_tokens < 2_000:
@@ -129,6 +135,33 @@ def test_one_call_at_most_and_a_named_one(compiler: GrammarCompiler, form: ToolF
         assert len(parser.calls) == 1
         _, parser, text = read(form, answer(compiler, form, seed, "function:get_all"))
         assert [call.name for call in parser.calls] == ["get_all"]
+
+
+ANSWER: dict[str, object] = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 5}, "b": {"const": "<tool_call>"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["HERMES", "MISTRAL", "DEEPSEEK"])
+def test_beside_tools_a_schema_binds_the_answer(compiler: GrammarCompiler, name: str) -> None:
+    form = FORMATS[name]
+    calls = call_grammar(form, {}, TOOLS, "auto", is_parallel=True, has_schema=True)
+    wanted = ResponseFormat(calls=calls, json_schema=ANSWER)
+    num_calls = 0
+    for seed in range(30):
+        text = b"".join(VOCAB[i] for i in drawn(compiler, wanted, seed)).decode()
+        parser = CallParser(calls, call_ids("j", 0, 24))
+        free = "".join(parser.push(letter)[0] for letter in text) + parser.close("")
+        if text.startswith(form.trigger):
+            check(form, parser, text)
+            num_calls += 1
+        else:
+            assert (free, parser.calls) == (text, ())
+            jsonschema.validate(json.loads(free), ANSWER)
+    assert 0 < num_calls < 30
 
 
 def test_a_resume_at_every_token_goes_on_alike(compiler: GrammarCompiler) -> None:

@@ -38,7 +38,10 @@ def vocabulary(
     info = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(stop_token_ids) or None
     )
-    return Vocabulary(info, tuple(tokenizer.all_special_ids), _encoder(tokenizer))
+    # `all_special_ids` lacks special tokens that have no role, such as the marks of tool calls
+    added = (id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special)
+    special = sorted({*tokenizer.all_special_ids, *added})
+    return Vocabulary(info, tuple(special), _encoder(tokenizer))
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:

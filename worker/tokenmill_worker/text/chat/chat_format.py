@@ -5,7 +5,7 @@ It renders a request's chat, and says how its answers are read and what the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,7 @@ from tokenmill_schemas.generation import CallGrammar, ResponseFormat
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.text.chat.call_parser import CallParser
-from tokenmill_worker.text.chat.reasoning import Opening, ReasoningFormat
+from tokenmill_worker.text.chat.reasoning import ChannelFormat, Opening, ReasoningFormat
 from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.chat.tools import ToolFormat, call_grammar, call_ids
 from tokenmill_worker.text.tokenizer import Tokenizer
@@ -38,11 +38,14 @@ class AnswerForm:
         """
         params = generation.params
         if self.grammar is not None:
-            wanted = ResponseFormat(calls=self.grammar)
+            wanted = params.response_format or ResponseFormat()
+            wanted = msgspec.structs.replace(wanted, calls=self.grammar)
             params = msgspec.structs.replace(params, response_format=wanted)
         thoughts = None if self.opening is None else self.opening.thoughts
         if params.response_format is None and params.thinking_budget is None:
             thoughts = None
+        if self.grammar is not None and self.grammar.asides:
+            thoughts = None  # the grammar has them among its messages
         if thoughts is not None:
             thoughts = msgspec.structs.replace(thoughts, budget=params.thinking_budget)
         return msgspec.structs.replace(generation, params=params, thoughts=thoughts)
@@ -85,24 +88,42 @@ class ChatFormat:
             )
         if not _may_call(request):
             return AnswerForm(opening)
-        grammar, id_chars = self._grammar(request)
+        grammar, id_chars = self._grammar(request, chat)
 
         def parser(choice: int) -> CallParser:
             return CallParser(grammar, call_ids(request.job_id, choice, id_chars))
 
         return AnswerForm(opening, parser, grammar)
 
-    def _grammar(self, request: JobRequest) -> tuple[CallGrammar, int]:
+    def _grammar(self, request: JobRequest, chat: str | None) -> tuple[CallGrammar, int]:
         form = self._tools
-        if form is None:
+        if form is None or (form.asides and not isinstance(self._reasoning, ChannelFormat)):
             raise TemplateError(
                 "tools cannot be used with this model: its chat template has no form of tool calls "
                 "that is known"
             )
+        for problem in _problems(form, request, chat or ""):
+            raise TemplateError(f"tools cannot be used with this model and {problem}")
         grammar = call_grammar(
-            form, self._marks, request.tools, request.tool_choice, request.parallel_tool_calls
+            form,
+            self._marks,
+            request.tools,
+            request.tool_choice,
+            request.parallel_tool_calls,
+            has_schema=request.params.response_format is not None,
         )
         return grammar, form.id_chars
+
+
+def _problems(form: ToolFormat, request: JobRequest, chat: str) -> Iterator[str]:
+    """Yield what a request has that this form of calls cannot go with."""
+    params = request.params
+    if form.asides and params.thinking_budget is not None:
+        yield "thinking_budget"
+    if form.asides and chat.rpartition("<|start|>")[2].strip() != "assistant":
+        yield "a prompt that does not end where an answer begins"
+    if params.response_format is not None and form.at_start | form.trigger.startswith("{"):
+        yield "response_format: a JSON answer may begin as a call does"
 
 
 def _may_call(request: JobRequest) -> bool:

@@ -8,7 +8,7 @@ reads the same tokens again reaches the same state, which is all that resuming n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -19,6 +19,7 @@ TAGS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _CHANNEL_MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _FINAL: Final = "final"
 _THOUGHT_CHANNEL: Final = "analysis"
+_CALL_CHANNEL: Final = "commentary to=functions."
 
 
 class Part(Enum):
@@ -30,7 +31,12 @@ class Part(Enum):
 
 
 class Parser(Protocol):
-    """Sorts the tokens of one choice."""
+    """Sorts the tokens of one choice.
+
+    `call_head`: the tokens of a head that begins a tool call, if its last token was just read.
+    """
+
+    call_head: Sequence[int]
 
     def push(self, token_id: int) -> Part: ...
 
@@ -78,12 +84,13 @@ class TagFormat:
 
 
 class TagParser:
-    __slots__ = ("_format", "_is_inside", "_may_begin")
+    __slots__ = ("_format", "_is_inside", "_may_begin", "call_head")
 
     def __init__(self, format_: TagFormat, is_inside: bool, may_begin: bool) -> None:
         self._format = format_
         self._is_inside = is_inside
         self._may_begin = may_begin  # with the next token
+        self.call_head: Sequence[int] = ()  # calls have no heads of their own
 
     def push(self, token_id: int) -> Part:
         may_begin, self._may_begin = self._may_begin, False
@@ -133,15 +140,17 @@ class ChannelFormat:
 
 
 class ChannelParser:
-    __slots__ = ("_format", "_header", "_part")
+    __slots__ = ("_format", "_header", "_part", "call_head")
 
     def __init__(self, format_: ChannelFormat, part: Part) -> None:
         self._format = format_
         self._part = part  # MARK: within a header
         self._header: list[int] = []
+        self.call_head: Sequence[int] = ()
 
     def push(self, token_id: int) -> Part:
         form = self._format
+        self.call_head = ()
         if self._part is not Part.MARK:
             if token_id not in (form.end, form.start, form.channel):
                 return self._part
@@ -161,7 +170,10 @@ class ChannelParser:
         header, channel = self._header, self._format.channel
         if channel not in header:
             return Part.TEXT
-        name = self._format.decode(header[header.index(channel) + 1 :])
+        head = header[header.index(channel) :]
+        name = self._format.decode(head[1:])
+        if name.startswith(_CALL_CHANNEL):
+            self.call_head = (*head, self._format.message)
         return Part.THOUGHT if name.split()[:1] == [_THOUGHT_CHANNEL] else Part.TEXT
 
 

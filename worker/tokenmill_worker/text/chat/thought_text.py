@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenmill_worker.text.chat.reasoning import Parser, Part
 from tokenmill_worker.text.detokenizer import Detokenizer
@@ -41,6 +41,11 @@ class ThoughtText:
             self._detokenizer = self._new()
         self._after_mark, self._was_thought = True, False
         return text
+
+    @property
+    def call_head(self) -> Sequence[int]:
+        """The tokens of a head that begins a tool call, if its last token was just read."""
+        return self._parser.call_head
 
     def without_gap(self, text: str) -> str:
         """Return the text without the line breaks that follow a mark."""

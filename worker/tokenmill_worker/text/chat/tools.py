@@ -37,11 +37,15 @@ class ToolFormat:
     id_chars: int = 24
     arguments: ArgumentForm | None = None
     at_start: bool = False
+    asides: tuple[str, ...] = ()
+    aside_end: str = ""
+    answer: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
         parts = (self.trigger, self.before, self.after, self.end, self.separator, self.closing)
-        return tuple(part for part in parts if part)
+        heads = (*self.asides, self.aside_end, self.answer)
+        return tuple(part for part in (*parts, *heads) if part)
 
 
 HERMES: Final = ToolFormat(
@@ -107,6 +111,15 @@ PYTHONIC: Final = ToolFormat(
         after="=", separator=", ", words={"true": "True", "false": "False", "null": "None"}
     ),
 )
+CHANNELS: Final = ToolFormat(
+    trigger="<|channel|>commentary to=functions.",
+    before="",
+    after=" <|constrain|>json<|message|>",
+    end="",
+    asides=("<|channel|>analysis<|message|>", "<|channel|>commentary<|message|>"),  # thoughts first
+    aside_end="<|end|><|start|>assistant",
+    answer="<|channel|>final<|message|>",
+)
 _BY_NAME: Final = {
     "hermes": (HERMES,),
     "llama3": (LLAMA3,),
@@ -114,9 +127,11 @@ _BY_NAME: Final = {
     "deepseek": (DEEPSEEK, DEEPSEEK_V3),
     "xml": (XML,),
     "pythonic": (PYTHONIC,),
+    "channels": (CHANNELS,),
 }
 # what a template of the family says and templates of others do not
 _SIGNS: Final = (
+    ("channels", "<|channel|>"),
     ("deepseek", "<｜tool▁calls▁begin｜>"),
     ("mistral", "[TOOL_CALLS]"),
     ("xml", "<parameter="),
@@ -124,8 +139,7 @@ _SIGNS: Final = (
     ("llama3", '"parameters": '),
     ("hermes", "<tool_call>"),
 )
-# calls in other forms: JSON in a tag that names the function, and the channels of gpt-oss
-_UNKNOWN: Final = ("<function=", "<|channel|>")
+_UNKNOWN: Final = "<function="  # JSON in a tag that names the function
 
 
 def detect_tools(template: str, wanted: str) -> ToolFormat | None:
@@ -141,7 +155,7 @@ def detect_tools(template: str, wanted: str) -> ToolFormat | None:
     name = wanted
     if wanted == "auto":
         name = next((family for family, sign in _SIGNS if sign in template), "")
-        if name != "xml" and any(sign in template for sign in _UNKNOWN):
+        if name != "xml" and _UNKNOWN in template:
             return None
     found = _BY_NAME.get(name)
     if found is None:
@@ -165,9 +179,24 @@ def special_marks(tokenizer: Any, form: ToolFormat) -> dict[str, int]:
 
 
 def call_grammar(
-    form: ToolFormat, marks: dict[str, int], tools: Sequence[Tool], choice: str, is_parallel: bool
+    form: ToolFormat,
+    marks: dict[str, int],
+    tools: Sequence[Tool],
+    choice: str,
+    is_parallel: bool,
+    *,
+    has_schema: bool = False,
 ) -> CallGrammar:
-    """Return the form of the answers to one request; its tools are valid."""
+    """Return the form of the answers to one request; its tools are valid.
+
+    Args:
+        form: of the model's calls.
+        marks: the special tokens inside its texts.
+        tools: those that may be called.
+        choice: `tool_choice` of the request.
+        is_parallel: may an answer call more than once?
+        has_schema: an answer without calls keeps a JSON schema, so there is no text before a call.
+    """
     named = choice.removeprefix(NAMED) if choice.startswith(NAMED) else None
     callable_ = tuple(
         CallableTool(
@@ -191,7 +220,10 @@ def call_grammar(
         marks=marks,
         is_required=named is not None or choice == "required",
         arguments=form.arguments,
-        at_start=form.at_start,
+        at_start=form.at_start or (has_schema and not form.asides),
+        asides=form.asides[:1] if has_schema else form.asides,
+        aside_end=form.aside_end,
+        answer=form.answer,
     )
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tokenmill_schemas.generation import CallableTool, CallGrammar
+from tokenmill_schemas.generation import CallableTool, CallGrammar, ResponseFormat
 from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused, argument_rules
 from tokenmill_worker.engine.sampling.grammar.json_grammar import (
     JsonCompiler,
@@ -21,18 +21,37 @@ from tokenmill_worker.engine.sampling.grammar.json_grammar import (
 from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
 
 
-def compile_calls(compiler: JsonCompiler, calls: CallGrammar) -> Callable[[], JsonMatcher]:
-    """Return a function that makes a matcher for each sequence. Raises ToolRefused."""
+def compile_calls(compiler: JsonCompiler, wanted: ResponseFormat) -> Callable[[], JsonMatcher]:
+    """Return a function that makes a matcher for each sequence.
+
+    Raises ToolRefused for a tool, and as `compiler.compile` does for the schema of the answer.
+    """
+    assert wanted.calls is not None
+    answer = None
+    if wanted.json_schema is not None:
+        schema = wanted.json_schema or {"type": "object"}
+        answer = compiler.rewritten(schema, strict=wanted.strict)
     try:
-        return compiler.compile_lark(lark(calls, lambda tool: _schema(compiler, tool)))
+        text = lark(wanted.calls, lambda tool: _schema(compiler, tool), answer)
+        return compiler.compile_lark(text)
     except ToolRefused:
         raise
     except ValueError as error:
         raise ToolRefused(f"their grammar cannot be compiled: {error}") from error
 
 
-def lark(calls: CallGrammar, schema_of: Callable[[CallableTool], dict[str, Any]]) -> str:
-    """Return the grammar as text."""
+def lark(
+    calls: CallGrammar,
+    schema_of: Callable[[CallableTool], dict[str, Any]],
+    answer: dict[str, Any] | None = None,
+) -> str:
+    """Return the grammar as text.
+
+    Args:
+        calls: the form of the calls.
+        schema_of: returns the schema of a tool as llguidance reads it.
+        answer: the schema that binds an answer without calls; None: it is any text.
+    """
     rules = []
     for i, tool in enumerate(calls.tools):
         begin = _terms(tool.name + calls.after, calls)
@@ -47,27 +66,33 @@ def lark(calls: CallGrammar, schema_of: Callable[[CallableTool], dict[str, Any]]
     return "\n".join(
         (
             "%llguidance {}",
-            *_start(calls, tail),
+            "TEXT: /(.|\\n)*/",
+            *_start(calls, tail, "TEXT" if answer is None else f"%json {json.dumps(answer)}"),
             "call: " + " | ".join(f"call_{i}" for i in range(len(calls.tools))),
             *rules,
         )
     )
 
 
-def _start(calls: CallGrammar, tail: str) -> tuple[str, ...]:
-    """Return the rules of the answer up to its first call."""
+def _start(calls: CallGrammar, tail: str, text: str) -> tuple[str, ...]:
+    """Return the rules of the answer up to its first call. `text`: of an answer without calls."""
     first, *rest = _parts(calls.trigger, calls)
     others = " ".join(_term(part, calls) for part in rest)
-    if calls.is_required:
-        return (f"start: {_term(first, calls)} {others} {tail}",)
-    text = "TEXT: /(.|\\n)*/"
+    called = f"{_term(first, calls)} {others} {tail}"
+    ways = called if calls.is_required else f"({called} | {_terms(calls.answer, calls)} {text})"
+    if calls.asides:
+        heads = " | ".join(_terms(head, calls) for head in calls.asides)
+        aside = f"aside: ({heads}) TEXT {_terms(calls.aside_end, calls)}"
+        return (f"start: aside* {ways}", aside)
+    if calls.is_required or text != "TEXT":
+        return (f"start: {ways}",)
     if calls.at_start:
         other = f"OTHER: /([^{re.escape(first[0])}](.|\\n)*)?/"
-        return (f"start: OTHER | {_term(first, calls)} {others} {tail}", other)
+        return (f"start: OTHER | {called}", other)
     if first in calls.marks:
-        return (f"start: TEXT | TEXT {_term(first, calls)} {others} {tail}", text)
+        return (f"start: TEXT | TEXT {called}",)
     lazy = f"trigger[lazy]: TEXT {json.dumps(first)}"
-    return (f"start: TEXT | trigger {others} {tail}", lazy, text)
+    return (f"start: TEXT | trigger {others} {tail}", lazy)
 
 
 def _terms(text: str, calls: CallGrammar) -> str:

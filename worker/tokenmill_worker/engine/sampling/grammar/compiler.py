@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill_schemas.generation import CallGrammar, ResponseFormat, SamplingParams
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused
 from tokenmill_worker.engine.sampling.grammar.calls import compile_calls
 from tokenmill_worker.engine.sampling.grammar.json_grammar import (
@@ -205,7 +205,7 @@ def source_of(wanted: ResponseFormat) -> tuple[str, str]:
     Raises GrammarError for a response format that would not be enforced.
     """
     if wanted.calls is not None:
-        return _within_limit("tools", msgspec.json.encode(wanted.calls).decode())
+        return _within_limit("tools", msgspec.json.encode(wanted).decode())
     given = [
         (kind, value)
         for kind, value in (
@@ -266,9 +266,15 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
     }
 
     def compile_source(kind: str, source: str) -> Any:
-        if kind in ("json", LOOSE_JSON):
+        if kind in ("json", LOOSE_JSON, "tools"):
             try:
+                if kind == "tools":
+                    return compile_calls(
+                        schemas(), msgspec.json.decode(source, type=ResponseFormat)
+                    )
                 return schemas().compile(source, strict=kind == "json")
+            except ToolRefused as refused:
+                raise GrammarError(str(refused)) from refused
             except InvalidSchema as problem:
                 raise GrammarError(
                     f"response_format.json_schema is no valid JSON schema: {problem}"
@@ -277,11 +283,6 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
                 raise GrammarError(
                     f"response_format.json_schema cannot be enforced: {refusal}"
                 ) from refusal
-        if kind == "tools":
-            try:
-                return compile_calls(schemas(), msgspec.json.decode(source, type=CallGrammar))
-            except ToolRefused as refused:
-                raise GrammarError(str(refused)) from refused
         try:
             compiled = others[kind](source)
         except Exception as error:
