@@ -158,7 +158,13 @@ def notices(console: Console) -> Iterator[Notice]:
     """Show what the program waits for: a spinner on a terminal, otherwise a line now and then."""
     if console.is_terminal:
         with console.status("") as status:
-            yield lambda text: status.update(Text(text, overflow="ellipsis", no_wrap=True))
+
+            def update(words: str) -> None:  # one line, also if the terminal is narrow
+                text = Text(words)
+                text.truncate(console.width - 3, overflow="ellipsis")  # less the spinner
+                status.update(text)
+
+            yield update
         return
     last_at, last_topic = 0.0, ""
 
