@@ -115,7 +115,8 @@ def _setting_type(field: FieldInfo) -> str:
     if isinstance(field.annotation, type) and issubclass(field.annotation, Enum):
         return ", ".join(f"`{item.value}`" for item in field.annotation)
     if "Literal" in text:
-        return ", ".join(f"`{word}`" for word in re.findall(r"'([^']+)'", text))
+        words = [f"`{word}`" for word in re.findall(r"'([^']+)'", text)]
+        return ", ".join(["float", *words] if "[float," in text else words)
     kind = next((word for word in ("bool", "int", "float") if word in text), "text")
     bounds = [
         f"{sign} {getattr(limit, word):g}"

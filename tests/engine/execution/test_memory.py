@@ -15,6 +15,7 @@ from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import GraphSizes
 from tokenmill_worker.engine.execution import memory
+from tokenmill_worker.engine.kv.sizing import pool_bytes
 from tokenmill_worker.engine.model.loader import load_model
 
 
@@ -55,6 +56,25 @@ def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected
     assert length == 256
     assert 0.99 * expected < used / memory.GIB <= expected
     assert 0.9 * 0.002 < on_host / memory.GIB <= 0.002
+
+
+@pytest.mark.parametrize(("free_gib", "expected"), [(16.0, 0.25), (0.35, 0.08)])
+def test_an_automatic_host_pool_is_as_large_as_the_cache_and_leaves_a_fifth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, expected: float
+) -> None:
+    """On a CPU the cache itself takes its share of the free memory: 0.8 · (0.35 - 0.25)."""
+    folder = tiny_models.save("gemma3", tmp_path)
+    config = EngineConfig(
+        model=str(folder), device="cpu", fuse=False, max_memory_gib=0.25, cpu_offload_gib="auto",
+        block_size=16,
+    ).with_step_sizes(on_gpu=False)  # fmt: skip
+    loaded = load_model(folder, config, CpuDevice())
+    backend = ReferenceAttention()
+    monkeypatch.setattr(memory, "available_memory", lambda: int(free_gib * memory.GIB))
+    cache, length = memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
+    shape = memory.memory_shape(loaded, config, backend, torch.float32, length)
+    on_host = pool_bytes(shape, cache.num_host_blocks)
+    assert 0.97 * expected < on_host / memory.GIB <= expected
 
 
 def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -94,8 +94,10 @@ class EngineConfig:
         "compute a common beginning of prompts once; "
         "without it each of `n` choices computes the prompt",
     )
-    cpu_offload_gib: float = setting(
-        0.0, "host memory for preempted sequences and evicted prefixes"
+    cpu_offload_gib: float | Literal["auto"] = setting(
+        0.0,
+        "host memory for preempted sequences and evicted prefixes; auto: as much as the cache, "
+        "at most 0.8 of what is free",
     )
     # scheduler
     policy: SchedulingPolicy = setting(SchedulingPolicy.FIFO, "fifo, prefill_first or priority")
@@ -279,17 +281,15 @@ class EngineConfig:
         if cap is not None and not 0 < cap < math.inf:
             found.append(f"max_memory_gib must be positive, not {cap}")
         if cap is not None and self.num_blocks is not None:
-            found.append(
-                f"max_memory_gib ({cap:g}) does nothing beside num_blocks ({self.num_blocks}): "
-                "set one of them"
-            )
+            words = f"does nothing beside num_blocks ({self.num_blocks}): set one of them"
+            found.append(f"max_memory_gib ({cap:g}) {words}")
+        if offload == "auto":  # never more than there is
+            return found
         if not 0 <= offload < math.inf:
             found.append(f"cpu_offload_gib must not be negative, not {offload}")
         elif offload and (total := total_memory()) is not None and offload * GIB > total:
-            found.append(
-                f"cpu_offload_gib ({offload:g}) is more than the machine's memory of "
-                f"{total / GIB:.1f} GiB"
-            )
+            words = f"is more than the machine's memory of {total / GIB:.1f} GiB"
+            found.append(f"cpu_offload_gib ({offload:g}) {words}")
         return found
 
     def _idle_settings(self) -> list[str]:
@@ -321,8 +321,7 @@ class EngineConfig:
     def with_step_sizes(self, *, on_gpu: bool) -> EngineConfig:
         """Return the settings with the two limits of a step set, where they are 0.
 
-        A step of a GPU waits for its weights: more sequences cost it little. On a CPU each costs
-        time. Neither default contradicts a limit that is set.
+        A GPU's step waits for its weights, so more sequences cost it little.
         """
         tokens, seqs = (2048, 256) if on_gpu else (512, 64)
         tokens = self.max_num_batched_tokens or max(tokens, self.max_num_seqs)

@@ -7,6 +7,7 @@ the pool stays small unless `max_memory_gib` is set, since other programs use th
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 
@@ -14,7 +15,13 @@ from tokenmill_worker.engine.attention import AttentionBackend
 from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device
-from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
+from tokenmill_worker.engine.kv.sizing import (
+    DoesNotFitError,
+    MemoryShape,
+    host_blocks,
+    pool_bytes,
+    solve,
+)
 from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import Probe
@@ -23,6 +30,7 @@ GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
 SHORTEST = 256  # unasked, the length is not reduced below this many tokens
 _MEASURED_MARGIN = 1.1
+_AUTO_SHARE = 0.8  # of the free memory, for the host pool
 
 
 def size_cache(
@@ -56,10 +64,7 @@ def size_cache(
             num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
     num_host = (0,) * len(num_blocks)
     if config.cpu_offload_gib:
-        num_host = host_blocks(shape, num_blocks, int(config.cpu_offload_gib * GIB))
-        problem = _host_problem(config, num_host)
-        if problem is not None:
-            raise EngineConfigError([problem])
+        num_host = _host_pool(config.cpu_offload_gib, shape, num_blocks, loaded.device)
     return CacheConfig(
         config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache
     ), length
@@ -132,18 +137,23 @@ def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
     return max(0, int(peak * _MEASURED_MARGIN) - shape.activations - shape.logits)
 
 
-def _host_problem(config: EngineConfig, num_host_blocks: tuple[int, ...]) -> str | None:
-    free, wanted = available_memory(), config.cpu_offload_gib
-    if wanted * GIB > free:
-        return (
-            f"cpu_offload_gib ({wanted:g}) is more than the free memory "
-            f"of {free / GIB:.1f} GiB: lower it"
-        )
-    if not all(num_host_blocks):
-        return (
-            f"cpu_offload_gib ({wanted:g}) holds no block of every layer group: raise it, or set 0"
-        )
-    return None
+def _host_pool(
+    gib: float | Literal["auto"], shape: MemoryShape, num_blocks: tuple[int, ...], device: Device
+) -> tuple[int, ...]:
+    """Return the host pool's blocks per group; raises EngineConfigError if they are too many."""
+    free = available_memory()
+    if gib == "auto":
+        pool = pool_bytes(shape, num_blocks)
+        free -= pool if device.uses_host_memory else 0
+        return host_blocks(shape, num_blocks, max(0, min(pool, int(_AUTO_SHARE * free))))
+    if gib * GIB > free:
+        words = f"is more than the free memory of {free / GIB:.1f} GiB: lower it"
+        raise EngineConfigError([f"cpu_offload_gib ({gib:g}) {words}"])
+    found = host_blocks(shape, num_blocks, int(gib * GIB))
+    if not all(found):
+        words = "holds no block of every layer group: raise it, or set 0"
+        raise EngineConfigError([f"cpu_offload_gib ({gib:g}) {words}"])
+    return found
 
 
 def _too_small(longest: int, length: int, budget: int, config: EngineConfig) -> str:

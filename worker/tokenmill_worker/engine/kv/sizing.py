@@ -158,10 +158,15 @@ def solve(
 
 def host_blocks(shape: MemoryShape, num_blocks: Seq[int], host_bytes: int) -> tuple[int, ...]:
     """Return the host pool's blocks per group, in the proportion of the device pools."""
-    device_bytes = sum(
+    device_bytes = pool_bytes(shape, num_blocks)
+    return tuple(int(count * host_bytes / device_bytes) for count in num_blocks)
+
+
+def pool_bytes(shape: MemoryShape, num_blocks: Seq[int]) -> int:
+    """Return the bytes of the pools of all groups."""
+    return sum(
         shape.block_bytes(g) * count for g, count in zip(shape.groups, num_blocks, strict=True)
     )
-    return tuple(int(count * host_bytes / device_bytes) for count in num_blocks)
 
 
 def _longest(shape: MemoryShape, room: int, num_seqs: int) -> int:
