@@ -62,7 +62,7 @@ def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected
 def test_an_automatic_host_pool_is_as_large_as_the_cache_and_leaves_a_fifth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, expected: float
 ) -> None:
-    """On a CPU the cache itself takes its share of the free memory: 0.8 · (0.35 - 0.25)."""
+    """The cache takes its share of a CPU's free memory first: 0.8 · (0.35 - 0.25) is left."""
     folder = tiny_models.save("gemma3", tmp_path)
     config = EngineConfig(
         model=str(folder), device="cpu", fuse=False, max_memory_gib=0.25, cpu_offload_gib="auto",
