@@ -1,0 +1,44 @@
+"""The guide to the documents: every row names a file and tests that exist, and has a verdict."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "ops" / "guides" / "documents.md").read_text(encoding="utf-8")
+VERDICTS = ("same", "better because ", "left out because ", "not done yet: ")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and line.count(" | ") == 4 and not line.startswith("| the document |")
+]
+DEFINED = {
+    name
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))
+}
+FOUND = Counter(next((v for v in VERDICTS if row[4].startswith(v)), row[4]) for row in ROWS)
+
+
+def test_every_row_has_one_of_four_verdicts_and_the_page_counts_them() -> None:
+    assert set(FOUND) == set(VERDICTS)
+    assert len(ROWS) > 130
+    counted = [len(ROWS), *(FOUND[verdict] for verdict in VERDICTS)]
+    (sentence,) = re.findall(r"^(\d+) rows: (\d+) same, (\d+) .*, (\d+) .*, (\d+) ", PAGE, re.M)
+    assert [int(number) for number in sentence] == counted
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_a_row_is_short_and_names_what_exists(row: list[str]) -> None:
+    capability, section, ours, tests, verdict = row
+    assert len(capability.split()) <= 12
+    assert section
+    (path,) = re.fullmatch(r"`([\w/.]+)`", ours).groups()  # type: ignore[union-attr]
+    assert any((root / path).is_file() for root in (ROOT, ROOT / "worker" / "tokenmill_worker"))
+    names = re.findall(r"`(test_\w+)`", tests)
+    assert tests == (", ".join(f"`{name}`" for name in names) or "–")
+    assert [name for name in names if name not in DEFINED] == []
+    if verdict.startswith(VERDICTS[:2]) and not names:
+        assert "measured" in verdict, "neither a test nor a measurement shows it"
