@@ -146,3 +146,59 @@ def test_the_source_has_the_sentence(sentence: str) -> None:
 def test_a_missing_sentence_would_be_noticed() -> None:
     assert not any("the moon is made of cheese" in text for text in sentences())
     assert len(quoted()) >= 50
+
+
+# errors of which every sentence is on the page, unless it says by itself what to do
+COMPLETE = {
+    "ConfigurationError", "QueueUnavailable", "JobNotFound", "BatchNotFound", "UnreadableRecord",
+    "SettingsError", "EngineConfigError", "ModelNotFoundError", "ModelUnusableError",
+    "StoreUnavailable", "RedisUnavailable",
+}  # fmt: skip
+EXPLAINED_BY_ITSELF = (
+    "--metadata must be KEY=VALUE", "--port must be", "--redis-url: this command", "Redis: …: …",
+    "a batch may have 16 entries", "a completion window is", "a day is written",
+    "a time is written", "a webhook is …", "a webhook secret is …", "an import of a bulk file",
+    "cpu_offload_gib: …", "is not a device that torch knows", "give --json or --csv",
+    "metadata: keys may have", "model option …", "reasoning_format …",
+    "tensor_parallel needs torchrun", "has an option that cannot be: …",
+    "the database URL cannot be read: ", "the in-memory queue needs fakeredis",
+    "the last part of a Sentinel URL", "there is no file …", "there is no folder …: make it",
+    "usage cannot be grouped by", "… cannot be used: …", "name another file for the errors",
+    "is a directory: name a file", "name another",
+)  # fmt: skip
+
+
+def raised() -> set[str]:
+    """Return the sentences with which the source makes one of these errors."""
+    found = set()
+    for module in MODULES.values():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in COMPLETE:
+                for value in node.args:
+                    items = value.elts if isinstance(value, ast.List) else [value]
+                    found |= {text for item in items if " " in (text := sentence_of(item))}
+    return found
+
+
+def sentence_of(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(GAP if (text := text_of(part)) is None else text for part in node.values)
+    return text_of(node) or ""
+
+
+def test_every_sentence_of_these_errors_is_on_the_page() -> None:
+    patterns = [
+        re.compile(".*".join(map(re.escape, filter(str.strip, sentence.split(GAP)))), re.DOTALL)
+        for sentence in quoted()
+    ]
+    sentences = raised()
+    assert len(sentences) >= 60
+    missing = {
+        sentence
+        for sentence in sentences - {f"{GAP}: {GAP}"}
+        if not any(pattern.search(sentence) for pattern in patterns)
+    }
+    excused = {text for text in missing if any(part in text for part in EXPLAINED_BY_ITSELF)}
+    assert missing - excused == set()
+    stale = [p for p in EXPLAINED_BY_ITSELF if not any(p in text for text in missing)]
+    assert stale == [], "the page or the source has changed"
