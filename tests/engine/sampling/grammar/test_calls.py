@@ -150,18 +150,25 @@ def test_beside_tools_a_schema_binds_the_answer(compiler: GrammarCompiler, name:
     form = FORMATS[name]
     calls = call_grammar(form, {}, TOOLS, "auto", is_parallel=True, has_schema=True)
     wanted = ResponseFormat(calls=calls, json_schema=ANSWER)
-    num_calls = 0
-    for seed in range(30):
-        text = b"".join(VOCAB[i] for i in drawn(compiler, wanted, seed)).decode()
+
+    def parsed(text: str) -> tuple[str, CallParser]:
         parser = CallParser(calls, call_ids("j", 0, 24))
-        free = "".join(parser.push(letter)[0] for letter in text) + parser.close("")
+        return "".join(parser.push(letter)[0] for letter in text) + parser.close(""), parser
+
+    for seed in range(20):
+        text = b"".join(VOCAB[i] for i in drawn(compiler, wanted, seed)).decode()
+        free, parser = parsed(text)
         if text.startswith(form.trigger):
             check(form, parser, text)
-            num_calls += 1
         else:
             assert (free, parser.calls) == (text, ())
             jsonschema.validate(json.loads(free), ANSWER)
-    assert 0 < num_calls < 30
+    answer = '{"a": "x", "b": "<tool_call>"}'
+    matcher = compiler.compile(wanted).result(20)()
+    assert all(matcher.accept_token(byte) for byte in answer.encode())
+    assert matcher.is_terminated() or matcher.accept_token(EOS)
+    free, parser = parsed(answer)
+    assert (free, parser.calls) == (answer, ())
 
 
 def test_a_resume_at_every_token_goes_on_alike(compiler: GrammarCompiler) -> None:
