@@ -31,7 +31,7 @@ COMMANDS = {
     "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "schemas": (
-        "random answers under JSON schemas: what is refused, what is told as broken, what is silent"
+        "random answers under JSON schemas: how many are refused, reported as broken, or neither"
     ),
     "quality": (
         "what rounding weights, or keys and values, costs: perplexity on real text, equal "

@@ -5,6 +5,7 @@ The commands that these pages name exist with the options that are named.
 
 import asyncio
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import typer
 
+from ops.benchmarks import __main__ as bench
 from tests.support.pages import GUIDES, ROOT, at, blocks, python_of
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import webhooks
@@ -164,6 +166,41 @@ def test_a_wrong_command_would_be_noticed() -> None:
     assert parse_problem("tokenmill submit --max-tokens 5 Hello") is None
     assert parse_problem("tokenmill submit --no-such-option") is not None
     assert parse_problem("tokenmill conquer") is not None
+
+
+def bench_lines() -> set[str]:
+    """Return the arguments of every `ops/bench …` that a page names, in prose or in a block."""
+    pages = [*PAGES, *(ROOT / "ops" / name for name in ("runbook.md", "benchmarks/results.md"))]
+    found = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        found |= set(re.findall(r"^ops/bench ([^#\n]+)", text, re.MULTILINE))
+        found |= set(re.findall(r"`ops/bench ([^`]+)`", text))
+    return {line.strip() for line in found if "…" not in line and line != "--help"}
+
+
+@pytest.mark.slow
+def test_the_benchmarks_that_pages_name_take_these_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # `--json` writes a file
+    ran: list[object] = []
+
+    def run(options: object) -> dict[str, object]:
+        ran.append(options)
+        return {"ok": True}
+
+    def load(name: str) -> SimpleNamespace:
+        command = importlib.import_module(f"ops.benchmarks.commands.{name}")
+        return SimpleNamespace(add_arguments=command.add_arguments, run=run)
+
+    monkeypatch.setattr(bench, "_load", load)
+    monkeypatch.setattr(bench.pictures, "draw", lambda *_: "")
+    lines = bench_lines()
+    assert len(lines) >= 12
+    for line in lines:
+        assert bench.main(shlex.split(line)) == 0, line
+    assert len(ran) == len(lines)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

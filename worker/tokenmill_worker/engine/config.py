@@ -142,7 +142,7 @@ class EngineConfig:
     )
     bulk_slowdown: float | None = setting(
         0.5,
-        "policy priority: how much bulk jobs may slow a step of others (0.5: by half); "
+        "with policy priority: how much bulk jobs may slow a step of others (0.5: by half); "
         "none: no limit",
         minimum=0,
     )
