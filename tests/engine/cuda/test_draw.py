@@ -6,6 +6,9 @@ Runs where there is CUDA, or where this process interprets Triton: test_interpre
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +22,7 @@ from tokenmill_worker.engine.sampling.noise import gumbel_costs, race, row_keys
 from tokenmill_worker.engine.sampling.truncation import TruncationLimits, draw_sorted
 
 pytest.importorskip("triton")
+from tokenmill_worker.engine.cuda import draw, draw_kernel
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
 from tokenmill_worker.engine.cuda.draw import TILE, DeviceDraw
 
@@ -96,6 +100,66 @@ def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
             logits[row : row + 1].to(DEVICE), drawing([kind]), keys[row : row + 1]
         )
         assert alone.tolist() == tokens[row : row + 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("logits", "search", "is_found"),
+    [
+        ("normal", (8, 1.0, OFF), True),
+        ("normal", (8, 0.6, OFF), True),
+        ("normal", (300, 0.99, OFF), False),  # more than there are candidates
+        ("normal", (1000, 0.05, OFF), True),
+        ("normal", (1000, 0.999, OFF), False),
+        ("normal", (500, 0.9, float(np.log(0.5))), True),  # min-p keeps candidates alone
+        ("flat", (1000, 0.4, float(np.log(1e-4))), False),
+        ("two peaks", (8, 0.6, OFF), False),  # more candidates than a tile holds
+        ("masked", (300, 0.99, OFF), True),  # all that is left is a candidate
+        ("equal", (8, 0.9, OFF), True),
+    ],
+)
+def test_the_floor_is_exact_wherever_it_lies(
+    logits: str,
+    search: tuple[int, float, float],
+    is_found: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some 64 of 1,000 logits are candidates; where they are enough, the row is not searched."""
+    monkeypatch.setattr(draw, "TILE", 256)
+    monkeypatch.setattr(draw, "CANDIDATES", 64)
+    draw.deviations_of_cut.cache_clear()
+    rows = random_logits(2, 1000, seed=7)
+    if logits == "flat":
+        rows /= 1000
+    elif logits == "two peaks":
+        rows[:, ::2] += 40
+    elif logits == "masked":
+        rows[:, 30:] = -torch.inf
+    elif logits == "equal":
+        rows = rows.round()
+    wanted = drawing([(0.9, *search)] * 2)
+    keys = row_keys(np.arange(2, dtype=np.uint64), np.arange(2) + 11)
+    with searched_rows(monkeypatch) as searched:
+        tokens, _ = DeviceDraw(DEVICE).draw(rows.to(DEVICE), wanted, keys)
+    draw.deviations_of_cut.cache_clear()
+    assert tokens.tolist() == by_torch(rows, wanted, keys)
+    if is_interpreted():
+        assert len(searched) == (0 if is_found else 2)
+
+
+@contextmanager
+def searched_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
+    """Count the rows that are searched; only the interpreter tells."""
+    searched: list[None] = []
+    own = draw_kernel.floor_of_row
+
+    def floor_of_row(*arguments: object) -> object:
+        searched.append(None)
+        return own(*arguments)
+
+    with monkeypatch.context() as patch:
+        if is_interpreted():
+            patch.setattr(draw_kernel, "floor_of_row", floor_of_row)
+        yield searched
 
 
 def test_a_vocabulary_of_several_tiles() -> None:

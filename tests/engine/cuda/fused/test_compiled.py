@@ -41,7 +41,7 @@ BF16 = dict.fromkeys(("x", "residual", "weight", "out", "sums", "packed", "cache
 KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "*fp32",
          "top_p": "*fp64",
          "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32",
-         "eps": "fp32"}  # fmt: skip
+         "kept": "*fp32", "kept_tokens": "*i32", "deviations": "fp32", "eps": "fp32"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_compiles_without_spilling(
     if kernel is draw_kernel:  # 16 bytes at a time, and a tile is used while the next is under way
         assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
         waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])
-        assert waits.count("1") == 5, "one of the five loops over a row waits for its newest tile"
+        assert waits.count("1") == 7, "one of the seven loops over a row waits for its newest tile"

@@ -7,6 +7,9 @@ does not depend on its batch.
 
 from __future__ import annotations
 
+from functools import cache
+from statistics import NormalDist
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,7 +20,8 @@ from tokenmill_worker.engine.sampling.draws import SamplingArrays
 from tokenmill_worker.engine.sampling.transfer import to_device
 
 TILE = 4096
-WARPS = 16
+WARPS = 8
+CANDIDATES = 1024  # that the cut leaves of logits with a normal distribution
 
 
 class DeviceDraw:
@@ -54,8 +58,24 @@ class DeviceDraw:
             self._keys, self._keys_there = keys, to_device(np.ascontiguousarray(keys), self._device)
         if logits.stride(1) != 1:
             logits = logits.contiguous()
+        tile = min(TILE, 1 << (vocab - 1).bit_length())
+        num_cut = num_rows if _has_cuts(arrays, vocab) else 0
+        kept = torch.empty((num_cut, tile), dtype=torch.float32, device=self._device)
+        kept_tokens = torch.empty((num_cut, tile), dtype=torch.int32, device=self._device)
         draw_kernel[(num_rows,)](
-            logits, *self._parameters, self._keys_there, token_ids, peaks, vocab, logits.stride(0),
-            TILE=min(TILE, 1 << (vocab - 1).bit_length()), num_warps=WARPS,
+            logits, *self._parameters, self._keys_there, kept, kept_tokens, token_ids, peaks,
+            vocab, logits.stride(0), deviations_of_cut(vocab),
+            TILE=tile, num_warps=WARPS,
         )  # fmt: skip
         return token_ids, peaks
+
+
+def _has_cuts(arrays: SamplingArrays, vocab: int) -> bool:
+    """Return whether a row has top-k or top-p."""
+    return bool(((arrays.top_k < vocab) | (arrays.top_p < 1.0)).any())
+
+
+@cache
+def deviations_of_cut(vocab: int) -> float:
+    """Return how many deviations over the mean the cut lies."""
+    return NormalDist().inv_cdf(1.0 - min(CANDIDATES / vocab, 0.5))

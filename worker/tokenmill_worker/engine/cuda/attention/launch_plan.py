@@ -95,7 +95,7 @@ def plan_launch(
         num_splits=max(1, min(num_splits, room, MAX_SPLITS)),
         least_tiles=-(-tokens_a_split // tile_keys),
         is_decode=is_decode,
-        num_warps=8 if rows * head_pad >= 64 * 64 or (is_exact and head_pad > 128) else 4,
+        num_warps=8 if rows * head_pad >= 64 * (128 if is_exact else 64) else 4,
         num_stages=NUM_STAGES,
     )
 

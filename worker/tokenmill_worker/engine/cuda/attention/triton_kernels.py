@@ -54,8 +54,7 @@ def tiles_to_visit(
     TILE_KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Return the first key and the range of key tiles that a block's rows see, and whether the
-    range is only a part of what they see.
+    """Return the first key and the range of key tiles that a block's rows see.
 
     Its rows see the keys [begin, end). A split takes a share of the tiles: at least `least_tiles`,
     as long as any are left.
@@ -65,14 +64,11 @@ def tiles_to_visit(
         begin = tl.maximum(first_position - WINDOW + 1, 0)
     first_tile = begin // TILE_KEYS
     last_tile = tl.cdiv(end, TILE_KEYS)
-    is_part = False
     if IS_SPLIT:
-        count = last_tile - first_tile
-        share = tl.maximum(tl.cdiv(count, tl.num_programs(2)), least_tiles)
-        is_part = share < count
+        share = tl.maximum(tl.cdiv(last_tile - first_tile, tl.num_programs(2)), least_tiles)
         first_tile += tl.program_id(2) * share
         last_tile = tl.minimum(first_tile + share, last_tile)
-    return begin, first_tile, last_tile, is_part
+    return begin, first_tile, last_tile
 
 
 @triton.jit
@@ -226,7 +222,7 @@ def attend_kernel(
         return
     base = tl.load(seq_lens + seq) - query_len  # position of the sequence's first query
     end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
-    begin, first_tile, last_tile, is_part = tiles_to_visit(
+    begin, first_tile, last_tile = tiles_to_visit(
         base + first_token, end, least_tiles, WINDOW, TILE_KEYS, IS_SPLIT
     )
 
@@ -278,7 +274,7 @@ def attend_kernel(
             weights.to(queries.dtype), loaded, input_precision="ieee"
         )
 
-    if IS_SPLIT and is_part:
+    if IS_SPLIT and (tl.program_id(2) > 0 or last_tile * TILE_KEYS < end):
         store_partials(
             partials,
             limits,
