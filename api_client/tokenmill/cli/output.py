@@ -77,6 +77,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def say_dimmed(text: str) -> None:
+    """Print plain text on stdout, dimmed where it is a terminal."""
+    out().print(Text(text, style="dim"), end="")
+    sys.stdout.flush()
+
+
 def state(value: str) -> Text:
     return Text(value, style=STATE_STYLES.get(value, ""))
 

@@ -1,22 +1,36 @@
 """Answers of the in-memory worker: a scripted text split into tokens, and the job's result after
 any number of them.
 
-A token is a word with the white space before it; its id is its index in the answer. A complete
-answer that breaks the JSON schema of its request gets the error `schema_violation`, as a worker
-gives it.
+A token is a word with the white space before it; its id is its index in the answer. Thoughts come
+before the text, tool calls after it: a token with the name, then one per word of the arguments. A
+complete answer that breaks the JSON schema of its request gets the error `schema_violation`, as a
+worker gives it.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import msgspec
 
 from tokenmill.testing.schema_check import violation, why_refused
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import NO_DEFAULTS, FinishReason
 from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.result import ChoiceResult, JobError, JobResult, JobStatus, Usage
+from tokenmill_schemas.result import (
+    ChoiceResult,
+    GeneratedCall,
+    JobError,
+    JobResult,
+    JobStatus,
+    ToolCallDelta,
+    Usage,
+)
 
 OBJECT: dict[str, object] = {"type": "object"}  # the schema that `json_schema={}` means
 
@@ -24,7 +38,8 @@ OBJECT: dict[str, object] = {"type": "object"}  # the schema that `json_schema={
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A scripted answer. `hold_after`: number of tokens after which it pauses while the queue is
-    held. `error`: the error with which the job fails after the text.
+    held. `error`: the error with which the job fails after the text. `reasoning`: the thoughts
+    before the text. `tool_calls`: name and arguments of each call after it.
     """
 
     text: str
@@ -32,6 +47,16 @@ class Answer:
     pause_s: float = 0.0  # pause after each token
     hold_after: int | None = None
     error: JobError | None = None
+    reasoning: str = ""
+    tool_calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+
+
+class _Token(NamedTuple):
+    """What one token adds to an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    call: ToolCallDelta | None = None
 
 
 def failure(code: str, message: str, *, after: str = "", retryable: bool = False) -> Answer:
@@ -55,14 +80,14 @@ class SimulatedJob:
         self._worker_id = worker_id
         self._started_ms = started_ms
         self._status = JobStatus.FAILED if self.answer.error else JobStatus.SUCCEEDED
-        words = re.findall(r"\s*\S+|\s+$", self.answer.text)
+        tokens = tuple(_tokens(self.answer))
         limit = request.params.max_tokens
-        self._words = words[:limit]
-        self._reason = (
-            FinishReason.STOP if limit is None or len(words) <= limit else FinishReason.LENGTH
-        )
+        self._tokens = tokens[:limit]
+        self._reason = FinishReason.TOOL_CALLS if self.answer.tool_calls else FinishReason.STOP
         if self.answer.error:
             self._reason = FinishReason.ERROR
+        elif limit is not None and len(tokens) > limit:
+            self._reason = FinishReason.LENGTH
         self._params = request.params.with_defaults(NO_DEFAULTS).without_content()
 
     @property
@@ -78,15 +103,17 @@ class SimulatedJob:
     def chunks(self) -> Iterator[Chunk]:
         """Yield one chunk per token; stop early when the job is cancelled."""
         for choice in range(self._request.params.n):
-            for place, word in enumerate(self._words):
+            for place, token in enumerate(self._tokens):
                 if self._status is JobStatus.CANCELLED:
                     return
-                is_end = place == len(self._words) - 1
+                is_end = place == len(self._tokens) - 1
                 chunk = Chunk(
                     job_id=self._request.job_id,
                     index=place,
                     token_ids=(place,),
-                    text=word,
+                    text=token.text,
+                    reasoning=token.reasoning,
+                    tool_calls=() if token.call is None else (self._named(token.call, choice),),
                     choice=choice,
                     finish_reason=self._reason if is_end else None,
                     n=self._request.params.n,
@@ -110,6 +137,9 @@ class SimulatedJob:
             usage=Usage(
                 prompt_tokens=_prompt_words(request),
                 completion_tokens=self.num_generated,
+                reasoning_tokens=sum(
+                    bool(token.reasoning) for _, tokens in self._generated() for token in tokens
+                ),
                 queue_ms=max(0, self._started_ms - request.created_ms),
                 total_ms=max(0, now_ms - request.created_ms),
             ),
@@ -134,26 +164,54 @@ class SimulatedJob:
             n=num_choices,
         )
 
-    def _choices(self) -> Iterator[ChoiceResult]:
+    def _generated(self) -> Iterator[tuple[int, tuple[_Token, ...]]]:
+        """Yield each choice with its tokens so far."""
         left = self.num_generated
         for choice in range(self._request.params.n):
-            words = self._words[:left]
-            left -= len(words)
-            if not words and self._status is not JobStatus.SUCCEEDED:
+            tokens = self._tokens[:left]
+            left -= len(tokens)
+            yield choice, tokens
+
+    def _choices(self) -> Iterator[ChoiceResult]:
+        left = self.num_generated
+        for choice, tokens in self._generated():
+            left -= len(tokens)
+            if not tokens and self._status is not JobStatus.SUCCEEDED:
                 return
-            ends = tuple(len("".join(words[: place + 1])) for place in range(len(words)))
-            is_whole = len(words) == len(self._words) and self._status in (
+            is_whole = len(tokens) == len(self._tokens) and self._status in (
                 JobStatus.SUCCEEDED,
                 JobStatus.FAILED,
             )
-            reason = self._reason if is_whole or not left else FinishReason.STOP
+            deltas = tuple(
+                msgspec.structs.replace(self._named(token.call, choice), token=place)
+                for place, token in enumerate(tokens)
+                if token.call is not None
+            )
+            num_thoughts = sum(bool(token.reasoning) for token in tokens)
             yield ChoiceResult(
                 index=choice,
-                text="".join(words),
-                token_ids=tuple(range(len(words))),
-                text_ends=ends,
-                finish_reason=reason,
+                text="".join(token.text for token in tokens),
+                token_ids=tuple(range(len(tokens))),
+                text_ends=_ends(token.text for token in tokens),
+                finish_reason=self._reason if is_whole or not left else FinishReason.STOP,
+                reasoning="".join(token.reasoning for token in tokens),
+                reasoning_ends=_ends(token.reasoning for token in tokens[:num_thoughts]),
+                tool_calls=tuple(self._calls(deltas)),
+                call_deltas=deltas,
             )
+
+    def _named(self, delta: ToolCallDelta, choice: int) -> ToolCallDelta:
+        """Return the piece with the id of its call, if it is the first."""
+        if not delta.name:
+            return delta
+        call_id = f"{self._request.job_id}-{choice}-{delta.index}"
+        return msgspec.structs.replace(delta, id=call_id)
+
+    def _calls(self, deltas: tuple[ToolCallDelta, ...]) -> Iterator[GeneratedCall]:
+        for first in (delta for delta in deltas if delta.name):
+            own = "".join(delta.arguments for delta in deltas if delta.index == first.index)
+            whole = json.dumps(self.answer.tool_calls[first.index][1])
+            yield GeneratedCall(first.id, first.name, own, own == whole)
 
     def _refusal(self) -> Answer | None:
         """Return the failure of a job whose JSON schema cannot be used."""
@@ -166,7 +224,9 @@ class SimulatedJob:
         """Return the error of a complete answer that breaks its JSON schema."""
         if self._format is None or self._reason is not FinishReason.STOP:
             return None
-        problem = violation(self._format.json_schema or OBJECT, "".join(self._words))
+        problem = violation(
+            self._format.json_schema or OBJECT, "".join(token.text for token in self._tokens)
+        )
         if problem is None:
             return None
         return JobError("schema_violation", f"the answer breaks its JSON schema: {problem}")
@@ -177,6 +237,23 @@ class SimulatedJob:
                 "deadline_exceeded", "the deadline passed before the answer was complete"
             )
         return self.answer.error if self._status is JobStatus.FAILED else None
+
+
+def _tokens(answer: Answer) -> Iterator[_Token]:
+    yield from (_Token(reasoning=word) for word in _words(answer.reasoning))
+    yield from (_Token(text=word) for word in _words(answer.text))
+    for index, (name, arguments) in enumerate(answer.tool_calls):
+        yield _Token(call=ToolCallDelta(index, name=name))
+        for word in _words(json.dumps(arguments)):
+            yield _Token(call=ToolCallDelta(index, arguments=word))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\s*\S+|\s+$", text)
+
+
+def _ends(pieces: Iterable[str]) -> tuple[int, ...]:
+    return tuple(accumulate(map(len, pieces)))
 
 
 def _prompt_words(request: JobRequest) -> int:

@@ -62,6 +62,42 @@ def test_a_scripted_answer_streams_and_ends(queue: InMemoryQueue, client: Client
     assert client.depth().running == 0
 
 
+def test_thoughts_and_tool_calls_are_scripted(queue: InMemoryQueue, client: Client) -> None:
+    answer = Answer(
+        "I look.",
+        reasoning="Where is Bern?",
+        tool_calls=(("weather", {"city": "Bern"}), ("clock", {})),
+    )
+    queue.answer(answer, answer)
+    job = client.submit(prompt="Rain?")
+    chunks = list(client.stream(job, timeout=WAIT_S))
+    result = client.result(job, timeout=WAIT_S)
+    assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning == "Where is Bern?"
+    assert text_of(chunks) == result.text == "I look."
+    assert [(c.name, c.arguments, c.is_complete) for c in result.tool_calls] == [
+        ("weather", '{"city": "Bern"}', True),
+        ("clock", "{}", True),
+    ]
+    for index, call in enumerate(result.tool_calls):
+        deltas = [d for chunk in chunks for d in chunk.tool_calls if d.index == index]
+        assert "".join(delta.arguments for delta in deltas) == call.arguments
+        assert [(delta.id, delta.name) for delta in deltas if delta.name] == [(call.id, call.name)]
+    assert result.finish_reason is FinishReason.TOOL_CALLS
+    assert (result.usage.reasoning_tokens, result.usage.completion_tokens) == (3, 10)
+    for after in range(10):
+        rest = list(client.stream(job, starting_after=after))
+        assert text_of(rest) == text_of(chunks[after:])
+        assert [c.reasoning for c in rest if c.reasoning] == [
+            c.reasoning for c in chunks[after:] if c.reasoning
+        ]
+
+    cut = client.result(client.submit(prompt="Rain?", max_tokens=7), timeout=WAIT_S)
+    assert (cut.finish_reason, cut.usage.completion_tokens) == (FinishReason.LENGTH, 7)
+    assert [(c.name, c.arguments, c.is_complete) for c in cut.tool_calls] == [
+        ("weather", '{"city":', False)
+    ]
+
+
 def test_a_function_may_answer_and_max_tokens_cuts() -> None:
     def echo(request: JobRequest) -> str:
         return f"you said {request.prompt}"

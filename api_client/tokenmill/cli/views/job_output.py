@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import typer
 from msgspec import to_builtins
 
-from tokenmill.cli.output import complain, emit, err, say, seconds
+from tokenmill.cli.output import complain, emit, err, out, say, say_dimmed, seconds
 from tokenmill.client import Client
+from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, ToolCallDelta, Usage
 
 
@@ -43,19 +44,43 @@ def follow(
 def _stream(
     client: Client, job_id: str, starting_after: str, as_json: bool, timeout: float | None
 ) -> None:
-    choice: int | None = None  # the choice printed last
+    shown = _Pieces()
     for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
         if as_json:
             emit(to_builtins(chunk) | {"position": chunk.position}, line=True)
-        elif shown := chunk.text + _calls(chunk.tool_calls):
-            if chunk.choice != choice and (chunk.choice or choice is not None or chunk.n > 1):
-                say(("" if choice is None else "\n") + f"[{chunk.choice}] ")
-            choice = chunk.choice
-            say(shown)
+        else:
+            shown.add(chunk)
         if chunk.status is not None:
             if not as_json:
                 say("\n")
             _conclude(job_id, chunk.status, chunk.usage, chunk.error, is_silent=as_json)
+
+
+class _Pieces:
+    """Prints the pieces of a growing answer. Thoughts are dimmed, and only a terminal has them."""
+
+    def __init__(self) -> None:
+        self._has_thoughts = out().is_terminal
+        self._choice: int | None = None  # the one that was printed last
+        self._is_thought = False
+
+    def add(self, chunk: Chunk) -> None:
+        thought = chunk.reasoning if self._has_thoughts else ""
+        text = chunk.text + _calls(chunk.tool_calls)
+        if not thought and not text:
+            return
+        if chunk.choice != self._choice and (
+            chunk.choice or self._choice is not None or chunk.n > 1
+        ):
+            say(("" if self._choice is None else "\n") + f"[{chunk.choice}] ")
+            self._is_thought = False
+        self._choice = chunk.choice
+        if thought:
+            say_dimmed(thought)
+            self._is_thought = True
+        if text:
+            say("\n\n" * self._is_thought + text)
+            self._is_thought = False
 
 
 def _wait(client: Client, job_id: str, as_json: bool, timeout: float | None) -> None:
@@ -68,10 +93,16 @@ def _wait(client: Client, job_id: str, as_json: bool, timeout: float | None) -> 
 
 
 def show_answer(result: JobResult) -> None:
-    """Print the text and the tool calls of each choice, numbered if there are several."""
+    """Print the text and the tool calls of each choice, numbered if there are several; before them
+    on a terminal the thoughts.
+    """
     for choice in result.choices:
-        shown = choice.text + _calls(choice.call_deltas)
-        say((f"[{choice.index}] " if len(result.choices) > 1 else "") + shown + "\n")
+        if len(result.choices) > 1:
+            say(f"[{choice.index}] ")
+        if choice.reasoning and out().is_terminal:
+            say_dimmed(choice.reasoning)
+            say("\n\n")
+        say(choice.text + _calls(choice.call_deltas) + "\n")
 
 
 def _calls(deltas: Iterable[ToolCallDelta]) -> str:
