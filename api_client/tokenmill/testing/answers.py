@@ -52,7 +52,7 @@ class Answer:
 
 
 class _Token(NamedTuple):
-    """What one token adds to an answer."""
+    """Holds the text, thoughts or piece of a call that one token adds."""
 
     text: str = ""
     reasoning: str = ""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import httpx2 as httpx
 import msgspec
+import pytest
 from openai import OpenAI, pydantic_function_tool
 from openai.types.responses import ParsedResponseFunctionToolCall
 from pydantic import BaseModel
@@ -17,6 +18,7 @@ from tokenmill.bulk.formats.output_line import of_result
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult, GeneratedCall
+from tokenmill_schemas.validation import problems
 
 BATCH = "batch_1"
 
@@ -88,6 +90,24 @@ def test_a_chats_tools_are_models() -> None:
     (call,) = received.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == City(name="Bern", size="small")
     assert [tool.function.name for tool in queue.jobs[0].tools] == ["City"]
+
+
+@pytest.mark.parametrize("choice", [TEXT, CALL], ids=["answer", "call"])
+def test_a_chat_with_tools_and_a_model_for_its_answer(choice: ChoiceResult) -> None:
+    queue = Queue(choice)
+    received = queue.client.chat.completions.parse(
+        model="m",
+        messages=[{"role": "user", "content": "A city"}],
+        tools=[pydantic_function_tool(City)],
+        response_format=City,
+    )
+    message = received.choices[0].message
+    read = [call.function.parsed_arguments for call in message.tool_calls or []]
+    assert [message.parsed, *read].count(City(name="Bern", size="small")) == 1
+    (job,) = queue.jobs
+    assert job.tools[0].function.strict
+    assert job.params.response_format is not None
+    assert problems(job) == []
 
 
 def test_a_response_is_parsed_into_a_model() -> None:
