@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.simulation import memory
+from ops.benchmarks.simulation import eviction, memory
 from ops.benchmarks.simulation.calibration import STORED, calibrate
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.engine import POLICIES, Outcome, SimulatedEngine, figures
@@ -261,6 +261,33 @@ def test_a_short_cache_preempts_and_every_answer_is_complete() -> None:
         assert all(outcome.is_complete for outcome in engine.run(trace, until=math.inf))
         preempted.append(engine.counters.preemptions)
     assert preempted[0] > preempted[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "left"),
+    [("least recently used", {2, 3, 4}), ("freed last", {1, 2, 4}), ("all at once", set())],
+)
+def test_an_order_evicts_its_block(order: str, left: set[int]) -> None:
+    """Block 1 is freed in one step, 3 and 2 in the next, tail first; block 4 stays in use."""
+    pool = eviction.ORDERS[order](5)
+    for block in (1, 2, 3, 4):
+        pool.commit_hash(pool.allocate(), b"%d" % block)
+    for block in (1, 0, 3, 2):  # 0: the end of a step
+        if block:
+            pool.release(block)
+        elif isinstance(pool, eviction.FreedLast):
+            pool.end_step()
+    taken = pool.allocate()
+    assert pool.hashes[taken] is None
+    assert {block for block in (1, 2, 3, 4) if pool.hashes[block]} == (left or {4})
+
+
+def test_chats_find_most_where_the_least_recently_used_is_evicted() -> None:
+    found = {
+        name: eviction.Chats(order, 4_000, 12, seed=0).run()["found"]
+        for name, order in eviction.ORDERS.items()
+    }
+    assert max(found, key=lambda name: found[name]) == "least recently used"
 
 
 @pytest.mark.redis

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.simulation import calibration, engine, memory, queue_layer
+from ops.benchmarks.simulation import calibration, engine, eviction, memory, queue_layer
 from ops.benchmarks.simulation.costs import CostModel
 
 ENGINE_COLUMNS = {
@@ -26,6 +26,8 @@ ENGINE_COLUMNS = {
     "bulk_done": ("bulk\ndone", "{:.0%}"),
     "preemptions": ("preempted", "{:,.0f}"),
     "recomputed": ("recomputed\ntokens", "{:,.0f}"),
+    "found": ("found in\nthe cache", "{:.0%}"),
+    "computed": ("computed\ntokens", "{:,.0f}"),
 }
 QUEUE_COLUMNS = {
     "carried": ("workers\ncarried", "{:.0f}"),
@@ -82,6 +84,7 @@ def _engine(arguments: argparse.Namespace, console: Console, results: dict[str, 
 def _memory(arguments: argparse.Namespace, console: Console, results: dict[str, Any]) -> None:
     with console.status("a small cache") as status:
         found = memory.measure(arguments.max_num_seqs, arguments.seed, status.update)
+        found |= eviction.measure(arguments.seed, status.update)
     console.print(f"\na cache of {memory.CACHE_TOKENS:,} tokens", highlight=False)
     for name, cases in found.items():
         show(console, name, cases, ENGINE_COLUMNS)
