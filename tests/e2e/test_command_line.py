@@ -109,7 +109,7 @@ async def test_a_worker_names_every_wrong_setting_at_once(shell):
         "TOKENMILL_LEASE_SECOND": "1",
         "TOKENMILL_REDIS_URL": "http://x",
     }
-    status, _, error = await shell.run("worker", "--block-size", "0", **wrong)
+    status, _, error = await shell.run("worker", "--block-size", "-1", **wrong)
     assert status == 2
     for name in (
         "TOKENMILL_LEASE_SECONDS",
@@ -141,7 +141,7 @@ async def test_a_file_that_is_no_database_ends_a_start_at_once(tmp_path, shell):
     )
     assert status == 1
     assert "file is not a database" in error
-    assert "trying for" not in error
+    assert "trying again for" not in error
 
 
 async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
@@ -149,7 +149,7 @@ async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
     status, _, error = await shell.run("worker", "--redis-url", wrong, "--model", "synthetic")
     assert status == 1
     assert "Redis refuses this user: invalid username-password pair" in error
-    assert "trying for" not in error
+    assert "trying again for" not in error
     status, _, error = await shell.run("tasks", "--redis-url", wrong)
     assert (status, "Redis refuses this user: invalid username-password pair" in error) == (1, True)
     status, _, error = await shell.run("exporter", "--redis-url", wrong, "--port", "0")
@@ -162,8 +162,8 @@ async def test_a_start_that_fails_prints_the_reason_alone(tmp_path, shell):
     status, _, error = await shell.run("worker", "--model", f"{tmp_path}/none")
     assert status == 1
     assert error.splitlines()[-1] == f"Error: there is no folder or file {tmp_path}/none"
-    assert "draining" not in error
-    assert "shutting down" not in error
+    assert "Handing over" not in error
+    assert "Shutting down" not in error
 
 
 async def test_doctor_names_what_is_missing(shell):

@@ -98,7 +98,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "redis",
             "error",
-            f"it answers, but not to everything: {error}",
+            f"it refuses a command: {error}",
             "check the user's rights (ACL)",
         )
     finally:
@@ -127,12 +127,10 @@ def _redis_server(client: Any, where: str) -> Iterator[Finding]:
     )
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        hint = (
-            "CONFIG SET maxmemory-policy noeviction (or it throws jobs away when memory runs out)"
-        )
+        hint = "CONFIG SET maxmemory-policy noeviction (else it deletes jobs when memory runs out)"
         yield Finding("redis", "error", f"its eviction policy is {policy}", hint)
     else:
-        yield Finding("redis", "ok", "it evicts nothing")
+        yield Finding("redis", "ok", "it deletes no job when its memory is full (noeviction)")
     if int(info.get("aof_enabled", 0)):
         yield Finding("redis", "ok", "it keeps an append-only file")
     else:
@@ -140,19 +138,25 @@ def _redis_server(client: Any, where: str) -> Iterator[Finding]:
         yield Finding(
             "redis",
             "warning",
-            "it forgets accepted jobs when it restarts: no append-only file",
+            "it keeps no append-only file: a restart loses accepted jobs",
             hint,
         )
     if info.get("role") not in (None, "master"):
         yield Finding(
-            "redis", "error", f"it is a {info['role']}", "name the master, or use redis+sentinel://"
+            "redis",
+            "error",
+            f"it is a {info['role']}",
+            "name the primary, or use redis+sentinel://",
         )
     seconds, microseconds = client.time()
     skew = abs(time.time() - (seconds + microseconds / 1e6))
     if skew > MAX_SKEW_S:
         hint = "synchronise the clocks (NTP): deadlines are compared across machines"
         yield Finding(
-            "clock", "warning", f"this machine's and the server's differ by {skew:.1f} s", hint
+            "clock",
+            "warning",
+            f"this machine's clock and the server's differ by {skew:.1f} s",
+            hint,
         )
 
 
@@ -169,7 +173,7 @@ def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
     words = f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running"
     words += f", {count(len(workers), 'worker')}"
     if depth.num_queued and not workers:
-        yield Finding("queue", "warning", words, "nobody serves it: tokenmill worker")
+        yield Finding("queue", "warning", words, "no worker serves it: tokenmill worker")
     else:
         yield Finding("queue", "ok", words)
 
