@@ -189,3 +189,20 @@ def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert small["long_ttft_ms"] > small["short_ttft_ms"]
     assert whole["silence_ms"] >= whole["long_ttft_ms"] * 0.9, "one step reads the long prompt"
     assert "short prompt" in capsys.readouterr().out
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+def test_bulk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bulk.json"
+    sizes = ["--lines", "3000", "--bulk-tokens", "8", "--jobs", "3", "--tokens", "4"]
+    assert main(["bulk", *sizes, "--pause", "0", "--rest", "0.5", "--json", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    for figures in results["interactive"].values():
+        assert figures["jobs"] == 3
+        parts = (figures[f"{part}_p50"] for part in ("queue_ms", "engine_ms", "wire_ms"))
+        assert 0 < max(parts) <= figures["total_ms_p99"]
+        assert 0 < figures["first_ms_p50"] <= figures["total_ms_p50"]
+    assert set(results["interactive"]) == {"alone", "beside the file"}
+    assert results["bulk"]["file"]["tokens_s beside interactive jobs"] > 0
+    assert "interactive jobs, p50 / p99" in capsys.readouterr().out
