@@ -27,7 +27,6 @@ COMMANDS = {
     ),
     "queue": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
     "bulk": "what a bulk file costs the interactive jobs beside it",
-    "step": "where the time of a decode step goes: linear layers, attention, other kernels, Python",
     "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
     "schemas": (

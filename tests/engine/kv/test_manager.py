@@ -139,6 +139,22 @@ def test_a_hit_never_takes_a_block_that_is_not_filled_yet(window: int) -> None:
         kv.advance(first, committed)
 
 
+def test_a_block_is_pending_until_its_step_is_committed_or_stalls() -> None:
+    kv = manager()
+    first = admitted(kv, "a", 12)
+    first.last_step = kv.oldest_step
+    awaited = kv.find(make_sequence("again", list(first.token_ids))).pending
+    assert awaited is not None
+    assert kv.is_pending(awaited)
+    kv.oldest_step += 1  # the owner was in no step since
+    assert not kv.is_pending(awaited)
+    kv.oldest_step -= 1
+    kv.advance(first, 8)
+    assert not kv.is_pending(awaited), "the block is filled"
+    kv.free(first, in_flight=False)
+    assert not kv.is_pending((0, b"unknown")), "no block has this hash"
+
+
 def test_a_hit_that_the_host_has_lost_is_an_error() -> None:
     kv = manager(host=8)
     sequence = make_sequence("a", list(range(9)))

@@ -22,7 +22,7 @@ from tokenmill_worker.engine.cpu.fused.layer_calls import (
     Rotation,
     Scratch,
 )
-from tokenmill_worker.engine.cpu.kernels.program import KernelCall, KernelTimes, Program
+from tokenmill_worker.engine.cpu.kernels.program import KernelCall, Program
 from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
 
 
@@ -53,13 +53,8 @@ class LayerRun:
         self._group = 0  # the last layer's
         self._workspace = (0, 0)
         self._version = self._num_tokens = -1
-        self._times: KernelTimes | None = None
         for part in parts:
             scratch.reserve(part.widths, part.weights)
-
-    def watch(self, times: KernelTimes | None) -> None:
-        """Record the kernel times from the next run on; None ends the recording."""
-        self._times, self._backend = times, None
 
     def __call__(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return the layers' output for `[1, num_tokens, hidden]`, or None where the kernels do not
@@ -130,11 +125,9 @@ class LayerRun:
     def _build(self, backend: CpuAttention) -> None:
         steps = [calls.steps(backend) for calls in self._calls]
         before = [*self._before, *(step for layer in steps[:-1] for step in layer)]
-        self._program = Program([*before, *steps[-1], *self._after], times=self._times)
+        self._program = Program([*before, *steps[-1], *self._after])
         if self._narrow is not None:
-            self._narrow_program = Program(
-                [*before, *self._narrow.steps(backend), *self._after], times=self._times
-            )
+            self._narrow_program = Program([*before, *self._narrow.steps(backend), *self._after])
         self._without_last = len(before)
         self._backend = backend
 

@@ -30,7 +30,6 @@ from tokenmill_worker.engine.cpu.kernels.argmax import ArgmaxOutputs
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue
 from tokenmill_worker.engine.cpu.kernels.program import (
     KernelCall,
-    KernelTimes,
     RowArguments,
     move_rows,
 )
@@ -140,10 +139,6 @@ class WholePass:
         finally:
             self._argmax.dismiss(self._head)
         return found
-
-    def watch(self, times: KernelTimes | None) -> None:
-        """Record the kernel times of each pass from the next one on; None ends the recording."""
-        self._run.watch(times)
 
     def _takes(self, step: AttentionStep) -> bool:
         return (

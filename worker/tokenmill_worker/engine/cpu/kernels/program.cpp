@@ -30,14 +30,12 @@ struct Row {
     const Call *calls;
     int64_t first, count;
     int32_t parts;
-    int64_t stopped, answer;  // told by part 0
-    int64_t *ended;           // end of each call in ns; null: not measured
+    int64_t stopped, answer;  // set by part 0
 
     void run(Barrier *barrier, int32_t part, Scratch *scratch) {
         PoolThread thread(barrier, part, parts, scratch);
         for (int64_t i = first; i < count; ++i) {
             const int64_t number = calls[i].member(calls[i].arguments, &thread);
-            if (ended && part == 0) ended[i] = now_ns();
             if (!number) continue;
             if (part == 0) stopped = i, answer = number;
             return;
@@ -167,12 +165,11 @@ class ThreadPool {
 }  // namespace
 
 // Runs calls [first, count). Returns count, or the index of the call that answered, with its number
-// in `answer`. `ended`, unless it is null, gets when each of them was over, of the monotonic clock
-// in nanoseconds.
+// in `answer`.
 extern "C" int64_t tokenmill_run(const Call *calls, int64_t first, int64_t count,
-                                 int64_t num_threads, int64_t *answer, int64_t *ended) {
+                                 int64_t num_threads, int64_t *answer) {
     static thread_local ThreadPool pool;
-    Row row{calls, first, count, (int32_t)num_threads, count, 0, ended};
+    Row row{calls, first, count, (int32_t)num_threads, count, 0};
     pool.run(row);
     *answer = row.answer;
     return row.stopped;

@@ -8,9 +8,7 @@ when its threads are: a helper without a core delays no run (`work_stealing.h`).
 from __future__ import annotations
 
 import ctypes
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +71,6 @@ class Caller:
             c_int64(1),
             c_int64(num_threads),
             ctypes.byref(answer),
-            None,
         )
         return answer.value
 
@@ -84,26 +81,9 @@ def _runner(cache_dir: Path | None, march: str) -> Any:
     return run
 
 
-class KernelTimes:
-    """Seconds that watched programs spend in each kernel, by the kernel's name.
-
-    They are measured in the calling thread, from the end of the previous kernel on.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def add(self, names: Iterable[str], begun_ns: int, ended_ns: Iterable[int]) -> None:
-        for name, end_ns in zip(names, ended_ns, strict=True):
-            self.seconds[name] += (end_ns - begun_ns) / 1e9
-            begun_ns = end_ns
-
-
 class Program:
     """A sequence of kernel calls that runs as one; raises KernelUnavailableError where it cannot be
     compiled.
-
-    `times`, where given, records every run.
     """
 
     def __init__(
@@ -111,11 +91,8 @@ class Program:
         steps: Sequence[KernelCall],
         cache_dir: Path | None = None,
         march: str = "native",
-        times: KernelTimes | None = None,
     ) -> None:
         self._run = _runner(cache_dir, march)
-        self._times = times
-        self._ended = None if times is None else (c_int64 * len(steps))()
         self._steps = tuple(steps)  # keeps the arguments alive
         self._calls = (_Call * len(steps))(
             *(
@@ -136,12 +113,8 @@ class Program:
         met that need; if `on_answer` raises, the run ends.
         """
         last = self._count if stop is None else stop
-        threads, count, ended = c_int64(num_threads), c_int64(last), self._ended
-        begun_ns = 0 if ended is None else time.monotonic_ns()
-        at = self._run(self._calls, c_int64(0), count, threads, self._answer_at, ended)
+        threads, count = c_int64(num_threads), c_int64(last)
+        at = self._run(self._calls, c_int64(0), count, threads, self._answer_at)
         while at < last:
             on_answer(self._answer.value)
-            at = self._run(self._calls, c_int64(at), count, threads, self._answer_at, ended)
-        if ended is not None and self._times is not None:
-            names = (step.member.__name__ for step in self._steps[:last])
-            self._times.add(names, begun_ns, ended[:last])
+            at = self._run(self._calls, c_int64(at), count, threads, self._answer_at)
