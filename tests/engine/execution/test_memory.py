@@ -117,3 +117,36 @@ def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
         shapes[0].fixed - shapes[1].fixed
         == kept + shapes[0].activations * 1024 // config.max_num_batched_tokens
     )
+
+
+def test_a_step_that_no_setting_limits_leaves_room_for_the_cache(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = EngineConfig(model=str(llama), device="cpu", fuse=False, block_size=16)
+    loaded = load_model(llama, given, CpuDevice())
+
+    def needs(tokens: int, seqs: int) -> int:
+        config = given.replace(max_num_batched_tokens=tokens, max_num_seqs=seqs)
+        return memory.memory_shape(
+            loaded, config, ReferenceAttention(), torch.float32, loaded.max_model_len
+        ).fixed
+
+    def limits(free: float, on_gpu: bool = True, **changes: object) -> tuple[int, int]:
+        loaded.device.free_memory = lambda: int(free)  # type: ignore[method-assign]
+        asked = given.replace(**changes)
+        found = memory.with_step_that_fits(
+            asked, asked.with_step_sizes(on_gpu=on_gpu), loaded, ReferenceAttention(), torch.float32
+        )
+        return found.max_num_batched_tokens, found.max_num_seqs
+
+    with caplog.at_level("INFO", "tokenmill_worker.engine"):
+        assert limits(needs(2048, 256) / 0.9 / 0.24) == (2048, 256)
+        assert not caplog.records
+        assert limits(needs(1024, 128) / 0.9 / 0.24) == (1024, 128)
+        assert len(caplog.records) == 1
+    assert limits(1) == (256, 16)
+    assert limits(1, max_num_seqs=300) == (300, 300)
+    assert limits(1, max_num_batched_tokens=2000) == (2000, 16)
+    assert limits(1, max_num_seqs=8) == (256, 8)
+    assert limits(1, tensor_parallel=True) == (2048, 256)
+    assert limits(1, on_gpu=False, max_num_batched_tokens=100) == (100, 16)

@@ -103,11 +103,11 @@ class EngineConfig:
     policy: SchedulingPolicy = setting(SchedulingPolicy.FIFO, "fifo, prefill_first or priority")
     max_num_batched_tokens: int = setting(
         0,
-        "most tokens in one step, prefill and decode together; 0: 512 on a CPU, 2048 on a GPU",
+        "most tokens in one step; 0: 512 (CPU) or 2048 (GPU), fewer if memory is short",
         minimum=0,
     )
     max_num_seqs: int = setting(
-        0, "most sequences that run at once; 0: 64 on a CPU, 256 on a GPU", minimum=0
+        0, "most sequences at once; 0: 64 (CPU) or 256 (GPU), fewer if memory is short", minimum=0
     )
     # only backends that gather cached tokens have this limit
     max_read_tokens: int | None = setting(

@@ -17,7 +17,7 @@ from tokenmill_worker.engine.cuda.device import CudaDevice
 from tokenmill_worker.engine.device import Device
 from tokenmill_worker.engine.execution import ranks
 from tokenmill_worker.engine.execution.interface import RunnerInfo
-from tokenmill_worker.engine.execution.memory import size_cache
+from tokenmill_worker.engine.execution.memory import size_cache, with_step_that_fits
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.lora import Adapters
@@ -76,7 +76,7 @@ def build_runner(
     device = loaded.device
     adapters = _adapters(loaded, config, report)
     may_shorten = config.max_model_len is None
-    config = resolved(config, loaded)
+    given, config = config, resolved(config, loaded)
     dtype = kv_dtype(config, loaded.dtype)
     backend = choose(
         config.attention,
@@ -89,6 +89,7 @@ def build_runner(
     config = config.replace(
         block_size=config.block_size or backend.default_block_size(device.torch_device)
     )
+    config = with_step_that_fits(given, config, loaded, backend, dtype)
     cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
     if config.tensor_parallel:
         cache_config = ranks.smallest_common_cache(cache_config)

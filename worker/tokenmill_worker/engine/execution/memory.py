@@ -7,6 +7,7 @@ the pool stays small unless `max_memory_gib` is set, since other programs use th
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Literal
 
 import torch
@@ -26,11 +27,15 @@ from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import Probe
 
+log = logging.getLogger(__name__)
+
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
 SHORTEST = 256  # unasked, the length is not reduced below this many tokens
 _MEASURED_MARGIN = 1.1
 _AUTO_SHARE = 0.8  # of the free memory, for the host pool
+_STEP_SHARE = 0.25  # of the memory that may be used, for all that a step needs beside the cache
+_FEWEST_TOKENS, _FEWEST_SEQS = 256, 16  # unasked, the limits of a step are not lowered below these
 
 
 def size_cache(
@@ -68,6 +73,35 @@ def size_cache(
     return CacheConfig(
         config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache
     ), length
+
+
+def with_step_that_fits(
+    given: EngineConfig,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    kv_dtype: torch.dtype,
+) -> EngineConfig:
+    """Halve the limits of a step that `given` leaves open, until a step leaves room for the cache.
+
+    Several ranks keep theirs, since the limits must be the same on all of them.
+    """
+    limit = _STEP_SHARE * config.max_memory_percent * loaded.device.free_memory()
+    fitting, length = config, loaded.max_model_len
+    while memory_shape(loaded, fitting, backend, kv_dtype, length).fixed > limit:
+        seqs, tokens = fitting.max_num_seqs, fitting.max_num_batched_tokens
+        if not given.max_num_seqs:
+            seqs = min(seqs, max(_FEWEST_SEQS, seqs // 2))
+        if not given.max_num_batched_tokens and config.enable_chunked_prefill:
+            tokens = min(tokens, max(_FEWEST_TOKENS, seqs, tokens // 2))
+        smaller = fitting.replace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        if smaller == fitting or config.tensor_parallel:
+            break
+        fitting = smaller
+    if fitting != config:
+        tokens, seqs = fitting.max_num_batched_tokens, fitting.max_num_seqs
+        log.info("Memory is short: a step has at most %d tokens and %d sequences", tokens, seqs)
+    return fitting
 
 
 def memory_shape(
