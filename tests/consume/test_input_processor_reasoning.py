@@ -71,7 +71,7 @@ async def test_a_budget_without_thoughts_is_refused(fields):
     assert isinstance(outcome, FinishedJob)
     assert outcome.result.error is not None
     assert outcome.result.error.message == (
-        "thinking_budget needs messages, and a model whose thoughts are told apart"
+        "thinking_budget needs messages, and a model whose thoughts the worker recognises"
     )
 
 

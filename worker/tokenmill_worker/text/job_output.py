@@ -78,7 +78,7 @@ class JobOutput:
         Args:
             tokenizer: The served model's.
             params: The request's, with nothing left unnamed.
-            opening: How the model begins, if its thoughts are told apart.
+            opening: How the model begins, if its thoughts are recognised.
             calls: Makes the parser of a choice's calls, if the answer may call tools.
         """
         return cls(

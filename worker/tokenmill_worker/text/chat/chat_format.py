@@ -24,7 +24,7 @@ from tokenmill_worker.text.tokenizer import Tokenizer
 class AnswerForm:
     """Describes how the answers to one request are read.
 
-    `opening`: their thoughts are told apart. If they may call tools, `calls` makes the parser of a
+    `opening`: their thoughts are recognised. If they may call tools, `calls` makes the parser of a
     choice, and `grammar` binds the engine.
     """
 
@@ -84,7 +84,7 @@ class ChatFormat:
             opening = self._reasoning.opening(chat)
         elif request.params.thinking_budget is not None:
             raise TemplateError(
-                "thinking_budget needs messages, and a model whose thoughts are told apart"
+                "thinking_budget needs messages, and a model whose thoughts the worker recognises"
             )
         if not _may_call(request):
             return AnswerForm(opening)
