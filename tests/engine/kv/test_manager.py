@@ -198,6 +198,22 @@ def test_offload_and_restore_copy_what_is_visible() -> None:
     assert not kv.pools[0].reserved
 
 
+def test_a_reset_forgets_the_blocks_of_device_and_host() -> None:
+    kv = manager(6, host=12)
+    first = admitted(kv, "a", 9)
+    kv.advance(first, 9)
+    kv.free(first, in_flight=False)
+    second = admitted(kv, "b", 18)  # its blocks evict those of the first to the host
+    kv.advance(second, 18)
+    device, host = kv.pools[0], kv.tier.pools[0]
+    evicted = [content for content in first.block_hashes if content in host]
+    assert evicted
+    assert device.cached
+    kv.reset_prefix_cache()
+    assert not device.cached
+    assert not any(content in host for content in evicted)
+
+
 def test_restore_shares_what_the_device_still_has() -> None:
     kv = manager(host=12)
     sequence = admitted(kv, "a", 18)
