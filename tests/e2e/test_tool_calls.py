@@ -18,8 +18,9 @@ CITY = {
     "properties": {
         "city": {"type": "string", "maxLength": 12},
         "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "is_warm": {"type": ["boolean", "null"]},
     },
-    "required": ["city", "days"],
+    "required": ["city", "days", "is_warm"],
     "additionalProperties": False,
 }
 TOOLS = [
@@ -29,7 +30,10 @@ TOOLS = [
 SCHEMAS = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
 
 
-async def test_streamed_calls_join_to_valid_recorded_ones(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["hermes", "xml", "pythonic", "deepseek"])
+async def test_streamed_calls_join_to_valid_recorded_ones(
+    redis_url: str, tmp_path: Path, form: str
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ (tools or []) | tojson }}\n" + HERMES)
     model = {
@@ -38,6 +42,7 @@ async def test_streamed_calls_join_to_valid_recorded_ones(redis_url: str, tmp_pa
         "num_blocks": 256,
         "num_threads": 1,
         "chat_template": str(template),
+        "tool_format": form,
     }
     database = database_url(tmp_path)
     async with (
@@ -50,7 +55,7 @@ async def test_streamed_calls_join_to_valid_recorded_ones(redis_url: str, tmp_pa
                 tools=TOOLS,
                 tool_choice=choice,
                 parallel_tool_calls=False,
-                max_tokens=90,
+                max_tokens=220,
                 temperature=1.0,
                 seed=seed,
             )

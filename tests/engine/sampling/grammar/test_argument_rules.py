@@ -141,6 +141,9 @@ def test_text_that_does_not_begin_with_a_call_has_none() -> None:
         ({"properties": {"a>b": {}}}, "have an argument 'a>b', which this model's form cannot"),
         ({"minProperties": 1}, "'minProperties'"),
         ({"properties": {"a": {"type": "string", "pattern": "x+"}}}, "'pattern'"),
+        ({"properties": {"a": {"type": "string", "maxLength": 10**6}}}, "'maxLength'"),
+        ({"anyOf": [{"properties": {"a": {}}}]}, "are not named under 'properties'"),
+        ({"properties": 5}, "are no valid JSON schema"),
     ],
 )
 def test_what_this_form_cannot_enforce_is_refused_by_name(
@@ -150,3 +153,37 @@ def test_what_this_form_cannot_enforce_is_refused_by_name(
     calls = call_grammar(XML, {}, tools, "auto", is_parallel=True)
     with pytest.raises(GrammarError, match=f"the parameters of 'get' .*{sentence}"):
         compiler.compile(ResponseFormat(calls=calls)).result(20)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "arguments"),
+    [
+        ({"properties": {"a": {"type": "string", "maxLength": 10**6}}}, "x y", {"a": "x y"}),
+        ({"properties": {"a": {"type": ["string"], "minLength": 1.0}}}, "x", {"a": "x"}),
+        (
+            {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "integer"}}}}},
+            "12",
+            {"a": 12},
+        ),
+    ],
+)
+def test_what_is_not_strict_binds_what_it_can(
+    compiler: GrammarCompiler, parameters: dict[str, object], text: str, arguments: object
+) -> None:
+    tools = (Tool(ToolFunction("get", parameters=parameters)),)
+    grammar = call_grammar(XML, {}, tools, "auto", is_parallel=True)
+    written = (
+        f"<tool_call>\n<function=get>\n<parameter=a>\n{text}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    matcher = compiler.compile(ResponseFormat(calls=grammar)).result(20)()
+    assert all(matcher.accept_token(byte) for byte in written.encode())
+    parser = CallParser(grammar, call_ids("j", 0, 24))
+    parser.push(written)
+    assert [json.loads(call.arguments) for call in parser.calls] == [arguments]
+
+
+def test_a_schema_that_cannot_be_read_breaks_no_parser() -> None:
+    """The worker makes the parser before the engine refuses the schema."""
+    tools = (Tool(ToolFunction("get", parameters={"properties": 5})),)
+    CallParser(call_grammar(XML, {}, tools, "auto", is_parallel=True), call_ids("j", 0, 24))

@@ -71,18 +71,15 @@ class ArgumentReader:
         self._form, self._call_end = grammar.arguments, grammar.end
         self._stops = self._form.end[:1] or self._form.separator[0] + self._call_end[0]
         self._words = {word: value for value, word in self._form.words.items()}
-        self._texts = {
-            tool.name: frozenset(
-                argument.name for argument in named_arguments(tool.schema) if argument.is_text
-            )
-            for tool in grammar.tools
-            if self._form.has_plain_texts
-        }
+        self._schemas = {tool.name: tool.schema for tool in grammar.tools}
         self.begin("")
 
     def begin(self, name: str) -> None:
         """Begin the arguments of a call of this tool."""
-        self._plain = self._texts.get(name, frozenset())
+        self._plain = frozenset[str]()
+        if self._form.has_plain_texts and name in self._schemas:
+            arguments = named_arguments(self._schemas[name])  # the grammar has checked the schema
+            self._plain = frozenset(one.name for one in arguments if one.is_text)
         self._count = 0
         self._held = ""
         self._pieces = ["{"]

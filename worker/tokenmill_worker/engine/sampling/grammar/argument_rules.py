@@ -76,9 +76,8 @@ def _value(
             yield f"{rule}: {begin} ({texts})"
             return
         yield f"{rule}: {begin} {rule.upper()}"
-        least = argument.schema.get("minLength", 0)
-        most = argument.schema.get("maxLength", "")
-        count = f"{{{least},{most}}}" if least or most != "" else "*"
+        least, most = argument.lengths
+        count = f"{{{least},{'' if most is None else most}}}" if least or most is not None else "*"
         end = re.escape(form.end).replace("\\\n", "\\n").replace("/", "\\/")
         other = f"/(.|\\n)*{end}(.|\\n)+/"  # the value ends at the first end
         yield f"{rule.upper()}: /(.|\\n){count}{end}/ & ~{other}"

@@ -15,12 +15,14 @@ _READ: Final = frozenset({
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
     "title", "description",
 })  # fmt: skip
-_TEXT_LIMITS: Final = frozenset({"pattern", "format"})
+_MAX_COUNT: Final = 1_000  # longer texts would make the grammar too large
 
 
 @dataclass(frozen=True, slots=True)
 class NamedArgument:
-    """One argument. `is_text`: its value is a text. `choices`: the only texts that it may be."""
+    """One argument. `is_text`: its value is a text. `choices`: the only texts that it may be.
+    `schema` keeps the names that its references lead to.
+    """
 
     name: str
     schema: Any
@@ -28,13 +30,34 @@ class NamedArgument:
     is_text: bool
     choices: tuple[str, ...] = ()
 
+    @property
+    def lengths(self) -> tuple[int, int | None]:
+        """The least and the greatest length of the text that a grammar can bind."""
+        least = int(self.schema.get("minLength", 0))
+        most = self.schema.get("maxLength")
+        is_bound = most is not None and most <= _MAX_COUNT
+        return (least if least <= _MAX_COUNT else 0), (int(most) if is_bound else None)
+
+    @property
+    def unbound(self) -> list[str]:
+        """The keywords that do not bind the text where it is written without quotes."""
+        if not self.is_text or self.choices:
+            return []
+        least, most = self.schema.get("minLength", 0), self.schema.get("maxLength")
+        is_cut = (least, most) != self.lengths
+        limits = {"minLength", "maxLength"} if is_cut else set[str]()
+        return sorted(self.schema.keys() & {"pattern", "format", *limits})
+
 
 def named_arguments(schema: Mapping[str, Any]) -> list[NamedArgument]:
     """Return the arguments in the order in which a call has them: that of the schema.
 
-    Raises ValueError for a name that cannot be written.
+    Raises ValueError for arguments that cannot be written.
     """
-    properties, required = schema.get("properties", {}), schema.get("required", ())
+    root = _root(schema)
+    properties, required = root.get("properties", {}), root.get("required", ())
+    if not properties and root.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:
+        raise ValueError("are not named under 'properties', as this model's form needs them")
     shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
     found = []
     for name in dict.fromkeys((*properties, *required)):
@@ -48,7 +71,7 @@ def named_arguments(schema: Mapping[str, Any]) -> list[NamedArgument]:
                 name,
                 {**own, **shared},
                 name in required,
-                is_choice or own.get("type") == "string",
+                is_choice or own.get("type") in ("string", ["string"]),
                 tuple(choices) if is_choice else (),
             )
         )
@@ -57,12 +80,18 @@ def named_arguments(schema: Mapping[str, Any]) -> list[NamedArgument]:
 
 def unenforced(schema: Mapping[str, Any], *, has_plain_texts: bool) -> list[str]:
     """Return the keywords of a schema that do not bind arguments which are written one by one."""
-    found = sorted(schema.keys() - _READ)
+    found = sorted(_root(schema).keys() - _READ)
     if has_plain_texts:
         for argument in named_arguments(schema):
-            if argument.is_text and not argument.choices:
-                found += sorted(argument.schema.keys() & _TEXT_LIMITS)
+            found += argument.unbound
     return found
+
+
+def _root(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of the object; one that is a reference alone leads to it."""
+    bare = {key: value for key, value in schema.items() if key in ("$ref", "title", "description")}
+    target = _resolved(bare, schema)
+    return dict(schema) if "$ref" not in bare or "$ref" in target else target
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
