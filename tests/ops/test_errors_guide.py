@@ -158,7 +158,7 @@ EXPLAINED_BY_ITSELF = (
     "--metadata must be KEY=VALUE", "--port must be", "--redis-url: this command", "Redis: …: …",
     "a batch may have 16 entries", "a completion window is", "a day is written",
     "a time is written", "a webhook is …", "a webhook secret is …", "an import of a bulk file",
-    "cpu_offload_gib: …", "is not a device that torch knows", "give --json or --csv",
+    "cpu_offload_gib", "is not a device that torch knows", "give --json or --csv",
     "metadata: keys may have", "model option …", "reasoning_format …",
     "tensor_parallel needs torchrun", "has an option that cannot be: …",
     "the database URL cannot be read: ", "the in-memory queue needs fakeredis",
