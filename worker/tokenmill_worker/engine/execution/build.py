@@ -45,7 +45,7 @@ def load_model_runner(
         torch.set_num_threads(config.num_threads)
     path = model_files.resolve(config.model, cache_dir, report, config.trust_remote_code)
     report(f"loading {config.model}", 0.0)
-    loaded = load_model(path, config, pick_device(config.device))
+    loaded = load_model(path, config, pick_device(config.device), report)
     return build_runner(loaded, config, report)
 
 

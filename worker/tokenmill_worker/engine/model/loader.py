@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as progress_bars
+from transformers import AutoConfig
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention import AttentionShape, choose
@@ -26,8 +25,10 @@ from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.generation_config import GenerationDefaults, read_defaults
 from tokenmill_worker.engine.model import own_attention, probe, shortened, verify
+from tokenmill_worker.engine.model.checkpoint import quantization_of, read_checkpoint
 from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
+from tokenmill_worker.engine.types import ProgressCallback
 
 log = logging.getLogger(__name__)
 
@@ -85,57 +86,42 @@ class LoadedModel:
         return self.fused_pass.argmax(input_ids, positions, rows, step)
 
 
-def load_model(path: Path, config: EngineConfig, device: Device) -> LoadedModel:
+def load_model(
+    path: Path, config: EngineConfig, device: Device, on_progress: ProgressCallback | None = None
+) -> LoadedModel:
     """Load and check a model.
 
     Raises EngineConfigError where the model cannot be served, and OSError where there is none.
     """
+    report = on_progress or (lambda _what, _fraction: None)
     full_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     dtype = pick_dtype(config.dtype, device, getattr(full_config, "dtype", None))
     # refuse a bad length before the weights are read
     resolve_length(_text_config(full_config, config.model), config.max_model_len)
-    progress_bars.disable_progress_bar()  # type: ignore[no-untyped-call]
+    quantization = quantization_of(full_config)
+
+    def read_and_describe(settings: EngineConfig) -> LoadedModel:
+        model = read_checkpoint(path, settings, device, dtype, report, quantization)
+        return describe_model(model, path, settings, device)
+
     try:
-        return _read_and_describe(path, config, device, dtype)
+        try:
+            return read_and_describe(config)
+        except FusedPassError as error:
+            if config.quantization is not None:
+                raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
+            log.warning(
+                "%s runs on Transformers' own modules, which is slower: %s",
+                config.model,
+                str(error),
+            )
+        # not in the handler: the error's traceback holds the first model
+        return read_and_describe(config.replace(fuse=False))
     except torch.OutOfMemoryError as error:
         reason = ". ".join(str(error).split(". ")[:2])  # what was asked for, not the whole state
         raise EngineConfigError([
             f"{config.model} does not fit into the memory of {device.torch_device}: {reason}"
         ]) from error  # fmt: skip
-
-
-def _read_and_describe(
-    path: Path, config: EngineConfig, device: Device, dtype: torch.dtype
-) -> LoadedModel:
-    try:
-        return describe_model(_read(path, config, device, dtype), path, config, device)
-    except FusedPassError as error:
-        if config.quantization is not None:
-            raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
-        log.warning(
-            "%s runs on Transformers' own modules, which is slower: %s", config.model, str(error)
-        )
-    # not in the handler: the error's traceback holds the first model
-    unfused = config.replace(fuse=False)
-    return describe_model(_read(path, unfused, device, dtype), path, unfused, device)
-
-
-def _read(path: Path, config: EngineConfig, device: Device, dtype: torch.dtype) -> Any:
-    """Return the model on its device, as Transformers builds it; raises EngineConfigError."""
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=probe.OWN,
-            trust_remote_code=config.trust_remote_code, **_split(config),
-        )  # fmt: skip
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
-        if first.startswith("Unrecognized configuration class"):
-            first = "Transformers has no causal language model for this configuration"
-        raise EngineConfigError(
-            [f"{config.model} cannot be loaded as a causal language model: {first}"]
-        ) from error
-    # a split model is on its devices already
-    return model if config.tensor_parallel else model.to(device.torch_device)
 
 
 def describe_model(model: Any, path: Path, config: EngineConfig, device: Device) -> LoadedModel:
@@ -225,18 +211,6 @@ def _text_config(config: Any, name: str) -> Any:
         raise EngineConfigError(
             [f"{name} cannot be served: its configuration describes several decoders"]
         ) from None
-
-
-def _split(config: EngineConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that split the model by its family's plan."""
-    if not config.tensor_parallel:
-        return {}
-    try:
-        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
-
-        return {"distributed_config": DistributedConfig(tp_plan="auto")}
-    except (ImportError, TypeError):  # older versions of Transformers take the plan directly
-        return {"tp_plan": "auto"}
 
 
 # ── what "auto" means ──
