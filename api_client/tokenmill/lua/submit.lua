@@ -132,10 +132,8 @@ local function is_served()
   if redis.call('HGET', meta, 'served') or redis.call('EXISTS', base .. 'workers') == 1 then
     return true
   end
-  for _, count in ipairs(redis.call('HMGET', meta, 'finished:succeeded', 'finished:failed',
-    'finished:cancelled',
-    'finished:expired', 'finished:dead')) do
-    if count then return true end
+  for _, state in ipairs(ENDS) do
+    if redis.call('HGET', meta, 'finished:' .. state) then return true end
   end
   return false
 end

@@ -150,9 +150,3 @@ class Engine(DirectCalls):
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
         return self._requests.request_ids()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.stop(drain=kind is None)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokenmill.transport.backoff import Backoff
+from tokenmill.transport.cancellation import wait_at_most
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.jobs import Acknowledger, AdmittedJob, FinishedJob
 from tokenmill_worker.record.already_recorded import (
@@ -148,11 +149,7 @@ class Finalizer:
         deadline = time.monotonic() + timeout_s
         while len(self) and (left := deadline - time.monotonic()) > 0:
             self._changed.clear()
-            try:
-                async with asyncio.timeout(left):
-                    await self._changed.wait()
-            except TimeoutError:
-                break
+            await wait_at_most(self._changed, left)
         if held := self.held_ids:
             log.warning(
                 "%d finished jobs were not recorded in time; other workers record them",

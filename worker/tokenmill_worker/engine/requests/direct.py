@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Self
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.errors import EngineError
@@ -41,6 +41,15 @@ class DirectCalls(ABC):
 
     @abstractmethod
     def step(self) -> list[TokenEvent]: ...
+
+    @abstractmethod
+    def stop(self, drain: bool = True) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.stop(drain=kind is None)
 
     def add_request(
         self,
