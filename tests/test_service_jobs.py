@@ -157,7 +157,7 @@ async def test_a_job_lost_and_claimed_again_gets_no_event_of_its_first_delivery(
     assert len(bench.service._owned) == 0
 
 
-async def test_suspects_that_are_lost_hold_nobody_back(bench: Bench) -> None:
+async def test_lost_suspects_hold_no_job_back(bench: Bench) -> None:
     await bench.service.take([delivery(name, alone=True) for name in "ab"])
     assert bench.host.submitted == ["a/1"]
     bench.service.ends.drop_lost(["a", "b"])

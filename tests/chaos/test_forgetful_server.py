@@ -156,7 +156,7 @@ async def inject_faults(server, workers, chance):
         await asyncio.sleep(chance.uniform(0.0, 0.4))
 
 
-async def test_choices_survive_a_server_that_forgets(make_valkey, redis_url, tmp_path, rounds):
+async def test_choices_survive_a_server_that_loses_writes(make_valkey, redis_url, tmp_path, rounds):
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
     (tmp_path / "calm").mkdir()

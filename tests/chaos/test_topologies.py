@@ -192,7 +192,7 @@ async def test_an_unreachable_topology_is_an_error_of_one_sentence(form: str) ->
         await asyncio.to_thread(threaded)
 
 
-async def test_a_sentinel_in_trouble_is_asked_once_a_try() -> None:
+async def test_a_failing_sentinel_is_called_once_per_try() -> None:
     """The library would ask each sentinel ten times more, with pauses, before the next one."""
     asked = 0
 

@@ -60,7 +60,9 @@ async def client(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterato
 
 
 @pytest.mark.redis
-async def test_who_comes_while_there_is_no_log_waits_for_it(client: Any, queue: Queue) -> None:
+async def test_a_subscriber_that_comes_before_the_log_waits_for_it(
+    client: Any, queue: Queue
+) -> None:
     job = await queue.submit()
     worker = queue.worker()
     (delivery,) = await worker.claim(1)

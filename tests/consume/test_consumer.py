@@ -151,7 +151,7 @@ async def test_what_did_not_fit_is_claimed_when_there_is_room_without_another_wa
         await until(lambda: sink.taken == ["a", "b"])
 
 
-async def test_room_is_not_asked_for_while_nothing_waits() -> None:
+async def test_credits_are_not_read_while_nothing_waits() -> None:
     queue, sink = FakeQueue(), JobSink(1)
     async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await until(lambda: queue.asked == [1])
@@ -203,7 +203,7 @@ async def test_it_looks_by_itself_now_and_then_also_without_room() -> None:
         await until(lambda: len(queue.asked) >= 4)
 
 
-async def test_trouble_is_waited_out() -> None:
+async def test_a_claim_is_repeated_after_an_outage() -> None:
     queue, sink = FakeQueue("a"), JobSink(1)
     queue.troubles = [RedisUnavailable("away"), RedisUnavailable("away"), RedisUnavailable("away")]
     async with consuming(queue, sink):

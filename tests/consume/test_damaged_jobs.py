@@ -112,7 +112,7 @@ NAMES = ["é", "日本", "😀 and a space", "x" * 255, "\u0080\ud7ff\ue000\ufff
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
-async def test_an_id_that_is_no_text_is_refused_and_stops_nobody(queue, name, allowed_keys):
+async def test_an_id_that_is_no_text_is_refused_and_stops_no_other_job(queue, name, allowed_keys):
     allowed_keys.append("*")
     keys, request = queue.keys, encode(JobRequest(job_id="x", prompt="hello"))
     fields = (name, "standard", "", "print", "", request, 1, 0, 0, 10)
@@ -138,7 +138,7 @@ async def test_an_id_may_be_any_text_of_255_bytes(queue, name):
     assert await queue.worker("w1").finish([end_of(delivery, 1)]) == [True]
 
 
-async def test_a_job_of_another_type_stops_nobody(queue, allowed_keys):
+async def test_a_job_key_of_another_type_stops_no_other_job(queue, allowed_keys):
     allowed_keys.append("*")
     bad = await queue.submit(job_id="bad")
     worker = queue.worker("w1")

@@ -123,7 +123,7 @@ async def test_a_zombie_can_write_nothing(queue: Queue) -> None:
     assert await heir.finish([end_of(after, 2)]) == [True]
 
 
-async def test_between_two_holders_nobody_writes(queue: Queue) -> None:
+async def test_between_two_owners_no_write_is_taken(queue: Queue) -> None:
     zombie, before = await claimed(queue)
     await zombie.release([(before.job_id, before.token, False)])
     assert await appended(zombie, [token(before, 0)]) == [(LOST, 0)]

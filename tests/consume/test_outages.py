@@ -44,7 +44,7 @@ async def test_one_whose_lease_has_not_run_out_yet_waits_for_the_others_too(queu
     assert await beat(second) == ()
 
 
-async def test_who_does_not_come_back_is_missed_a_lease_later(queue: Queue) -> None:
+async def test_a_worker_that_does_not_come_back_is_swept_a_lease_later(queue: Queue) -> None:
     first, gone = await hold_two_each(queue, "w1", "w2")
     lost = set(gone.owned)
     await asyncio.sleep(2 * LEASE_S)

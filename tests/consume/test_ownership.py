@@ -36,7 +36,7 @@ async def test_a_dead_workers_jobs_come_first_and_are_suspected(queue: Queue) ->
     assert b"w1" not in await queue.redis.smembers(queue.keys.workers)
 
 
-async def test_progress_is_an_alibi_where_nobody_saw_the_crash(queue: Queue) -> None:
+async def test_a_job_with_progress_is_no_suspect_where_no_crash_was_reported(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
     dying = queue.worker("w1")
     a, b = await dying.claim(2)
@@ -144,7 +144,9 @@ async def test_a_crash_in_company_suspects_all_and_condemns_none(queue: Queue) -
         await worker.release([(d.job_id, d.token, True) for d in got])
 
 
-async def test_who_crashes_alone_again_and_again_is_dead_and_can_be_redriven(queue: Queue) -> None:
+async def test_a_job_that_crashes_alone_repeatedly_is_dead_and_can_be_redriven(
+    queue: Queue,
+) -> None:
     job = await queue.submit(deadline=3600)
     worker = queue.worker(max_solo_crashes=2)
     for _ in range(2):
@@ -202,7 +204,7 @@ async def test_cancelled_while_it_waits_a_job_ends_at_once(queue: Queue) -> None
     assert (await queue.client.depth()).num_queued == 0
 
 
-async def test_who_dies_with_an_ended_job_passes_it_on(queue: Queue) -> None:
+async def test_a_dead_worker_s_ended_job_goes_to_the_next(queue: Queue) -> None:
     job = await queue.submit()
     await queue.client.cancel(job)
     (first,) = await queue.worker("w1").claim(0)

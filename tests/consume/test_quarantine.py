@@ -77,7 +77,7 @@ def test_clearing_gives_back_what_was_held():
     assert names(quarantine.release_suspects([delivery("c")])) == ["c"]
 
 
-def test_who_has_crashed_alone_stays_alone():
+def test_a_job_that_crashed_alone_stays_alone():
     quarantine = Quarantine(max_num_seqs=8)
     started = quarantine.release_suspects(
         [delivery("a"), delivery("bad", crashes=1, alone=True), delivery("b")]

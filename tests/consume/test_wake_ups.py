@@ -99,7 +99,7 @@ async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue)
         assert (await queue.field(job.job_id, "class")) == "interactive"
 
 
-async def test_who_does_not_listen_is_passed_over(queue: Queue) -> None:
+async def test_a_worker_that_does_not_listen_is_passed_over(queue: Queue) -> None:
     async with Ears(queue) as ears:
         await ears.open("w1")
         await queue.worker("gone").claim(50)
@@ -109,7 +109,7 @@ async def test_who_does_not_listen_is_passed_over(queue: Queue) -> None:
         assert await listed(queue, queue.keys.idle_workers()) == {}
 
 
-async def test_who_resigns_or_dies_is_listed_no_more(queue: Queue) -> None:
+async def test_a_worker_that_resigns_or_dies_is_not_listed(queue: Queue) -> None:
     one, other = queue.worker("w1"), queue.worker("w2")
     await one.claim(5)
     await other.claim(0, 5)
@@ -120,7 +120,7 @@ async def test_who_resigns_or_dies_is_listed_no_more(queue: Queue) -> None:
     assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {}
 
 
-async def test_a_scheduled_job_and_one_that_is_known_call_nobody(queue: Queue) -> None:
+async def test_a_scheduled_job_and_a_known_one_wake_no_worker(queue: Queue) -> None:
     async with Ears(queue) as ears:
         await ears.open("w1")
         await queue.worker().claim(5)

@@ -147,7 +147,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("user", NEEDED)
-def test_nobody_has_a_right_that_nothing_uses(user: str) -> None:
+def test_every_right_is_used(user: str) -> None:
     line = next(line for line in RULES.splitlines() if line.startswith(f"user {user} "))
     granted = set(re.findall(r"\+(\S+)", line))
     assert not [right for right in granted if right.startswith("@")], "a whole category"

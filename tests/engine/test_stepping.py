@@ -86,7 +86,7 @@ def test_a_step_that_fails_whatever_it_holds_is_the_engines_error() -> None:
     assert len(engine.request_ids()) == 200
 
 
-def test_a_lone_request_is_not_blamed_for_an_engine_that_fails_whatever_it_holds() -> None:
+def test_a_lone_request_does_not_fail_with_an_engine_that_fails_whatever_it_holds() -> None:
     engine = Engine.around(Faulty.make(fails=lambda plan: True))
     engine.submit(requests("alone"))
     with pytest.raises(EngineError):
@@ -187,7 +187,7 @@ class Ahead:
 @pytest.mark.parametrize(
     ("launches", "finishes"), [({2}, {1}), (set(), {1}), ({1}, set()), ({2}, set())]
 )
-def test_a_step_on_top_of_a_failed_one_is_void_and_nobody_is_blamed(
+def test_a_step_on_top_of_a_failed_one_is_void_and_fails_no_request(
     launches: set[int], finishes: set[int]
 ) -> None:
     """Both faults are transient, those of the failed step and of the one on top.

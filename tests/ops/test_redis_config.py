@@ -136,7 +136,7 @@ def test_a_reader_cannot_write(server: ControlledValkey) -> None:
     "command",
     ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"],
 )
-def test_nobody_at_work_may_look_around_or_destroy(
+def test_no_role_at_work_may_inspect_or_destroy(
     server: ControlledValkey, user: str, command: str
 ) -> None:
     with (
@@ -171,6 +171,6 @@ def test_a_producer_can_neither_claim_nor_read_other_prefixes(server: Controlled
         assert ours.submit(prompt="mine")
 
 
-def test_nobody_comes_in_without_a_name(server: ControlledValkey) -> None:
+def test_no_connection_without_a_user_name(server: ControlledValkey) -> None:
     with server.client() as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
         anonymous.ping()

@@ -124,7 +124,7 @@ class TestFigures:
         assert not self.is_good(0, 0.5, tokens=2), "unfinished"
         assert self.is_good(2, 500.0, gap_s=100.0)
 
-    def test_who_never_got_a_token_counts(self) -> None:
+    def test_a_request_without_a_token_counts(self) -> None:
         found = figures([self.outcome(0, 0.5), self.outcome(0, None, tokens=0)], seconds=2.0)
         assert found["goodput"] == 0.5
         assert found["ttft_p99_s"] == math.inf

@@ -65,7 +65,7 @@ async def test_both_ways_append_the_same_chunks(seed):
     assert log.token_ids("short") == log.token_ids("long")
 
 
-async def test_without_trouble_both_make_the_same_chunks():
+async def test_without_faults_both_make_the_same_chunks():
     log = FakeLog()
     publisher = Publisher(log, clock=Clock())
     publisher.open(await admit("short", seed=1))
@@ -129,7 +129,7 @@ async def test_a_stop_string_is_found_in_a_stream_that_has_begun():
     assert reports[-1].finished[0].result.text == log.text("job") == "ab"
 
 
-async def test_a_dead_log_is_not_asked_for_those_who_had_no_part_in_it():
+async def test_a_dead_log_is_not_called_during_its_pause():
     log = FakeLog()
     publisher = Publisher(log, clock=Clock())
     for job in JOBS:

@@ -96,7 +96,7 @@ async def test_while_the_log_is_away_nothing_loses_its_place(publisher, log):
     assert publisher.num_unlogged == 0
 
 
-async def test_a_dead_log_is_not_asked_at_every_step(publisher, log):
+async def test_a_dead_log_is_not_called_at_every_step(publisher, log):
     publisher.open(await admit())
     log.is_down = True
     for letter in "abcdefgh":

@@ -187,7 +187,7 @@ def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: s
         new_batch(client, write_many(tmp_path / "in.jsonl", 1), BatchOptions(tenant=tenant))
 
 
-def test_what_was_seen_to_end_counts_though_the_queue_has_forgotten_it(
+def test_what_was_seen_to_end_counts_though_the_queue_has_deleted_it(
     client: Client, tmp_path: Path
 ) -> None:
     store = open_store(client)

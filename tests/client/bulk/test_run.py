@@ -141,7 +141,7 @@ async def test_an_interrupted_run_goes_on_where_it_stopped(setup: BulkSetup, dat
     assert len(names(setup.paths.output)) == len(set(names(setup.paths.output))) == 90
 
 
-async def test_results_that_only_the_database_remembers_are_not_generated_again(
+async def test_results_that_only_the_database_has_are_not_generated_again(
     tmp_path: Path, redis_url: str, database: str
 ) -> None:
     import redis

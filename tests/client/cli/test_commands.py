@@ -162,7 +162,7 @@ def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: P
         assert json.loads(done.stdout)["queue"] == "q"
 
 
-def test_a_model_is_who_answers_where_the_queue_is_named(
+def test_a_model_is_a_name_of_the_answers_where_the_queue_is_named(
     shell: Shell, valkey: ControlledValkey
 ) -> None:
     def model_of(done: Result) -> str:
@@ -233,7 +233,7 @@ def test_status_and_cancel(shell: Shell) -> None:
     assert shell("cancel", job, "--json").stdout.split() == ["{", f'"{job}":', '"cancelled"', "}"]
 
 
-def test_a_result_that_only_sql_remembers(shell: Shell) -> None:
+def test_a_result_that_only_sql_has(shell: Shell) -> None:
     done = shell("result", "good")
     assert (done.exit_code, done.stdout) == (0, "Blue light scatters. ☁\n")
     assert json.loads(shell("result", "good", "--json").stdout)["usage"]["completion_tokens"] == 3

@@ -156,7 +156,7 @@ def test_several_queues_are_a_line_each_and_then_their_workers(width: int) -> No
     assert text.index("QUEUE") < text.index("58/64") < text.index("NO WORKER")
 
 
-def test_a_worker_that_loads_is_not_in_trouble() -> None:
+def test_a_worker_that_loads_has_no_problem() -> None:
     loading = msgspec.structs.replace(WORKER, model="", problems=("the engine is not ready",))
     assert "TROUBLE" not in shown(msgspec.structs.replace(EMPTY, workers=[loading]), 80)
     broken = msgspec.structs.replace(WORKER, problems=("SQL: connection refused",))

@@ -73,7 +73,7 @@ async def test_waiting_running_and_ended_jobs_are_listed_apart(queue: Queue) -> 
     assert (await queue.client.overview()).finished == {"succeeded": 1}
 
 
-async def test_the_age_is_of_the_first_job_that_nobody_was_given(queue: Queue) -> None:
+async def test_the_age_is_of_the_first_job_that_was_never_claimed(queue: Queue) -> None:
     await queue.submit(priority="bulk", tenant="a")
     worker = queue.worker()
     await worker.claim(1)

@@ -75,7 +75,7 @@ async def test_a_slow_reader_gets_a_sign_of_missed_messages() -> None:
 
 
 @pytest.mark.redis
-async def test_a_channel_that_the_connection_did_not_take_is_asked_for_on_the_next(
+async def test_a_channel_that_the_connection_did_not_take_is_subscribed_on_the_next(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_url)

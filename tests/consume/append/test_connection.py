@@ -99,7 +99,7 @@ async def test_a_connection_that_is_cut_fails_the_calls_under_way(
         assert await line.call(ECHO, KEY, "b") == b"b"
 
 
-async def test_a_reply_that_nobody_waited_for_is_not_the_next_call_s(
+async def test_a_reply_of_an_abandoned_call_is_not_the_next_call_s(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """A late reply is dropped, after a cancelled call as after one that took too long."""

@@ -109,7 +109,9 @@ async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token
     assert await logged(queue, taken) == [0, 1, 2]
 
 
-async def test_who_was_struck_off_between_two_appends_writes_nothing(queue: Queue) -> None:
+async def test_a_worker_that_is_deregistered_between_two_appends_writes_nothing(
+    queue: Queue,
+) -> None:
     zombie, (a,) = await running(queue)
     await queue.redis.delete(queue.keys.worker("w1"))
     await queue.worker("w2").claim(0)  # sweeps; no worker owns the job

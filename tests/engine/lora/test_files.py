@@ -85,7 +85,7 @@ def test_configurations_that_cannot_be_meant(
         read_adapter(adapter)
 
 
-def test_values_that_are_not_finite_reach_nobody(adapter: Path) -> None:
+def test_values_that_are_not_finite_are_refused(adapter: Path) -> None:
     tensors = load_file(adapter / WEIGHTS)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, adapter / WEIGHTS)

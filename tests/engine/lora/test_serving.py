@@ -181,7 +181,7 @@ def test_steps_with_adapters_pass_the_graphs_by(llama: Path, four: dict[str, Pat
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_step_holds_at_most_max_loras_and_nobody_starves(is_async: bool) -> None:
+def test_a_step_holds_at_most_max_loras_and_no_request_starves(is_async: bool) -> None:
     loop = Loop.build(max_loras=2, max_num_seqs=6, max_bypass=3, is_async=is_async)
     for i in range(40):
         adapter = ("", "a@1", "b@1", "c@1", "a@2")[i * 7 % 5]

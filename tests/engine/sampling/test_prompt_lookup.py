@@ -104,7 +104,7 @@ def test_silence_ends_when_drafts_pay_again() -> None:
     assert accepted > 60
 
 
-def test_who_is_not_asked() -> None:
+def test_sequences_that_get_no_draft() -> None:
     silent = make_sequence(SamplingParams(speculate=False), (1, 2, 3) * 5)
     ahead = make_sequence(SamplingParams(), (1, 2, 3) * 5)
     ahead.num_inflight = 1

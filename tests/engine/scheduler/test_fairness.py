@@ -43,7 +43,7 @@ def drain(queue: WaitingQueue) -> str:
 
 
 @pytest.mark.parametrize("queue", [FifoQueue(), PriorityQueue(30.0)])
-def test_a_queue_forgets_who_left_and_takes_back_who_was_popped(queue: WaitingQueue) -> None:
+def test_a_queue_drops_what_left_and_takes_back_what_was_popped(queue: WaitingQueue) -> None:
     every = [place(ticket) for ticket in range(300)]
     for one in every:
         queue.push(one)
@@ -108,7 +108,7 @@ def test_tenants_share_by_served_tokens() -> None:
     assert finished[:4].count("small") == 2
 
 
-def test_a_tenant_who_pays_twice_per_request_gets_half_as_many() -> None:
+def test_a_tenant_with_twice_the_cost_per_request_gets_half_as_many() -> None:
     loop = Loop.build(policy="priority", max_num_seqs=1)
     for index in range(12):
         loop.add(endless(f"heavy {index}", index, 8, 8, tenant="heavy"))

@@ -156,7 +156,7 @@ def test_the_lowest_class_goes_first_whatever_the_rule(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["newest", "oldest", "least_wasted"])
-def test_who_was_preempted_often_is_spared(rule: str) -> None:
+def test_a_sequence_preempted_often_is_spared(rule: str) -> None:
     found = places(
         committed=[1, 2, 3], ranks=[1] * 3, preemptions=[PROTECTED_AFTER, 0, PROTECTED_AFTER]
     )
@@ -259,7 +259,7 @@ def test_everything_at_once_in_a_tight_pool(
     loop.assert_truth()
 
 
-def test_who_was_preempted_comes_back_only_with_room_to_grow() -> None:
+def test_a_preempted_sequence_comes_back_only_with_room_to_grow() -> None:
     """A sequence without it would be the next victim: these six would be preempted ten times."""
     loop = Loop.build(make_cache(20), max_num_seqs=6)
     loop.add(*[long_one(f"r{index}", index, 4 + index % 3, 30) for index in range(6)])

@@ -35,7 +35,7 @@ def test_short_prompts_take_at_most_half_of_what_a_step_has_left() -> None:
     ]
 
 
-def test_nobody_is_passed_a_long_head_ends_the_row() -> None:
+def test_a_long_first_prompt_is_never_passed() -> None:
     loop = Loop.build(max_num_batched_tokens=20)
     loop.add(make_sequence("long", prompt(1, 60), 1))
     loop.step()

@@ -42,7 +42,7 @@ def test_what_costs_none_goes_along() -> None:
     assert taught(None, fixed=0.1, each=0.01).shared_bulk_budget(10) is None
 
 
-def test_steps_that_nobody_notices_may_be_filled() -> None:
+def test_short_steps_may_be_filled() -> None:
     room = taught(0.0, fixed=0.001, each=0.001).shared_bulk_budget(1)
     assert room is not None
     assert 0.002 + room * 0.001 == pytest.approx(SHORT_S, rel=0.05)
@@ -81,7 +81,7 @@ def test_a_step_of_bulk_alone_is_short_after_others_were_there(
     assert seconds == pytest.approx([lately, long_ago], rel=0.1)
 
 
-def test_bulk_alone_is_bounded_also_where_nobody_else_ever_came() -> None:
+def test_bulk_alone_is_bounded_without_earlier_other_jobs() -> None:
     """The first other request waits for the end of the running step."""
     loop = Loop.build(
         make_cache(2000), max_num_seqs=8, max_num_batched_tokens=512, policy="priority"

@@ -85,9 +85,7 @@ def test_every_unit_is_done_once(threads: int, commits: bool) -> None:
 
 @pytest.mark.parametrize("stalls_at", [0, 3, 4, 7])
 @pytest.mark.parametrize("threads", [2, 4])
-def test_a_thread_that_stands_still_in_a_unit_keeps_nobody_waiting(
-    threads: int, stalls_at: int
-) -> None:
+def test_a_thread_that_stops_in_a_unit_delays_no_other(threads: int, stalls_at: int) -> None:
     """The thread stands still until a later phase, so another thread must do its unit."""
     stalling = Phase(8, commits=True, stalls_at=stalls_at)
     later = [

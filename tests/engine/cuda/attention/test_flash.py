@@ -286,7 +286,7 @@ def test_an_older_torch_is_known_by_its_signature() -> None:
     assert missing_parameters(fake_torch_varlen) == []
 
 
-def test_in_a_graph_the_device_finds_the_rows_of_nobody() -> None:
+def test_in_a_graph_the_device_finds_the_padded_rows() -> None:
     """Lengths are on the device only: what FlashAttention left in rows behind the last sequence's
     becomes zeros.
     """
