@@ -10,7 +10,8 @@ from tokenmill_worker.engine.device import StepInputs
 
 
 def config(**changes: object) -> EngineConfig:
-    settings: dict[str, object] = {"q_padding_interval": 16, "kv_padding_interval": 64}
+    intervals = {"q_padding_interval": 16, "kv_padding_interval": 64}
+    settings: dict[str, object] = {**intervals, "max_num_seqs": 64}
     return EngineConfig(**{"model": "none", **settings, **changes})  # type: ignore[arg-type]
 
 

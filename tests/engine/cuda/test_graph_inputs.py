@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.cuda.steps import config, step
 from tokenmill_worker.engine.cuda.graph_inputs import (
@@ -87,3 +88,19 @@ def test_padding_of_a_decode_is_one_token_in_the_null_block() -> None:
     assert metadata.seq_lens.tolist() == [30, 30, 30, 1]
     assert metadata.slot_mapping.tolist() == [100, 101, 102, 0]
     assert not metadata.block_table[3].any()
+
+
+def test_a_steady_decode_arrives_by_three_copies() -> None:
+    """Tensors of one type arrive together; a block table is a part of its rows."""
+    inputs = step([(1, 30)] * 3)
+    shape, static = padded_shape(inputs, config(), 512), StaticInputs(inputs, config(), 512)
+    static.load(shape, inputs)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        static.load(shape, inputs)
+    writes = {"aten::_foreach_copy_", "aten::copy_", "aten::fill_", "aten::zero_"}
+    names = [event.name for event in recorded.events() or () if event.cpu_parent is None]
+    assert [name for name in names if name in writes] == [
+        "aten::_foreach_copy_",
+        "aten::_foreach_copy_",
+        "aten::copy_",
+    ]

@@ -7,11 +7,14 @@ off.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.device import StepInputs
 
@@ -126,25 +129,38 @@ class StaticInputs:
         self._stale = dict.fromkeys(("tokens", "rows", "mixed", "decodes", "tables"), 0)
 
     def load(self, shape: PaddedShape, inputs: StepInputs) -> None:
-        first = inputs.metadata[0]
+        first, stale = inputs.metadata[0], self._stale
         num_tokens, num_seqs = inputs.input_ids.shape[0], first.num_seqs
-        stale = self._stale
-        _fill(self._input_ids, inputs.input_ids, stale["tokens"])
-        _fill(self._positions, inputs.positions, stale["tokens"])
-        _fill(self._rows, inputs.rows, stale["rows"])
-        if shape.is_decode:
-            _fill(self._lens_of_decode, first.seq_lens, stale["decodes"], 1)
-            stale["decodes"] = num_seqs
-        else:
-            _fill(self._lens, first.seq_lens, stale["mixed"])
-            _fill(self._starts, first.query_start, shape.num_seqs + 1, num_tokens)
-            stale["mixed"] = num_seqs
-        for slots, table, group in zip(self._slots, self._tables, inputs.metadata, strict=True):
-            _fill(slots, group.slot_mapping, stale["tokens"])
+        longs = [
+            (self._input_ids, inputs.input_ids),
+            (self._positions, inputs.positions),
+            (self._rows, inputs.rows),
+            *((own, group.slot_mapping) for own, group in self._by_group(self._slots, inputs)),
+        ]
+        lens = self._lens_of_decode if shape.is_decode else self._lens
+        shorts = [(lens, first.seq_lens)]
+        if not shape.is_decode:
+            shorts.append((self._starts, first.query_start))
+        for pairs in (longs, shorts):
+            _copy(pairs)
+        for own, _ in (longs[0], longs[1], *longs[3:]):
+            _pad(own, num_tokens, stale["tokens"])
+        _pad(self._rows, inputs.rows.shape[0], stale["rows"])
+        kind = "decodes" if shape.is_decode else "mixed"
+        _pad(lens, num_seqs, stale[kind], int(shape.is_decode))
+        if not shape.is_decode:
+            _pad(self._starts, num_seqs + 1, shape.num_seqs + 1, num_tokens)
+        for table, group in self._by_group(self._tables, inputs):
             table[:num_seqs, : group.block_table.shape[1]].copy_(group.block_table)
-            if stale["tables"] > num_seqs:
-                table[num_seqs : stale["tables"]].zero_()
+            _pad(table, num_seqs, stale["tables"])
         stale |= {"tokens": num_tokens, "rows": inputs.rows.shape[0], "tables": num_seqs}
+        stale[kind] = num_seqs
+
+    @staticmethod
+    def _by_group(
+        own: list[Tensor], inputs: StepInputs
+    ) -> Iterable[tuple[Tensor, AttentionMetadata]]:
+        return zip(own, inputs.metadata, strict=True)
 
     def current(self, shape: PaddedShape) -> StepInputs:
         """Return a new StepInputs over the static tensors.
@@ -173,10 +189,14 @@ class StaticInputs:
         return StepInputs(self._input_ids[:tokens], self._positions[:tokens], rows, metadata)
 
 
-def _fill(target: Tensor, source: Tensor, stale: int, padding: int = 0) -> None:
-    """Copy `source`, then write `padding` up to `stale`; the rest holds padding already."""
-    count = source.shape[0]
-    target[:count].copy_(source)
+def _copy(pairs: Seq[tuple[Tensor, Tensor]]) -> None:
+    """Copy each source to the front of its target: tensors of one type, by one launch on CUDA."""
+    targets = [target[: source.shape[0]] for target, source in pairs]
+    torch._foreach_copy_(targets, [source for _, source in pairs])
+
+
+def _pad(target: Tensor, count: int, stale: int, padding: int = 0) -> None:
+    """Write `padding` behind the first `count` up to `stale`; the rest holds padding already."""
     if stale > count:
         target[count:stale].fill_(padding)
 
