@@ -184,6 +184,18 @@ async def test_a_retry_waits_and_continues_with_a_higher_attempt(queue: Queue) -
     assert (again.attempt, again.crashes, len(again.log)) == (2, 0, 1)
 
 
+async def test_the_history_keeps_the_last_lines_one_for_each_return(queue: Queue) -> None:
+    job = await queue.submit()
+    worker = queue.worker("w1")
+    for number in range(24):
+        (delivery,) = await worker.claim(1)
+        assert await worker.retry(job, delivery.token, 60_000, f"busy\n{number}")
+        await queue.pass_delay(job)
+    history = await queue.redis.hget(queue.keys.job(job), "history")
+    lines = [line.split(" ", 1)[1] for line in history.decode().splitlines()]
+    assert lines == [f"retry on w1: busy {number}" for number in range(4, 24)]
+
+
 async def test_cancelled_while_it_waits_a_job_ends_at_once(queue: Queue) -> None:
     job, other = await queue.submit(tenant="t"), await queue.submit()
     async with queue.redis.pubsub() as pubsub:

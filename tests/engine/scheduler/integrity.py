@@ -26,6 +26,10 @@ from tokenmill_worker.engine.sequence import Sequence
 def check_integrity(scheduler: Scheduler) -> None:
     """Raise AssertionError, with one sentence, at the first contradiction."""
     state = scheduler._state
+    _require(
+        scheduler._planned_at.keys() <= state.in_flight.keys(),
+        "a step that is not in flight has a start time",
+    )
     _check_lists(state)
     sequences = list(state.entries)
     for sequence in sequences:

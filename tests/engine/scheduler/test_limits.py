@@ -93,6 +93,18 @@ def test_only_so_many_long_prompts_prefill_at_a_time_and_short_ones_pass_them() 
     loop.assert_truth()
 
 
+def test_a_prompt_as_long_as_the_threshold_is_not_a_long_one() -> None:
+    loop = Loop.build(
+        max_num_batched_tokens=8,
+        long_prefill_token_threshold=6,
+        max_num_partial_prefills=2,
+        max_long_partial_prefills=1,
+    )
+    loop.add(make_sequence("long", prompt(1, 12), 1), make_sequence("six", prompt(2, 6), 1))
+    loop.step()
+    assert chunks(loop) == [{"long": 6, "six": 2}]
+
+
 def test_partial_prefills_are_limited_and_whole_ones_are_not() -> None:
     loop = Loop.build(
         max_num_batched_tokens=20, max_num_partial_prefills=1, long_prefill_token_threshold=4

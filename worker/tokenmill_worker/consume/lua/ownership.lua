@@ -33,11 +33,13 @@ local function count_up(key, field)
   redis.call('HSET', key, field, whole(number(redis.call('HGET', key, field), 0) + 1))
 end
 
+-- Adds a line to the job's history, which keeps the last HISTORY_LINES.
 local function remember(key, line)
+  line = string.gsub(line, '%c+', ' ')
   local history = (redis.call('HGET', key, 'history') or '') .. line .. '\n'
   local _, lines = string.gsub(history, '\n', '\n')
   if lines > HISTORY_LINES then
-    history = string.gsub(history, '^[^\n]*\n', '', lines - HISTORY_LINES)
+    history = string.gsub(history, '[^\n]*\n', '', lines - HISTORY_LINES)
   end
   redis.call('HSET', key, 'history', history)
 end
