@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
 from tests.publish.support import MODEL, Clock, FakeLog, delivery_of
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import byte_level, harmony
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chat import Message, Tool, ToolFunction
 from tokenmill_schemas.chunk import Chunk
@@ -17,13 +19,47 @@ from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.engine.types import TokenEvent
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
-from tokenmill_worker.text.chat.tools import HERMES, LLAMA3
+from tokenmill_worker.text.chat.tools import CHANNELS, HERMES, LLAMA3, XML, ToolFormat
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ (tools or []) | length }} tools"
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": "é"}}\n</tool_call>'
 IDS = byte_level().encode(f"I look. {CALL}\n{CALL}")
-TOOLS = (Tool(ToolFunction("get", parameters={"type": "object"})),)
+XML_CALL = "<tool_call>\n<function=get>\n<parameter=a>\né\n</parameter>\n</function>\n</tool_call>"
+MESSAGE = "<|channel|>{}<|message|>{}"
+NEXT = "<|end|><|start|>assistant"
+
+
+class Case(NamedTuple):
+    """An answer that calls `get` with {"a": "é"}, by a model with this form of calls."""
+
+    form: ToolFormat
+    tokenizer: Tokenizer
+    answer: str
+    num_calls: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(self.answer))
+
+
+BYTES = Tokenizer(byte_level()._tokenizer, TEMPLATE)
+CASES = {
+    "hermes": Case(HERMES, BYTES, f"I look. {CALL}\n{CALL}", 2),
+    "xml": Case(XML, BYTES, f"I look. {XML_CALL}\n{XML_CALL}", 2),
+    "channels": Case(
+        CHANNELS,
+        harmony(),
+        MESSAGE.format("analysis", "Hm")
+        + NEXT
+        + MESSAGE.format("commentary", "I look. ")
+        + NEXT
+        + MESSAGE.format("commentary to=functions.get <|constrain|>json", '{"a": "é"}'),
+        1,
+    ),
+}
+PARAMETERS: dict[str, object] = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOLS = (Tool(ToolFunction("get", parameters=PARAMETERS)),)
 
 
 def request_of(**fields) -> JobRequest:
@@ -31,25 +67,37 @@ def request_of(**fields) -> JobRequest:
     return JobRequest(**values)
 
 
-async def processed(request: JobRequest, log: tuple[Chunk, ...] = (), form=HERMES):
-    tokenizer = Tokenizer(byte_level()._tokenizer, TEMPLATE)
-    processor = InputProcessor(tokenizer, MODEL, clock=Clock(), tool_format=form)
+async def processed(
+    request: JobRequest, log: tuple[Chunk, ...] = (), form=HERMES, tokenizer: Tokenizer = BYTES
+):
+    reasoning = tokenizer.reasoning_format("auto")
+    model = replace(MODEL, eos_token_ids=tokenizer.eos_token_ids)
+    processor = InputProcessor(
+        tokenizer, model, clock=Clock(), reasoning=reasoning, tool_format=form
+    )
     return await processor.process(delivery_of(request, log))
 
 
-async def admitted(request: JobRequest, log: tuple[Chunk, ...] = ()) -> AdmittedJob:
-    job = await processed(request, log)
+async def admitted(
+    request: JobRequest, log: tuple[Chunk, ...] = (), case: Case = CASES["hermes"]
+) -> AdmittedJob:
+    job = await processed(request, log, case.form, case.tokenizer)
     assert isinstance(job, AdmittedJob)
     return job
 
 
 async def published(
-    chunk_tokens: int, n: int = 1, ids=IDS, reason=FinishReason.STOP
+    chunk_tokens: int,
+    n: int = 1,
+    ids=None,
+    reason=FinishReason.STOP,
+    case: Case = CASES["hermes"],
 ) -> tuple[list[Chunk], FinishedJob]:
+    ids = case.ids if ids is None else ids
     log = FakeLog()
     limits = PublishLimits(chunk_tokens=chunk_tokens, chunk_wait_s=math.inf)
     publisher = Publisher(log, limits=limits)
-    job = await admitted(request_of(params=SamplingParams(n=n)))
+    job = await admitted(request_of(params=SamplingParams(n=n)), case=case)
     publisher.open(job)
     finished: list[FinishedJob] = []
     for place, token_id in enumerate(ids):
@@ -80,42 +128,46 @@ def fields_of(calls: tuple[GeneratedCall, ...]) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("chunk_tokens", [1, 5])
-async def test_the_pieces_join_to_the_result(chunk_tokens: int, n: int) -> None:
-    chunks, finished = await published(chunk_tokens, n)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+async def test_the_pieces_join_to_the_result(case: Case, chunk_tokens: int, n: int) -> None:
+    chunks, finished = await published(chunk_tokens, n, case=case)
     for choice in finished.result.choices:
         assert choice.finish_reason is FinishReason.TOOL_CALLS
         assert choice.text == "I look. "
-        assert [json.loads(call.arguments) for call in choice.tool_calls] == [{"a": "é"}] * 2
+        arguments = [json.loads(call.arguments) for call in choice.tool_calls]
+        assert arguments == [{"a": "é"}] * case.num_calls
         own = [chunk for chunk in [*chunks, finished.final_chunk] if chunk.choice == choice.index]
         assert joined(own) == fields_of(choice.tool_calls)
         assert "".join(chunk.text for chunk in own) == choice.text
     ids = {call.id for choice in finished.result.choices for call in choice.tool_calls}
-    assert len(ids) == 2 * n
+    assert len(ids) == case.num_calls * n
 
 
-@pytest.mark.parametrize("after", range(0, len(IDS) + 1, 3))
 @pytest.mark.parametrize("source", ["log", "result"])
-async def test_a_reader_may_begin_at_any_token(after: int, source: str) -> None:
-    chunks, finished = await published(5)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+async def test_a_reader_may_begin_at_any_token(case: Case, source: str) -> None:
+    chunks, finished = await published(5, case=case)
     (choice,) = finished.result.choices
-    seen = list(StreamPosition("job").accept_result(finished.result))[:after]
-    cursor = StreamPosition("job", after)
-    rest = (
-        list(cursor.accept_result(finished.result))
-        if source == "result"
-        else [t for c in [*chunks, finished.final_chunk] for t in cursor.accept(c) or ()]
-    )
-    assert joined([*seen, *rest]) == fields_of(choice.tool_calls)
+    for after in range(len(case.ids) + 1):
+        seen = list(StreamPosition("job").accept_result(finished.result))[:after]
+        cursor = StreamPosition("job", after)
+        rest = (
+            list(cursor.accept_result(finished.result))
+            if source == "result"
+            else [t for c in [*chunks, finished.final_chunk] for t in cursor.accept(c) or ()]
+        )
+        assert joined([*seen, *rest]) == fields_of(choice.tool_calls)
 
 
-@pytest.mark.parametrize("cut", range(1, len(IDS), 5))
-async def test_a_log_cut_anywhere_is_continued_with_the_same_calls(cut: int) -> None:
-    _, finished = await published(1)
-    log = Chunk(job_id="job", index=0, token_ids=IDS[:cut])
-    job = await admitted(request_of(), (log,))
-    job.answer.push(0, IDS[cut:])
-    job.answer.end(0, FinishReason.STOP, with_last_token=True)
-    assert job.answer.results() == finished.result.choices
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+async def test_a_log_cut_anywhere_is_continued_with_the_same_calls(case: Case) -> None:
+    _, finished = await published(1, case=case)
+    for cut in range(1, len(case.ids), 3):
+        log = Chunk(job_id="job", index=0, token_ids=case.ids[:cut])
+        job = await admitted(request_of(), (log,), case)
+        job.answer.push(0, case.ids[cut:])
+        job.answer.end(0, FinishReason.STOP, with_last_token=True)
+        assert job.answer.results() == finished.result.choices
 
 
 async def test_a_call_that_is_cut_is_marked_and_the_reason_is_the_length() -> None:
