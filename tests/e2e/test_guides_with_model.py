@@ -52,10 +52,11 @@ async def test_the_guide_s_tool_is_called(redis_url: str, tmp_path: Path) -> Non
     first, asked = "tools=[WEATHER]))\nif", 'tools=[WEATHER], tool_choice="required"))\nif'
     assert code.count(first) == 1
     code = code.replace(first, asked).replace('"qwen3-8b"', f'"{QUEUE}"')
+    code = code.replace("=[WEATHER]", "=[WEATHER], parallel_tool_calls=False, temperature=0")
     template = tmp_path / "template.jinja"
     template.write_text("{{ (tools or []) | tojson }}\n" + HERMES)
     database, names = database_url(tmp_path), dict[str, Any]()
-    model = MODEL | {"chat_template": str(template)}
+    model = MODEL | {"chat_template": str(template), "default_max_tokens": 200}
     async with running_worker(redis_url, database, in_process=True, **model):
         with contextlib.redirect_stdout(io.StringIO()):
             await asyncio.to_thread(exec, at(code, redis_url, database), names)
