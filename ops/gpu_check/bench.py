@@ -14,13 +14,13 @@ def rows(record: dict[str, Any]) -> list[str]:
     lines = []
     for shape, found in record.get("results", {}).items():
         for what, figures in found.items():
-            told = [
+            parts = [
                 f"{heading} {form.format(figures[key])}"
                 for key, (heading, form) in COLUMNS.items()
                 if key in figures
             ]
-            if told:
-                lines.append(f"{shape}, {what}: {', '.join(told)}")
+            if parts:
+                lines.append(f"{shape}, {what}: {', '.join(parts)}")
     lines += [f"left out: {what}: {why}" for what, why in record.get("left_out", {}).items()]
     return [*lines, record["error"]] if "error" in record else lines
 

@@ -1,6 +1,6 @@
 """A pytest plugin: writes each failure when it happens, and lines for the table of `ops/gpu-check`.
 
-A run that is killed has thus told of its failures.
+A run that is killed has thus printed its failures.
 """
 
 from typing import Any

@@ -271,19 +271,19 @@ class Provisioner:
 def notes(environment: Mapping[str, str]) -> list[str]:
     """Return notes to show before a large download: its size, and what this machine lacks."""
     path = environment.get("PATH", os.defpath)
-    told = []
+    lines = []
     if not environment.get("TORCH_WHEEL"):
-        told.append(
+        lines.append(
             "downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB"
         )
         if not shutil.which("nvidia-smi", path=path):
-            told.append("no GPU here: TORCH_WHEEL=/path/to/torch…+cpu….whl ops/setup saves 2 GB")
+            lines.append("no GPU here: TORCH_WHEEL=/path/to/torch…+cpu….whl ops/setup saves 2 GB")
     if not any(shutil.which(name, path=path) for name in ("g++", "c++")):
-        told.append(
+        lines.append(
             "no g++ here: the CPU kernels cannot be compiled, and generating is several times "
             "slower without"
         )
-    return told
+    return lines
 
 
 def _has_node(path: str) -> bool:

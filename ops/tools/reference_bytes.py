@@ -68,13 +68,13 @@ def block(name: str) -> str:
     """Return the example as the guide shows it."""
     packed = encode(EXAMPLES[name])
     lines = [packed[start : start + 24].hex(" ") for start in range(0, len(packed), 24)]
-    told = json.dumps(_as_sent(EXAMPLES[name]), ensure_ascii=False)
+    shown_json = json.dumps(_as_sent(EXAMPLES[name]), ensure_ascii=False)
     extra = f"\nIts fingerprint is `{fingerprint(REQUEST)}`, its cost {estimated_tokens(REQUEST)}."
     return (
         "```\n"
         + "\n".join(lines)
         + "\n```\n```json\n"
-        + told
+        + shown_json
         + "\n```"
         + (extra if name == "JobRequest" else "")
     )

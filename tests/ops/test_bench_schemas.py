@@ -37,7 +37,7 @@ async def test_no_answer_breaks_its_schema_in_silence(
     found = await count(SCHEMAS, GrammarCompiler.from_vocab(VOCAB, [EOS]), answers, 200)
     lines = capsys.readouterr().out.splitlines()
     refusals = [line.partition(" refused: ")[2] for line in lines if " refused: " in line]
-    reported = [line for line in lines if line.startswith("told of ")]
+    reported = [line for line in lines if line.startswith("reported: ")]
     assert found["silent"] == 0
     assert len(reported) == found["reported"]
     assert [
@@ -64,7 +64,7 @@ async def test_an_answer_that_breaks_its_schema_is_counted() -> None:
 
     broken = GrammarCompiler.from_vocab(VOCAB, [EOS], compile_source=compile_any)
     found = await count([{"type": "string"}], broken, 3, 200)
-    assert found == {"schemas": 1, "refused": 0, "finished": 3, "told": 3, "silent": 0}
+    assert found == {"schemas": 1, "refused": 0, "finished": 3, "reported": 3, "silent": 0}
 
 
 @pytest.mark.parametrize(

@@ -143,27 +143,27 @@ def _interactive(
                 ignore_eos=True,
                 priority="interactive",
             )
-            told = [
+            arrived = [
                 time.monotonic()
                 for chunk in client.stream(job, timeout=300)
                 for _ in chunk.token_ids
             ]
             ended = time.monotonic()
-            samples.append(_times(began, told, ended, client.result(job, timeout=60)))
+            samples.append(_times(began, arrived, ended, client.result(job, timeout=60)))
             print(json.dumps(samples[-1]), file=sys.stderr)
             time.sleep(arguments.pause)
     return samples
 
 
-def _times(began: float, told: list[float], ended: float, result: JobResult) -> dict[str, float]:
-    first_ms, used = (told[0] - began) * 1000, result.usage
+def _times(began: float, arrived: list[float], ended: float, result: JobResult) -> dict[str, float]:
+    first_ms, used = (arrived[0] - began) * 1000, result.usage
     engine_ms = float((used.ttft_ms or 0) - used.queue_ms)
     return {
         "first_ms": first_ms,
         "queue_ms": float(used.queue_ms),
         "engine_ms": engine_ms,
         "wire_ms": first_ms - used.queue_ms - engine_ms,
-        "token_ms": (told[-1] - told[0]) * 1000 / max(1, len(told) - 1),
+        "token_ms": (arrived[-1] - arrived[0]) * 1000 / max(1, len(arrived) - 1),
         "total_ms": (ended - began) * 1000,
     }
 

@@ -2,7 +2,7 @@
 
 Tokens are drawn evenly from those that the mask allows, ends preferred, with a real model's
 vocabulary; that is harsher than any model. Every finished answer is validated as a worker does
-(`told`) and by another library, jsonschema (`silent`: only jsonschema finds it broken).
+(`reported`) and by another library, jsonschema (`silent`: only jsonschema finds it broken).
 """
 
 import argparse
@@ -89,7 +89,7 @@ async def count(
 ) -> dict[str, int]:
     checker, writer = AnswerChecker(), Writer(compiler, max_tokens)
     refused: Counter[str] = Counter()
-    finished = told = silent = 0
+    finished = reported = silent = 0
     for schema in schemas:
         try:
             make_matcher = compiler.compile(ResponseFormat(json_schema=schema)).result(60)
@@ -102,8 +102,8 @@ async def count(
                 continue
             finished += 1
             if (problem := await checker.violation(schema or {"type": "object"}, text)) is not None:
-                told += 1
-                print(f"told of {str(schema)[:200]}: {problem}")
+                reported += 1
+                print(f"reported: {str(schema)[:200]}: {problem}")
             elif is_broken(schema, text):
                 silent += 1
                 print(f"silent of {str(schema)[:200]}: {text[:200]!r}")
@@ -114,7 +114,7 @@ async def count(
         "schemas": len(schemas),
         "refused": refused.total(),
         "finished": finished,
-        "told": told,
+        "reported": reported,
         "silent": silent,
     }
     print(*(f"{name} {value}" for name, value in found.items()), sep=", ")

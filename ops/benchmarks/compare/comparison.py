@@ -164,8 +164,8 @@ def _measure(
         for workload in workloads:
             floors = frozenset(filter(is_floor, names))
             measurement = Measurement(workload, tuple(names), floors, quantization)
-            told = report.begin(measurement)
-            run_rounds(children, measurement, arguments.rounds, status.update, told)
+            print_turn = report.begin(measurement)
+            run_rounds(children, measurement, arguments.rounds, status.update, print_turn)
             report.show()
     shutil.rmtree(logs, ignore_errors=True)
 

@@ -76,13 +76,13 @@ class Report:
         """Add a measurement; return the function that `run_rounds` calls after each turn."""
         self._measurements.append(measurement)
 
-        def told(name: str, turn: Turn) -> None:
+        def print_turn(name: str, turn: Turn) -> None:
             # written before printed, so that the file has every printed turn
             self._keep({**self.record, "complete": False})
             line = turn_line(measurement, name, turn, self._num_rounds)
             self._console.print(line, markup=False, soft_wrap=True)
 
-        return told
+        return print_turn
 
     def show(self) -> None:
         """Print the workloads that were not printed yet, also unfinished ones."""

@@ -94,9 +94,9 @@ def run_rounds(
     measurement: Measurement,
     count: int,
     waiting: Waiting,
-    told: Callable[[str, Turn], None],
+    on_turn: Callable[[str, Turn], None],
 ) -> None:
-    """Warm up, then run `count` rounds; `told` is called after every turn."""
+    """Warm up, then run `count` rounds; `on_turn` is called after every turn."""
     workload = measurement.workload
     for child in children:
         waiting(f"{workload.name}: {child.kind.name} warms up")
@@ -106,7 +106,7 @@ def run_rounds(
             waiting(f"{workload.name}: round {number + 1} of {count}, {child.kind.name}")
             turn = _turn(child, workload)
             measurement.turns[child.kind.name].append(turn)
-            told(child.kind.name, turn)
+            on_turn(child.kind.name, turn)
 
 
 def _turn(child: Child, workload: Workload) -> Turn:

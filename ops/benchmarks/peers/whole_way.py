@@ -226,8 +226,10 @@ class WholeWay:
         done = _round(started, wall_s, readings, notes)
         done.cpu_s = cpu_s
         done.script_calls, done.script_s = calls - calls_before, seconds - seconds_before
-        told = {reading.job: reading.times for reading in readings if reading.times is not None}
-        done.latency_s = notes.latencies(told)
+        received_at = {
+            reading.job: reading.times for reading in readings if reading.times is not None
+        }
+        done.latency_s = notes.latencies(received_at)
         return done
 
     def _read_notes(self, offset: int, readings: list[Reading]) -> Notes:

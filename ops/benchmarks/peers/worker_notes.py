@@ -51,15 +51,15 @@ class Notes:
             count in self.ends[job] for job, count in lengths.items()
         )
 
-    def latencies(self, told: Mapping[str, Passage]) -> list[float]:
+    def latencies(self, received: Mapping[str, Passage]) -> list[float]:
         """Return the seconds of each noted chunk, from its step's end to its subscriber.
 
         Args:
-            told: times at which subscribers had so many tokens, by job.
+            received: times at which subscribers had so many tokens, by job.
         """
         return [
             when - self.ends[job][count]
-            for job, passage in told.items()
+            for job, passage in received.items()
             for count, when in passage.items()
             if count in self.ends[job]
         ]
