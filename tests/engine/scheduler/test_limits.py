@@ -54,6 +54,13 @@ def test_without_limits_a_lone_prompt_takes_the_whole_step() -> None:
     assert chunks(loop) == [{"long": 20}] * 2
 
 
+def test_all_free_rows_are_filled_in_one_step_without_bypassing() -> None:
+    loop = Loop.build(max_num_seqs=6, max_bypass=0)
+    loop.add(*[make_sequence(f"{index}", prompt(index, 5), 2) for index in range(8)])
+    loop.step()
+    assert chunks(loop) == [{f"{index}": 5 for index in range(6)}]
+
+
 def test_a_threshold_alone_allows_one_partial_prefill_at_a_time() -> None:
     loop = Loop.build(max_num_batched_tokens=20, long_prefill_token_threshold=6)
     loop.add(*[make_sequence(f"long {index}", prompt(index, 12), 1) for index in range(2)])
