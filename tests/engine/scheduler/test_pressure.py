@@ -227,6 +227,17 @@ def test_a_victim_whose_copy_failed_is_computed_again() -> None:
     assert loop.scheduler.snapshot().recomputed_tokens > 0
 
 
+def test_blocks_that_a_failed_step_was_to_restore_are_not_trusted() -> None:
+    loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
+    loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
+    failures = [True]
+    loop.device.fails = lambda plan: bool(plan.swap_in and failures and failures.pop())
+    while failures:
+        loop.step()
+    loop.run()
+    loop.assert_truth()
+
+
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 8), (8,)])
