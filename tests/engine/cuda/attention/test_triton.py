@@ -64,6 +64,17 @@ def test_split_contexts_fold_to_the_whole(case: Case) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("num_multiprocessors", [1, 32])
+def test_the_last_tile_may_be_full_or_not(num_multiprocessors: int) -> None:
+    """Full tiles are read without masks; a tile has 32 keys here, a row's own token is the last."""
+    case = Case("tiles", ((1, 31), (1, 32), (1, 33), (1, 64), (1, 1), (20, 64), (33, 97), (32, 32)))
+    problem = make_problem(case, DEVICE)
+    backend = TritonAttention(num_multiprocessors)
+    result = attend(backend, problem, filled_cache(backend, problem))
+    torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
+
+
+@kernels
 def test_one_long_context_among_short_ones_is_split() -> None:
     """The shares of short contexts are empty but for the first: nothing is stored for them."""
     lens = ((1, 2100), *((1, 40),) * 3, (1, 1100))

@@ -1,8 +1,7 @@
 """Triton kernels of paged attention: attend, and fold the results of splits.
 
-Softmax runs in base 2 over float32; the maximum and the sum are carried along the keys. Nothing
-outside a row's visible positions is ever loaded, so the contents of unused slots cannot leak, not
-even NaN.
+Nothing outside a row's visible positions is ever loaded, so the contents of unused slots cannot
+leak, not even NaN.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -10,7 +9,7 @@ even NaN.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from tokenmill_worker.engine.cuda.attention.tile_kernels import LOG2_E, attend_tiles
 
 
 @triton.jit
@@ -69,50 +68,6 @@ def tiles_to_visit(
         first_tile += tl.program_id(2) * share
         last_tile = tl.minimum(first_tile + share, last_tile)
     return begin, first_tile, last_tile
-
-
-@triton.jit
-def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Load the block id of each key of a tile, and 0 where there is no key; the tile may be out of
-    range.
-    """
-    key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-    is_key = (key_position >= begin) & (key_position < end)
-    return tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0)
-
-
-@triton.jit
-def logits_of_tile(
-    queries,
-    keys,
-    position,
-    key_position,
-    is_key,
-    scale,
-    softcap,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """Compute logits in base 2; they are −∞ where a row does not see a key."""
-    logits = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
-    if HAS_SOFTCAP:
-        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0))
-    is_seen = is_key[None, :] & (key_position[None, :] <= position[:, None])
-    if WINDOW > 0:
-        is_seen = is_seen & (key_position[None, :] > position[:, None] - WINDOW)
-    return tl.where(is_seen, logits * LOG2_E, float("-inf"))
-
-
-@triton.jit
-def weights_of(logits, largest, total):
-    """Compute weights relative to the maximum so far, and the factor that rescales the earlier
-    sums.
-    """
-    grown = tl.maximum(largest, tl.max(logits, 1))
-    shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
-    weights = tl.exp2(logits - shift[:, None])
-    shrink = tl.exp2(largest - shift)
-    return weights, shrink, grown, total * shrink + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -248,31 +203,21 @@ def attend_kernel(
     values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
     block_table += seq.to(tl.int64) * table_stride
-    # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that
-    # depend on each other.
-    next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
-    for tile in range(first_tile, last_tile):
-        key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-        is_key = (key_position >= begin) & (key_position < end)
-        block = next_block
-        next_block = blocks_of_tile(block_table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
-        key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
-        keys = tl.load(
-            cache + key_at[None, :] + dims[:, None],
-            mask=is_dim[:, None] & is_key[None, :],
-            other=0.0,
+    full_tile = first_tile
+    if WINDOW == 0:  # up to the tile of the block's own tokens, every row sees every key
+        full_tile = tl.maximum(
+            tl.minimum((base + first_token + 1) // TILE_KEYS, last_tile), first_tile
         )
-        logits = logits_of_tile(
-            queries, keys, base + token, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP
-        )
-        weights, shrink, largest, total = weights_of(logits, largest, total)
-        tile_of_values = cache + value_offset + key_at[:, None] + dims[None, :]
-        loaded = tl.load(tile_of_values, mask=is_key[:, None] & is_dim[None, :], other=0.0).to(
-            queries.dtype
-        )
-        values = values * shrink[:, None] + tl.dot(
-            weights.to(queries.dtype), loaded, input_precision="ieee"
-        )
+        largest, total, values = attend_tiles(
+            queries, cache, block_table, base + token, first_tile, full_tile, begin, end,
+            largest, total, values, scale, softcap, block_stride, value_offset,
+            HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, TILE_KEYS, True,
+        )  # fmt: skip
+    largest, total, values = attend_tiles(
+        queries, cache, block_table, base + token, full_tile, last_tile, begin, end,
+        largest, total, values, scale, softcap, block_stride, value_offset,
+        HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, TILE_KEYS, False,
+    )  # fmt: skip
 
     if IS_SPLIT and (tl.program_id(2) > 0 or last_tile * TILE_KEYS < end):
         store_partials(
