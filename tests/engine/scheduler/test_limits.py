@@ -47,6 +47,17 @@ def test_a_lone_long_prompt_is_cut_to_the_threshold_too() -> None:
     loop.assert_truth()
 
 
+def test_a_sequence_may_fill_the_models_length_and_not_begin_there() -> None:
+    loop = Loop.build(make_cache(100))
+    loop.add(make_sequence("fits", prompt(1, MAX_MODEL_LEN - 1), 1))
+    loop.run()
+    assert len(loop.tokens["fits", 0]) == 1
+    without_limit = make_sequence("a", prompt(2, MAX_MODEL_LEN), 0, params=SamplingParams())
+    for sequence in (without_limit, make_sequence("b", prompt(3, MAX_MODEL_LEN - 1), 2)):
+        with pytest.raises(RequestError, match="can never fit"):
+            loop.add(sequence)
+
+
 def test_without_limits_a_lone_prompt_takes_the_whole_step() -> None:
     loop = Loop.build(max_num_batched_tokens=20)
     loop.add(make_sequence("long", prompt(1, 40), 1))
