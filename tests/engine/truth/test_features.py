@@ -4,6 +4,7 @@ work.
 
 import json
 
+import msgspec
 import pytest
 
 from tests.engine.scheduler.integrity import check_integrity
@@ -208,3 +209,8 @@ def test_structured_output_matches_its_schema():
     assert len(text) == 6
     assert text[3] == "-"
     assert outputs[1].finish_reason is FinishReason.STOP
+    accepted = engine.stats().accepted_tokens
+    assert accepted > 5, "the names of the schema are forced"
+    undrafted = msgspec.structs.replace(shape, speculate=False)
+    assert engine.generate_batch([[1, 2, 3, 4]], undrafted)[0].token_ids == outputs[0].token_ids
+    assert engine.stats().accepted_tokens == accepted

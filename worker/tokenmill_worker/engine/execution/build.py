@@ -25,7 +25,6 @@ from tokenmill_worker.engine.model import model_files, probe
 from tokenmill_worker.engine.model.loader import LoadedModel, describe_model, load_model
 from tokenmill_worker.engine.model.vocabulary import vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler
-from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.types import ProgressCallback
 
 
@@ -116,7 +115,6 @@ def build_runner(
         description=_description(config, cache_config, pool),
         can_structure=grammars is not None,
         is_asynchronous=bool(config.async_batching),
-        proposer=PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
         sampling_defaults=msgspec.structs.replace(
             loaded.sampling_defaults, logprobs_mode=config.logprobs_mode
         ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,14 @@ from tokenmill_worker.engine.lora import Adapters, refused_adapter
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import PagedStep, bind_layers
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
-from tokenmill_worker.engine.sampling import GrammarCompiler, Layout, Sampled, Sampler
-from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
+from tokenmill_worker.engine.sampling import (
+    Drafts,
+    GrammarCompiler,
+    Layout,
+    PromptLookup,
+    Sampled,
+    Sampler,
+)
 from tokenmill_worker.engine.sequence import Sequence
 
 
@@ -57,10 +63,8 @@ class ModelRunner:
         adapters: Adapters | None = None,
     ) -> None:
         config, device, length = info.config, loaded.device, info.max_model_len
-        self.info = info
         self._grammars = grammars
         self._adapters = adapters
-        self._lookup = info.proposer if isinstance(info.proposer, PromptLookup) else None
         self._loaded = loaded
         self._device = device
         self._backend = backend
@@ -76,6 +80,11 @@ class ModelRunner:
             grammars,
             device.token_kernel(config),
         )
+        self._drafts = Drafts(
+            None if device.is_asynchronous else self._sampler.forced_tokens,
+            PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
+        )
+        self.info = replace(info, proposer=self._drafts)
         self._previous: PreviousTokens | None = None
         self.graphs: Graphs | None = device.graphs(self.forward, config, length)
 
@@ -167,8 +176,7 @@ class ModelRunner:
         for sequence in sequences:
             self._inputs.release(sequence)
             self._sampler.release(sequence)
-            if self._lookup is not None:
-                self._lookup.release(sequence)
+            self._drafts.release(sequence)
 
     def is_alive(self) -> bool:
         """Return whether the device works; after a permanent failure every call on it fails."""

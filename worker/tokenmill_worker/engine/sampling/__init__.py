@@ -1,15 +1,18 @@
 """Samples one token per row of the logits, by parameters per request, independent of the batch.
 
-Belongs here: parameters, penalties, noise, truncation, grammars, prompt lookup. Kernels that sample
+Belongs here: parameters, penalties, noise, truncation, grammars, drafts. Kernels that sample
 belong to `cpu` and `cuda`.
 """
 
+from tokenmill_worker.engine.sampling.drafts import MAX_FORCED, Drafts
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sampling.sampler import Layout, Sampler
 
 __all__ = [
+    "MAX_FORCED",
+    "Drafts",
     "GrammarCompiler",
     "GrammarError",
     "Layout",

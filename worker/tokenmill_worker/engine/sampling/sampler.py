@@ -83,6 +83,10 @@ class Sampler:
         """
         self._grammars.start(items)
 
+    def forced_tokens(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the tokens that the sequence's grammar forces next."""
+        return self._grammars.forced_tokens(sequence)
+
     def release(self, sequence: Sequence) -> None:
         """Remove a sequence; if it comes back, its state is rebuilt from its tokens."""
         self._table.release(sequence)

@@ -62,6 +62,12 @@ class JsonMatcher:
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens of the text that must follow, as the model's tokenizer cuts it. Empty
+        where several texts may follow.
+        """
+        return [int(i) for i in self._matcher.compute_ff_tokens()]
+
     def fill_next_token_bitmask(self, words: Tensor, row: int) -> None:
         """Write the mask of the next token to `words[row]`.
 

@@ -25,7 +25,7 @@ from tokenmill_worker.engine.sampling.grammar.compiler import (
     GrammarError,
     sentence,
 )
-from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher
+from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher, forced_tokens
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sampling.transfer import to_device
 from tokenmill_worker.engine.sequence import Sequence
@@ -66,6 +66,10 @@ class _MatcherState:
     matcher: Any
     epoch: int
     num_read: int = 0  # output tokens that the matcher has read; they do not change within an epoch
+    unchecked: tuple[int, float] = (
+        0,
+        0.0,
+    )  # tokens read since the last mask, and their CPU seconds
 
 
 class Grammars:
@@ -98,6 +102,26 @@ class Grammars:
             if pending[0] == tuple(items):
                 return found
         return self._compute(tuple(items))
+
+    def forced_tokens(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the next tokens of a sequence whose grammar leaves one way; else ().
+
+        The sequence's tokens must be on the host. A token that the grammar refuses is reported by
+        the next mask.
+        """
+        if not sequence.is_constrained or sequence.num_inflight:
+            return ()
+        self._wait()
+        started_s = time.thread_time()
+        try:
+            state = self._state_of(sequence)
+            new = self._unread(sequence, state)
+            _read(state, new)
+            forced = tuple(forced_tokens(state.matcher))
+        except Exception:  # the next mask fails alike, and ends the sequence with the reason
+            return ()
+        state.unchecked = (len(new), time.thread_time() - started_s)
+        return forced
 
     def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:
         """Record the step that samples each structured sequence's token.
@@ -184,7 +208,9 @@ class Grammars:
             taken += 1
         if taken:
             matcher.rollback(taken)
-        if (time.thread_time() - started_s) / (len(new) + len(words)) > TOKEN_LIMIT_S:
+        (read, read_s), state.unchecked = state.unchecked, (0, 0.0)
+        spent_s = read_s + time.thread_time() - started_s
+        if spent_s / (read + len(new) + len(words)) > TOKEN_LIMIT_S:
             raise GrammarError(
                 f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to "
                 "check"
