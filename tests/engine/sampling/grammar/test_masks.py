@@ -172,56 +172,6 @@ def test_drafts_right_and_wrong_change_nothing(compiler: GrammarCompiler) -> Non
         assert len(steps) < len(truth)
 
 
-def test_forced_tokens_as_drafts_change_nothing(compiler: GrammarCompiler) -> None:
-    for seed in range(4):
-        plain, drafted = (structured(JSON, seed, temperature=0.8) for _ in range(2))
-        run(make_sampler(compiler), [plain])
-        sampler = make_sampler(compiler)
-        proposed: list[tuple[int, ...]] = []
-
-        def propose(
-            sequence: Sequence, sampler: Sampler = sampler, seen: Any = proposed
-        ) -> tuple[int, ...]:
-            seen.append(sampler.forced_tokens(sequence))
-            return tuple(seen[-1])
-
-        run(sampler, [drafted], proposer=propose)
-        assert drafted.output_ids == plain.output_ids
-        assert any(proposed)
-
-
-def test_a_grammar_forces_its_text_in_the_longest_tokens(compiler: GrammarCompiler) -> None:
-    sampler, sequence = make_sampler(compiler), structured(JSON)
-    forced = sampler.forced_tokens(sequence)
-    assert b'{"name": "'.startswith(b"".join(VOCAB[i] for i in forced))
-    assert [VOCAB[i] for i in forced[:3]] == [b'{"', b"name", b'": ']
-    sequence.token_ids += forced
-    rest = sampler.forced_tokens(sequence)
-    assert len(rest) <= 1, "a name of any text may follow"
-    assert sampler.forced_tokens(Sequence("r", [1], 1, SamplingParams(), seed=0)) == ()
-
-
-def test_tokens_that_a_grammar_refuses_are_reported_by_the_mask(compiler: GrammarCompiler) -> None:
-    sampler, sequence = make_sampler(compiler), structured(JSON)
-    sequence.token_ids += list(b"no")
-    assert sampler.forced_tokens(sequence) == ()
-    item = plan_item(sequence)
-    _, _, errors = sampler.sample(torch.zeros(1, WIDTH), [item]).finish()
-    assert "is not in the grammar" in errors[0]
-
-
-def test_reading_for_drafts_counts_as_time_of_the_grammar(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler, sequence = make_sampler(compiler), structured(JSON)
-    sequence.token_ids += sampler.forced_tokens(sequence)
-    clock = iter([0.0, 9.0, 9.0, 9.0])  # forced_tokens, then the mask
-    monkeypatch.setattr("time.thread_time", lambda: next(clock))
-    sampler.forced_tokens(sequence)
-    _, _, errors = sampler.sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
-    assert "too ambiguous" in errors[0]
-
-
 def test_preempted_resumed_and_abandoned_sequences_are_replayed(compiler: GrammarCompiler) -> None:
     plain = structured(JSON, 3)
     run(make_sampler(compiler), [plain])
