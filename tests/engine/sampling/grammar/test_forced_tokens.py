@@ -9,6 +9,7 @@ from tests.engine.sampling.grammar.test_masks import (
     EOS,
     JSON,
     VOCAB,
+    WIDTH,
     make_sampler,
     run,
     structured,
