@@ -13,7 +13,7 @@ from tokenmill_schemas.control import WakeUp
 pytestmark = pytest.mark.redis
 
 
-class Ears:
+class WakeUpReceiver:
     """Records messages on the wake-up channels of the workers w1 … and on the one for all."""
 
     def __init__(self, queue: Queue) -> None:
@@ -21,7 +21,7 @@ class Ears:
         self._stack = AsyncExitStack()
         self._pubsub = queue.redis.pubsub()
 
-    async def __aenter__(self) -> "Ears":
+    async def __aenter__(self) -> "WakeUpReceiver":
         await self._stack.enter_async_context(self._pubsub)
         return self
 
@@ -53,17 +53,17 @@ async def listed(queue: Queue, key: str) -> dict[str, float]:
 
 
 async def test_those_with_most_room_are_called_one_more_than_jobs(queue: Queue) -> None:
-    async with Ears(queue) as ears:
-        await ears.open("w1", "w2", "w3", "w4")
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open("w1", "w2", "w3", "w4")
         for number, room in enumerate((2, 8, 4, 6), 1):
             assert await queue.worker(f"w{number}").claim(room) == []
         await queue.submit()
-        assert await ears.received() == ["w2", "w4"]
+        assert await receiver.received() == ["w2", "w4"]
         assert await listed(queue, queue.keys.idle_workers()) == {"w1": 2, "w3": 4}
         await queue.submit()
-        assert await ears.received() == ["w1", "w3"]
+        assert await receiver.received() == ["w1", "w3"]
         await queue.submit()
-        assert await ears.received() == [], "those that were called know that something waits"
+        assert await receiver.received() == [], "those that were called know that something waits"
         [*taken] = await queue.worker("w2").claim(8)
         assert len(taken) == 3
         assert await listed(queue, queue.keys.idle_workers()) == {"w2": 5}
@@ -85,27 +85,27 @@ async def test_a_claim_that_leaves_no_room_takes_the_worker_off_the_list(queue: 
 
 
 async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue) -> None:
-    async with Ears(queue) as ears:
-        await ears.open("w1")
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open("w1")
         assert await queue.worker().claim(0, 4) == []
         assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {"w1": 4}
         for priority in ("bulk", "standard"):
             await queue.submit(priority=priority)
-        assert await ears.received() == []
+        assert await receiver.received() == []
         await queue.submit(priority="interactive")
-        assert await ears.received() == ["w1"]
+        assert await receiver.received() == ["w1"]
         [job] = await queue.worker().claim(0, 4)
         assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {"w1": 3}
         assert (await queue.field(job.job_id, "class")) == "interactive"
 
 
 async def test_a_worker_that_does_not_listen_is_passed_over(queue: Queue) -> None:
-    async with Ears(queue) as ears:
-        await ears.open("w1")
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open("w1")
         await queue.worker("gone").claim(50)
         await queue.worker("w1").claim(5)
         await queue.submit()
-        assert await ears.received() == ["w1"]
+        assert await receiver.received() == ["w1"]
         assert await listed(queue, queue.keys.idle_workers()) == {}
 
 
@@ -121,44 +121,44 @@ async def test_a_worker_that_resigns_or_dies_is_not_listed(queue: Queue) -> None
 
 
 async def test_a_scheduled_job_and_a_known_one_wake_no_worker(queue: Queue) -> None:
-    async with Ears(queue) as ears:
-        await ears.open("w1")
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open("w1")
         await queue.worker().claim(5)
         await queue.submit(not_before=time.time() + 60)
-        assert await ears.received() == []
+        assert await receiver.received() == []
         await queue.submit(idempotency_key="a")
-        assert await ears.received() == ["w1"]
+        assert await receiver.received() == ["w1"]
         await queue.worker().claim(5)
         await queue.submit(idempotency_key="a")
-        assert await ears.received() == []
+        assert await receiver.received() == []
 
 
 async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Queue) -> None:
     worker = queue.worker(max_claim_bytes=1)
-    async with Ears(queue) as ears:
-        await ears.open("w1")
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open("w1")
         for _ in range(2):
             await queue.submit()
         assert len(await worker.claim(5)) == 1
-        assert await ears.received() == ["w1"]
+        assert await receiver.received() == ["w1"]
         assert len(await worker.claim(5)) == 1
-        assert await ears.received() == []
+        assert await receiver.received() == []
 
 
 async def test_all_workers_wake_up_when_the_chosen_one_has_no_room(queue: Queue) -> None:
-    async with Ears(queue) as ears:
-        await ears.open()
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open()
         await queue.worker().wake_all()
-        assert await ears.received() == ["bell"]
+        assert await receiver.received() == ["bell"]
 
 
 async def test_a_thousand_jobs_at_once_wake_each_worker_once(queue: Queue) -> None:
     names = [f"w{number}" for number in range(20)]
-    async with Ears(queue) as ears:
-        await ears.open(*names)
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open(*names)
         await asyncio.gather(*(queue.worker(name).claim(1) for name in names))
         await queue.client.submit_many([{"prompt": "x", "max_tokens": 1} for _ in range(1000)])
-        assert await ears.received() == sorted(names)
+        assert await receiver.received() == sorted(names)
 
 
 def test_a_call_is_what_the_script_writes() -> None:
