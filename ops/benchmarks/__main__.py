@@ -32,6 +32,7 @@ COMMANDS = {
     "schemas": (
         "random answers under JSON schemas: how many are refused, reported as broken, or neither"
     ),
+    "drafts": "what drafts of the tokens that a JSON schema forces save, and cost in free text",
     "quality": (
         "what rounding weights, or keys and values, costs: perplexity on real text, equal "
         "greedy tokens"

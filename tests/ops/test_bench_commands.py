@@ -176,6 +176,18 @@ def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "the whole way, jobs/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.model
+def test_drafts(tmp_path: Path) -> None:
+    out = tmp_path / "drafts.json"
+    wanted = ["--jobs", "2", "--max-num-seqs", "2", "--rounds", "1", "--json", str(out)]
+    assert main(["drafts", *wanted]) == 0
+    forced, free = json.loads(out.read_text())["results"].values()
+    assert forced["with drafts"]["steps"] < 0.6 * forced["without"]["steps"]
+    assert forced["with drafts"]["accepted"] > 0.4 * forced["with drafts"]["tokens"]
+    assert free["with drafts"]["accepted"] == forced["without"]["accepted"] == 0
+
+
 def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "interference.json"
     chunks = ["--chunk", "64", "--chunk", "256", "--chunk", "4096"]

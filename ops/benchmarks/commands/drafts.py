@@ -1,0 +1,116 @@
+"""`ops/bench drafts`: what drafts of forced tokens save, and what they cost where none are forced.
+
+The same jobs run with drafts and without, in turns: orders extracted into a JSON schema of eight
+fields, and the same prompts answered freely. Both give the same tokens.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from ops.benchmarks.measure.figures import medians
+from ops.benchmarks.measure.tables import show
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+
+_TEXT = {"type": "string", "maxLength": 12}
+FIELDS: dict[str, object] = {
+    "customer_name": _TEXT,
+    "order_number": _TEXT,
+    "delivery_address": _TEXT,
+    "product_category": _TEXT,
+    "quantity": {"type": "integer", "minimum": 0, "maximum": 999},
+    "unit_price": {"type": "number"},
+    "payment_method": {"enum": ["card", "invoice", "transfer"]},
+    "is_urgent": {"type": "boolean"},
+}
+SCHEMA: dict[str, object] = {
+    "type": "object",
+    "properties": FIELDS,
+    "required": list(FIELDS),
+    "additionalProperties": False,
+}
+WORKLOADS = {
+    "a JSON schema of eight fields": SamplingParams(
+        temperature=0, max_tokens=200, response_format=ResponseFormat(json_schema=SCHEMA)
+    ),
+    "free text": SamplingParams(temperature=0, max_tokens=64, ignore_eos=True),
+}
+COLUMNS = {
+    "tok_s": ("tok/s", "{:,.0f}"),
+    "ratio": ("\nratio", "{:.2f}"),
+    "steps": ("steps", "{:,.0f}"),
+    "tokens": ("tokens", "{:,.0f}"),
+    "accepted": ("drafts\naccepted", "{:,.0f}"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--jobs", type=int, default=200)
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    engine = Engine.load(
+        EngineConfig(model=options.model, dtype="float32", max_num_seqs=options.max_num_seqs)
+    )
+    prompts = _prompts(engine, options.jobs)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name, params in WORKLOADS.items():
+        cases = {
+            "with drafts": params,
+            "without": msgspec.structs.replace(params, speculate=False),
+        }
+        rounds: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
+        for number in range(options.rounds + 1):
+            answers = []
+            for case, wanted in cases.items():
+                figures, tokens = _measure(engine, prompts, wanted)
+                answers.append(tokens)
+                if number:  # the first round warms up
+                    rounds[case].append(figures)
+            if answers[0] != answers[1]:
+                raise RuntimeError(f"{name}: drafts changed an answer")
+        results[name] = {case: medians(done) for case, done in rounds.items()}
+        fast, slow = results[name].values()
+        fast["ratio"] = fast["tok_s"] / slow["tok_s"]
+    for name, found in results.items():
+        title = f"{options.jobs} jobs, {options.max_num_seqs} at once, {name}; the same tokens"
+        show(Console(), title, found, COLUMNS)
+    return {"results": results}
+
+
+def _prompts(engine: Engine, count: int) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(engine.runner.info.model_path)
+    texts = [
+        f"Extract the order as JSON. Customer {number} of house {number * 7 % 13} orders "
+        f"{number % 9 + 1} lamps at {number * 1.5 + 3} euros, paid by card, urgent.\n"
+        for number in range(count)
+    ]
+    return [list(map(int, tokenizer(text)["input_ids"])) for text in texts]
+
+
+def _measure(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams
+) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+    engine.scheduler.reset_prefix_cache()
+    before, started = engine.stats(), time.perf_counter()
+    outputs = engine.generate_batch(prompts, params)
+    taken_s, after = time.perf_counter() - started, engine.stats()
+    if failed := [output.error for output in outputs if output.error]:
+        raise RuntimeError(f"{len(failed)} jobs failed: {failed[0]}")
+    tokens = [tuple(output.token_ids) for output in outputs]
+    count = sum(map(len, tokens))
+    return {
+        "tok_s": count / taken_s,
+        "steps": after.steps - before.steps,
+        "tokens": count,
+        "accepted": after.accepted_tokens - before.accepted_tokens,
+    }, tokens
