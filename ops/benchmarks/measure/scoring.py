@@ -20,8 +20,6 @@ class Scorer:
 
     def __init__(self, config: EngineConfig, max_tokens: int) -> None:
         self._model = load_model(resolve(config.model), config, pick_device(config.device))
-        self._block_size = config.block_size
-        num_blocks = -(-max_tokens // config.block_size) + 1
         device = self._model.device
         dtype = kv_dtype(config, torch.float32)
         self._backend = choose(
@@ -31,9 +29,12 @@ class Scorer:
             list(self._model.shapes),
             config.block_size,
         )
+        default = self._backend.default_block_size(device.torch_device)
+        self._block_size = config.block_size or default
+        num_blocks = -(-max_tokens // self._block_size) + 1
         groups = self._model.groups
         pool = KVCachePool.allocate(
-            groups, [num_blocks] * len(groups), config.block_size, self._backend, dtype, device
+            groups, [num_blocks] * len(groups), self._block_size, self._backend, dtype, device
         )
         places = {
             layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
