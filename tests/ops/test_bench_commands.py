@@ -217,6 +217,7 @@ def test_bulk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < figures["first_ms_p50"] <= figures["total_ms_p50"]
     assert set(results["interactive"]) == {"alone", "beside the file"}
     # the count of tokens lags by a second, which is longer than three jobs take
-    assert results["bulk"]["file"]["tokens_s alone"] > 0
-    assert "tokens_s beside interactive jobs" in results["bulk"]["file"]
+    rates = results["bulk"]["file"]
+    assert rates["tokens_s beside interactive jobs"] >= 0
+    assert rates["tokens_s alone"] is None or rates["tokens_s alone"] > 0, "None: the file ended"
     assert "interactive jobs, p50 / p99" in capsys.readouterr().out
