@@ -29,8 +29,7 @@ class Scorer:
             list(self._model.shapes),
             config.block_size,
         )
-        default = self._backend.default_block_size(device.torch_device)
-        self._block_size = config.block_size or default
+        self._block_size = self._backend.block_size_of(config.block_size, device.torch_device)
         num_blocks = -(-max_tokens // self._block_size) + 1
         groups = self._model.groups
         pool = KVCachePool.allocate(

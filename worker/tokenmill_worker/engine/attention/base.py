@@ -78,6 +78,11 @@ class AttentionBackend(ABC):
         """Return the tokens of a block where the settings name no number."""
         return 16
 
+    @classmethod
+    def block_size_of(cls, wanted: int, device: torch.device) -> int:
+        """Return `wanted`, the setting's tokens of a block, or where it is 0 the default."""
+        return wanted or cls.default_block_size(device)
+
     @abstractmethod
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Return the layout of one layer's keys in one block; its values have the same."""

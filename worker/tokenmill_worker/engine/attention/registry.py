@@ -52,7 +52,7 @@ def why_not(
         backend = backend_class(name)
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    size = block_size or backend.default_block_size(device)
+    size = backend.block_size_of(block_size, device)
     reasons = (backend.why_not(device, dtype, shape, size) for shape in dict.fromkeys(shapes))
     return next((reason for reason in reasons if reason is not None), None)
 

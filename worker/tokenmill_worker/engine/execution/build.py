@@ -86,7 +86,7 @@ def build_runner(
         config.amx,
     )
     config = config.replace(
-        block_size=config.block_size or backend.default_block_size(device.torch_device)
+        block_size=backend.block_size_of(config.block_size, device.torch_device)
     )
     config = with_step_that_fits(given, config, loaded, backend, dtype)
     cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)

@@ -189,7 +189,7 @@ def _check_fused(
         backend = choose(
             config.attention, device, loaded.dtype, shapes, config.block_size, config.amx
         )
-        block_size = config.block_size or backend.default_block_size(device)
+        block_size = backend.block_size_of(config.block_size, device)
         found = [
             verify.difference(one, loaded.logits, layers, backend, block_size) for one in expected
         ]
