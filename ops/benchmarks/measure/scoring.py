@@ -12,7 +12,7 @@ from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.model.loader import load_model
 from tokenmill_worker.engine.model.model_files import resolve
-from tokenmill_worker.engine.model.paged_attention import LayerBinding, PagedStep
+from tokenmill_worker.engine.model.paged_attention import PagedStep, bind_layers
 
 
 class Scorer:
@@ -35,13 +35,7 @@ class Scorer:
         pool = KVCachePool.allocate(
             groups, [num_blocks] * len(groups), self._block_size, self._backend, dtype, device
         )
-        places = {
-            layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
-        }
-        self._layers = [
-            LayerBinding(places[layer][0], pool.layer(*places[layer]), shape)
-            for layer, shape in enumerate(self._model.shapes)
-        ]
+        self._layers = bind_layers(groups, self._model.shapes, pool.layer)
 
     @torch.inference_mode()
     def nll(self, token_ids: Sequence[int]) -> float:

@@ -104,6 +104,19 @@ def generate(
     return [s.output_ids for s in sequences]
 
 
+def draw_to_end(
+    sampler: Sampler, model: ToyModel, sequence: Sequence, eos: int, limit: int = 2_000
+) -> list[int]:
+    """Return the output of a sequence that must end with `eos` within `limit` tokens."""
+    while eos not in sequence.output_ids and sequence.num_output_tokens < limit:
+        item = plan_item(sequence)
+        tokens, _, errors = sampler.sample(model.logits([item]), [item]).finish()
+        assert errors == {}
+        sequence.token_ids += tokens[0]
+    assert eos in sequence.output_ids
+    return sequence.output_ids
+
+
 def generate_a_step_late(
     sampler: Sampler, model: ToyModel, sequence: Sequence, num_tokens: int
 ) -> list[int]:

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from tests.engine.sampling.grammar.test_masks import VOCAB as BYTES
-from tests.engine.sampling.helpers import CPU, ToyModel, plan_item
+from tests.engine.sampling.helpers import CPU, ToyModel, draw_to_end
 from tests.text.chat.test_tools import FORMATS
 from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
@@ -71,13 +71,7 @@ def drawn(
     params = SamplingParams(temperature=1.0, response_format=wanted)
     sequence = Sequence("r", [1, 2, 3, *resumed], 3, params, seed=seed)
     sampler, model = Sampler(len(VOCAB), CPU, frozenset({EOS}), compiler), Caller(len(VOCAB), 64)
-    while EOS not in sequence.output_ids and sequence.num_output_tokens < 2_000:
-        item = plan_item(sequence)
-        tokens, _, errors = sampler.sample(model.logits([item]), [item]).finish()
-        assert errors == {}
-        sequence.token_ids += tokens[0]
-    assert EOS in sequence.output_ids
-    return sequence.output_ids
+    return draw_to_end(sampler, model, sequence, EOS)
 
 
 def read(

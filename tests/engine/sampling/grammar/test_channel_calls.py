@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from tests.engine.sampling.grammar.test_calls import SCHEMAS, TOOLS
-from tests.engine.sampling.helpers import CPU, ToyModel, plan_item
+from tests.engine.sampling.helpers import CPU, ToyModel, draw_to_end
 from tests.support.tokenizers import channels, harmony
 from tokenmill_schemas.chat import Message
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
@@ -88,13 +88,7 @@ def drawn(compiler: GrammarCompiler, params: SamplingParams, seed: int) -> list[
     params = SamplingParams(temperature=1.0, response_format=params.response_format)
     sequence = Sequence("r", [1, 2, 3], 3, params, seed=seed)
     sampler, model = Sampler(EOS + 1, CPU, frozenset({EOS}), compiler), Caller(EOS + 1, 64)
-    while EOS not in sequence.output_ids and sequence.num_output_tokens < 2_000:
-        item = plan_item(sequence)
-        tokens, _, errors = sampler.sample(model.logits([item]), [item]).finish()
-        assert errors == {}
-        sequence.token_ids += tokens[0]
-    assert EOS in sequence.output_ids
-    return sequence.output_ids
+    return draw_to_end(sampler, model, sequence, EOS)
 
 
 def check(result: ChoiceResult) -> None:
