@@ -23,9 +23,9 @@ def stages_of(form: str, out: Path, *, is_dry: bool) -> list[Stage]:
     if form == "first":
         stages.append(Stage("kernels", _module("kernels", *device), 90))
         tests = "test_devices or fails_by_itself" if is_dry else f"not {TOKENS}"
-        stages.append(Stage("tests", _tests(tests, 1 if is_dry else 8), 150))
+        stages.append(Stage("tests", _tests(tests, 1 if is_dry else 8), 130))
         tokens = f"{TOKENS} and not preempted" if is_dry else TOKENS
-        stages.append(Stage("tokens", _tests(tokens, 1 if is_dry else 4), 45))
+        stages.append(Stage("tokens", _tests(tokens, 1 if is_dry else 4), 65))
     stages.append(_bench(form, out, is_dry))
     return [replace(stage, limit_s=DRY_S) for stage in stages] if is_dry else stages
 

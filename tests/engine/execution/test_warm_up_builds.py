@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import padded_shape
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import StepInputs
+from tokenmill_worker.engine.execution import warm_up as module_of_warm_up
 from tokenmill_worker.engine.execution.warm_up import build_kernels, warm_up
 from tokenmill_worker.engine.plan import StepPlan
 
@@ -151,6 +153,28 @@ def test_short_contexts_are_captured_where_places_are_few() -> None:
     config = EngineConfig(model="none", cuda_graphs=True, max_num_seqs=60, max_cached_graphs=8)
     sizes = [(60, 2048), (16, 2048), (8, 2048), (4, 2048), (2, 2048), (1, 2048)]
     assert list(graph_sizes(config, MAX_MODEL_LEN).decodes) == sizes
+
+
+@pytest.mark.parametrize(("max_model_len", "count"), [(16_384, 52), (131_072, 91)])
+def test_a_start_captures_few_graphs(max_model_len: int, count: int) -> None:
+    config = EngineConfig(model="none", cuda_graphs=True, max_num_seqs=MAX_SEQS)
+    assert len(graph_sizes(config, max_model_len).decodes) == count
+
+
+def test_slow_captures_do_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log shows the kernels' seconds and how many graphs there were to capture."""
+    recorder: Any = Recorder(cuda_graphs=True)
+    reports: list[str] = []
+    monkeypatch.setattr(module_of_warm_up, "CAPTURE_S", 0.0)
+    warm_up(recorder, lambda message, _fraction: reports.append(re.sub(r"\d+\.\d s", "T", message)))
+    assert reports == [
+        "warming up",
+        "compiling kernels",
+        "kernels compiled in T",
+        "capturing 52 CUDA graphs",
+        "1 decodes run for CUDA graphs in T",
+    ]
+    assert len(recorder.steps[-1]) == MAX_SEQS
 
 
 def step_of(lens: Lens) -> StepInputs:

@@ -19,10 +19,7 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.device import StepInputs
 
 LARGEST_MIXED = 1024  # tokens; larger steps run longer than their launch takes
-# up to this many sequences, decodes are padded to powers of two; beyond, to multiples
-EXACT_BATCHES = 4
-# (up to this many sequences, padded to a multiple of)
-BATCH_STEPS = ((64, 8), (256, 16), (1 << 30, 64))
+BATCH_STEP = 32  # sequences; smaller decodes are padded to powers of two, larger ones to multiples
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +63,11 @@ def padded_shape(inputs: StepInputs, config: EngineConfig, max_model_len: int) -
 
 
 def padded_batch(num_seqs: int) -> int:
-    """Round up to 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond."""
-    if num_seqs <= EXACT_BATCHES:
-        return _power_of_two(num_seqs)
-    step = next(step for limit, step in BATCH_STEPS if num_seqs <= limit)
-    return _multiple(num_seqs, step)
+    """Round up to 1, 2, 4, 8, 16, then to multiples of 32.
+
+    A step reads all weights whatever its batch: 31 rows of padding are at most 2 % of its bytes.
+    """
+    return _multiple(num_seqs, min(BATCH_STEP, _power_of_two(num_seqs)))
 
 
 def padded_length(length: int, config: EngineConfig, max_model_len: int) -> int:

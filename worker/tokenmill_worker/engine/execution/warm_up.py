@@ -8,6 +8,8 @@ Python.
 
 from __future__ import annotations
 
+import time
+
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.execution.interface import Runner
 from tokenmill_worker.engine.execution.synthetic import is_synthetic
@@ -18,6 +20,8 @@ from tokenmill_worker.engine.types import ProgressCallback
 PROMPT_TOKENS = 32
 CHUNK_TOKENS = (128, 300)  # the second counts as large also for kernels that look at tokens alone
 LONG_CONTEXT = 4096  # attention splits it into several parts
+GREEDY = SamplingParams(temperature=0.0)
+CAPTURE_S = 60.0  # decodes not captured by then are captured when a step first needs them
 
 
 def warm_up(runner: Runner, report: ProgressCallback) -> None:
@@ -28,25 +32,39 @@ def warm_up(runner: Runner, report: ProgressCallback) -> None:
     if is_synthetic(runner.info.config.model):
         return
     report("warming up", 0.0)
+    started = time.monotonic()
     length = max(
         1,
         min(
             PROMPT_TOKENS, runner.info.max_model_len - 2, runner.info.config.max_num_batched_tokens
         ),
     )
-    for params in (SamplingParams(temperature=0.0), SamplingParams(seed=1)):
+    for params in (GREEDY, SamplingParams(seed=1)):
         sequence = _sequence(runner, length, params)
         _run(runner, (ScheduledSequence(sequence, 0, length, True),))
         _execute(runner, [(sequence, 1)])
-    if runner.info.config.device != "cpu":
-        report("compiling kernels", 0.0)
-        build_kernels(runner)
-    greedy, decodes = SamplingParams(temperature=0.0), runner.info.graphed_decodes
-    for index, (size, context) in enumerate(decodes):
-        report(f"capturing decodes of {size} up to {context} tokens", index / len(decodes))
+    if runner.info.config.device == "cpu":
+        return
+    report("compiling kernels", 0.0)
+    build_kernels(runner)
+    report(f"kernels compiled in {time.monotonic() - started:.1f} s", 1.0)
+    if runner.info.graphed_decodes:
+        capture_decodes(runner, report)
+
+
+def capture_decodes(runner: Runner, report: ProgressCallback) -> None:
+    """Run a decode of each padded batch and length, which captures its graph, up to CAPTURE_S."""
+    decodes = runner.info.graphed_decodes
+    report(f"capturing {len(decodes)} CUDA graphs", 0.0)
+    count, started = 0, time.monotonic()
+    for size, context in decodes:
         longest = min(context, runner.info.max_model_len - 1)
-        contexts = [longest, *[min(length, longest)] * (size - 1)]
-        _execute(runner, [(_sequence(runner, count, greedy), 1) for count in contexts])
+        contexts = [longest, *[min(PROMPT_TOKENS, longest)] * (size - 1)]
+        _execute(runner, [(_sequence(runner, tokens, GREEDY), 1) for tokens in contexts])
+        count += 1
+        if time.monotonic() - started > CAPTURE_S:
+            break
+    report(f"{count} decodes run for CUDA graphs in {time.monotonic() - started:.1f} s", 1.0)
 
 
 def build_kernels(runner: Runner) -> None:
