@@ -1,8 +1,12 @@
-"""A worker ends with its failed stage's error, and logs once a server that is away at start."""
+"""A worker ends with its failed stage's error, logs once a server that is away at start, and needs
+no torch outside of its engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +57,12 @@ async def test_a_server_that_is_away_is_spoken_of_once(
     said = [record.getMessage() for record in caplog.records if "Not ready" in record.getMessage()]
     assert len(said) == 1, said
     assert said[0].startswith("Not ready; trying again for 60 s: Redis: ")
+
+
+def test_a_worker_imports_no_torch() -> None:
+    """It takes 2 s of a core and 200 MB, and only the engine's process needs it."""
+    words = "import sys, tokenmill_worker.app; print('torch' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout == "False\n"
