@@ -16,11 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ops.benchmarks import pictures
-
 COMMANDS = {
     "engine": "the bare engine: tokens per second, TTFT, TPOT, beside --peer NAME",
-    "workloads": "write the five workload files of `engine` (seeded)",
     "service": (
         "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is "
         "left of its tokens/s"
@@ -29,15 +26,12 @@ COMMANDS = {
     "bulk": "what a bulk file costs the interactive jobs beside it",
     "interference": "what a long prompt costs running streams and a short prompt after it",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
-    "schemas": (
-        "random answers under JSON schemas: how many are refused, reported as broken, or neither"
-    ),
     "drafts": "what drafts of the tokens that a JSON schema forces save, and cost in free text",
     "quality": (
         "what rounding weights, or keys and values, costs: perplexity on real text, equal "
         "greedy tokens"
     ),
-    "simulate": "goodput and latency under load, on a cost model; one queue under 1 to 64 workers",
+    "simulate": "goodput and latency under load, on a cost model; what one queue server carries",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 
@@ -88,30 +82,19 @@ def _run(module: ModuleType, name: str, argv: list[str]) -> int:
     parser.add_argument(
         "--json", metavar="FILE", help="write the figures here; - is standard output"
     )
-    if name in pictures.COMMANDS:
-        parser.add_argument(
-            "--plot", metavar="FILE", type=Path, help="draw them here (.png, .svg or .pdf)"
-        )
     module.add_arguments(parser)
     options = parser.parse_args(argv)
     head = {"command": name, "arguments": argv, "machine": machine(), "at": time.time()}
     options.keep = lambda partial: _write(options.json, {**head, **partial})
     try:
-        if getattr(options, "plot", None):
-            pictures.check(options.plot)
         result = module.run(options)
         record = {**head, **result}
         if options.json == "-":
             print(json.dumps(_finite(record), allow_nan=False))
         _write(options.json, record)
-        if getattr(options, "plot", None):
-            print(f"picture: {pictures.draw(record, options.plot)}")
     except KeyboardInterrupt:
         print("ops/bench: interrupted", file=sys.stderr)
         return 130
-    except pictures.PictureError as error:
-        print(f"ops/bench: {error}", file=sys.stderr)
-        return 1
     return 0 if result.get("ok", True) else 1
 
 

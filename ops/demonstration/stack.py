@@ -7,7 +7,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +30,15 @@ class DemoError(RuntimeError):
 class DemoStack:
     """Starts and stops the stack; `start` returns when the worker has loaded its model.
 
-    Leaving the context stops everything, also after a start that failed half-way.
+    Leaving the context stops everything, also after a start that failed half-way. `settings` are
+    further settings of the worker, by name.
     """
 
-    def __init__(self, model: str, queue: str) -> None:
+    def __init__(
+        self, model: str, queue: str, settings: Mapping[str, object] | None = None
+    ) -> None:
         self._undo = ExitStack()
-        self._model = model
+        self._model, self._settings = model, settings or {}
         self.queue = queue
         self.directory = Path()
         self.redis_url = ""
@@ -67,7 +70,8 @@ class DemoStack:
             "database_url": self.database_url,
             "queue": self.queue,
             "model": self._model,
-            "heartbeat_seconds": "1",  # readiness is reported with a heartbeat
+            "heartbeat_seconds": 1,  # readiness is reported with a heartbeat
+            **self._settings,
         }
         service = PrivateService(
             load_settings(own),

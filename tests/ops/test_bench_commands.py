@@ -145,7 +145,7 @@ def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (whole, *_), (bare, *_) = rounds["whole way"], rounds["tokenmill"]
     assert record["results"]["letters"]["tokenmill"]["same"] == "6/6"
     assert 0 < whole["latency_p50_ms"] <= whole["latency_p99_ms"]
-    assert whole["calls_per_step"] >= 1
+    assert min(whole[f"cpu_{part}_us"] for part in ("worker", "server", "subscribers")) > 0
     assert whole["wall_s"] > 0 < bare["wall_s"]
     assert "tokenmill: ratio by round" in capsys.readouterr().out
 
@@ -172,7 +172,7 @@ def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         json.loads(out.read_text())["results"]["queue"][name] for name in ("tokenmill", "celery")
     )
     assert min(*ours.values(), *celery.values()) > 0
-    assert ours["latency_p50_ms"] <= ours["latency_p99_ms"]
+    assert set(ours) == set(celery)
     assert "the whole way, jobs/s" in capsys.readouterr().out
 
 
@@ -193,7 +193,11 @@ def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     chunks = ["--chunk", "64", "--chunk", "256", "--chunk", "4096"]
     wanted = ["--model", "synthetic?step_ms=1", *chunks, "--rounds", "1", "--json", str(out)]
     assert main(["interference", *wanted]) == 0
-    cases = json.loads(out.read_text())["results"]["interference"]
+    record = json.loads(out.read_text())
+    assert record["command"] == "interference"
+    assert record["arguments"][:2] == ["--model", "synthetic?step_ms=1"]
+    assert record["machine"]["cores"] >= 1
+    cases = record["results"]["interference"]
     small, large, whole = (cases[f"{chunk} tokens"] for chunk in (64, 256, 4096))
     assert small["short_ttft_steps"] == large["short_ttft_steps"] == 1, (
         "the short prompt starts in the next step"

@@ -11,6 +11,7 @@ import pytest
 
 from ops.benchmarks.__main__ import main
 from ops.benchmarks.measure.figures import (
+    alternate,
     equal_requests,
     equal_tokens,
     medians,
@@ -61,8 +62,9 @@ class TestWorkloads:
             assert generate(name, seed=3) == generate(name, seed=3)
             assert generate(name, seed=3) != generate(name, seed=4)
 
-    def test_files_round_trip(self, tmp_path: Path) -> None:
-        SMALL.save(tmp_path / "small.json")
+    def test_a_file_is_read(self, tmp_path: Path) -> None:
+        rows = [{"prompt": [1, 2, 3], "max_tokens": 4}, {"prompt": [4], "max_tokens": 2}]
+        (tmp_path / "small.json").write_text(json.dumps({"requests": rows}))
         assert load(tmp_path / "small.json") == SMALL
 
     @pytest.mark.parametrize(
@@ -107,6 +109,18 @@ class TestFigures:
         assert figures["tokens_per_step"] == 2.0
         assert figures["batch_mean"] == 1.5
         assert figures["places_used"] == 0.75
+
+    def test_cases_alternate(self) -> None:
+        order: list[tuple[str, int]] = []
+
+        def measure(case: str, number: int) -> dict[str, float]:
+            order.append((case, number))
+            return {"x": float(number)}
+
+        assert alternate(["a", "b"], 2, measure) == {
+            case: [{"x": 0.0}, {"x": 1.0}] for case in "ab"
+        }
+        assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
     def test_medians_and_spread(self) -> None:
         assert medians([{"x": 1.0}, {"x": 4.0}, {"x": 2.0}]) == {"x": 2.0}
@@ -216,25 +230,6 @@ class TestCommandLine:
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["nonsense"]) == 2
         assert "no command nonsense" in capsys.readouterr().err
-
-    def test_writes_json(self, tmp_path: Path) -> None:
-        assert (
-            main(
-                [
-                    "workloads",
-                    str(tmp_path / "w"),
-                    "--share",
-                    "0.1",
-                    "--json",
-                    str(tmp_path / "out.json"),
-                ]
-            )
-            == 0
-        )
-        record = json.loads((tmp_path / "out.json").read_text())
-        assert record["command"] == "workloads"
-        assert record["machine"]["cores"] >= 1
-        assert {Path(path).exists() for path in record["files"].values()} == {True}
 
     def test_a_missing_workload_is_one_sentence_and_status_1(
         self, capsys: pytest.CaptureFixture[str]

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.benchmarks.compare import comparison
 from ops.benchmarks.compare.rounds import Measurement, Turn
 from ops.benchmarks.measure.figures import of_round
-from ops.benchmarks.measure.linear_stack import KINDS, LinearStack, shapes_of
 from ops.benchmarks.measure.protocol import EngineOptions, Round
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
-from ops.benchmarks.peers.floor import Floor
+from ops.benchmarks.peers.floor import Floor, LinearStack, shapes_of
 from tests.engine.truth import tiny_models
 
+needs_mkl = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="this torch was built without MKL"
+)
 WORKLOAD = Workload("small", (WorkloadRequest(tuple(range(3, 40)), 5), WorkloadRequest((4, 5), 3)))
 
 
@@ -32,22 +33,17 @@ def test_the_shapes_are_those_of_one_pass(llama: Path) -> None:
     assert shapes[-1] == (tiny_models.VOCAB, 64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_runs(kind: str) -> None:
-    if kind == "mkl" and not torch.backends.mkl.is_available():
-        pytest.skip("this torch was built without MKL")
-    if kind == "fbgemm" and "fbgemm" not in torch.backends.quantized.supported_engines:
-        pytest.skip("this torch was built without fbgemm")
-    stack = LinearStack([(96, 64), (64, 96), (320, 64)], kind, max_tokens=20)
+@needs_mkl
+def test_the_head_has_rows_of_its_own() -> None:
+    stack = LinearStack([(96, 64), (64, 96), (320, 64)], max_tokens=20)
     with torch.inference_mode():
         for num_tokens, num_rows in ((20, 20), (1, 1), (13, 0)):
             stack.run(num_tokens, num_rows)
 
 
+@needs_mkl
 def test_the_floor_takes_the_engines_steps(llama: Path) -> None:
-    options = EngineOptions(
-        model=str(llama), max_batch_tokens=16, max_sequences=4, settings={"floor": "torch4"}
-    )
+    options = EngineOptions(model=str(llama), max_batch_tokens=16, max_sequences=4)
     floor = Floor(options)
     measured = floor.run(WORKLOAD.requests)
     floor.close()
@@ -58,11 +54,9 @@ def test_the_floor_takes_the_engines_steps(llama: Path) -> None:
 def test_a_floor_is_a_share_and_not_a_peer() -> None:
     ours = Round(2.0, [[1] * 5, [2] * 3], [1.0, 1.0], [2.0, 2.0])
     floor = Round(1.0, [[9] * 5, [9] * 3], [0.5, 0.5], [1.0, 1.0])
-    both = Measurement(WORKLOAD, ("tokenmill", "floor mkl"), frozenset({"floor mkl"}))
-    for name, measured in (("tokenmill", ours), ("floor mkl", floor)):
+    both = Measurement(WORKLOAD, ("tokenmill", "floor"))
+    for name, measured in (("tokenmill", ours), ("floor", floor)):
         both.turns[name].append(Turn(measured, of_round(WORKLOAD, measured), None))
-    found = both.results()["floor mkl"]
+    found = both.results()["floor"]
     assert found["ratios"] == [0.5]
     assert "is_equal" not in found, "a floor says nothing about tokens"
-    assert comparison.is_floor("floor mkl")
-    assert not comparison.is_floor("vllm")

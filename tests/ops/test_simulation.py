@@ -1,37 +1,32 @@
-"""The simulations: costs follow the roofline, the real scheduler serves a trace in virtual time,
-queues saturate.
+"""The simulations: costs follow the roofline, the real scheduler serves a trace in virtual time;
+calls of a queue server are counted.
 """
 
 import json
 import math
-import random
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 from ops.benchmarks.__main__ import main
 from ops.benchmarks.simulation import eviction, memory
-from ops.benchmarks.simulation.calibration import STORED, calibrate
+from ops.benchmarks.simulation.calibration import ScriptCosts, calibrate
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.engine import POLICIES, Outcome, SimulatedEngine, figures
 from ops.benchmarks.simulation.load import Arrival, arrivals
-from ops.benchmarks.simulation.queue_layer import KEPT, carried, simulate
-from ops.benchmarks.simulation.queue_server import HOP_S, Clock, QueueServer
-from ops.benchmarks.simulation.queue_worker import (
+from ops.benchmarks.simulation.queue_load import (
     ANSWERS,
+    MIXES,
     Mix,
-    Observations,
-    Worker,
-    split,
+    mean_answer,
+    server_s,
+    tokens_s,
 )
-from tests.publish.support import FakeLog, admit, event
 from tokenmill_worker.consume.consumer import MAX_AT_ONCE
-from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
-from tokenmill_worker.publish.publisher import Publisher
+from tokenmill_worker.publish.chunker import MOST_TOGETHER
 
 COSTS = CostModel()
 
@@ -130,136 +125,45 @@ class TestFigures:
         assert found["ttft_p99_s"] == math.inf
 
 
-class TestQueueServer:
-    def test_calls_are_served_in_order_of_arrival_by_one_thread(self) -> None:
-        clock = Clock()
-        ends: list[float] = []
-        server = QueueServer(clock)
-        for seconds in (0.5, 0.25):
-            server.call("x", seconds, ends.append)
-        clock.run(until=10.0)
-        assert ends == pytest.approx([HOP_S + 0.5, HOP_S + 0.75])
-        assert server.busy == {"x": 0.75}
+class TestQueueLoad:
+    FREE = ScriptCosts(*[0.0] * len(fields(ScriptCosts)))
+    MIX, TOKEN = MIXES["short prompts"], ANSWERS["a chunk per token"]
 
+    def test_a_device_gives_a_token_to_each_place_in_a_step(self) -> None:
+        lone = Mix(prompt_tokens=0, context=220, num_sequences=64)
+        step_s = COSTS.seconds(64, 64, 64 * 220, 64 * 220)
+        assert tokens_s(lone) == pytest.approx(64 / step_s)
+        assert tokens_s(replace(lone, prompt_tokens=64)) < tokens_s(lone), "prompts take time too"
 
-class TestChunks:
-    """The simulation cuts a backlog of tokens into parts and chunks as the product does."""
-
-    @pytest.mark.parametrize(("jobs", "steps"), [(256, 3), (100, 3), (100, 300), (300, 1), (7, 1)])
-    def test_parts_are_those_of_the_service(self, jobs: int, steps: int) -> None:
-        events = [event("a", job_id=str(number)) for _ in range(steps) for number in range(jobs)]
-        waiting = np.full(jobs, steps)
-        assert [steps * len(part) for part in split(waiting, 256)] == [
-            len(part) for part in split_batches(events, (), 256)
-        ]
-
-    @pytest.mark.parametrize("kind", ["token chunks", "interactive"])
-    @pytest.mark.parametrize(
-        ("sequences", "steps"), [(256, 4), (250, 2), (100, 3), (16, 20), (1, 40)]
-    )
-    async def test_chunks_are_as_many_as_the_publishers(
-        self, kind: str, sequences: int, steps: int
-    ) -> None:
-        log, answers = FakeLog(), ANSWERS[kind]
-        publisher = Publisher(log)
-        names = [str(number) for number in range(sequences)]
-        for name in names:
-            publisher.open(await admit(name))
-        await publisher.handle([event("a", job_id=name) for name in names])
-        log.calls.clear()
-        events = [event("b", job_id=name) for name in names * steps]
-        at_once = max(EVENTS_AT_ONCE, sequences)
-        urgent = {each.request_id for each in events} if answers.is_urgent else ()
-        for batch in split_batches(events, urgent, at_once):
-            await publisher.handle(batch)
-        most = len(events) if answers.is_urgent else at_once
-        made = [
-            answers.cut(
-                np.full(len(part), steps), np.ones_like(part, bool), np.zeros_like(part, bool)
-            )
-            for part in split(np.full(sequences, steps), most)
-        ]
-        assert [int(chunks.sum()) for _, chunks in made] == [len(call) for call in log.calls]
-        assert sum(int(tokens.sum()) for tokens, _ in made) == sequences * steps
-
-    def test_chunks_fill_and_an_end_leaves_with_what_is_there(self) -> None:
-        held, opened = np.array([1, 7, 8, 3, 40]), np.array([False, True, True, True, True])
-        ended = np.array([False, False, False, True, False])
-        tokens, chunks = ANSWERS["chunks of 8"].cut(held, opened, ended)
-        assert (tokens.tolist(), chunks.tolist()) == ([1, 0, 8, 3, 40], [1, 0, 1, 1, 3])
-        tokens, chunks = ANSWERS["checkpoints"].cut(held, opened, ended)
-        assert (tokens.tolist(), chunks.tolist()) == ([0, 0, 0, 0, 32], [0, 0, 0, 0, 1])
-
-
-class TestQueueLayer:
-    MIX = Mix(64, 220, num_sequences=100)
-    COSTS = replace(STORED, append=20e-6, chunk=10e-6, token=3e-6, checkpoint=31e-6)
-
-    def simulate(self, workers: int, kind: str, seconds: float = 4.0) -> dict[str, float]:
-        return simulate(workers, self.MIX, ANSWERS[kind], self.COSTS, seconds=seconds)
-
-    def test_beside_an_idle_server_the_devices_do_what_they_can(self) -> None:
-        found = self.simulate(1, "token chunks", seconds=24.0)
-        assert found["kept"] == pytest.approx(1.0, rel=0.05)
-        assert found["added_p50_ms"] == pytest.approx(1e3 * (HOP_S + 20e-6 + 100 * 10e-6), rel=0.3)
-        assert found["busy_append"] == pytest.approx(
-            found["tokens_s"] * (20e-6 / 100 + 10e-6), rel=0.05
+    def test_tokens_share_chunks_where_the_server_is_full(self) -> None:
+        costs = replace(self.FREE, chunk=10e-6, checkpoint=32e-6)
+        rate = tokens_s(self.MIX)
+        each, shared = (
+            server_s(self.MIX, self.TOKEN, costs, is_full=full) for full in (False, True)
         )
-        assert found["jobs_s"] * 190 == pytest.approx(found["tokens_s"], rel=0.2), (
-            "what begins ends"
+        assert each == pytest.approx(10e-6 * rate)
+        assert shared == pytest.approx(10e-6 * rate / MOST_TOGETHER)
+        checkpoints = server_s(self.MIX, ANSWERS["checkpoints"], costs, is_full=True)
+        assert checkpoints == pytest.approx(1e-6 * rate)
+
+    def test_a_full_server_claims_in_groups(self) -> None:
+        costs = replace(self.FREE, claim=MAX_AT_ONCE * 1e-6, claimed=2e-6)
+        jobs = tokens_s(self.MIX) / mean_answer()
+        assert server_s(self.MIX, self.TOKEN, costs, is_full=True) == pytest.approx(3e-6 * jobs)
+        assert server_s(self.MIX, self.TOKEN, costs, is_full=False) == pytest.approx(
+            (MAX_AT_ONCE + 2) * 1e-6 * jobs
         )
-
-    def test_claims_ask_for_the_free_slots_and_no_more_than_the_product_does(self) -> None:
-        clock = Clock()
-        server, seen = QueueServer(clock), Observations(0.0)
-        worker = Worker(
-            server, self.COSTS, self.MIX, ANSWERS["token chunks"], seen, random.Random(0)
-        )
-        worker._claim()
-        clock.run(until=0.02)  # before the first answer ends
-        assert server.busy["claim"] == pytest.approx(
-            -(-104 // MAX_AT_ONCE) * self.COSTS.claim + 104 * self.COSTS.claimed
-        )
-
-    def test_a_full_server_is_what_limits(self) -> None:
-        one, many = (self.simulate(workers, "token chunks", 2.0) for workers in (1, 48))
-        assert one["kept"] > 0.95
-        assert many["server"] == pytest.approx(1.0, rel=0.02)
-        assert many["kept"] < 0.7
-        assert many["added_p50_ms"] > 10 * one["added_p50_ms"]
-
-    @pytest.mark.parametrize("kind", ["token chunks", "interactive"])
-    def test_steps_that_pile_up_share_chunks(self, kind: str) -> None:
-        full = self.simulate(32, kind)
-        assert full["tokens_s"] > 130_000, "10 µs a chunk, were each token one"
-        assert full["tokens_s"] == pytest.approx(full["jobs_s"] * 190, rel=0.2), "none is lost"
-
-    def test_gathered_chunks_make_room(self) -> None:
-        each, gathered = (self.simulate(4, kind) for kind in ("token chunks", "chunks of 8"))
-        assert gathered["kept"] > 0.97
-        assert gathered["busy_append"] < each["busy_append"] / 2
-        assert gathered["tokens_s"] == pytest.approx(gathered["jobs_s"] * 190, rel=0.2)
-
-    def test_carried_is_where_speed_falls(self) -> None:
-        kind = ANSWERS["token chunks"]
-        kept = {workers: self.simulate(workers, "token chunks", 2.0)["kept"] for workers in (1, 16)}
-        limit = carried(self.MIX, kind, self.COSTS, kept)
-        assert 1 <= limit < 16
-        assert simulate(limit, self.MIX, kind, self.COSTS)["kept"] >= KEPT
-        assert simulate(limit + 2, self.MIX, kind, self.COSTS)["kept"] < KEPT
 
 
 def test_a_short_cache_preempts_and_every_answer_is_complete() -> None:
     trace = memory.traces(0)["64 long prompts beside 64 short"][:24]
-    costs = memory.with_cache(memory.CACHE_TOKENS)
-    assert costs.num_cache_tokens == pytest.approx(memory.CACHE_TOKENS, abs=1)
-    assert costs.seconds(1, 1, 1, 1) == COSTS.seconds(1, 1, 1, 1)
     preempted = []
     for margin in (0.0, 0.2):
         limits: dict[str, object] = {"max_num_seqs": 64, "safety_margin": margin}
-        engine = SimulatedEngine(costs, {"max_num_batched_tokens": 2_048, **limits})
+        settings = {"max_num_batched_tokens": 2_048, **limits}
+        engine = SimulatedEngine(COSTS, settings, memory.CACHE_TOKENS)
         assert all(outcome.is_complete for outcome in engine.run(trace, until=math.inf))
-        preempted.append(engine.counters.preemptions)
+        preempted.append(engine.scheduler.stats.preemptions)
     assert preempted[0] > preempted[1] == 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ops.benchmarks.measure.figures import medians
+from ops.benchmarks.measure.figures import alternate, medians
 from ops.benchmarks.measure.tables import show
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
@@ -60,29 +60,33 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         EngineConfig(model=options.model, dtype="float32", max_num_seqs=options.max_num_seqs)
     )
     prompts = _prompts(engine, options.jobs)
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    for name, params in WORKLOADS.items():
-        cases = {
-            "with drafts": params,
-            "without": msgspec.structs.replace(params, speculate=False),
-        }
-        rounds: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-        for number in range(options.rounds + 1):
-            answers = []
-            for case, wanted in cases.items():
-                figures, tokens = _measure(engine, prompts, wanted)
-                answers.append(tokens)
-                if number:  # the first round warms up
-                    rounds[case].append(figures)
-            if answers[0] != answers[1]:
-                raise RuntimeError(f"{name}: drafts changed an answer")
-        results[name] = {case: medians(done) for case, done in rounds.items()}
-        fast, slow = results[name].values()
-        fast["ratio"] = fast["tok_s"] / slow["tok_s"]
+    results = {
+        name: _compare(engine, prompts, params, options.rounds)
+        for name, params in WORKLOADS.items()
+    }
     for name, found in results.items():
         title = f"{options.jobs} jobs, {options.max_num_seqs} at once, {name}; the same tokens"
         show(Console(), title, found, COLUMNS)
     return {"results": results}
+
+
+def _compare(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Return the figures with drafts and without; raises RuntimeError if the answers differ."""
+    cases = {"with drafts": params, "without": msgspec.structs.replace(params, speculate=False)}
+    answers: dict[str, list[tuple[int, ...]]] = {}
+
+    def measure(case: str, _number: int) -> dict[str, float]:
+        figures, answers[case] = _measure(engine, prompts, cases[case])
+        return figures
+
+    alternate(list(cases), 1, measure)  # warms up
+    found = {case: medians(done) for case, done in alternate(list(cases), rounds, measure).items()}
+    if answers["with drafts"] != answers["without"]:
+        raise RuntimeError("drafts changed an answer")
+    found["with drafts"]["ratio"] = found["with drafts"]["tok_s"] / found["without"]["tok_s"]
+    return found
 
 
 def _prompts(engine: Engine, count: int) -> list[list[int]]:

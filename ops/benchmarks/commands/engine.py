@@ -16,21 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=comparison.PEERS,
-        help="repeatable; static: Transformers' generate on padded batches; unquantised, wide "
-        "(weights as float32 in memory), no-prefix-cache, no-offload: ourselves with other "
-        "settings",
-    )
-    parser.add_argument(
-        "--floor",
-        action="append",
-        default=[],
-        choices=("mkl", "fbgemm", "torch4"),
-        help="beside the linear layers alone, of this kind, on the same steps; repeatable",
+        help="repeatable; static: Transformers' generate on padded batches; floor: the linear "
+        "layers alone, by MKL, on the same steps; unquantised, wide (weights as float32 in "
+        "memory), no-prefix-cache, no-offload: ourselves with other settings",
     )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    floors = [f"{comparison.FLOOR} {kind}" for kind in arguments.floor]
-    return comparison.compare(
-        arguments, [comparison.OURS, *dict.fromkeys([*arguments.peer, *floors])]
-    )
+    return comparison.compare(arguments, [comparison.OURS, *dict.fromkeys(arguments.peer)])

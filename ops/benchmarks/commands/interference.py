@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ops.benchmarks.measure.figures import medians
+from ops.benchmarks.measure.figures import alternate, medians
 from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
@@ -40,14 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     chunks = options.chunk or [128, 512]
-    engines = {chunk: _engine(options, chunk) for chunk in chunks}
-    rounds: dict[int, list[dict[str, float]]] = {chunk: [] for chunk in chunks}
-    for number in range(options.rounds + 1):
-        for chunk, engine in engines.items():
-            measured = _measure(engine, options, number)
-            if number:  # the first round warms up
-                rounds[chunk].append(measured)
-    cases = {f"{chunk} tokens": medians(done) for chunk, done in rounds.items()}
+    engines = {f"{chunk} tokens": _engine(options, chunk) for chunk in chunks}
+    for engine in engines.values():
+        _measure(engine, options, -1)  # warms up
+    rounds = alternate(
+        list(engines), options.rounds, lambda case, number: _measure(engines[case], options, number)
+    )
+    cases = {case: medians(done) for case, done in rounds.items()}
     title = (
         f"{options.streams} streams, a prompt of {options.long} tokens, then one of "
         f"{options.short}; steps of at most"

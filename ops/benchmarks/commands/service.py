@@ -2,8 +2,8 @@
 
 The whole service (Valkey with its log on disk, a worker, SQLite, a subscriber per job) and the bare
 engine serve the same file in the same run. Figures are the share of the bare engine's tokens per
-second, the time of a token from its step's end to its subscriber, the script calls per step, and
-the CPU time of each process around the engine.
+second, the time of a token from its step's end to its subscriber, and the CPU time of each process
+around the engine.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 Engine: the real scheduler on the cost model of an H200, with a bursty trace at loads around its
 capacity; our policies beside first come, first served. Memory: the same device with a small cache,
-and what the settings of preemption cost. Queue: one queue server under up to 64
-workers, with the cost of our scripts on the real server's thread, measured just before.
+what the settings of preemption cost, and orders of eviction. Queue: how many workers one queue
+server carries, counted from the cost of our scripts on its thread, which is measured just before.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.simulation import calibration, engine, eviction, memory, queue_layer
+from ops.benchmarks.simulation import calibration, engine, eviction, memory, queue_load
 from ops.benchmarks.simulation.costs import CostModel
 
 ENGINE_COLUMNS = {
@@ -30,10 +30,9 @@ ENGINE_COLUMNS = {
     "computed": ("computed\ntokens", "{:,.0f}"),
 }
 QUEUE_COLUMNS = {
-    "carried": ("workers\ncarried", "{:.0f}"),
-    **{f"kept_{count}": (f"kept\nof {count}", "{:.0%}") for count in queue_layer.SHOWN},
-    "server_8": ("server\nat 8", "{:.0%}"),
-    "added_p50_ms": ("token ms\np50 at 64", "{:,.0f}"),
+    "unhurried": ("server's thread\na worker", "{:.1%}"),
+    "full": ("… with\nfull calls", "{:.1%}"),
+    "workers": ("workers\nat most", "{:.0f}"),
 }
 
 
@@ -94,12 +93,12 @@ def _memory(arguments: argparse.Namespace, console: Console, results: dict[str, 
 def _queue(
     arguments: argparse.Namespace, console: Console, results: dict[str, Any]
 ) -> dict[str, float]:
-    with console.status("what the scripts cost") as status:
+    with console.status("what the scripts cost"):
         costs = calibration.STORED if arguments.stored_costs else calibration.calibrate()
-        found = queue_layer.measure(costs, status.update)
+    found = queue_load.measure(costs)
     said = ", ".join(f"{name} {1e6 * seconds:.2g}" for name, seconds in asdict(costs).items())
     console.print(f"\nµs of the queue server's thread: {said}", highlight=False)
     for name, cases in found.items():
-        show(console, f"One queue, {name}: kept of the workers' tokens", cases, QUEUE_COLUMNS)
+        show(console, f"One queue server, {name}", cases, QUEUE_COLUMNS)
     results |= found
     return asdict(costs)

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ops.benchmarks.compare.report import Report
-from ops.benchmarks.compare.rounds import Measurement, run_rounds
+from ops.benchmarks.compare.rounds import FLOOR, Measurement, run_rounds
 from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
 from ops.benchmarks.peers.child import Child, ChildError, Kind
@@ -45,10 +45,9 @@ _MODULES = {
     STATIC: "static_batching",
     VLLM: "vllm_engine",
     LLAMACPP: "llamacpp_server",
+    FLOOR: "floor",
 }
 PEERS = tuple(name for name in _MODULES if name not in (OURS, WHOLE_WAY))
-QUANTIZATION = "quantization"
-FLOOR = "floor"  # followed by the kind of its linear layers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +103,7 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, ob
 
 def _is_equal(arguments: argparse.Namespace, report: Report) -> bool:
     """Return whether all tokens are equal that must be: greedy ones of float32 weights."""
-    if arguments.dtype != "float32" or QUANTIZATION in settings_of(arguments.set):
+    if arguments.dtype != "float32" or "quantization" in settings_of(arguments.set):
         return True
     return report.is_equal(lambda name: name != LLAMACPP)
 
@@ -145,15 +144,13 @@ def _measure(
     console: Console,
 ) -> None:
     options = _options(arguments)
-    quantization = str(options.settings.get(QUANTIZATION, ""))
     # removed at the end; an error leaves them
     logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))
     with ExitStack() as stack, console.status("starting the engines") as status:
         children = []
         for name in names:
             kind = _kind(name, options, status.update)
-            log = logs / f"{name.replace(' ', '-')}.log"
-            child = Child(kind, options_for(name, options), log)
+            child = Child(kind, options_for(name, options), logs / f"{name}.log")
             stack.callback(child.close)
             child.wait_ready(status.update)
             console.print(
@@ -162,21 +159,16 @@ def _measure(
             report.engines[name] = child.description
             children.append(child)
         for workload in workloads:
-            floors = frozenset(filter(is_floor, names))
-            measurement = Measurement(workload, tuple(names), floors, quantization)
+            measurement = Measurement(workload, tuple(names))
             print_turn = report.begin(measurement)
             run_rounds(children, measurement, arguments.rounds, status.update, print_turn)
             report.show()
     shutil.rmtree(logs, ignore_errors=True)
 
 
-def is_floor(name: str) -> bool:
-    return name.startswith(f"{FLOOR} ")
-
-
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
     """Return how to run an engine; builds the peer's environment if it needs one of its own."""
-    module = f"ops.benchmarks.peers.{FLOOR if is_floor(name) else _MODULES[name]}"
+    module = f"ops.benchmarks.peers.{_MODULES[name]}"
     if name == LLAMACPP:
         return Kind(name, module, PeerEnvironment(name).ensure([XLLAMACPP_PACKAGE], waiting))
     if name != VLLM:
@@ -201,8 +193,6 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
     if name == VLLM:
         return dataclasses.replace(options, model=str(resolve(options.model)), settings={})
     settings = {**options.settings, **VARIANTS.get(name, {})}
-    if is_floor(name):
-        settings[FLOOR] = name.removeprefix(f"{FLOOR} ")
     given = {key: value for key, value in settings.items() if value is not None}
     return dataclasses.replace(options, settings=given)
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from ops.benchmarks.measure.disturbance import CoreWatch, Disturbance, wait_until_quiet
 from ops.benchmarks.measure.figures import equal_requests, equal_tokens, medians, of_round, spread
-from ops.benchmarks.measure.goals import GOALS, ROUNDED_GOALS
 from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload
 from ops.benchmarks.peers.child import Child
 from ops.benchmarks.peers.environments import Waiting
+
+FLOOR = "floor"  # the engine whose tokens mean nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Measurement:
-    """Turns of each engine, in the order of `names`; the first engine is compared with the others.
-
-    `floors` names the engines whose tokens mean nothing.
-    """
+    """Turns of each engine, in the order of `names`; the first is compared with the others."""
 
     workload: Workload
     names: tuple[str, ...]
-    floors: frozenset[str] = frozenset()
-    quantization: str = ""  # of the first engine's weights
     turns: dict[str, list[Turn]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,13 +68,8 @@ class Measurement:
         ratios = [
             mine.figures["output_tok_s"] / theirs.figures["output_tok_s"] for mine, theirs in turns
         ]
-        rounded = ROUNDED_GOALS.get((self.quantization, self.workload.name, name))
-        found: dict[str, object] = {
-            "ratio": statistics.median(ratios),
-            "ratios": ratios,
-            "goal": rounded or GOALS.get((self.workload.name, name)),
-        }
-        if name in self.floors:
+        found: dict[str, object] = {"ratio": statistics.median(ratios), "ratios": ratios}
+        if name == FLOOR:
             return found
         pairs = [(mine.measured, theirs.measured) for mine, theirs in turns]
         equal = min(equal_requests(ours, theirs)[0] for ours, theirs in pairs)

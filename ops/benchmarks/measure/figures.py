@@ -1,7 +1,7 @@
 """Computes figures from rounds: throughput, percentiles, medians, spread, equal tokens."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload
@@ -59,13 +59,23 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
     if measured.latency_s:
         figures["latency_p50_ms"] = 1e3 * percentile(measured.latency_s, 0.5)
         figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
-    if measured.script_s is not None and measured.script_calls:
-        figures["script_ms"] = 1e3 * measured.script_s / measured.script_calls
-    if measured.script_calls is not None and measured.batch_sizes:
-        figures["calls_per_step"] = measured.script_calls / len(measured.batch_sizes)
     for part, seconds in measured.cpu_s.items():
         figures[f"cpu_{part}_us"] = 1e6 * seconds / num_output
     return figures
+
+
+def alternate(
+    cases: Sequence[str], rounds: int, measure: Callable[[str, int], dict[str, float]]
+) -> dict[str, list[dict[str, float]]]:
+    """Measure each case once a round; the order reverses from round to round.
+
+    Returns the figures of all rounds by case.
+    """
+    found: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
+    for number in range(rounds):
+        for case in cases if number % 2 == 0 else reversed(cases):
+            found[case].append(measure(case, number))
+    return found
 
 
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -44,9 +44,6 @@ class Round:
     batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
     # per chunk, seconds from its step's end to the subscriber
     latency_s: list[float] = field(default_factory=list)
-    script_calls: int | None = None  # script calls to the queue server
-    script_s: float | None = None  # the server's time in these calls
-    engine_s: list[float] = field(default_factory=list)  # per request, until the engine had it
     cpu_s: dict[str, float] = field(default_factory=dict)  # of each process around the engine
 
 

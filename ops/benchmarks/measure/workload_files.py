@@ -41,10 +41,6 @@ class Workload:
             tuple(WorkloadRequest(r.prompt, min(r.max_tokens, max_tokens)) for r in few),
         )
 
-    def save(self, path: Path) -> None:
-        rows = [{"prompt": list(r.prompt), "max_tokens": r.max_tokens} for r in self.requests]
-        path.write_text(json.dumps({"requests": rows}), encoding="utf-8")
-
 
 def load(path: Path) -> Workload:
     """Load a workload file; raises ValueError with one sentence if it is invalid."""

@@ -1,18 +1,20 @@
 """The floor: our engine and scheduler on the same requests, with steps of linear layers alone.
 
-`options.settings["floor"]` names the kind of linear layers. The tokens mean nothing.
+Shapes come from the model's configuration. Weights are random, and each layer has its own, so they
+come from memory as in the model. Queries, keys and values are one product; gate and up are another.
+The tokens mean nothing.
 """
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from ops.benchmarks.measure.linear_stack import LinearStack, shapes_of
-from ops.benchmarks.measure.protocol import EngineOptions, serve
+from ops.benchmarks.measure.protocol import serve
 from ops.benchmarks.peers.ours import Tokenmill
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
@@ -23,6 +25,61 @@ from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
 
 _TOKEN = 100
+_JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MKL_ROWS = 256  # rows for which MKL packs; the packing works for any number
+
+Product = Callable[[Tensor], Tensor]
+
+
+class LinearStack:
+    """Linear layers of a model by MKL, weights packed once.
+
+    `run(num_tokens, num_rows)` computes all layers, then the head: the layers get `num_tokens`
+    rows, the head `num_rows`.
+    """
+
+    def __init__(self, shapes: list[tuple[int, int]], max_tokens: int) -> None:
+        """Raises RuntimeError if torch was built without MKL."""
+        if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+            raise RuntimeError("this torch was built without MKL")
+        self._inputs = {k: torch.randn(max_tokens, k) for _, k in shapes}
+        *self._body, self._head = [(_product(torch.randn(n, k) / k**0.5), k) for n, k in shapes]
+
+    def run(self, num_tokens: int, num_rows: int) -> None:
+        for product, k in self._body:
+            product(self._inputs[k][:num_tokens])
+        if num_rows:
+            product, k = self._head
+            product(self._inputs[k][:num_rows])
+
+
+def shapes_of(folder: Path) -> list[tuple[int, int]]:
+    """Return (outputs, inputs) of every product of one pass, in order, the head last."""
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()
+    shapes = [shape for module in model.modules() for shape in _products(module, head)]
+    return [*shapes, (head.out_features, head.in_features)]
+
+
+def _products(module: nn.Module, head: nn.Module) -> Iterator[tuple[int, int]]:
+    linears = {
+        name: child
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and child is not head
+    }
+    for names in _JOINT:
+        parts = [linears.pop(name) for name in names if name in linears]
+        if parts:
+            yield sum(part.out_features for part in parts), parts[0].in_features
+    for linear in linears.values():
+        yield linear.out_features, linear.in_features
+
+
+def _product(weight: Tensor) -> Product:
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
+    return lambda x: torch.ops.mkl._mkl_linear(x, packed, weight, None, _MKL_ROWS)
 
 
 class FloorRunner:
@@ -42,7 +99,7 @@ class FloorRunner:
             vocab_size=vocab_size,
             eos_token_ids=frozenset(),
             model_path=Path(),
-            description=f"linear layers alone: {stack.description}",
+            description="linear layers alone: MKL, packed once",
         )
         self._stack = stack
 
@@ -73,16 +130,11 @@ class FloorRunner:
 
 
 class Floor(Tokenmill):
-    def __init__(self, options: EngineOptions) -> None:
-        self._kind = str(options.settings["floor"])
-        settings = {name: value for name, value in options.settings.items() if name != "floor"}
-        super().__init__(dataclasses.replace(options, settings=settings))
-
     def _load(self, config: EngineConfig) -> Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         shapes = shapes_of(resolve(config.model))
-        stack = LinearStack(shapes, self._kind, config.max_num_batched_tokens)
+        stack = LinearStack(shapes, config.max_num_batched_tokens)
         runner = FloorRunner(config, stack, vocab_size=shapes[-1][0], max_model_len=1 << 20)
         scheduler = Scheduler(
             config,

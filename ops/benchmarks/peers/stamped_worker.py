@@ -1,30 +1,30 @@
-"""A whole worker that notes when each step ended, and which tokens selected jobs got from it.
+"""A whole worker that notes which tokens selected jobs got from which step.
 
 It notes as little as possible: what is kept for every token makes the worker slower, more through
-cold memory than through the time of writing. The times are written to a file when the engine has
-been idle for two frames in a row, because at the first idle frame the last answers are still on
-their way. Settings come from the environment, as for any worker; the argument is the file's name.
-All times are seconds of the machine's monotonic clock. The lines are:
+cold memory than through the time of writing. A noted job has NOTED_SEED as its seed, which greedy
+sampling ignores. The lines are written to a file when the engine has been idle for two frames in a
+row, because at the first idle frame the last answers are still on their way. Settings come from the
+environment, as for any worker; the argument is the file's name. A line is
 
-    submit <time> <job>                       the engine receives the job; for every job
-    step <end> <sequences> <tokens>           so many sequences got so many tokens; every step
-    token <step's end> <job> <tokens so far>  for selected jobs
+    <step's end> <job> <tokens so far>
+
+in seconds of the machine's monotonic clock.
 """
 
 import asyncio
 import sys
-import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import TextIO
 
-from ops.benchmarks.peers.worker_notes import NOTED_SEED
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engine.process.host import EngineProcess
 from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.telemetry import configure_logging
+
+NOTED_SEED = 4711
 
 
 def job_of(request_id: str) -> str:
@@ -37,37 +37,24 @@ class NoteWriter:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._so_far: dict[str, int] = {}  # number of tokens so far, by noted request
-        self._steps: list[tuple[float, int, int]] = []
         self._tokens: list[tuple[float, str, int]] = []
 
-    def submitted(self, requests: Iterable[GenerationRequest], now: float) -> None:
+    def submitted(self, requests: Iterable[GenerationRequest]) -> None:
         for request in requests:
-            self._file.write(f"submit {now} {job_of(request.request_id)}\n")
             if request.params.seed == NOTED_SEED:
                 self._so_far[request.request_id] = 0
 
     def frame(self, frame: Frame) -> None:
-        so_far = self._so_far
-        num_sequences = num_tokens = 0
         for event in frame.events:
-            if event.token_ids:
-                num_sequences += 1
-                num_tokens += len(event.token_ids)
-                if (request := event.request_id) in so_far:
-                    so_far[request] += len(event.token_ids)
-                    self._tokens.append((frame.ended_s, request, so_far[request]))
-        if num_tokens:
-            self._steps.append((frame.ended_s, num_sequences, num_tokens))
+            if event.token_ids and (request := event.request_id) in self._so_far:
+                self._so_far[request] += len(event.token_ids)
+                self._tokens.append((frame.ended_s, request, self._so_far[request]))
 
     def write(self) -> None:
         self._file.writelines(
-            f"step {end} {sequences} {tokens}\n" for end, sequences, tokens in self._steps
-        )
-        self._file.writelines(
-            f"token {end} {job_of(request)} {count}\n" for end, request, count in self._tokens
+            f"{end} {job_of(request)} {count}\n" for end, request, count in self._tokens
         )
         self._file.flush()
-        self._steps.clear()
         self._tokens.clear()
 
 
@@ -75,9 +62,9 @@ class StampingHost(EngineProcess):
     notes: NoteWriter
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        requests, now = tuple(requests), time.monotonic()
+        requests = tuple(requests)
+        self.notes.submitted(requests)
         super().submit(requests)
-        self.notes.submitted(requests, now)
 
     async def frames(self) -> AsyncIterator[Frame]:
         was_idle = False

@@ -3,6 +3,7 @@
 Every part is a process of its own, as in production; the subscribers, one per job, share this
 process. A round is timed from the first submit to the last subscriber's end, which includes SQL's
 commit before it. Each round is a tenant of its own, so that it finds no prefix of an earlier one.
+All processes are on one machine and read one monotonic clock.
 """
 
 import asyncio
@@ -16,13 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, Self
 
 from ops.benchmarks.measure.disturbance import cpu_seconds
-from ops.benchmarks.measure.figures import of_round, percentile
 from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
-from ops.benchmarks.peers.worker_notes import NOTED_SEED, Notes
+from ops.benchmarks.measure.workload_files import WorkloadRequest
+from ops.benchmarks.peers.stamped_worker import NOTED_SEED
 from tokenmill import AsyncClient
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
@@ -30,16 +29,9 @@ from tokenmill_worker.record import migrate
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0
-STREAM_FIGURES = (
-    "latency_p50_ms",
-    "latency_p99_ms",
-    "calls_per_step",
-    "script_ms",
-    "cpu_worker_us",
-    "cpu_server_us",
-    "cpu_subscribers_us",
-)
 NOTED_ONE_IN = 8  # jobs; noting all of them would cost half a percent of the tokens
+
+Passage = dict[int, float]  # number of tokens so far → time
 
 
 class Reading:
@@ -52,7 +44,7 @@ class Reading:
         self.job = job
         self.tokens: list[int] = []
         self.first_s = self.last_s = 0.0  # monotonic
-        self.times: dict[int, float] | None = {} if is_noted else None
+        self.times: Passage | None = {} if is_noted else None
 
     def take(self, tokens: Sequence[int], now: float) -> None:
         if not self.tokens:
@@ -64,19 +56,9 @@ class Reading:
 
 
 class WholeWay:
-    """The service on one machine.
+    """The service on one machine; its parts reach the server by a Unix socket."""
 
-    Its parts reach the server by a Unix socket, or by TCP as between machines if `by_tcp`.
-    """
-
-    def __init__(
-        self,
-        options: EngineOptions,
-        log: BinaryIO | None = None,
-        one_in: int = NOTED_ONE_IN,
-        by_tcp: bool = False,
-    ) -> None:
-        self._one_in = one_in  # one job in so many is noted
+    def __init__(self, options: EngineOptions) -> None:
         self._undo = ExitStack()
         folder = Path(
             self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-"))
@@ -88,13 +70,13 @@ class WholeWay:
             settings={"unixsocket": str(socket)}, at_death=signal.SIGKILL
         ).start()
         self._undo.callback(self._valkey.stop)
-        self.url = self._valkey.url if by_tcp else f"unix://{socket}"
+        self.url = f"unix://{socket}"
         self.database = f"sqlite:///{folder / 'results.db'}"
         migrate.upgrade(self.database)
         settings = os.environ | self._settings(options)
         command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
         self._worker = GuardedProcess(
-            command, at_death=signal.SIGKILL, env=settings, output=log or sys.stderr.buffer
+            command, at_death=signal.SIGKILL, env=settings, output=sys.stderr.buffer
         )
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
@@ -106,21 +88,7 @@ class WholeWay:
         self._undo.callback(lambda: self._loop.run(self._client.close()))
         gc.collect()
         gc.freeze()  # garbage collection skips the benchmark's own objects from here on
-        link = "TCP" if by_tcp else "a Unix socket"
-        self.description = (
-            f"Valkey (append-only, by {link}), worker, SQLite (WAL), a subscriber per job"
-        )
-
-    @classmethod
-    def model_free(cls, model: str, log: BinaryIO) -> Self:
-        """Start the service with a model-free engine.
-
-        It uses TCP, as its peers do. The worker's output goes to `log`.
-        """
-        options = EngineOptions(
-            model=model, max_sequences=256, max_batch_tokens=8192, pool_tokens=1 << 18
-        )
-        return cls(options, log, one_in=1, by_tcp=True)
+        self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
 
     def _settings(self, options: EngineOptions) -> dict[str, str]:
         fields: Mapping[str, object] = {
@@ -156,49 +124,11 @@ class WholeWay:
     def close(self) -> None:
         self._undo.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         self._rounds += 1
         return self._loop.run(self._run(requests, f"round-{self._rounds}"))
 
-    def stream_jobs(self, jobs: int, tokens: int) -> dict[str, float]:
-        """Run jobs together, each with a subscriber.
-
-        Returns chunks per second, a token's latency from engine to subscriber, and script calls.
-        """
-        requests = _plain_requests(jobs, tokens)
-        done = self.run(requests)
-        figures = of_round(Workload("plain", requests), done)
-        return {
-            "chunks_s": figures["output_tok_s"],
-            "scripts_per_job": (done.script_calls or 0) / jobs,
-            **{name: value for name, value in figures.items() if name in STREAM_FIGURES},
-        }
-
-    def single_jobs(self, count: int) -> dict[str, float]:
-        """Run one job after the other on an idle worker.
-
-        Returns the times from submit to the engine, and from submit to the subscriber's first
-        token.
-        """
-        rounds = [self.run(_plain_requests(1, 4)) for _ in range(count)]
-        waits = {
-            "submit": [done.engine_s[0] for done in rounds],
-            "start": [done.first_s[0] for done in rounds],
-        }
-        return {
-            f"{name}_{rank}_ms": 1e3 * percentile(values, share)
-            for name, values in waits.items()
-            for rank, share in (("p50", 0.5), ("p99", 0.99))
-        }
-
     async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
-        calls_before, seconds_before = self._scripts()
         offset = self._notes.stat().st_size
         client = self._client
         cpu_before, started = self._cpu(), time.monotonic()
@@ -209,41 +139,41 @@ class WholeWay:
                 "temperature": 0.0,
                 "ignore_eos": True,
                 "tenant": tenant,
-                "seed": None if index % self._one_in else NOTED_SEED,
+                "seed": None if index % NOTED_ONE_IN else NOTED_SEED,
             }
             for index, request in enumerate(requests)
         )
         readings = await asyncio.gather(
             *(
-                _subscribe(client, Reading(str(job), index % self._one_in == 0))
+                _subscribe(client, Reading(str(job), index % NOTED_ONE_IN == 0))
                 for index, job in enumerate(jobs)
             )
         )
         wall_s = time.monotonic() - started
         cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
-        notes = self._read_notes(offset, readings)
-        calls, seconds = self._scripts()
-        done = _round(started, wall_s, readings, notes)
-        done.cpu_s = cpu_s
-        done.script_calls, done.script_s = calls - calls_before, seconds - seconds_before
-        received_at = {
-            reading.job: reading.times for reading in readings if reading.times is not None
-        }
-        done.latency_s = notes.latencies(received_at)
-        return done
+        return Round(
+            wall_s=wall_s,
+            tokens=[reading.tokens for reading in readings],
+            first_s=[reading.first_s - started for reading in readings],
+            last_s=[reading.last_s - started for reading in readings],
+            latency_s=self._latencies(offset, readings),
+            cpu_s=cpu_s,
+        )
 
-    def _read_notes(self, offset: int, readings: list[Reading]) -> Notes:
-        """Read the worker's notes; the worker writes its file a moment after the last chunk."""
+    def _latencies(self, offset: int, readings: list[Reading]) -> list[float]:
+        """Return the seconds of each noted chunk, from its step's end to its subscriber.
+
+        Waits for the worker's notes, which it writes a moment after the last chunk.
+        """
+        noted = {reading.job: reading.times for reading in readings if reading.times is not None}
         deadline = time.monotonic() + 10.0
-        lengths = {
-            reading.job: len(reading.tokens) for reading in readings if reading.times is not None
-        }
-        num_tokens = sum(len(reading.tokens) for reading in readings)
-        while not (notes := Notes.read(self._notes, offset)).are_complete(lengths, num_tokens):
+        while True:
+            step_ends = read_notes(self._notes, offset)
+            if all(max(times) in step_ends.get(job, ()) for job, times in noted.items()):
+                return latencies(step_ends, noted)
             if time.monotonic() > deadline:
                 raise RuntimeError("the worker's notes are not complete")
             time.sleep(0.05)
-        return notes
 
     def _cpu(self) -> dict[str, float]:
         """Return each process's CPU seconds so far; the worker's exclude its engine's."""
@@ -254,16 +184,31 @@ class WholeWay:
         }
         return {part: cpu_seconds(pid) for part, pid in pids.items()}
 
-    def _scripts(self) -> tuple[int, float]:
-        """Return the number of script calls so far, and the server's seconds in them."""
-        found = self._info("commandstats").get("cmdstat_evalsha", {})
-        return int(found.get("calls", 0)), 1e-6 * float(found.get("usec", 0))
 
-    def _info(self, section: str) -> Any:
-        import redis
+def read_notes(path: Path, offset: int) -> dict[str, Passage]:
+    """Read the lines of a stamped worker from byte `offset` on.
 
-        with redis.Redis.from_url(self._valkey.url) as connection:
-            return connection.info(section)
+    Returns, for each noted job, the end of the step that gave its nth token. The first time counts:
+    a token that is given again was late before.
+    """
+    step_ends: dict[str, Passage] = {}
+    with path.open("rb") as file:
+        file.seek(offset)
+        text = file.read().decode("ascii").rpartition("\n")[0]  # without a line half written
+        for line in text.splitlines():
+            end, job, count = line.split(" ")
+            step_ends.setdefault(job, {}).setdefault(int(count), float(end))
+    return step_ends
+
+
+def latencies(step_ends: Mapping[str, Passage], received: Mapping[str, Passage]) -> list[float]:
+    """Return seconds from a step's end to its tokens' reception, where both are known."""
+    return [
+        when - step_ends[job][count]
+        for job, passage in received.items()
+        for count, when in passage.items()
+        if count in step_ends.get(job, ())
+    ]
 
 
 async def _subscribe(client: AsyncClient, reading: Reading) -> Reading:
@@ -273,23 +218,6 @@ async def _subscribe(client: AsyncClient, reading: Reading) -> Reading:
         if chunk.error is not None:
             raise RuntimeError(f"a job failed: {chunk.error.message}")
     return reading
-
-
-def _plain_requests(count: int, tokens: int) -> tuple[WorkloadRequest, ...]:
-    return tuple(
-        WorkloadRequest(prompt=tuple(range(97, 113)), max_tokens=tokens) for _ in range(count)
-    )
-
-
-def _round(started: float, wall_s: float, readings: list[Reading], notes: Notes) -> Round:
-    return Round(
-        wall_s=wall_s,
-        tokens=[reading.tokens for reading in readings],
-        first_s=[reading.first_s - started for reading in readings],
-        last_s=[reading.last_s - started for reading in readings],
-        batch_sizes=list(notes.steps.values()),
-        engine_s=[notes.submits[reading.job] - started for reading in readings],
-    )
 
 
 if __name__ == "__main__":

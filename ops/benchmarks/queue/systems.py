@@ -18,15 +18,16 @@ from typing import Any, BinaryIO, Protocol
 import redis
 
 from ops.benchmarks.peers.environments import PeerEnvironment
-from ops.benchmarks.peers.whole_way import QUEUE, WholeWay
+from ops.demonstration.stack import DemoStack
 from tokenmill import AsyncClient, Client
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
 
 ARQ_VERSION = "0.28.0"
 DRIVERS = Path(__file__).parent / "peers"
-PACED = "synthetic?step_ms=20"  # 32 sequences then produce 1,600 tokens a second
-_WARM_UP = 50
+QUEUE = "bench"
+ROOM = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_blocks": 16_385}
+_WARM_UP = 50  # jobs
 
 Say = Callable[[str], None]
 
@@ -36,7 +37,7 @@ class QueueSystem(Protocol):
         """Submit jobs one by one, or together where the system can; return the seconds taken."""
 
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
-        """Return `jobs_s`, `tokens_s`, `commands_per_job` and further figures of this system."""
+        """Return `jobs_s`, `tokens_s` and `commands_per_job`."""
 
 
 def systems(log: BinaryIO, say: Say) -> dict[str, Callable[[], QueueSystem]]:
@@ -47,7 +48,7 @@ def systems(log: BinaryIO, say: Say) -> dict[str, Callable[[], QueueSystem]]:
         return Peer([str(python), str(DRIVERS / "arq_driver.py")], log)
 
     return {
-        "tokenmill": lambda: Tokenmill(log),
+        "tokenmill": Tokenmill,
         "celery": lambda: Peer([sys.executable, str(DRIVERS / "celery_driver.py")], log),
         "arq": arq,
     }
@@ -79,9 +80,6 @@ class Tokenmill:
     The other systems keep results in Valkey only.
     """
 
-    def __init__(self, log: BinaryIO) -> None:
-        self._log = log
-
     def submit(self, url: str, jobs: int, tokens: int, together: bool) -> float:
         with Client(url, queue=QUEUE) as client:
             started = time.perf_counter()
@@ -93,19 +91,16 @@ class Tokenmill:
             return time.perf_counter() - started
 
     def whole_way(self, jobs: int, tokens: int) -> dict[str, float]:
-        with WholeWay.model_free("synthetic", self._log) as service:
-            service.stream_jobs(_WARM_UP, tokens)
-            with _counted(service.url) as commands:
-                seconds = asyncio.run(_run_all(service, jobs, tokens))
-            chunks_s = service.stream_jobs(min(jobs, 64), 4 * tokens)["chunks_s"]
-        with WholeWay.model_free(PACED, self._log) as service:  # steps take time, as a model's do
-            service.stream_jobs(8, tokens)
-            waits = service.stream_jobs(32, 8 * tokens) | service.single_jobs(20)
-        return {**_rates(seconds, commands, jobs, tokens), **waits, "chunks_s": chunks_s}
+        with DemoStack("synthetic", QUEUE, ROOM) as stack:
+            stack.start(lambda _: None)
+            asyncio.run(_run_all(stack, _WARM_UP, tokens))
+            with _counted(stack.redis_url) as commands:
+                seconds = asyncio.run(_run_all(stack, jobs, tokens))
+        return _rates(seconds, commands, jobs, tokens)
 
 
-async def _run_all(service: WholeWay, jobs: int, tokens: int) -> float:
-    async with AsyncClient(service.url, queue=QUEUE, database=service.database) as client:
+async def _run_all(stack: DemoStack, jobs: int, tokens: int) -> float:
+    async with AsyncClient(stack.redis_url, queue=QUEUE, database=stack.database_url) as client:
         started = time.perf_counter()
         handles = await client.submit_many(_job(number, tokens) for number in range(jobs))
         results = await asyncio.gather(

@@ -1,4 +1,5 @@
-"""Simulations in virtual time: the real scheduler on a cost model, and a model of the queue.
+"""Simulations in virtual time, with the real scheduler on a cost model; and what a queue server
+carries, counted.
 
 No device is needed, and nothing waits.
 """

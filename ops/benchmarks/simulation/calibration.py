@@ -9,12 +9,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import redis.asyncio
 
-from ops.benchmarks.simulation.queue_server import ScriptCosts
 from tokenmill import AsyncClient
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.chunk import Chunk
@@ -31,6 +30,30 @@ GROUP, NUM_GROUPS = 16, 12  # the others
 NUM_STEPS = 40
 NUM_SUBSCRIBERS = 8  # connections; a backend shares one between its streams
 JOB: dict[str, Any] = {"prompt": "calibration " * 20, "max_tokens": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCosts:
+    """Seconds of the server's main thread per call and per item of a call.
+
+    Args:
+        chunk: per chunk of one token, while the worker's ownership version is valid.
+        token: per further token of a chunk.
+        opened: per first chunk of a job, for which the job is looked up and its log begun.
+        checkpoint: per chunk that is logged and not published.
+    """
+
+    append: float
+    chunk: float
+    token: float
+    opened: float
+    checkpoint: float
+    claim: float
+    claimed: float
+    finish: float
+    finished: float
+    submit: float
+
 
 # `calibrate` measured these on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey
 # 9.1.2, append-only file on: the least of 45 rounds within a quarter of an hour on a machine that

@@ -14,14 +14,13 @@ from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
-from tokenmill_worker.engine.scheduler.state import SchedulerCounters
 from tokenmill_worker.engine.sequence import Sequence as EngineSequence
+from tokenmill_worker.engine.types import TokenEvent
 
 BLOCK_SIZE = 16
 TTFT_LIMIT_S = {0: 1.0, 1: 5.0, 2: float("inf")}  # by class: interactive, standard, bulk
 GAP_LIMIT_S = {0: 0.2, 1: 0.5, 2: float("inf")}  # longest silence within an answer
 LOADS = (0.5, 0.8, 1.0, 1.2)
-_ANY_TOKEN = (5,)
 
 _FIRST_COME: dict[str, object] = {"policy": "fifo", "max_bypass": 0, "safety_margin": 0.0}
 _CHUNKED: dict[str, object] = {
@@ -77,32 +76,37 @@ class Outcome:
 
 
 class SimulatedEngine:
-    """Engine with the real scheduler; `settings` are EngineConfig's.
+    """Engine with the real scheduler.
 
-    The pool is as large as the device's memory allows.
+    Args:
+        settings: EngineConfig's.
+        cache_tokens: size of the KV cache; None: as large as the device's memory allows.
+        draw: makes so many tokens up.
     """
 
-    def __init__(self, costs: CostModel, settings: dict[str, object]) -> None:
-        self.costs, self.now, self.steps = costs, 0.0, 0
-        num_blocks = costs.num_cache_tokens // BLOCK_SIZE
+    def __init__(
+        self,
+        costs: CostModel,
+        settings: dict[str, object],
+        cache_tokens: int | None = None,
+        draw: Callable[[int], Sequence[int]] = lambda count: (5,) * count,
+    ) -> None:
+        self.costs, self.now, self.steps, self._draw = costs, 0.0, 0, draw
+        num_blocks = (cache_tokens or costs.num_cache_tokens) // BLOCK_SIZE
+        fields: dict[str, object] = {"prefix_cache": False, "max_waiting": 10_000_000, **settings}
         config = EngineConfig(
             model="simulated",
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
-            prefix_cache=False,
-            max_waiting=10_000_000,
-            **settings,  # type: ignore[arg-type]
+            **fields,  # type: ignore[arg-type]
         )
+        group = LayerGroup((0,), 1, 1)
         cache = CacheConfig(
-            BLOCK_SIZE, (LayerGroup((0,), 1, 1),), (num_blocks,), (0,), prefix_cache=False
+            BLOCK_SIZE, (group,), (num_blocks,), (0,), prefix_cache=config.prefix_cache
         )
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             config, cache, max_model_len=8_192, eos_token_ids=frozenset(), clock=lambda: self.now
         )
-
-    @property
-    def counters(self) -> SchedulerCounters:
-        return self._scheduler.stats
 
     def run(self, trace: Sequence[Arrival], until: float) -> list[Outcome]:
         """Serve the requests in order of arrival; those not finished at `until` stay unfinished."""
@@ -110,27 +114,29 @@ class SimulatedEngine:
         position = 0
         while self.now < until:
             while position < len(trace) and trace[position].at <= self.now:
-                self._scheduler.add([_sequence(position, trace[position])])
+                self.scheduler.add([_sequence(position, trace[position])])
                 position += 1
-            if not self._step(outcomes):
+            if (events := self.step()) is None:
                 if position == len(trace):
                     break
                 self.now = trace[position].at
+            for event in events or ():
+                outcomes[int(event.request_id)].take(len(event.token_ids), self.now)
         return outcomes
 
-    def _step(self, outcomes: list[Outcome]) -> bool:
-        plan = self._scheduler.plan()
+    def step(self) -> list[TokenEvent] | None:
+        """Run a step and return its events that have tokens; None if nothing can run."""
+        plan = self.scheduler.plan()
         if plan.is_empty:
-            return False
+            return None
         self.now += self.costs.step_s(plan)
         self.steps += 1
-        num_sampled = sum(item.samples for item in plan.scheduled)
-        output = StepOutput(plan.step_id, (_ANY_TOKEN,) * num_sampled, (None,) * num_sampled, {})
-        for event in self._scheduler.commit(plan, output):
-            if event.token_ids:
-                outcomes[int(event.request_id)].take(len(event.token_ids), self.now)
-        self._scheduler.take_released()
-        return True
+        count = sum(item.samples for item in plan.scheduled)
+        tokens = tuple((token,) for token in self._draw(count))
+        output = StepOutput(plan.step_id, tokens, (None,) * count, {})
+        events = [event for event in self.scheduler.commit(plan, output) if event.token_ids]
+        self.scheduler.take_released()
+        return events
 
 
 def _sequence(index: int, arrival: Arrival) -> EngineSequence:

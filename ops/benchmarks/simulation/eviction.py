@@ -11,13 +11,9 @@ from dataclasses import dataclass
 
 from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.simulation.costs import CostModel
-from ops.benchmarks.simulation.engine import BLOCK_SIZE
+from ops.benchmarks.simulation.engine import BLOCK_SIZE, SimulatedEngine
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
-from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.kv.block_pool import BlockPool
-from tokenmill_worker.engine.plan import StepOutput
-from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
 
 CACHES = (16_000, 32_000, 64_000)  # tokens
@@ -96,18 +92,11 @@ class Chats:
 
     def __init__(self, order: type[BlockPool], num_tokens: int, num_users: int, seed: int) -> None:
         self._tokens = random.Random(f"tokens/{seed}")
-        self._costs, self._now = CostModel(), 0.0
-        num_blocks = num_tokens // BLOCK_SIZE
-        config = EngineConfig(
-            model="simulated", block_size=BLOCK_SIZE, num_blocks=num_blocks,
-            max_num_batched_tokens=2_048, max_num_seqs=256,
-        )  # fmt: skip
-        cache = CacheConfig(BLOCK_SIZE, (LayerGroup((0,), 1, 1),), (num_blocks,), (0,))
-        self.scheduler = Scheduler(
-            config, cache, max_model_len=8_192, eos_token_ids=frozenset(), clock=lambda: self._now
-        )
-        self._pool = order(num_blocks)
-        self.scheduler.kv.pools[:] = [self._pool]
+        limits: dict[str, object] = {"max_num_batched_tokens": 2_048, "max_num_seqs": 256}
+        settings = {**limits, "prefix_cache": True}
+        self._engine = SimulatedEngine(CostModel(), settings, num_tokens, self._draw)
+        self._pool = order(num_tokens // BLOCK_SIZE)
+        self._engine.scheduler.kv.pools[:] = [self._pool]
         prompts = [self._draw(SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
         weights = [1 / (1 + rank) for rank in range(SYSTEM_PROMPTS)]
         sources = [random.Random(f"user/{seed}/{number}") for number in range(num_users)]
@@ -123,11 +112,11 @@ class Chats:
     def run(self) -> dict[str, float]:
         """Serve every turn, and return the figures."""
         while self._next or self._running:
-            while self._next and self._next[0][0] <= self._now:
+            while self._next and self._next[0][0] <= self._engine.now:
                 self._send(heapq.heappop(self._next)[1])
             if not self._step():
-                self._now = self._next[0][0]
-        stats = self.scheduler.snapshot()
+                self._engine.now = self._next[0][0]
+        stats = self._engine.scheduler.snapshot()
         return {
             "ttft_p50_s": percentile(self._ttft, 0.5),
             "ttft_p99_s": percentile(self._ttft, 0.99),
@@ -147,25 +136,20 @@ class Chats:
             max_tokens=answer,
         )
         user.turns += 1
-        self._running[sequence.request_id] = number, sequence, self._now
-        self.scheduler.add([sequence])
+        self._running[sequence.request_id] = number, sequence, self._engine.now
+        self._engine.scheduler.add([sequence])
 
     def _step(self) -> bool:
-        plan = self.scheduler.plan()
-        if plan.is_empty:
+        events = self._engine.step()
+        if events is None:
             return False
-        self._now += self._costs.step_s(plan)
-        count = sum(item.samples for item in plan.scheduled)
-        tokens = tuple((token,) for token in self._draw(count))
-        output = StepOutput(plan.step_id, tokens, (None,) * count, {})
-        for event in self.scheduler.commit(plan, output):
+        for event in events:
             number, sequence, sent_at = self._running[event.request_id]
             if sequence.num_output_tokens == 1:
-                self._ttft.append(self._now - sent_at)
+                self._ttft.append(self._engine.now - sent_at)
             if event.finish_reason is not None:
                 del self._running[event.request_id]
                 self._end_turn(number, sequence)
-        self.scheduler.take_released()
         if isinstance(self._pool, FreedLast):
             self._pool.end_step()
         return True
@@ -175,7 +159,7 @@ class Chats:
         user.tokens = list(sequence.token_ids)
         if user.turns < TURNS:
             pause = user.choices.expovariate(1 / PAUSE_S)
-            heapq.heappush(self._next, (self._now + pause, number))
+            heapq.heappush(self._next, (self._engine.now + pause, number))
 
 
 def measure(seed: int, waiting: Callable[[str], None]) -> dict[str, dict[str, dict[str, float]]]:

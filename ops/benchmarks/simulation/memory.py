@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ops.benchmarks.measure.figures import percentile
-from ops.benchmarks.simulation.costs import VALUE_BYTES, CostModel
+from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.engine import SimulatedEngine
 from ops.benchmarks.simulation.load import Arrival, answer_length, arrivals
 
@@ -45,14 +45,6 @@ def _arrival(at: float, num_prompt_tokens: int, num_output_tokens: int) -> Arriv
     return Arrival(at, num_prompt_tokens, num_output_tokens, rank=1, tenant="t")
 
 
-def with_cache(num_tokens: int) -> CostModel:
-    """Return the device with room for `num_tokens` keys and values, and the same speed."""
-    costs = CostModel()
-    token_bytes = VALUE_BYTES * costs.shape.kv_numbers * costs.shape.num_hidden_layers
-    missing = (costs.num_cache_tokens - num_tokens) * token_bytes
-    return replace(costs, memory=costs.memory - missing / 0.8)
-
-
 def measure(
     max_num_seqs: int, seed: int, waiting: Callable[[str], None]
 ) -> dict[str, dict[str, dict[str, float]]]:
@@ -69,7 +61,7 @@ def _figures(
     trace: Sequence[Arrival], settings: dict[str, object], max_num_seqs: int
 ) -> dict[str, float]:
     limits = {"max_num_batched_tokens": 2_048, "max_num_seqs": max_num_seqs}
-    engine = SimulatedEngine(with_cache(CACHE_TOKENS), {**limits, **settings})
+    engine = SimulatedEngine(CostModel(), {**limits, **settings}, CACHE_TOKENS)
     outcomes = engine.run(trace, until=float("inf"))
     ttft = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
     return {
@@ -77,6 +69,6 @@ def _figures(
         "ttft_p99_s": percentile(ttft, 0.99),
         "gap_p99_ms": 1e3 * percentile([outcome.longest_gap_s for outcome in outcomes], 0.99),
         "tokens_s": sum(outcome.num_tokens for outcome in outcomes) / engine.now,
-        "preemptions": engine.counters.preemptions,
-        "recomputed": engine.counters.recomputed_tokens,
+        "preemptions": engine.scheduler.stats.preemptions,
+        "recomputed": engine.scheduler.stats.recomputed_tokens,
     }

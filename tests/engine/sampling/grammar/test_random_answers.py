@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ops.benchmarks.commands.schemas import TYPED, count, is_broken
+from tests.engine.sampling.grammar.random_answers import TYPED, count, is_broken
 from tests.engine.sampling.grammar.test_masks import EOS, VOCAB
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.sampling import GrammarCompiler

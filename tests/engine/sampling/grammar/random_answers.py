@@ -1,10 +1,14 @@
 """Draws random answers under JSON schemas: counts refused schemas and answers that break theirs.
 
-Tokens are drawn evenly from those that the mask allows, ends preferred, with a real model's
-vocabulary; that is harsher than any model. Every finished answer is validated as a worker does
-(`reported`) and by another library, jsonschema (`silent`: only jsonschema finds it broken).
+Tokens are drawn evenly from those that the mask allows, ends preferred; that is harsher than any
+model. Every finished answer is validated as a worker does (`reported`) and by another library,
+jsonschema (`silent`: only jsonschema finds it broken). With a real model's vocabulary, and the
+schemas of a folder tests/draft2020-12 of the JSON-Schema-Test-Suite:
+
+    python -m tests.engine.sampling.grammar.random_answers --suite FOLDER --answers 36
 """
 
+# ruff: noqa: T201 - a command: it prints
 import argparse
 import asyncio
 import json
@@ -55,16 +59,13 @@ TYPED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--suite", type=Path, help="a folder of the JSON-Schema-Test-Suite: tests/draft2020-12"
-    )
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--suite", type=Path, help="a folder of schemas, besides our own")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--answers", type=int, default=6, help="of each schema")
     parser.add_argument("--max-tokens", type=int, default=200)
-
-
-def run(options: argparse.Namespace) -> dict[str, object]:
+    options = parser.parse_args()
     folder = resolve(options.model)
     config = json.loads((folder / "config.json").read_text())
     ends = config["eos_token_id"]
@@ -73,8 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     assert words is not None
     compiler = GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
     schemas = [*TYPED, *(suite(options.suite) if options.suite else ())]
-    found = asyncio.run(count(schemas, compiler, options.answers, options.max_tokens))
-    return {"results": {"schemas": {"all": found}}}
+    asyncio.run(count(schemas, compiler, options.answers, options.max_tokens))
 
 
 def suite(folder: Path) -> list[dict[str, Any]]:
@@ -178,3 +178,7 @@ def is_broken(schema: dict[str, Any], text: str) -> bool:
         re.error,
     ):  # numbers and patterns that Python cannot hold
         return False
+
+
+if __name__ == "__main__":
+    main()
