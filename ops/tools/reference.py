@@ -47,6 +47,7 @@ from tokenmill_schemas.result import (
     GeneratedCall,
     JobError,
     JobResult,
+    ScoredPrompt,
     ToolCallDelta,
     Usage,
 )
@@ -224,8 +225,8 @@ def limits_table() -> str:
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     JobRequest, Message, TextPart, ToolCall, FunctionCall, Tool, ToolFunction, SamplingParams,
     ResponseFormat, CallGrammar, CallableTool, ArgumentForm, RetryPolicy, Chunk, ToolCallDelta,
-    TokenLogprob, JobResult, ChoiceResult, GeneratedCall, Usage, JobError, Cancel, Drain, WakeUp,
-    WorkerStatus, TenantLoad,
+    TokenLogprob, ScoredPrompt, JobResult, ChoiceResult, GeneratedCall, Usage, JobError, Cancel,
+    Drain, WakeUp, WorkerStatus, TenantLoad,
 )  # fmt: skip
 SECTIONS: dict[str, Callable[[], str]] = {
     "keys": keys_table,

@@ -15,6 +15,7 @@ from tokenmill_schemas.result import (
     JobError,
     JobResult,
     JobStatus,
+    ScoredPrompt,
     ToolCallDelta,
     Usage,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "ResponseFormat",
     "RetryPolicy",
     "SamplingParams",
+    "ScoredPrompt",
     "TextPart",
     "TokenLogprob",
     "Tool",

@@ -3,7 +3,7 @@
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_schemas.result import JobError, JobStatus, ToolCallDelta, Usage
+from tokenmill_schemas.result import JobError, JobStatus, ScoredPrompt, ToolCallDelta, Usage
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -36,6 +36,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     tool_calls: tuple[ToolCallDelta, ...] = ()
     after: str = ""  # never sent: set by a reader of several choices; see `position`
     params: SamplingParams | None = None  # as in JobResult; in the log's first chunk only
+    prompt: ScoredPrompt | None = None  # as in JobResult; in the first chunk of choice 0 only
 
     @property
     def end(self) -> int:

@@ -109,7 +109,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     most likely tokens. With `logprobs_mode="raw_logprobs"` they are those of the model's
     distribution, with "processed_logprobs" those of the distribution that the token was drawn from
     (after penalties, bias, temperature and truncation); None: as the worker's setting says.
-    `seed=None` draws a seed at admission.
+    `prompt_logprobs=k` returns the log-probability of each token of the prompt but the first, and
+    of the k most likely tokens there, always of the model's distribution. `seed=None` draws a seed
+    at admission.
     """
 
     max_tokens: int | None = None
@@ -137,6 +139,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     )
 
     thinking_budget: int | None = None  # after so many tokens of thoughts the answer begins
+    prompt_logprobs: int | None = None  # of each prompt token, beside this many most likely ones
 
     @property
     def is_greedy(self) -> bool:
@@ -180,7 +183,7 @@ NO_DEFAULTS: Final = SamplingParams()  # of a model that says nothing
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of one sampled token, and of the most likely tokens at its
+    """Natural-log probability of one sampled or given token, and of the most likely tokens at its
     position.
     """
 

@@ -10,7 +10,7 @@ import msgspec
 from tokenmill_schemas.chat import Message, Tool
 from tokenmill_schemas.generation import SamplingParams
 
-SCHEMA_VERSION = 2  # of requests: the newest version that this code reads
+SCHEMA_VERSION = 3  # of requests: the newest version that this code reads
 
 
 class Priority(StrEnum):
@@ -52,9 +52,9 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     The fields after `v` belong to chats: they need `messages`.
     `add_generation_prompt=None` means: yes, unless the final message is continued. `v` is the
-    version that a worker must read at least. Workers of version 1 ignore a number there, so version
-    2 is written as text: they refuse such a request with a sentence, where they would otherwise
-    leave out what they do not know.
+    version that a worker must read at least. Workers of version 1 ignore a number there, so later
+    versions are written as text: they refuse such a request with a sentence, where they would
+    otherwise leave out what they do not know.
     """
 
     job_id: str
@@ -85,16 +85,18 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parallel_tool_calls: bool = True
 
 
-_NEW_FIELDS: Final = ("chat_template_kwargs", "documents", "continue_final_message", "tools")
-_NEW_PARAMS: Final = ("logprobs_mode", "thinking_budget")
+_FIELDS_OF_2: Final = ("chat_template_kwargs", "documents", "continue_final_message", "tools")
+_PARAMS_OF_2: Final = ("logprobs_mode", "thinking_budget")
 
 
 def wire_version(request: JobRequest) -> int | str:
     """Return the least version whose workers honour every field of the request."""
+    if request.params.prompt_logprobs is not None:
+        return "3"
     is_first = (
-        not any(getattr(request, name) for name in _NEW_FIELDS)
+        not any(getattr(request, name) for name in _FIELDS_OF_2)
         and request.add_generation_prompt is None
-        and all(getattr(request.params, name) is None for name in _NEW_PARAMS)
+        and all(getattr(request.params, name) is None for name in _PARAMS_OF_2)
         and all(message.is_plain for message in request.messages or ())
     )
-    return 1 if is_first else str(SCHEMA_VERSION)
+    return 1 if is_first else "2"

@@ -77,6 +77,11 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
             0 <= p.top_logprobs <= MAX_TOP_LOGPROBS,
             f"must be from 0 to {MAX_TOP_LOGPROBS}",
         ),
+        (
+            "prompt_logprobs",
+            p.prompt_logprobs is None or 0 <= p.prompt_logprobs <= MAX_TOP_LOGPROBS,
+            f"must be from 0 to {MAX_TOP_LOGPROBS}",
+        ),
         ("seed", p.seed is None or -(2**63) <= p.seed < 2**64, "must fit in 64 bits"),
         ("n", 1 <= p.n <= MAX_CHOICES, f"must be from 1 to {MAX_CHOICES}"),
     )

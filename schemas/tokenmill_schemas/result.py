@@ -93,6 +93,13 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     call_deltas: tuple[ToolCallDelta, ...] = ()  # the same calls, piece by piece
 
 
+class ScoredPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tokens of a prompt, and the log-probability of each of them but the first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The final state of a job. `choices` is empty if nothing was generated; partial text is
     kept. `params` lacks the stop strings, biases and response format of the request.
@@ -114,6 +121,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     v: int = 1
     order: tuple[int, ...] = ()  # read only, from workers before `Chunk.n`; unused
     params: SamplingParams | None = None  # with which it was drawn; a seed only if it was named
+    prompt: ScoredPrompt | None = None  # with `prompt_logprobs`
 
     @property
     def text(self) -> str:

@@ -29,6 +29,7 @@ from tokenmill_schemas.result import (
     JobError,
     JobResult,
     JobStatus,
+    ScoredPrompt,
     ToolCallDelta,
     Usage,
 )
@@ -58,6 +59,7 @@ PARAMS: Final = SamplingParams(
         json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=False
     ),
     speculate=False, lora="poems", thinking_budget=100, logprobs_mode="processed_logprobs",
+    prompt_logprobs=5,
 )  # fmt: skip
 CALL: Final = Message(
     "assistant", (TextPart("One "), TextPart("moment")), reasoning="The tool knows.",
@@ -76,17 +78,18 @@ REQUEST: Final = JobRequest(
     metadata={"order": "17"},
     webhook="https://example.org/done",
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-    batch_id="batch-9", v="2", chat_template_kwargs={"enable_thinking": False},
+    batch_id="batch-9", v="3", chat_template_kwargs={"enable_thinking": False},
     documents=({"title": "T", "text": "x"},),
     continue_final_message=True, add_generation_prompt=False,
     tools=(Tool(ToolFunction("sky", "its colour", {"type": "object"}, strict=True)),),
     tool_choice="function:sky", parallel_tool_calls=False,
 )  # fmt: skip
+PROMPT: Final = ScoredPrompt((1, 72, 105), LOGPROBS)
 DELTA: Final = ToolCallDelta(1, "c1", "sky", '{"of', token=1)
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,
     finish_reason=FinishReason.STOP, attempt=2, status=JobStatus.FAILED, usage=USAGE, error=ERROR,
-    text_ends=(1, 2), n=2, after="3.5e", params=PARAMS, tool_calls=(DELTA,),
+    text_ends=(1, 2), n=2, after="3.5e", params=PARAMS, tool_calls=(DELTA,), prompt=PROMPT,
     reasoning="Hm", reasoning_ends=(2, 2),
 )  # fmt: skip
 RESULT: Final = JobResult(
@@ -103,6 +106,7 @@ RESULT: Final = JobResult(
     usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000,
     started_ms=1_700_000_000_010,
     finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2, order=(1, 1), params=PARAMS,
+    prompt=PROMPT,
 )  # fmt: skip
 STATUS: Final = WorkerStatus(
     worker_id="w1", model="m", version="0.1.0", started_ms=5, running=2, waiting=1, free_blocks=9,

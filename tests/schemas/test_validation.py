@@ -120,6 +120,10 @@ def test_each_problem_of_a_request_is_reported(fields, sentence):
         ({"min_tokens": -1}, "min_tokens must be from 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens (5) must not exceed max_tokens (4)"),
         *(({"temperature": value}, f"not {value}") for value in (-0.1, 101.0, NAN, INF, -INF)),
+        *(
+            ({"prompt_logprobs": value}, "prompt_logprobs must be from 0 to 100")
+            for value in (-1, 101)
+        ),
         *(({"top_p": value}, "top_p must be from 0 to 1") for value in (1.1, -1.0, NAN)),
         *(({"top_k": value}, "top_k must be -1") for value in (-2, 2**31)),
         *(({"min_p": value}, "min_p must be from 0 to 1") for value in (-0.1, 1.5, NAN)),

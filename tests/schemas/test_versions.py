@@ -30,6 +30,9 @@ NEW: list[dict[str, Any]] = [
     {"messages": [HI], "logprobs": True, "logprobs_mode": "raw_logprobs"},
     {"messages": [{**HI, "content": [{"type": "text", "text": t} for t in "ab"]}]},
 ]
+THIRD: list[dict[str, Any]] = [
+    {"messages": [HI], "prompt_logprobs": 0},
+]
 
 
 class OldMessage(msgspec.Struct):
@@ -49,10 +52,14 @@ def read_by_version_1(request: JobRequest) -> OldRequest:
     return msgspec.msgpack.decode(encode(request), type=OldRequest)
 
 
-@pytest.mark.parametrize("arguments", NEW, ids=lambda given: str(given)[:60])
-def test_version_1_refuses_what_it_cannot_honour(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "version"),
+    [*((given, "2") for given in NEW), *((given, "3") for given in THIRD)],
+    ids=lambda given: str(given)[:60],
+)
+def test_version_1_refuses_what_it_cannot_honour(arguments: dict[str, Any], version: str) -> None:
     request = build_request(arguments)
-    assert request.v == "2"
+    assert request.v == version
     assert problems(request) == []
     assert decode_request(encode(request)) == request
     with pytest.raises(msgspec.ValidationError):
@@ -69,10 +76,10 @@ def test_a_request_of_version_1_keeps_its_bytes() -> None:
 
 
 def test_a_request_of_a_newer_version_is_refused_with_both_versions() -> None:
-    for version in (3, "3"):
+    for version in (4, "4"):
         request = JobRequest(job_id="a", prompt="x", v=version)
         assert problems(request) == [
-            "the request needs version 3 of the wire format; this side reads up to version 2: "
+            "the request needs version 4 of the wire format; this side reads up to version 3: "
             "update it"
         ]
     assert problems(JobRequest(job_id="a", prompt="x", v="two")) == [

@@ -130,6 +130,7 @@ class FinishedJob:
             finished_ms=now_ms,
             metadata=request.metadata if request is not None else {},
             params=answer.params if answer is not None and generated else None,
+            prompt=answer.prompt if answer is not None and generated else None,
         )
         return cls(delivery.token, result, _final_chunk(result, answer), request)
 

@@ -102,6 +102,7 @@ class Record:
             started_ms=info.started_ms,
             finished_ms=info.finished_ms,
             params=log[0].params if log else None,
+            prompt=next((chunk.prompt for chunk in log if chunk.prompt is not None), None),
         )
 
 

@@ -136,6 +136,7 @@ class StreamPosition:
                 reasoning=thought,
                 tool_calls=calls.get(index, ()),
                 logprobs=choice.logprobs[index : index + 1] if choice.logprobs else None,
+                prompt=None if index or which else result.prompt,
                 attempt=result.attempt,
                 n=self._num_choices,
             )
@@ -274,4 +275,5 @@ def _without(chunk: Chunk, seen: int) -> Chunk:
         ),
         reasoning=chunk.reasoning[thought:],
         reasoning_ends=tuple(end - thought for end in chunk.reasoning_ends[seen:]),
+        prompt=None,
     )

@@ -14,8 +14,8 @@ from tokenmill.errors import ConfigurationError
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_chunk, encode
-from tokenmill_schemas.generation import FinishReason
-from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, Usage
+from tokenmill_schemas.generation import FinishReason, TokenLogprob
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, ScoredPrompt, Usage
 
 
 def cut(num_tokens: int, borders: list[int]) -> list[Chunk]:
@@ -178,6 +178,18 @@ def test_the_end_of_a_choice_without_a_token_is_yielded_once() -> None:
     assert (received.text, received.position) == ("rest", "0.1e")
     assert cursor.accept(end) == []
     assert StreamPosition(JOB, received.position).accept(end) == []
+
+
+def test_a_scored_prompt_comes_with_the_first_token_only() -> None:
+    prompt = ScoredPrompt((7, 8), (TokenLogprob(-0.5),))
+    result = msgspec.structs.replace(result_of(3), prompt=prompt)
+    found = list(StreamPosition(JOB).accept_result(result))
+    assert [chunk.prompt for chunk in found] == [prompt, None, None, None]
+    assert all(chunk.prompt is None for chunk in StreamPosition(JOB, 1).accept_result(result))
+    chunk = Chunk(job_id=JOB, index=0, token_ids=(0, 1), text="ab", text_ends=(1, 2), prompt=prompt)
+    rest = StreamPosition(JOB, 1).accept(chunk)
+    assert rest is not None
+    assert [(one.token_ids, one.prompt) for one in rest] == [((1,), None)]
 
 
 def test_after_the_end_there_is_nothing() -> None:

@@ -35,6 +35,7 @@ def admit(prompt=(1, 2, 3), **params):
         ((1,), {"logit_bias": {-3: 1.0}}, "invalid_request", "logit_bias has id -3"),
         ((1,), {"logit_bias": {3: float("nan")}}, "invalid_request", "logit_bias of id 3"),
         ((1,), {"top_logprobs": 1000}, "invalid_request", "top_logprobs"),
+        ((1,), {"prompt_logprobs": -1}, "invalid_request", "prompt_logprobs must be from 0 to 100"),
         (
             (1,),
             {"logprobs_mode": "raw"},
@@ -89,3 +90,34 @@ def test_a_resumed_answer_at_its_limit_is_refused():
     )
     with pytest.raises(RequestError, match="limit is 2"):
         RequestValidator(100, 16).validate(request)
+
+
+def admit_given(*given, resumed=(), n=None):
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1, 2, 3), params=SamplingParams(n=n or len(given)),
+        given=given, resumed=resumed,
+    )  # fmt: skip
+    return RequestValidator(vocab_size=100, max_model_len=16).validate(request)
+
+
+def test_given_answers_are_scored_behind_what_was_reported():
+    first, second = admit_given((4, 5), (6, 7, 8), resumed=((), (6,)))
+    assert (first.token_ids, first.next_scored, first.scored_end) == ([1, 2, 3, 4, 5], 3, 5)
+    assert (second.next_scored, second.scored_end, second.num_resumed_tokens) == (4, 6, 1)
+    assert second.max_tokens == second.num_output_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "code", "says"),
+    [
+        (((),), {}, "invalid_request", "given must hold the tokens of each of 1 choices"),
+        (((4,),), {"n": 2}, "invalid_request", "given must hold the tokens of each of 2 choices"),
+        (((4, 100),), {}, "invalid_request", "given token id 100 is outside"),
+        (((4,) * 13,), {}, "context_length_exceeded", "13 given ones make 16"),
+        (((4, 5),), {"resumed": ((5,),)}, "invalid_request", "resumes with other tokens"),
+    ],
+)
+def test_given_answers_that_cannot_be_are_refused(given, more, code, says):
+    with pytest.raises(RequestError, match=says) as caught:
+        admit_given(*given, **more)
+    assert caught.value.code == code

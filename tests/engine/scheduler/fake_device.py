@@ -42,8 +42,27 @@ def next_token(state: bytes, seed: int = 0) -> int:
     )
 
 
+def score(state: bytes, token: int) -> TokenLogprob:
+    """Return the log-probability of a token after this state."""
+    return TokenLogprob(-float(int.from_bytes(chain(state, token)[:4], "little")))
+
+
+def expected_scores(sequence: Sequence) -> list[TokenLogprob]:
+    """Return the log-probabilities of the given tokens that are still to be reported."""
+    scores, state = [], b""
+    for position, token in enumerate(sequence.token_ids[: sequence.scored_end]):
+        if position >= sequence.next_scored:
+            scores.append(score(state, token))
+        state = chain(state, token)
+    return scores
+
+
 def expected_tokens(sequence: Sequence, eos: int | None = EOS) -> list[int]:
-    """Return the tokens that the sequence generates alone: the truth for every schedule."""
+    """Return the tokens that the sequence generates alone, or that it was given: the truth for
+    every schedule.
+    """
+    if sequence.num_output_tokens >= sequence.max_tokens:
+        return sequence.token_ids[sequence.next_scored :]
     state = b""
     for token in sequence.token_ids:
         state = chain(state, token)
@@ -94,7 +113,8 @@ class FakeDevice:
         self.steps += 1
         self._copy(sorted(plan.swap_out, key=lambda copy: copy.target), self._device, self._host)
         self._copy(sorted(plan.swap_in, key=lambda copy: copy.source), self._host, self._device)
-        answers = [self._run(item) for item in plan.scheduled]
+        scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        answers = [self._run(item, index, scores) for index, item in enumerate(plan.scheduled)]
         self._must_not_overlap(plan)
         sampled = tuple(
             tuple(tokens)
@@ -102,7 +122,7 @@ class FakeDevice:
             if item.samples
         )
         logprobs = tuple(tuple(TokenLogprob(-1.0) for _ in tokens) for tokens in sampled)
-        return StepOutput(plan.step_id, sampled, logprobs, {})
+        return StepOutput(plan.step_id, sampled, logprobs, {}, scores)
 
     def spoil(self, plan: StepPlan) -> None:
         """Overwrite with garbage all that a failing step was to write."""
@@ -128,7 +148,9 @@ class FakeDevice:
         size = self.cache.block_size
         self._device[group][table[position // size]][position % size] = content
 
-    def _run(self, item: ScheduledSequence) -> list[int]:
+    def _run(
+        self, item: ScheduledSequence, index: int, scores: dict[int, tuple[TokenLogprob, ...]]
+    ) -> list[int]:
         sequence, end = item.sequence, item.start + item.num_tokens
         self.computed += item.num_tokens
         known = end - len(item.draft_ids)
@@ -143,9 +165,20 @@ class FakeDevice:
             self._check_past(group, table, item, states)
             for position in range(item.start, end):
                 self._write(group, table, position, states[position])
+        if item.num_scored:
+            scores[index] = self._score(item, states)
         if not item.samples:
             return []
         return self._sample(item, states, known)
+
+    def _score(self, item: ScheduledSequence, states: list[bytes]) -> tuple[TokenLogprob, ...]:
+        positions = range(item.scored_from, item.scored_from + item.num_scored)
+        if not item.start < positions[0] <= positions[-1] <= item.start + item.num_tokens:
+            raise WrongContentError(
+                f"{item.sequence.request_id}: logits of {positions} are not computed in this step"
+            )
+        tokens = item.sequence.token_ids
+        return tuple(score(states[p - 1], tokens[p]) for p in positions)
 
     def _check_past(
         self, group: int, table: list[int], item: ScheduledSequence, states: list[bytes]

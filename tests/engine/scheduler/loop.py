@@ -11,9 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.engine.scheduler.fake_device import EOS, FakeDevice, expected_tokens
+from tests.engine.scheduler.fake_device import (
+    EOS,
+    FakeDevice,
+    expected_scores,
+    expected_tokens,
+)
 from tests.engine.scheduler.integrity import check_integrity
-from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
@@ -65,6 +70,22 @@ def make_sequence(
         choice=choice,
         num_resumed_tokens=len(resumed),
         max_tokens=max_tokens,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def make_given(name: str, prompt: list[int], answer: list[int], **fields: object) -> Sequence:
+    """Make a sequence whose answer is given, to be scored."""
+    begin, end = len(prompt), len(prompt) + len(answer)
+    resumed = fields.get("num_resumed_tokens", 0)
+    return Sequence(
+        request_id=name,
+        token_ids=[*prompt, *answer],
+        num_prompt_tokens=begin,
+        params=SamplingParams(),
+        max_tokens=len(answer),
+        next_scored=begin + resumed,  # type: ignore[operator]
+        scored_end=end,
         **fields,  # type: ignore[arg-type]
     )
 
@@ -140,6 +161,9 @@ class Loop:
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     truth: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    scores: dict[tuple[str, int], list[TokenLogprob]] = field(default_factory=dict)
+    true_scores: dict[tuple[str, int], list[TokenLogprob]] = field(default_factory=dict)
+    given: set[tuple[str, int]] = field(default_factory=set)  # those whose answer was given
     plans: list[StepPlan] = field(default_factory=list)  # those that were launched
     seconds_of: Callable[[StepPlan], float] = lambda _plan: 0.0
     runner: FakeRunner = field(init=False)
@@ -179,7 +203,11 @@ class Loop:
     def add(self, *sequences: Sequence) -> None:
         self.scheduler.add(list(sequences))
         for sequence in sequences:
-            self.truth[sequence.request_id, sequence.choice] = expected_tokens(sequence)
+            name = (sequence.request_id, sequence.choice)
+            self.truth[name] = expected_tokens(sequence)
+            self.true_scores[name] = expected_scores(sequence)
+            if sequence.num_output_tokens >= sequence.max_tokens:
+                self.given.add(name)
 
     def cancel(self, request_id: str, choice: int | None = None) -> list[TokenEvent]:
         return self._take(self.scheduler.cancel(request_id, FinishReason.CANCELLED, choice))
@@ -203,10 +231,15 @@ class Loop:
         raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.request_ids()}")
 
     def assert_truth(self) -> None:
-        """Check that each request that ended by itself has the tokens of a lone run.
+        """Check that each request that ended by itself has the tokens of a lone run, and the
+        log-probabilities that it asked for.
 
         All others must have the beginning of those tokens.
         """
+        for name, scores in self.true_scores.items():
+            had = self.scores.get(name, [])
+            has_ended = self.ends.get(name) in (FinishReason.STOP, FinishReason.LENGTH)
+            assert had == (scores if has_ended else scores[: len(had)]), name
         for name, truth in self.truth.items():
             said = self.tokens.get(name, [])
             if self.ends.get(name) in (FinishReason.STOP, FinishReason.LENGTH):
@@ -229,6 +262,9 @@ class Loop:
             name = (event.request_id, event.choice)
             assert name not in self.ends, f"{name} goes on after its end"
             self.tokens.setdefault(name, []).extend(event.token_ids)
+            is_given = name in self.given
+            own = event.logprobs or () if is_given else event.prompt_logprobs
+            self.scores.setdefault(name, []).extend(own)
             if event.finish_reason is not None:
                 self.ends[name] = event.finish_reason
         self.events += events

@@ -112,11 +112,12 @@ class Schedules(RuleBasedStateMachine):
         is_poison=st.sampled_from([False] * 9 + [True]),
         burst=st.sampled_from([1, 1, 3]),
         adapter=st.sampled_from(["", "", "a", "b", "c"]),
+        kind=st.sampled_from(["drawn", "drawn", "drawn", "prompt scored", "given"]),
     )
     def add(
         self, shared: int, own: list[int], max_tokens: int, resumed: list[int], choices: int,
         priority: int,
-        deadline: float | None, is_poison: bool, burst: int, adapter: str,
+        deadline: float | None, is_poison: bool, burst: int, adapter: str, kind: str,
     ) -> None:  # fmt: skip
         assert self.loop is not None
         batch = []
@@ -135,6 +136,16 @@ class Schedules(RuleBasedStateMachine):
                 )
                 for choice in range(choices)
             ]  # fmt: skip
+        for sequence in batch:
+            if (
+                kind == "given"
+            ):  # the resumed tokens are the answer, of which one was reported before
+                first = sequence.num_prompt_tokens + min(1, len(resumed))
+                sequence.next_scored, sequence.scored_end = first, sequence.num_tokens
+                sequence.max_tokens = len(resumed)
+                sequence.num_resumed_tokens = min(1, len(resumed))
+            elif kind == "prompt scored" and sequence.choice == 0:
+                sequence.next_scored, sequence.scored_end = 1, sequence.num_prompt_tokens
         self.num_tokens += sum(sequence.num_tokens + max_tokens for sequence in batch)
         try:
             self.loop.add(*batch)

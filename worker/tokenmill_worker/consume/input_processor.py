@@ -90,6 +90,8 @@ class InputProcessor:
         params = self._params.resolve(request, chunks, len(prompt_ids))
         answer = self._log.resume(delivery, chunks, params, form)
         answer.prompt_tokens = len(prompt_ids)
+        if params.prompt_logprobs is not None:
+            answer.prompt_ids = prompt_ids
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
@@ -115,11 +117,12 @@ class InputProcessor:
             if answer.num_tokens
             else ()
         )
+        known = {"prompt_logprobs": None} if answer.prompt is not None else {}  # from the log
         return GenerationRequest(
             request_id=delivery.request_id,
             prompt_ids=prompt_ids,
             # without `stop`: the engine sees no text
-            params=msgspec.structs.replace(params, seed=seed, stop=(), lora=lora),
+            params=msgspec.structs.replace(params, seed=seed, stop=(), lora=lora, **known),
             priority=request.priority.rank,
             tenant=request.tenant,
             cache_salt=request.tenant,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
 import msgspec
 
@@ -11,6 +12,9 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.refusal import TOO_LONG, Refused
 from tokenmill_worker.consume.served_model import ServedModel
+
+# of one job: they travel in one chunk, which a subscriber's connection must be able to take
+MAX_PROMPT_LOGPROBS: Final = 262_144
 
 
 class ParamResolver:
@@ -28,8 +32,10 @@ class ParamResolver:
             chunks: what the job's log holds.
 
         Raises:
-            Refused: prompt and answer together exceed the model's length.
+            Refused: prompt and answer together exceed the model's length, or the prompt has too
+                many log-probabilities.
         """
+        _check_scores(request.params, num_prompt_tokens)
         defaults = self._defaults(chunks)
         most = self._max_tokens(request, num_prompt_tokens, defaults.max_tokens)
         return _completed(request, defaults, most)
@@ -65,6 +71,17 @@ class ParamResolver:
                 TOO_LONG,
             )
         return wanted
+
+
+def _check_scores(params: SamplingParams, num_prompt_tokens: int) -> None:
+    if params.prompt_logprobs is None:
+        return
+    count = num_prompt_tokens * (1 + params.prompt_logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise Refused(
+            f"{num_prompt_tokens} prompt tokens with prompt_logprobs={params.prompt_logprobs} have "
+            f"{count} log-probabilities; the limit is {MAX_PROMPT_LOGPROBS}"
+        )
 
 
 def _completed(

@@ -31,7 +31,7 @@ class StepInputs:
 
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
-    rows: Tensor  # int64 [num_sampled_rows]: the packed rows whose logits are wanted
+    rows: Tensor  # int64 [num_rows]: the packed rows whose logits are wanted
     metadata: tuple[AttentionMetadata, ...]  # by layer group
 
 

@@ -37,11 +37,13 @@ class FailedSteps:
             self._failed.clear()
 
     def check_errors(self, plan: StepPlan, output: StepOutput) -> None:
-        """Run a test step if no sampling sequence has a usable token: the engine may be the cause.
+        """Run a test step if no sequence has a usable result: the engine may be the cause.
 
         Raises EngineError if the test step fails too.
         """
-        if len(output.errors) == sum(item.samples for item in plan.scheduled):
+        if len(output.errors) == sum(
+            item.samples or item.num_scored > 0 for item in plan.scheduled
+        ):
             self._probe(plan, next(iter(output.errors.values())))
 
     def _probe(self, plan: StepPlan, why: str) -> None:

@@ -1,11 +1,16 @@
 """The plan of one step: built by the scheduler, frozen, executed by the runner; plain Python."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from tokenmill_schemas.generation import TokenLogprob
 from tokenmill_worker.engine.sequence import Sequence
+
+# Given tokens whose log-probabilities one step computes at most. It limits the memory of their
+# logits, which is this many times the vocabulary.
+MAX_SCORED: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +27,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
     The last `len(draft_ids)` positions hold proposed tokens that are not accepted yet (speculative
     decoding); they are not in `sequence.token_ids`. `samples` is false for a prefill chunk that is
-    not the last. `epoch` is the sequence's epoch at planning time: a result for another epoch is
-    stale. One is built per sequence and step; a msgspec struct is built five times faster than a
-    frozen dataclass.
+    not the last. The log-probabilities of the `num_scored` tokens from `scored_from` on are wanted;
+    that of token p follows from the logits of position p - 1. `epoch` is the sequence's epoch at
+    planning time: a result for another epoch is stale. One is built per sequence and step; a
+    msgspec struct is built five times faster than a frozen dataclass.
     """
 
     sequence: Sequence
@@ -33,6 +39,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     samples: bool
     draft_ids: tuple[int, ...] = ()
     epoch: int = 0
+    scored_from: int = 0
+    num_scored: int = 0
 
     def __post_init__(self) -> None:
         if not (self.start >= 0 and 0 <= len(self.draft_ids) < self.num_tokens):
@@ -65,6 +73,7 @@ class StepOutput:
 
     An entry of `token_ids` has one token, or several where drafts were accepted: these drafts, then
     the token sampled after them. `logprobs` is parallel to it; an entry is None if not requested.
+    `scored` maps an index of `plan.scheduled` to the log-probabilities of its scored tokens.
     `errors` maps an index of `plan.scheduled` to one sentence. That sequence failed (non-finite
     logits, a broken grammar) and its entry in `token_ids` is empty; the others are valid.
     """
@@ -73,3 +82,4 @@ class StepOutput:
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...] | None, ...]
     errors: dict[int, str]
+    scored: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)

@@ -55,6 +55,10 @@ class Sequence:
     adapter: str = ""  # name and version of its LoRA adapter; empty: the model itself
     deadline: float | None = None
     max_tokens: int = 0  # resolved limit on output tokens, resumed ones included
+    # The log-probabilities of its tokens [next_scored, scored_end), which are given, are still to
+    # be reported: of its prompt, or of an answer that the caller gave.
+    next_scored: int = 0
+    scored_end: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -83,6 +87,29 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Resumed and generated tokens: limited by max_tokens, and the sampling position."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_scoring(self) -> bool:
+        """Are log-probabilities of given tokens still to be reported?"""
+        return self.next_scored < self.scored_end
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Are the given tokens that are scored those of the prompt, not of the answer?"""
+        return self.scored_end <= self.num_prompt_tokens
+
+    @property
+    def num_top_scored(self) -> int:
+        """The number of most likely tokens that are wanted beside each given one."""
+        params = self.params
+        return (params.prompt_logprobs or 0) if self.scores_prompt else params.num_top_logprobs
+
+    @property
+    def num_skippable(self) -> int:
+        """Tokens whose KV may come from the prefix cache. The last token is always computed, and so
+        is the token before the next one to be scored: their logits are needed, which no cache has.
+        """
+        return (self.next_scored if self.is_scoring else len(self.token_ids)) - 1
 
     @property
     def is_constrained(self) -> bool:

@@ -37,8 +37,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     `resumed` holds, per choice, the tokens that an earlier attempt generated and delivered. They
     are prefilled with the prompt, count towards max_tokens and the penalties, and are not reported
-    again. `priority` is a class rank; 0 is the most urgent. `cache_salt` separates the prefix
-    caches of tenants; the server sets it. `deadline` is in Unix seconds.
+    again. `given` holds the tokens of every choice, if they are to be scored and not drawn: the
+    events have them with their log-probabilities. `priority` is a class rank; 0 is the most urgent.
+    `cache_salt` separates the prefix caches of tenants; the server sets it. `deadline` is in Unix
+    seconds.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     resumed: tuple[tuple[int, ...], ...] = ()
     thoughts: Thoughts | None = None  # where a grammar or a budget depends on them
     done: tuple[int, ...] = ()  # choices that ended in an earlier attempt; they are not run again
+    given: tuple[tuple[int, ...], ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -69,6 +72,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     preemptions: int = 0
     error: str | None = None
     error_code: str | None = None  # "invalid_request", "context_length_exceeded", "engine_error"
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of further tokens of the prompt
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +133,7 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
     choices: tuple["GenerationOutput", ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of each prompt token but the first
 
 
 class RequestError(ValueError):

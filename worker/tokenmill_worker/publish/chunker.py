@@ -245,6 +245,7 @@ class Chunker:
             usage=None if self._place else self._answer.usage_at_start(),
             n=self._num_choices,
             params=None if self._place else self._answer.params,
+            prompt=None if start or choice_index or not num_tokens else self._answer.prompt,
         )
         append = ChunkAppend(self._token, chunk, self._place, not self._streams)
         self._place = append.end

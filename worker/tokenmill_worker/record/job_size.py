@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from tokenmill_schemas.generation import TokenLogprob
 from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.result import ChoiceResult
+from tokenmill_schemas.result import ChoiceResult, ScoredPrompt
 from tokenmill_worker.jobs import FinishedJob
 
 # bytes of CPython objects, on 64 bits
@@ -23,19 +24,27 @@ def size_of(finished: FinishedJob) -> int:
     return (
         _JOB
         + sum(map(_of_choice, finished.result.choices))
+        + _of_prompt(finished.result.prompt)
         + (_of_request(request) if request is not None else 0)
     )
 
 
+def _of_prompt(prompt: ScoredPrompt | None) -> int:
+    if prompt is None:
+        return 0
+    return len(prompt.token_ids) * (_TOKEN + _per_token(prompt.logprobs))
+
+
+def _per_token(logprobs: tuple[TokenLogprob, ...] | None) -> int:
+    return _LOGPROB + _ALTERNATIVE * len(logprobs[-1].top) if logprobs else 0
+
+
 def _of_choice(choice: ChoiceResult) -> int:
-    per_token = _TOKEN
-    if choice.logprobs:
-        per_token += _LOGPROB + _ALTERNATIVE * len(choice.logprobs[-1].top)
     return (
         len(choice.text)
         + len(choice.reasoning)
         + _TOKEN * len(choice.call_deltas)
-        + len(choice.token_ids) * per_token
+        + len(choice.token_ids) * (_TOKEN + _per_token(choice.logprobs))
     )
 
 

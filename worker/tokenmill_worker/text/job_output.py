@@ -7,12 +7,18 @@ and then by events. Deliveries, chunks and queues do not appear here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_schemas.result import ChoiceResult, JobStatus, ToolCallDelta, Usage
+from tokenmill_schemas.result import (
+    ChoiceResult,
+    JobStatus,
+    ScoredPrompt,
+    ToolCallDelta,
+    Usage,
+)
 from tokenmill_worker.text.chat.call_parser import CallParser
 from tokenmill_worker.text.chat.reasoning import Opening
 from tokenmill_worker.text.chat.thought_text import ThoughtText
@@ -56,6 +62,8 @@ class JobOutput:
     """The choices of one job. Times are milliseconds after the job's creation.
 
     `params` are those that the answer is drawn with, as the log and the result keep them.
+    `prompt_ids` and `prompt_logprobs`, which grows, are there where log-probabilities of the prompt
+    are wanted.
     """
 
     choices: tuple[Choice, ...]
@@ -64,6 +72,8 @@ class JobOutput:
     cached_tokens: int = 0
     queue_ms: int = 0
     ttft_ms: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @classmethod
     def start(
@@ -157,6 +167,13 @@ class JobOutput:
             if reason in reasons:
                 return status
         return JobStatus.SUCCEEDED
+
+    @property
+    def prompt(self) -> ScoredPrompt | None:
+        """The prompt with its log-probabilities, once each is known; None if none are wanted."""
+        if not self.prompt_ids or len(self.prompt_logprobs) < len(self.prompt_ids) - 1:
+            return None
+        return ScoredPrompt(self.prompt_ids, tuple(self.prompt_logprobs))
 
     @property
     def rest(self) -> str:

@@ -69,6 +69,11 @@ def read_log(entries: Iterable[bytes], vocab_size: int = 1 << 31) -> list[Chunk]
             raise LogCorrupt(
                 f"the log of earlier attempts lacks log-probabilities after {due} tokens"
             )
+        if (
+            chunk.prompt is not None
+            and len(chunk.prompt.logprobs) != len(chunk.prompt.token_ids) - 1
+        ):
+            raise LogCorrupt("the log of earlier attempts lacks log-probabilities of the prompt")
         chunks.append(chunk)
         ends[chunk.choice] = chunk.end
     return chunks
@@ -86,6 +91,9 @@ def replay(answer: JobOutput, chunks: Iterable[Chunk], rules: EndRules) -> None:
         if chunk.usage is not None:  # measured at the job's first token
             answer.cached_tokens = chunk.usage.cached_tokens
             answer.ttft_ms = chunk.usage.ttft_ms
+        if chunk.prompt is not None:
+            answer.prompt_ids = chunk.prompt.token_ids
+            answer.prompt_logprobs = list(chunk.prompt.logprobs)
         answer.push(chunk.choice, chunk.token_ids, chunk.logprobs)
         if answer.choices[chunk.choice].num_tokens != chunk.end:
             raise LogCorrupt(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from tokenmill.cli.connection import ConnectionOptions, Job, Json, connected, metadata_of, was_typed
+from tokenmill.cli.inputs import from_json, prompt_of, text_of
 from tokenmill.cli.output import complain, emit, say
 from tokenmill.cli.views.job_output import follow
 from tokenmill.client import Client
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.job import Priority
 
 _PROMPT, _SAMPLING, _JOB = "Prompt", "Sampling", "Job"
@@ -144,6 +141,10 @@ def submit(
             "raw_logprobs: of the model's distribution; processed_logprobs: of the one drawn from."
         ),
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        _sampling("The same for each token of the prompt; the --json result has them."),
+    ] = None,
     n: Annotated[
         int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")
     ] = None,
@@ -192,9 +193,9 @@ def submit(
     """
     given = locals()
     arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if _is_given(given[name])}
-    arguments |= _prompt(prompt, chat or system is not None, system, messages, prompt_ids)
+    arguments |= prompt_of(prompt, chat or system is not None, system, messages, prompt_ids)
     arguments |= {
-        name: _from_json(given[name], f"--{name.replace('_', '-')}")
+        name: from_json(given[name], f"--{name.replace('_', '-')}")
         for name in ("logit_bias", "chat_template_kwargs", "documents", "tools")
         if given[name] is not None
     }
@@ -241,7 +242,8 @@ def _is_given(value: object) -> bool:
 _PLAIN = (
     "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "continue_final_message", "tool_choice", "thinking_budget", "logprobs", "logprobs_mode", "n",
+    "continue_final_message", "tool_choice", "thinking_budget", "logprobs", "logprobs_mode",
+    "prompt_logprobs", "n",
     "priority", "tenant",
     "idempotency_key", "deadline", "webhook",
 )  # fmt: skip
@@ -264,82 +266,24 @@ def tail(
         follow(client, job, starting_after=starting_after, as_json=json, timeout=timeout)
 
 
-def _prompt(
-    prompt: str | None,
-    is_chat: bool,
-    system: str | None,
-    messages: str | None,
-    prompt_ids: str | None,
-) -> dict[str, Any]:
-    if sum(value is not None for value in (prompt, messages, prompt_ids)) > 1:
-        raise InvalidRequest(["give one of PROMPT, --messages and --prompt-ids"])
-    if messages is not None:
-        return {"messages": _from_json(messages, "--messages")}
-    if prompt_ids is not None:
-        try:
-            return {"prompt_ids": [int(word) for word in prompt_ids.replace(",", " ").split()]}
-        except ValueError as error:
-            raise InvalidRequest(
-                ["--prompt-ids must be whole numbers, separated by commas"]
-            ) from error
-    text = _stdin() if prompt in (None, "-") else str(prompt)
-    if not is_chat:
-        return {"prompt": text}
-    turns = [{"role": "system", "content": system}] if system is not None else []
-    return {"messages": [*turns, {"role": "user", "content": text}]}
-
-
-def _stdin() -> str:
-    if sys.stdin.isatty():
-        raise InvalidRequest(["give a prompt, as an argument or on stdin"])
-    return _within_bounds(sys.stdin.read(MAX_PAYLOAD_BYTES + 1), "the prompt").rstrip("\n")
-
-
-def _within_bounds(text: str, what: str) -> str:
-    """Return the text. Raises InvalidRequest above the largest request of any queue; an endless
-    input would fill the memory.
-    """
-    if len(text) > MAX_PAYLOAD_BYTES:
-        raise InvalidRequest([f"{what} has more than {MAX_PAYLOAD_BYTES} characters"])
-    return text
-
-
 def _response_format(
     json_schema: str | None, regex: str | None, grammar: str | None, whole: str | None
 ) -> Any:
     """Return the response format in the form that the client reads. `whole` is OpenAI's object."""
     parts: dict[str, Any] = {}
     if json_schema is not None:
-        parts["json_schema"] = _from_json(json_schema, "--json-schema")
+        parts["json_schema"] = from_json(json_schema, "--json-schema")
     if regex is not None:
         parts["regex"] = regex
     if grammar is not None:
-        parts["grammar"] = _text(grammar, "--grammar")
+        parts["grammar"] = text_of(grammar, "--grammar")
     if whole is None:
         return parts
     if parts:
         raise InvalidRequest(
             ["give --response-format, or one of --json-schema, --regex and --grammar"]
         )
-    return _from_json(whole, "--response-format")
-
-
-def _text(value: str, option: str) -> str:
-    """Return the value, or after `@` the contents of the file that it names."""
-    if not value.startswith("@"):
-        return value
-    try:
-        with Path(value[1:]).open(encoding="utf-8") as file:
-            return _within_bounds(file.read(MAX_PAYLOAD_BYTES + 1), f"{option}: {value[1:]}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest([f"{option}: cannot read {value[1:]}: {error}"]) from error
-
-
-def _from_json(value: str, option: str) -> Any:
-    try:
-        return msgspec.json.decode(_text(value, option))
-    except msgspec.DecodeError as error:
-        raise InvalidRequest([f"{option} is not JSON: {error}"]) from error
+    return from_json(whole, "--response-format")
 
 
 def _in_seconds(delay: float) -> float:

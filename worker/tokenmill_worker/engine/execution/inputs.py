@@ -1,4 +1,4 @@
-"""Builds a step's tensors from its plan: tokens, positions, slots, block tables, sampled rows.
+"""Builds a step's tensors from its plan: tokens, positions, slots, block tables, needed rows.
 
 A row per running sequence keeps its block tables, which are extended rather than rebuilt.
 Arithmetic is done for the whole step in numpy; the only Python loops go over the scheduled
@@ -90,9 +90,7 @@ class InputBuilder:
         blocks, offsets = np.divmod(layout.positions, size)
         owners = rows if layout.owner is None else rows[layout.owner]
         slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
-        longs = self._upload(
-            [token_ids, layout.positions, layout.sampled, *slots, *missing], np.int64
-        )
+        longs = self._upload([token_ids, layout.positions, layout.rows, *slots, *missing], np.int64)
         max_seq_len = int(layout.ends.max())
         tables = self._cut(rows, max_seq_len)
         shorts = self._upload([layout.query_start, layout.ends, *tables], np.int32)
@@ -116,7 +114,7 @@ class InputBuilder:
             for group in range(len(tables))
         )
         inputs = StepInputs(input_ids, longs[1], longs[2], metadata)
-        if layout.owner is None and len(layout.sampled) == len(items):
+        if layout.owner is None and len(layout.rows) == len(items):
             self._last = self._repeated_inputs(items, inputs)
         return inputs
 
@@ -223,7 +221,7 @@ class _TokenLayout:
     positions: Ints  # [tokens]
     ends: Ints  # [items]
     owner: Ints | None  # [tokens]: index of each token's item; None: one token per item
-    sampled: Ints  # packed rows whose logits are needed: 1 + len(draft_ids) per item that samples
+    rows: Ints  # packed rows whose logits are needed
 
 
 def _lay_out(items: Seq[ScheduledSequence]) -> _TokenLayout:
@@ -232,22 +230,31 @@ def _lay_out(items: Seq[ScheduledSequence]) -> _TokenLayout:
     starts = np.array([item.start for item in items], np.int64)
     query_lens = tuple([item.num_tokens for item in items])
     if max(query_lens) == 1:
-        sampled = np.array([row for row, item in enumerate(items) if item.samples], np.int64)
-        return _TokenLayout(query_lens, np.arange(count + 1), starts, starts + 1, None, sampled)
+        needed = [row for row, item in enumerate(items) if item.samples or item.num_scored]
+        rows = np.array(needed, np.int64)
+        return _TokenLayout(query_lens, np.arange(count + 1), starts, starts + 1, None, rows)
     lens = np.array(query_lens, np.int64)
     query_start = np.zeros(count + 1, np.int64)
     np.cumsum(lens, out=query_start[1:])
     owner = np.repeat(np.arange(count), lens)
     positions = np.arange(len(owner)) + (starts - query_start[:-1])[owner]
     return _TokenLayout(
-        query_lens, query_start, positions, starts + lens, owner, _sampled_rows(items, query_start)
+        query_lens, query_start, positions, starts + lens, owner, _needed_rows(items, query_start)
     )
 
 
-def _sampled_rows(items: Seq[ScheduledSequence], query_start: Ints) -> Ints:
-    """Return the last 1 + len(draft_ids) packed rows of each item that samples."""
+def _needed_rows(items: Seq[ScheduledSequence], query_start: Ints) -> Ints:
+    """Return the packed rows whose logits are needed, in ascending order.
+
+    They are, per item, those before its scored tokens, then its last 1 + len(draft_ids) if it
+    samples.
+    """
     rows: list[int] = []
-    for item, end in zip(items, query_start[1:].tolist(), strict=True):
+    starts = query_start.tolist()
+    for item, start, end in zip(items, starts, starts[1:], strict=False):
+        if item.num_scored:
+            first = start + item.scored_from - 1 - item.start
+            rows.extend(range(first, first + item.num_scored))
         if item.samples:
             rows.extend(range(end - 1 - len(item.draft_ids), end))
     return np.array(rows, np.int64)

@@ -26,6 +26,7 @@ from tokenmill_worker.engine.kv.sizing import (
 from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import Probe
+from tokenmill_worker.engine.plan import MAX_SCORED
 from tokenmill_worker.engine.sampling import MAX_FORCED
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def memory_shape(
     graphs = loaded.device.graph_sizes(config, length)
     num_forced = 0 if loaded.device.is_asynchronous else MAX_FORCED
     num_drafts = max(config.speculative_tokens, num_forced)
-    rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + num_drafts))
+    rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + num_drafts) + MAX_SCORED)
     return MemoryShape(
         groups=loaded.groups,
         block_size=config.block_size,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engine.attention import AttentionBackend
 from tokenmill_worker.engine.device import Graphs, StepInputs
 from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
@@ -32,6 +32,8 @@ from tokenmill_worker.engine.sampling import (
     PromptLookup,
     Sampled,
     Sampler,
+    ScoredRows,
+    Scores,
 )
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -47,6 +49,7 @@ class InFlightStep:
     indices: tuple[int, ...]
     sampled: Sampled | None  # None: no sequence samples in this step
     done: torch.cuda.Event | None = None  # set if none samples and the device is asynchronous
+    scores: Scores | None = None  # None: no given token is scored in this step
 
 
 class ModelRunner:
@@ -108,18 +111,22 @@ class ModelRunner:
         items = [plan.scheduled[index] for index in indices]
         self._sampler.prepare(items)
         is_adapted = self._adapters is not None and self._adapters.apply(plan)
-        graphs = None if is_adapted else self.graphs  # a graph would replay another step's adapters
+        scored = ScoredRows.of(plan.scheduled)
+        # a graph would replay another step's adapters, and has no rows of given tokens
+        graphs = None if is_adapted or scored is not None else self.graphs
         layout = self._sampler.lay_out(items) if items else None
-        sampled = None
-        if graphs is None and layout is not None and layout.takes_argmax:
+        sampled, scores = None, None
+        if graphs is None and scored is None and layout is not None and layout.takes_argmax:
             sampled = self._argmax(inputs, layout)
         if sampled is None:
             logits = self.forward(inputs) if graphs is None else graphs.run(inputs)
+            if scored is not None:
+                logits, scores = scored.take(logits, self.info.vocab_size)
             if layout is None:
-                return InFlightStep(plan, (), None, self._device.end_of_queue())
+                return InFlightStep(plan, (), None, self._device.end_of_queue(), scores)
             sampled = self._sampler.sample(logits, items, layout)
         self._previous = PreviousTokens(sampled.token_ids, items)
-        return InFlightStep(plan, indices, sampled)
+        return InFlightStep(plan, indices, sampled, scores=scores)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
@@ -133,17 +140,17 @@ class ModelRunner:
 
         Waiting in both cases keeps the host at most one step ahead.
         """
+        scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        errors: dict[int, str] = {}
+        if step.scores is not None:
+            scores, errors = step.scores.finish()
         if step.sampled is None:
             if step.done is not None:
                 step.done.synchronize()
-            return StepOutput(step.plan.step_id, (), (), {})
-        tokens, logprobs, errors = step.sampled.finish()
-        return StepOutput(
-            step.plan.step_id,
-            tokens,
-            logprobs,
-            {step.indices[i]: error for i, error in errors.items()},
-        )
+            return StepOutput(step.plan.step_id, (), (), errors, scores)
+        tokens, logprobs, failed = step.sampled.finish()
+        errors |= {step.indices[i]: error for i, error in failed.items()}
+        return StepOutput(step.plan.step_id, tokens, logprobs, errors, scores)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._loaded.logits(

@@ -128,7 +128,12 @@ class SyntheticRunner:
             (TokenLogprob(-0.5),) if item.sequence.params.wants_logprobs else None
             for item in sampling
         )
-        return StepOutput(plan.step_id, tokens, logprobs, {})
+        scored = {
+            index: (TokenLogprob(-0.5),) * item.num_scored
+            for index, item in enumerate(plan.scheduled)
+            if item.num_scored
+        }
+        return StepOutput(plan.step_id, tokens, logprobs, {}, scored)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

@@ -39,6 +39,8 @@ class _BroadcastItem(msgspec.Struct, array_like=True):
     num_blocks: tuple[int, ...]  # by layer group: table entries that were sent before
     block_tables: tuple[tuple[int, ...], ...]  # by layer group: the entries after those
     samples: bool
+    scored_from: int
+    num_scored: int
 
 
 class BroadcastStep(msgspec.Struct, tag="step"):
@@ -112,6 +114,8 @@ class PlanEncoder:
                 tuple(table[first:]) for table, first in zip(tables, sent, strict=True)
             ),
             samples=item.samples,
+            scored_from=item.scored_from,
+            num_scored=item.num_scored,
         )
 
     def forget(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
@@ -230,9 +234,10 @@ def rebuild(step: BroadcastStep, sequences: dict[int, Sequence]) -> StepPlan:
             table[first:] = entries
         scheduled.append(
             ScheduledSequence(
-                sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch
+                sequence, item.start, item.num_tokens, item.samples, item.draft_ids, item.epoch,
+                item.scored_from, item.num_scored,
             )
-        )
+        )  # fmt: skip
     moves = [tuple(BlockCopy(*copy) for copy in copies) for copies in (step.swap_out, step.swap_in)]
     return StepPlan(step.step_id, tuple(scheduled), *moves)
 

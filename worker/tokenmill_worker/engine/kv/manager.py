@@ -86,11 +86,11 @@ class KVManager:
     # ── the prefix cache ──
 
     def find(self, sequence: Sequence) -> CachedPrefix:
-        """Find the longest prefix cached in all groups; at least one token is left to compute."""
+        """Find the longest usable prefix cached in all groups; see `Sequence.num_skippable`."""
         if not self.prefix_cache:
             return CachedPrefix(0)
         hashes = self.hasher.extend(sequence)
-        limit = min((len(sequence.token_ids) - 1) // self.block_size, len(hashes))
+        limit = min(sequence.num_skippable // self.block_size, len(hashes))
         tiers = zip(self.pools, self.tier.pools, strict=True)
         present = [present_in(pool, host, self.oldest_step) for pool, host in tiers]
         found = longest_hit(hashes, limit, present, self.windows, self.block_size)

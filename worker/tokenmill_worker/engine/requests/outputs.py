@@ -24,6 +24,7 @@ class _Choice:
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class Outputs:
             return
         choice.token_ids += event.token_ids
         choice.logprobs += event.logprobs or ()
+        choice.prompt_logprobs += event.prompt_logprobs
         choice.num_cached_tokens = choice.num_cached_tokens or event.num_cached_tokens
         choice.preemptions = event.preemptions
         choice.finish_reason, choice.error, choice.error_code = (
@@ -147,6 +149,7 @@ class Outputs:
                 num_cached_tokens=choice.num_cached_tokens,
                 logprobs=tuple(choice.logprobs) if collected.wants_logprobs else None,
                 error=choice.error,
+                prompt_logprobs=tuple(choice.prompt_logprobs),
             )
             for choice in collected.choices
         )

@@ -39,36 +39,60 @@ class RequestValidator:
         self._check_thoughts(request)
         if set(request.done).issuperset(range(params.n)):
             raise RequestError("every choice of it is done")
+        self._check_given(request)
         limit = self._resolve_max_tokens(request)
         seed = secrets.randbits(63) if params.seed is None else params.seed & _SEED_MASK
-        sequences = []
-        for choice in range(params.n):
-            if choice in request.done:
-                continue
-            resumed = request.resumed[choice] if choice < len(request.resumed) else ()
-            self._check_ids(resumed, "resumed")
-            if len(resumed) >= limit:
-                raise RequestError(
-                    f"choice {choice} resumes with {len(resumed)} tokens, its limit is {limit}"
-                )
-            sequences.append(
-                Sequence(
-                    request_id=request.request_id,
-                    token_ids=[*request.prompt_ids, *resumed],
-                    num_prompt_tokens=len(request.prompt_ids),
-                    params=params,
-                    choice=choice,
-                    num_resumed_tokens=len(resumed),
-                    seed=choice_seed(seed, choice),
-                    priority=request.priority,
-                    tenant=request.tenant,
-                    cache_salt=request.cache_salt,
-                    thoughts=request.thoughts,
-                    deadline=request.deadline,
-                    max_tokens=limit,
-                )
+        return [
+            self._sequence(request, params, choice, limit, seed)
+            for choice in range(params.n)
+            if choice not in request.done
+        ]
+
+    def _sequence(
+        self, request: GenerationRequest, params: SamplingParams, choice: int, limit: int, seed: int
+    ) -> Sequence:
+        resumed = request.resumed[choice] if choice < len(request.resumed) else ()
+        self._check_ids(resumed, "resumed")
+        given = request.given[choice] if request.given else ()
+        if given and resumed != given[: len(resumed)]:
+            raise RequestError(f"choice {choice} resumes with other tokens than it was given")
+        if not given and len(resumed) >= limit:
+            raise RequestError(
+                f"choice {choice} resumes with {len(resumed)} tokens, its limit is {limit}"
             )
-        return sequences
+        length = len(request.prompt_ids)
+        wants_prompt = choice == 0 and not given and params.prompt_logprobs is not None
+        return Sequence(
+            request_id=request.request_id,
+            token_ids=[*request.prompt_ids, *(given or resumed)],
+            num_prompt_tokens=length,
+            params=params,
+            choice=choice,
+            num_resumed_tokens=len(resumed),
+            seed=choice_seed(seed, choice),
+            priority=request.priority,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            thoughts=request.thoughts,
+            deadline=request.deadline,
+            max_tokens=len(given) or limit,
+            next_scored=length + len(resumed) if given else 1,
+            scored_end=length + len(given) if given else length if wants_prompt else 0,
+        )
+
+    def _check_given(self, request: GenerationRequest) -> None:
+        given = request.given
+        if given and (len(given) != request.params.n or not all(given)):
+            raise RequestError(f"given must hold the tokens of each of {request.params.n} choices")
+        for ids in given:
+            self._check_ids(ids, "given")
+            total = len(request.prompt_ids) + len(ids)
+            if total >= self.max_model_len:
+                raise RequestError(
+                    f"{len(request.prompt_ids)} prompt tokens and {len(ids)} given ones make "
+                    f"{total}; the model's length is {self.max_model_len}, less one",
+                    code="context_length_exceeded",
+                )
 
     def _check_prompt(self, request: GenerationRequest) -> None:
         if not request.prompt_ids:
@@ -91,7 +115,7 @@ class RequestValidator:
 
     def _resolve_max_tokens(self, request: GenerationRequest) -> int:
         room = self.max_model_len - len(request.prompt_ids)
-        wanted = request.params.max_tokens
+        wanted = None if request.given else request.params.max_tokens
         if wanted is None:
             default = self.defaults.max_tokens
             return room if default is None else min(room, max(default, request.params.min_tokens))
@@ -173,6 +197,12 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
             "top_logprobs",
             "must be from 0 to 100",
             params.num_top_logprobs,
+        ),
+        (
+            0 <= (params.prompt_logprobs or 0) <= 100,
+            "prompt_logprobs",
+            "must be from 0 to 100",
+            params.prompt_logprobs,
         ),
         (
             params.logprobs_mode in (None, *LOGPROBS_MODES),

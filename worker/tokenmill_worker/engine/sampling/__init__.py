@@ -1,6 +1,7 @@
 """Samples one token per row of the logits, by parameters per request, independent of the batch.
 
-Belongs here: parameters, penalties, noise, truncation, grammars, drafts. Kernels that sample
+Belongs here: parameters, penalties, noise, truncation, grammars, drafts, and log-probabilities of
+given tokens. Kernels that sample
 belong to `cpu` and `cuda`.
 """
 
@@ -9,6 +10,7 @@ from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, G
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sampling.sampler import Layout, Sampler
+from tokenmill_worker.engine.sampling.scores import ScoredRows, Scores
 
 __all__ = [
     "MAX_FORCED",
@@ -19,4 +21,6 @@ __all__ = [
     "PromptLookup",
     "Sampled",
     "Sampler",
+    "ScoredRows",
+    "Scores",
 ]

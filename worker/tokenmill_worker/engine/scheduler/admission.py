@@ -39,9 +39,9 @@ class AdmissionResult(Enum):
     """Result of trying to admit a sequence.
 
     Except for ADMITTED, it names what is missing: AWAITS, a block that it can share is still being
-    filled; LIMITED, a limit on concurrent prefills; NO_ADAPTER, room for its adapter; NO_BLOCKS,
-    free blocks; NO_READS, read budget; NO_ROW, a free row; NO_TOKENS, room in the step for all of
-    it, where prompts are not cut into chunks.
+    filled; LIMITED, a limit on concurrent prefills, or on the log-probabilities of a step;
+    NO_ADAPTER, room for its adapter; NO_BLOCKS, free blocks; NO_READS, read budget; NO_ROW, a free
+    row; NO_TOKENS, room in the step for all of it, where prompts are not cut into chunks.
     """
 
     ADMITTED = auto()
@@ -200,7 +200,7 @@ class SequenceAdmission:
         if hit is None:
             return []
         chunk = self._chunk(step, sequence, hit.num_tokens)
-        if not self._fits_whole(sequence, hit.num_tokens, chunk):
+        if chunk <= 0 or not self._fits_whole(sequence, hit.num_tokens, chunk):
             return []
         missing = MissingBlocks(state.kv, sequence, hit.num_tokens)
         for count, victim in enumerate(victims, start=1):
@@ -243,7 +243,7 @@ class SequenceAdmission:
             return AdmissionResult.NO_READS
         if not self._fits_whole(sequence, hit.num_tokens, chunk):
             return AdmissionResult.NO_TOKENS
-        if self._is_limited(sequence, hit.num_tokens, chunk):
+        if chunk <= 0 or self._is_limited(sequence, hit.num_tokens, chunk):
             return AdmissionResult.LIMITED
         if not self._take(step, sequence, hit):
             return AdmissionResult.NO_BLOCKS
@@ -267,12 +267,19 @@ class SequenceAdmission:
 
     def _chunk(self, step: StepDraft, sequence: Sequence, start: int) -> int:
         return min(
-            sequence.num_tokens - start, step.room, self._builder.chunk_limit(sequence, start)
+            sequence.num_tokens - start,
+            step.room,
+            self._builder.chunk_limit(step, sequence, start),
         )
 
     def _fits_whole(self, sequence: Sequence, start: int, chunk: int) -> bool:
-        """Return whether the step takes all that is to be computed, or may take a part of it."""
-        return self._builder.limits.is_chunked or chunk == sequence.num_tokens - start
+        """Return whether the step takes all that is to be computed, or may take a part of it.
+
+        A prompt whose log-probabilities are wanted is always cut, to limit the memory of its
+        logits.
+        """
+        is_cut = self._builder.limits.is_chunked or sequence.is_scoring
+        return is_cut or chunk == sequence.num_tokens - start
 
     def _is_limited(
         self, sequence: Sequence, start: int, chunk: int, without: Collection[Sequence] = ()

@@ -67,14 +67,45 @@ class Committer:
                         item.sequence, FinishReason.ERROR, output.errors[index], "engine_error"
                     )
                 )
-            elif samples:
-                events.append(self._take_tokens(item, tokens, logprobs))
             else:
-                state.kv.advance(item.sequence, item.start + item.num_tokens)
+                if item.num_scored:
+                    events.append(self._take_scores(item, output.scored[index]))
+                if samples:
+                    events.append(self._take_tokens(item, tokens, logprobs))
+                else:
+                    events += self._advance(item)
         state.counters.computed_tokens += computed
         state.kv.tier.commit(copies, state.kv.pools)
         state.kv.release_deferred(next(iter(state.in_flight), None))
         return events
+
+    def _take_scores(
+        self, item: ScheduledSequence, logprobs: tuple[TokenLogprob, ...]
+    ) -> TokenEvent:
+        """Note that log-probabilities of given tokens are known, and return them."""
+        sequence, start = item.sequence, item.scored_from
+        sequence.next_scored = start + item.num_scored
+        is_answer = not sequence.scores_prompt
+        is_first = start == sequence.num_prompt_tokens + sequence.num_resumed_tokens
+        return TokenEvent(
+            request_id=sequence.request_id,
+            choice=sequence.choice,
+            token_ids=tuple(sequence.token_ids[start : sequence.next_scored]) if is_answer else (),
+            logprobs=logprobs if is_answer else None,
+            prompt_logprobs=() if is_answer else logprobs,
+            num_cached_tokens=sequence.num_cached_tokens if is_answer and is_first else 0,
+            preemptions=sequence.preemptions,
+        )
+
+    def _advance(self, item: ScheduledSequence) -> list[TokenEvent]:
+        """Commit a chunk that sampled nothing. It is the last one of a sequence whose answer was
+        given.
+        """
+        sequence, end = item.sequence, item.start + item.num_tokens
+        self._state.kv.advance(sequence, end)
+        if end < sequence.num_tokens:
+            return []
+        return [self._state.end(sequence, FinishReason.LENGTH)]
 
     def _take_tokens(
         self,

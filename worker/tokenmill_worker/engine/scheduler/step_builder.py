@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.plan import MAX_SCORED, ScheduledSequence
 from tokenmill_worker.engine.scheduler.preemption import victims_first
 from tokenmill_worker.engine.scheduler.state import DECODING, PREFILLING, SchedulerState
 from tokenmill_worker.engine.scheduler.step_time import BULK, StepTimeModel
@@ -25,13 +25,14 @@ class StepDraft:
 
     `tokens` and `reads` are the remaining budgets; `reads` is None without a read budget. A
     planning phase may spend `room`: it sets `reserve` to the tokens that it leaves for later
-    phases.
+    phases. `scores` are the given tokens whose log-probabilities it may still compute.
     """
 
     step_id: int
     tokens: int
     reads: int | None = None
     reserve: int = 0
+    scores: int = MAX_SCORED
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
@@ -48,12 +49,27 @@ class StepDraft:
         """Schedule the sequence up to position `end`, then its drafts; advance its counter."""
         start = sequence.num_computed_tokens
         num_tokens = end - start + len(draft_ids)
+        scored_from = max(start + 1, sequence.next_scored)
+        num_scored = max(0, min(end + 1, sequence.scored_end) - scored_from)
         self.items.append(
-            ScheduledSequence(sequence, start, num_tokens, samples, draft_ids, sequence.epoch)
-        )
+            ScheduledSequence(
+                sequence, start, num_tokens, samples, draft_ids, sequence.epoch,
+                scored_from, num_scored,
+            )
+        )  # fmt: skip
+        self.scores -= num_scored
         sequence.num_computed_tokens = start + num_tokens
         sequence.last_step = self.step_id
         self.tokens -= num_tokens
+
+    def scorable(self, sequence: Sequence, start: int) -> int:
+        """Return how many tokens of the sequence from `start` on the step may compute for the
+        log-probabilities that are wanted of them; 0: none.
+        """
+        first = max(start + 1, sequence.next_scored)
+        if sequence.scored_end - first <= self.scores:
+            return sequence.num_tokens - start
+        return first + self.scores - 1 - start
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from the step, because it is preempted after all.
@@ -64,6 +80,7 @@ class StepDraft:
             if item.sequence is sequence:
                 del self.items[index]
                 self.tokens += item.num_tokens
+                self.scores += item.num_scored
                 return
 
 
@@ -151,9 +168,10 @@ class StepBuilder:
             if sequence.status is PREFILLING and sequence is not step.starved:
                 self.schedule(step, sequence)
 
-    def chunk_limit(self, sequence: Sequence, start: int) -> int:
-        """Return how many tokens of the sequence one step may prefill."""
-        return self.limits.threshold or sequence.num_tokens + sequence.num_inflight - start
+    def chunk_limit(self, step: StepDraft, sequence: Sequence, start: int) -> int:
+        """Return how many tokens of the sequence the step may prefill, whatever room it has."""
+        limit = self.limits.threshold or sequence.num_tokens + sequence.num_inflight - start
+        return min(limit, step.scorable(sequence, start)) if sequence.is_scoring else limit
 
     def read_cost(self, end: int) -> int:
         return end if self._widest is None else min(end, self._widest)
@@ -172,7 +190,7 @@ class StepBuilder:
             return False
         end = min(known, start + step.room)
         if sequence.status is PREFILLING:
-            end = min(end, start + self.chunk_limit(sequence, start))
+            end = min(end, start + self.chunk_limit(step, sequence, start))
         if end <= start:
             return False
         if step.reads is not None and step.items and self.read_cost(end) > step.reads:
@@ -184,7 +202,7 @@ class StepBuilder:
                 end = reach
             if not self._make_room(step, sequence, end, may_preempt):
                 return False
-        samples = end == known
+        samples = end == known and sequence.num_output_tokens < sequence.max_tokens
         drafts = self._drafts(step, sequence, num_after) if samples and end - start == 1 else ()
         step.add(sequence, end, samples, drafts)
         if step.reads is not None:

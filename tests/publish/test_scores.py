@@ -1,0 +1,100 @@
+"""Log-probabilities of a prompt: in the first chunk of the first choice, in the result, and in what
+the next worker reads from the log.
+"""
+
+import pytest
+
+from tests.publish.support import MODEL, Clock, FakeLog, admit, delivery_of, event, logprobs
+from tests.support.tokenizers import byte_level
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import ScoredPrompt
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.jobs import AdmittedJob, FinishedJob
+from tokenmill_worker.publish.publisher import Publisher
+
+LENGTH = FinishReason.LENGTH
+PROMPT = ScoredPrompt(tuple(b"hi"), logprobs(-0.5))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_first_chunk_and_the_result_have_them(stream: bool) -> None:
+    log = FakeLog()
+    publisher = Publisher(log)
+    publisher.open(await admit(prompt_logprobs=0, stream=stream, max_tokens=40))
+    await publisher.handle([event(prompt_logprobs=logprobs(-0.5))])
+    assert not log.chunks, "an event without a token needs no chunk"
+    for token in b"abc" * 13:
+        await publisher.handle([event(bytes([token]))])
+    [finished] = (await publisher.handle([event("z", end=LENGTH)])).finished
+    first, *others = log.chunks["job"]
+    assert first.prompt == finished.result.prompt == PROMPT
+    assert all(chunk.prompt is None for chunk in others)
+    assert finished.final_chunk.prompt is None
+
+
+async def test_a_job_that_asks_for_none_has_none() -> None:
+    log = FakeLog()
+    publisher = Publisher(log)
+    publisher.open(await admit(max_tokens=2))
+    [finished] = (await publisher.handle([event("ab", end=LENGTH)])).finished
+    assert finished.result.prompt is None
+    assert all(chunk.prompt is None for chunk in log.chunks["job"])
+
+
+async def test_they_come_with_the_first_choice_though_another_is_faster() -> None:
+    log = FakeLog()
+    publisher = Publisher(log)
+    publisher.open(await admit(prompt_logprobs=0, max_tokens=2, n=2))
+    await publisher.handle([event("x", choice=1)])
+    await publisher.handle([event(prompt_logprobs=logprobs(-0.5)), event("a")])
+    await publisher.handle([event("b", end=LENGTH)])
+    [finished] = (await publisher.handle([event("y", choice=1, end=LENGTH)])).finished
+    assert [chunk.prompt for chunk in log.chunks["job"]] == [None, PROMPT, None, None]
+    assert finished.result.prompt == PROMPT
+    again = await resume(log, 2, n=2)
+    assert isinstance(again, FinishedJob)
+    assert again.result.prompt == PROMPT
+
+
+async def resume(log: FakeLog, num_chunks: int, **params) -> AdmittedJob | FinishedJob:
+    """Return what another worker makes of the job, after so many chunks if it has not ended."""
+    chunks = tuple(log.chunks["job"][: None if params else num_chunks])
+    request = JobRequest(
+        job_id="job",
+        prompt="hi",
+        params=SamplingParams(prompt_logprobs=0, **({"max_tokens": 2} | params)),
+    )
+    delivery = delivery_of(request, chunks, token=2, attempt=2)
+    return await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
+
+
+async def test_the_next_worker_has_them_from_the_log_and_asks_for_them_only_without() -> None:
+    log = FakeLog()
+    publisher = Publisher(log)
+    publisher.open(await admit(prompt_logprobs=0, max_tokens=2))
+    await publisher.handle([event(prompt_logprobs=logprobs(-0.5)), event("a")])
+    continued, begun = await resume(log, 1), await resume(log, 0)
+    assert isinstance(continued, AdmittedJob)
+    assert isinstance(begun, AdmittedJob)
+    assert continued.answer.prompt == PROMPT
+    assert continued.generation.params.prompt_logprobs is None
+    assert begun.answer.prompt is None
+    assert begun.generation.params.prompt_logprobs == 0
+    second = Publisher(FakeLog())
+    second.open(continued)
+    [finished] = (await second.handle([event("b", end=LENGTH, token=2)])).finished
+    assert finished.result.prompt == PROMPT
+
+
+async def test_too_many_are_refused_by_their_number() -> None:
+    request = JobRequest(
+        job_id="job", prompt="h" * 3_000, params=SamplingParams(max_tokens=1, prompt_logprobs=100)
+    )
+    outcome = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery_of(request))
+    assert isinstance(outcome, FinishedJob)
+    assert outcome.result.error is not None
+    assert outcome.result.error.message == (
+        "3000 prompt tokens with prompt_logprobs=100 have 303000 log-probabilities; the limit is "
+        "262144"
+    )
