@@ -1,11 +1,17 @@
-"""Steps for the tests of graphs: inputs whose numbers tell where they come from."""
+"""Steps for the tests of graphs: inputs whose numbers tell where they come from; and a graph for a
+CPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.cuda.graphs import CapturedGraph
 from tokenmill_worker.engine.device import StepInputs
 
 
@@ -35,3 +41,13 @@ def step(
     rows = metadata.query_start[1:].long() - 1
     ids = torch.arange(first_token, first_token + num_tokens)
     return StepInputs(ids, ids + 1000, rows if num_rows is None else rows[:num_rows], (metadata,))
+
+
+def fake_capture(run: Callable[[], Tensor]) -> CapturedGraph:
+    """Capture nothing: a replay calls the function, which reads the static inputs."""
+    output = run().clone()
+
+    def replay() -> None:
+        output.copy_(run())
+
+    return CapturedGraph(replay, output)

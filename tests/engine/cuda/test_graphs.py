@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cuda.steps import config, step
+from tests.engine.cuda.steps import config, fake_capture, step
 from tests.engine.support import ChunkingPlanner, execute, make_sequence
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import LARGEST_MIXED
@@ -32,15 +32,6 @@ from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.sequence import Sequence
 
 ROOT = Path(__file__).parents[3]
-
-
-def fake_capture(run: Callable[[], Tensor]) -> CapturedGraph:
-    output = run().clone()
-
-    def replay() -> None:
-        output.copy_(run())
-
-    return CapturedGraph(replay, output)
 
 
 def failing_capture(run: Callable[[], Tensor]) -> CapturedGraph:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,11 +59,19 @@ class Recorder:
             graphed_decodes=graph_sizes(config, MAX_MODEL_LEN).decodes,
         )
         self.steps: list[Lens] = []
+        self.adapted: set[Lens] = set()
+
+    def prepare_adapter(self, name: str) -> Future[str]:
+        loaded: Future[str] = Future()
+        loaded.set_result(f"{name}@1")
+        return loaded
 
     def launch(self, plan: StepPlan) -> None:
         self.steps.append(
             tuple((item.num_tokens, item.start + item.num_tokens) for item in plan.scheduled)
         )
+        if all(item.sequence.adapter == "first@1" for item in plan.scheduled):
+            self.adapted.add(self.steps[-1])
 
     def finish(self, _step: None) -> None: ...
 
@@ -159,6 +168,14 @@ def test_short_contexts_are_captured_where_places_are_few() -> None:
 def test_a_start_captures_few_graphs(max_model_len: int, count: int) -> None:
     config = EngineConfig(model="none", cuda_graphs=True, max_num_seqs=MAX_SEQS)
     assert len(graph_sizes(config, max_model_len).decodes) == count
+
+
+def test_each_decode_is_captured_with_an_adapter_too() -> None:
+    recorder: Any = Recorder(cuda_graphs=True, max_num_seqs=8, adapters="first=/a,second=/b")
+    warm_up(recorder, lambda _message, _fraction: None)
+    decodes = [lens for lens in recorder.steps if len(lens) == 8]
+    assert len(decodes) == 2 * len(set(decodes)) == 8
+    assert recorder.adapted >= set(decodes)
 
 
 def test_slow_captures_do_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.cuda.steps import fake_capture
 from tests.engine.lora.support import ATTENTION, MLP, engine_with, peft_answers, run, save_adapter
 from tests.engine.truth.expected import Expected
+from tokenmill_worker.engine import Engine
+from tokenmill_worker.engine.cuda.graphs import GraphRunner
 
 SIZES = [(5, 16), (33, 12), (17, 20)]
 TARGETS: dict[str, dict[str, Any]] = {
@@ -25,6 +28,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 PATHS: dict[str, dict[str, object]] = {
     "modules": {},
     "fused": {"attention": "cpu", "fuse": True, "block_size": 16},
+    "graphs": {"cuda_graphs": True, "q_padding_interval": 8, "kv_padding_interval": 32},
 }
 
 Case = tuple[Path, dict[str, Path], list[tuple[str, Expected]]]
@@ -58,6 +62,23 @@ def cases(
     return of
 
 
+def engine_of(path: str, folder: Path, adapters: dict[str, Path], **changes: object) -> Engine:
+    """Load an engine; of `graphs`, every padded step reads static inputs and adapters in slots."""
+    engine = engine_with(folder, adapters, **(changes | PATHS[path]))
+    if path == "graphs":
+        runner: Any = engine.runner
+        info = runner.info
+        runner.graphs = GraphRunner(runner.forward, info.config, info.max_model_len, fake_capture)
+    return engine
+
+
+def check_replays(engine: Engine) -> None:
+    graphs = getattr(engine.runner, "graphs", None)
+    if graphs is not None:
+        assert any(shape.is_adapted for shape in graphs.shapes)
+        assert graphs.num_replays > graphs.num_captured
+
+
 @pytest.mark.parametrize("family", TARGETS)
 def test_the_expected_answers_differ_by_adapter(family: str, cases: Callable[[str], Case]) -> None:
     _, _, wanted = cases(family)
@@ -74,9 +95,10 @@ def test_a_mixed_batch_answers_as_peft_does(
     family: str, path: str, cases: Callable[[str], Case]
 ) -> None:
     folder, adapters, wanted = cases(family)
-    with engine_with(folder, adapters, **PATHS[path]) as engine:
+    with engine_of(path, folder, adapters) as engine:
         order = random.Random(f"{family}{path}").sample(wanted, len(wanted))
         assert run(engine, order) == [one.answer for _, one in order]
+        check_replays(engine)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -96,13 +118,14 @@ def test_any_schedule_gives_the_same_tokens(
         "cpu_offload_gib": draw.choice([0.0, 0.001]),
         "safety_margin": 0.0,
     }
-    with engine_with(folder, adapters, **(changes | PATHS[path])) as engine:
+    with engine_of(path, folder, adapters, **changes) as engine:
         for _ in range(2):  # the second time over a warm prefix cache
             order = draw.sample(wanted, len(wanted))
             assert run(engine, order, join_every=draw.choice([0, 1, 3])) == [
                 one.answer for _, one in order
             ]
         stats = engine.stats()
+        check_replays(engine)
     assert stats.failed_steps == 0
 
 

@@ -33,6 +33,8 @@ class StepInputs:
     positions: Tensor  # int64 [num_tokens]
     rows: Tensor  # int64 [num_rows]: the packed rows whose logits are wanted
     metadata: tuple[AttentionMetadata, ...]  # by layer group
+    # int64 [num_tokens]: slots of LoRA adapters, −1: none; None: the step needs no slots
+    adapter_slots: Tensor | None = None
 
 
 Forward = Callable[[StepInputs], Tensor]  # returns logits `[num_rows, vocab]`

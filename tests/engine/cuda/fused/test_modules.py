@@ -200,6 +200,18 @@ def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
     assert answers(loaded, "triton") == expected
 
 
+def test_adapters_act_on_joint_products(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    support = pytest.importorskip("tests.engine.lora.support")
+    folder = tiny_models.save("llama", tmp_path / "model", num_layers=1)
+    adapter = support.save_adapter(folder, tmp_path / "adapter", 1)
+    expected = answers(load(folder), "reference", adapter)
+    assert expected != answers(load(folder), "reference")
+    fused = load(folder)
+    assert set(replace_modules(fused.model)) == ALL
+    assert answers(fused, "triton", adapter) == expected
+
+
 def load(folder: Path) -> LoadedModel:
     return load_model(
         folder,
@@ -208,18 +220,26 @@ def load(folder: Path) -> LoadedModel:
     )
 
 
-def answers(loaded: LoadedModel, attention: AttentionName) -> list[list[int]]:
-    """Return greedy answers computed in chunks: prompt, decode and mixed steps."""
+def answers(
+    loaded: LoadedModel, attention: AttentionName, adapter: Path | None = None
+) -> list[list[int]]:
+    """Return greedy answers computed in chunks: prompt, decode and mixed steps.
+
+    With an adapter, the first of them is the adapter's.
+    """
     config = EngineConfig(
         model="none", dtype="float32", device=DEVICE, attention=attention, block_size=4,
         num_blocks=40,
         max_model_len=64, cuda_graphs=False, fuse=False,
+        adapters="" if adapter is None else f"added={adapter}",
     )  # fmt: skip
     runner = build_runner(loaded, config)
     planner = ChunkingPlanner(runner.info.cache_config, 6)
     sequences = [
         make_sequence(f"s{i}", range(5 + i, 5 + i + length), 2) for i, length in enumerate((9, 3))
     ]
+    if adapter is not None:
+        sequences[0].adapter = runner.prepare_adapter("added").result()
     for sequence in sequences:
         planner.add(sequence)
     while not (plan := planner.plan()).is_empty:

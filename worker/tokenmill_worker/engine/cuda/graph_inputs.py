@@ -35,6 +35,7 @@ class PaddedShape:
     num_seqs: int
     num_rows: int
     max_seq_len: int
+    is_adapted: bool = False  # rows may have LoRA adapters
 
     @property
     def max_query_len(self) -> int:
@@ -50,15 +51,17 @@ def padded_shape(inputs: StepInputs, config: EngineConfig, max_model_len: int) -
         inputs.rows.shape[0],
     )
     length = padded_length(metadata.max_seq_len, config, max_model_len)
+    is_adapted = inputs.adapter_slots is not None
     if metadata.max_query_len == 1:
         size = padded_batch(num_seqs)
-        return PaddedShape(True, size, size, size, length)
+        return PaddedShape(True, size, size, size, length, is_adapted)
     return PaddedShape(
         False,
         _multiple(num_tokens, config.q_padding_interval),
         _power_of_two(num_seqs),
         _power_of_two(num_rows),
         length,
+        is_adapted,
     )
 
 
@@ -111,6 +114,7 @@ class StaticInputs:
 
         self._input_ids, self._positions = zeros(tokens), zeros(tokens)
         self._rows = zeros(most_rows(config))
+        self._adapter_slots = zeros(tokens) - 1
         self._starts_of_decode = torch.arange(seqs + 1, dtype=torch.int32, device=device)
         self._starts = zeros(seqs + 1, dtype=torch.int32)
         self._lens_of_decode = zeros(seqs, dtype=torch.int32) + 1
@@ -122,8 +126,8 @@ class StaticInputs:
         ]
         self._layouts = example.metadata
         # how far values of earlier steps reach: in tokens, sampled rows, lengths of mixed steps and
-        # of decodes, and block tables
-        self._stale = dict.fromkeys(("tokens", "rows", "mixed", "decodes", "tables"), 0)
+        # of decodes, block tables, and adapters
+        self._stale = dict.fromkeys(("tokens", "rows", "mixed", "decodes", "tables", "adapters"), 0)
 
     def load(self, shape: PaddedShape, inputs: StepInputs) -> None:
         first, stale = inputs.metadata[0], self._stale
@@ -134,13 +138,17 @@ class StaticInputs:
             (self._rows, inputs.rows),
             *((own, group.slot_mapping) for own, group in self._by_group(self._slots, inputs)),
         ]
+        if inputs.adapter_slots is not None:
+            longs.append((self._adapter_slots, inputs.adapter_slots))
+            _pad(self._adapter_slots, num_tokens, stale["adapters"], -1)
+            stale["adapters"] = num_tokens
         lens = self._lens_of_decode if shape.is_decode else self._lens
         shorts = [(lens, first.seq_lens)]
         if not shape.is_decode:
             shorts.append((self._starts, first.query_start))
         for pairs in (longs, shorts):
             _copy(pairs)
-        for own, _ in (longs[0], longs[1], *longs[3:]):
+        for own in (self._input_ids, self._positions, *self._slots):
             _pad(own, num_tokens, stale["tokens"])
         _pad(self._rows, inputs.rows.shape[0], stale["rows"])
         kind = "decodes" if shape.is_decode else "mixed"
@@ -182,8 +190,13 @@ class StaticInputs:
             )
             for layout, table, slots in zip(self._layouts, self._tables, self._slots, strict=True)
         )
-        rows = self._rows[: shape.num_rows]
-        return StepInputs(self._input_ids[:tokens], self._positions[:tokens], rows, metadata)
+        return StepInputs(
+            self._input_ids[:tokens],
+            self._positions[:tokens],
+            self._rows[: shape.num_rows],
+            metadata,
+            self._adapter_slots[:tokens] if shape.is_adapted else None,
+        )
 
 
 def _copy(pairs: Seq[tuple[Tensor, Tensor]]) -> None:

@@ -233,6 +233,8 @@ def _captured_at_start(config: EngineConfig, max_model_len: int) -> tuple[tuple[
     lengths = padded_lengths(config, max_model_len)
     decodes = [(size, length) for length in lengths for size in sizes]
     places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
+    if config.adapters:  # each decode is captured with adapters and without
+        places = max(1, places // 2)
     if len(decodes) > places:
         decodes = [*decodes[: places - 1], decodes[max(places, len(sizes)) - 1]]
     return tuple(reversed(decodes))

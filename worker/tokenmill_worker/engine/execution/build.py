@@ -73,9 +73,9 @@ def build_runner(
     """
     report = on_progress or _ignore
     device = loaded.device
-    adapters = _adapters(loaded, config, report)
     may_shorten = config.max_model_len is None
     given, config = config, resolved(config, loaded)
+    adapters = _adapters(loaded, config, report)
     dtype = kv_dtype(config, loaded.dtype)
     backend = choose(
         config.attention,
@@ -171,7 +171,10 @@ def _adapters(
     folders = {name: Path(folder).expanduser() for name, folder in config.adapter_folders.items()}
     if not folders:
         return None
-    adapters = Adapters(loaded.model, folders, max_cached=config.max_cached_loras)
+    num_slots = config.max_loras if config.cuda_graphs else 0
+    adapters = Adapters(
+        loaded.model, folders, max_cached=config.max_cached_loras, num_slots=num_slots
+    )
     problems = adapters.check(report)
     if problems:
         raise EngineConfigError(problems)

@@ -106,14 +106,13 @@ class ModelRunner:
         previous, self._previous = self._previous, None
         if not plan.scheduled:
             return InFlightStep(plan, (), None, self._device.end_of_queue())
-        inputs = self._inputs.build(plan, previous)
+        inputs, graphs = self._adapted(plan, self._inputs.build(plan, previous))
         indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
         items = [plan.scheduled[index] for index in indices]
         self._sampler.prepare(items)
-        is_adapted = self._adapters is not None and self._adapters.apply(plan)
         scored = ScoredRows.of(plan.scheduled)
-        # a graph would replay another step's adapters, and has no rows of given tokens
-        graphs = None if is_adapted or scored is not None else self.graphs
+        if scored is not None:  # a graph has no rows of given tokens
+            graphs = None
         layout = self._sampler.lay_out(items) if items else None
         sampled, scores = None, None
         if graphs is None and scored is None and layout is not None and layout.takes_argmax:
@@ -127,6 +126,15 @@ class ModelRunner:
             sampled = self._sampler.sample(logits, items, layout)
         self._previous = PreviousTokens(sampled.token_ids, items)
         return InFlightStep(plan, indices, sampled, scores=scores)
+
+    def _adapted(self, plan: StepPlan, inputs: StepInputs) -> tuple[StepInputs, Graphs | None]:
+        """Return the inputs with the adapters' slots, and the graphs if one may run the step."""
+        if self._adapters is None:
+            return inputs, self.graphs
+        is_adapted, slot_of_row = self._adapters.apply(plan)
+        may_replay = slot_of_row is not None or not is_adapted
+        inputs = replace(inputs, adapter_slots=slot_of_row)
+        return inputs, self.graphs if may_replay else None
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
@@ -164,6 +172,9 @@ class ModelRunner:
         return None if found is None else self._sampler.take_argmax(*found, layout)
 
     def _paged(self, inputs: StepInputs) -> PagedStep:
+        """Return what the pass reads besides its inputs; let it add the adapters in slots."""
+        if self._adapters is not None and inputs.adapter_slots is not None:
+            self._adapters.use_slots(inputs.adapter_slots, inputs.rows)
         return PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows)
 
     # ── around the steps ──

@@ -53,14 +53,19 @@ def warm_up(runner: Runner, report: ProgressCallback) -> None:
 
 
 def capture_decodes(runner: Runner, report: ProgressCallback) -> None:
-    """Run a decode of each padded batch and length, which captures its graph, up to CAPTURE_S."""
-    decodes = runner.info.graphed_decodes
-    report(f"capturing {len(decodes)} CUDA graphs", 0.0)
+    """Run a decode of each padded batch and length, which captures its graph, up to CAPTURE_S.
+
+    With adapters, each of them runs a second time with one: it has a graph of its own.
+    """
+    names = list(runner.info.config.adapter_folders)[:1]
+    adapters = ["", *(runner.prepare_adapter(name).result() for name in names)]
+    cases = [(key, *decode) for key in adapters for decode in runner.info.graphed_decodes]
+    report(f"capturing {len(cases)} CUDA graphs", 0.0)
     count, started = 0, time.monotonic()
-    for size, context in decodes:
+    for adapter, size, context in cases:
         longest = min(context, runner.info.max_model_len - 1)
         contexts = [longest, *[min(PROMPT_TOKENS, longest)] * (size - 1)]
-        _execute(runner, [(_sequence(runner, tokens, GREEDY), 1) for tokens in contexts])
+        _execute(runner, [(_sequence(runner, tokens, GREEDY, adapter), 1) for tokens in contexts])
         count += 1
         if time.monotonic() - started > CAPTURE_S:
             break
@@ -87,7 +92,7 @@ def build_kernels(runner: Runner) -> None:
         _execute(runner, [(_sequence(runner, context, params), count) for count in tokens])
 
 
-def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
+def _sequence(runner: Runner, length: int, params: SamplingParams, adapter: str = "") -> Sequence:
     """Return a dummy sequence of `length` tokens.
 
     All sequences share the same blocks, long ones use them several times: the output is discarded.
@@ -96,7 +101,9 @@ def _sequence(runner: Runner, length: int, params: SamplingParams) -> Sequence:
     usable = min(cache.num_blocks) - 1
     table = [1 + index % usable for index in range(-(-(length + 1) // cache.block_size))]
     tables = [list(table) for _ in cache.groups]
-    return Sequence("warm-up", [0] * length, length, params, max_tokens=2, block_tables=tables)
+    return Sequence(
+        "warm-up", [0] * length, length, params, max_tokens=2, adapter=adapter, block_tables=tables
+    )
 
 
 def _execute(runner: Runner, sequences: list[tuple[Sequence, int]]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +28,33 @@ from tokenmill_worker.engine.lora.files import (
     stamp_of,
 )
 from tokenmill_worker.engine.lora.sites import AdapterRange, Sites
+from tokenmill_worker.engine.lora.slots import AdapterSlots, SlottedBatch
 from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.sampling.transfer import upload
 from tokenmill_worker.engine.types import ProgressCallback
 
 
+class AppliedAdapters(NamedTuple):
+    """Adapters of a step: whether any row has one, and the slot of each row's.
+
+    `slot_of_row` is int64 `[num_tokens]`, −1 for a row without one. None: no row has an adapter, or
+    they are not in slots, so that no graph can run the step.
+    """
+
+    is_adapted: bool
+    slot_of_row: Tensor | None
+
+
 class Adapters:
     """Adapters by name, from `folders`.
 
-    One thread runs steps; any thread may call `prepare`.
+    One thread runs steps; any thread may call `prepare`. With `num_slots`, steps of up to that many
+    adapters may be captured as CUDA graphs.
     """
 
-    def __init__(self, model: nn.Module, folders: dict[str, Path], *, max_cached: int) -> None:
+    def __init__(
+        self, model: nn.Module, folders: dict[str, Path], *, max_cached: int, num_slots: int = 0
+    ) -> None:
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._sites = Sites(model)
@@ -49,17 +65,26 @@ class Adapters:
         self._known: dict[str, tuple[tuple[int, ...], str]] = {}  # name → stamp of its files, key
         self._lock = threading.Lock()
         self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
-        self._batch: AdapterBatch | None = None
+        self._batch: AdapterBatch | SlottedBatch | None = None
+        self._num_slots = num_slots
+        self._slots: AdapterSlots | None = None
 
     def check(self, report: ProgressCallback) -> list[str]:
-        """Load adapters while slots are free, read the rest; return a sentence per bad adapter."""
+        """Load adapters while places are free, read the rest; return a sentence per bad adapter."""
         problems = []
+        largest: dict[str, LowRank] = {}
         for index, name in enumerate(self._folders):
             report(f"loading adapter {name}", index / len(self._folders))
             try:
-                self._load(name, keep=index < self._max_cached)
+                adapter = self._load(name, keep=index < self._max_cached)
             except AdapterError as error:
                 problems.append(f"adapters {error}")
+                continue
+            for site, factors in adapter.sites.items():
+                if site not in largest or len(factors.a) > len(largest[site].a):
+                    largest[site] = factors
+        if self._num_slots:
+            self._slots = AdapterSlots(largest, self._num_slots)
         return problems
 
     # ── loading ──
@@ -151,22 +176,34 @@ class Adapters:
 
     # ── steps ──
 
-    def apply(self, plan: StepPlan) -> bool:
-        """Prepare the model for this plan; return whether any row has an adapter.
-
-        Raises AdapterError.
-        """
+    def apply(self, plan: StepPlan) -> AppliedAdapters:
+        """Prepare the model for this plan. Raises AdapterError."""
         keys = {item.sequence.adapter for item in plan.scheduled} - {""}
         if not keys:
             if self._sites.are_enabled:
                 self._sites.disable_adapters()
-            return False
-        self._batch = AdapterBatch.of(
-            plan, {key: self._get(key) for key in keys}, self._device, self._sites.head
-        )
+            return AppliedAdapters(False, None)
+        adapters = {key: self._get(key) for key in keys}
+        slots = None if self._slots is None else self._slots.place(adapters)
+        slot_of_row = None if slots is None else self._slot_of_row(plan, slots)
+        if slots is None:
+            self._batch = AdapterBatch.of(plan, adapters, self._device, self._sites.head)
         if not self._sites.are_enabled:
             self._sites.enable_adapters(self._add)
-        return True
+        return AppliedAdapters(True, slot_of_row)
+
+    def _slot_of_row(self, plan: StepPlan, slots: dict[str, int]) -> Tensor:
+        of_item = [slots.get(item.sequence.adapter, -1) for item in plan.scheduled]
+        counts = [item.num_tokens for item in plan.scheduled]
+        return upload(torch.tensor(of_item).repeat_interleave(torch.tensor(counts)), self._device)
+
+    def use_slots(self, slot_of_row: Tensor, sampled: Tensor) -> None:
+        """Let the next pass add the adapters by these tensors, which a graph's replays read again.
+
+        `sampled` are the rows that reach the output head.
+        """
+        assert self._slots is not None
+        self._batch = SlottedBatch(self._slots, slot_of_row, sampled, self._sites.head)
 
     def _add(self, site: str, x: Tensor, y: Tensor) -> None:
         if self._batch is not None:

@@ -130,6 +130,22 @@ class Sites:
             shape = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
             self._ranges[path] = AdapterRange(path, 0, shape[0], shape[0], shape[1])
             self._products.append((path, module))
+        elif (joint := getattr(module, "joint_layers", None)) is not None:
+            self._note_joint_layers(path, module, joint())
+
+    def _note_joint_layers(
+        self, path: str, module: nn.Module, joint: dict[str, dict[str, tuple[int, int]]]
+    ) -> None:
+        """Note the layers that share a product of a CUDA device's attention or MLP.
+
+        The product itself is noted as the linear layer that it is.
+        """
+        for name, layers in joint.items():
+            product: Any = getattr(module, name)
+            for layer, (start, size) in layers.items():
+                self._ranges[f"{path}.{layer}"] = AdapterRange(
+                    f"{path}.{name}", start, size, product.out_features, product.in_features
+                )
 
     def _note_weight(
         self, path: str, module: nn.Module, name: str, ranges: dict[str, tuple[int, int]]

@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
     """Replace a loaded model's modules in place, where the settings allow it.
 
-    Adapters and tensor parallelism need the layers that Transformers built, so with either the
-    model stays unchanged.
+    Tensor parallelism needs the layers that Transformers built, so with it the model stays
+    unchanged.
     """
-    if not config.fuse or config.tensor_parallel or config.adapters:
+    if not config.fuse or config.tensor_parallel:
         return
     if find_spec("triton") is None:
         log.warning(

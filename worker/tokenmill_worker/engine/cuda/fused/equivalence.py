@@ -61,8 +61,8 @@ def extras_of(module: Any, heads: Heads, width: int) -> dict[str, Any] | None:
 
 
 def _is_equivalent(original: nn.Module, candidate: nn.Module, attention: DeviceAttention) -> bool:
-    heads, device = attention.heads, attention.weight.device
-    rows = random_rows(attention.weight.shape[1], device)
+    heads, device = attention.heads, attention.qkv.weight.device
+    rows = random_rows(attention.qkv.in_features, device)
     arguments = {
         "position_embeddings": random_tables(heads.rotary_dim, device),
         "attention_mask": None,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tokenmill_worker.engine.cuda.fused.launches import (
     CacheTarget,
@@ -26,6 +25,8 @@ from tokenmill_worker.engine.model.equivalence import rotate
 from tokenmill_worker.engine.model.paged_attention import PagedStep, StepHolder, step_of
 
 Tables = tuple[Tensor, Tensor]
+# by the name of a joint product: first output and outputs of each layer that it stands for
+JointLayers = dict[str, dict[str, tuple[int, int]]]
 
 
 class DeviceNorm(nn.Module):
@@ -49,14 +50,20 @@ class DeviceMLP(nn.Module):
 
     def __init__(self, gate_up: Tensor, down: nn.Linear, is_gelu: bool) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        self.gate_up = linear_of(gate_up)
         self.down_proj = down
         self.is_gelu = is_gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        packed = functional.linear(x, self.gate_up)
+        packed = self.gate_up(x)
         gated = gate(packed.view(-1, packed.shape[-1]), self.is_gelu)
-        return functional.linear(gated, self.down_proj.weight, self.down_proj.bias).view(x.shape)
+        out: Tensor = self.down_proj(gated)
+        return out.view(x.shape)
+
+    def joint_layers(self) -> JointLayers:
+        size = self.down_proj.in_features
+        parts = {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
+        return {"gate_up": parts}
 
 
 class DeviceAttention(nn.Module):
@@ -78,9 +85,7 @@ class DeviceAttention(nn.Module):
         super().__init__()
         self.layer_idx: int = source.layer_idx
         self.scaling = float(source.scaling)
-        weight, bias = qkv
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.qkv = linear_of(*qkv)
         self.o_proj: nn.Linear = source.o_proj
         self.heads, self.norms, self.extras = heads, norms, extras
         self.step_holder: StepHolder | None = getattr(source, "step_holder", None)
@@ -98,15 +103,20 @@ class DeviceAttention(nn.Module):
         return attended.view(hidden_states.shape), None
 
     def attend(self, rows: Tensor, tables: Tables, step: Any) -> Tensor:
-        packed = functional.linear(rows, self.weight, self.bias)
+        packed = self.qkv(rows)
         attended = (
             self._attend_in_place(packed, tables, step) if isinstance(step, PagedStep) else None
         )
         if attended is None:
             attended = self._attend_by_parts(packed, tables, step)
-        return functional.linear(
-            attended.view(rows.shape[0], -1), self.o_proj.weight, self.o_proj.bias
-        )
+        out: Tensor = self.o_proj(attended.view(rows.shape[0], -1))
+        return out
+
+    def joint_layers(self) -> JointLayers:
+        heads = self.heads
+        query, key = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        parts = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
+        return {"qkv": parts | {"qkv_proj": (0, query + 2 * key)}}
 
     def _attend_in_place(self, packed: Tensor, tables: Tables, step: PagedStep) -> Tensor | None:
         """Attend with the fused cache write, or return None where the backend's block layout does
@@ -213,6 +223,16 @@ def run_layers(
     for layer in layers[1:]:
         x, residual = layer.pass_on(x, residual, tables, step)
     return (x + residual).view(hidden_states.shape)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Return a linear layer around the weight, which is not copied."""
+    outputs, inputs = weight.shape
+    module = nn.Linear(inputs, outputs, bias is not None, device="meta")
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        module.bias = nn.Parameter(bias, requires_grad=False)
+    return module
 
 
 def flat(tables: Tables) -> Tables:
