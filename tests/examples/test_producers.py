@@ -1,8 +1,13 @@
-"""The producer in Java submits, reads and resumes as the Python client does. Needs Java 17."""
+"""The producers in Java and Go submit, read and resume as the Python client does.
+
+Java 17 must be on the machine. `ops/setup dev` installs Go, whose first build takes half a minute.
+"""
 
 import asyncio
+import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import EXAMPLES, ROOT
+from tests.support.lifecycle import missing
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
 from tokenmill_schemas import Chunk, FinishReason, JobStatus
@@ -18,27 +24,52 @@ from tokenmill_schemas.keys import Keys
 
 pytestmark = [
     pytest.mark.redis,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(shutil.which("javac") is None, reason="no Java compiler on this machine"),
+    pytest.mark.timeout(300),
 ]
 
 SLOW = "synthetic?step_ms=5&mean_tokens=1000000"
 
 
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the compiled example; a warning of the compiler is an error."""
-    folder = tmp_path_factory.mktemp("classes")
+def compiled_java(folder: Path) -> list[str]:
+    """Compile the example in Java 17; a warning of the compiler is an error."""
+    if shutil.which("javac") is None:
+        pytest.skip("no Java compiler on this machine")
     source = str(EXAMPLES / "Producer.java")
     subprocess.run(["javac", "-Xlint:all", "-Werror", "-d", str(folder), source], check=True)
-    return folder
+    return ["java", "-XX:TieredStopAtLevel=1", "-cp", str(folder), "Producer"]
 
 
-async def run_java(classes: Path, *arguments: str) -> tuple[int, str, list[str]]:
+def compiled_go(folder: Path) -> list[str]:
+    """Compile the example in Go; an objection of vet is an error."""
+    path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # noqa: TID251
+    go = shutil.which("go", path=path)
+    if go is None:
+        missing("Go is missing: run ops/setup dev")
+    sources = sorted(map(str, (EXAMPLES / "go").glob("*.go")))
+    local = {"GOTOOLCHAIN": "local", "GOCACHE": str(ROOT / ".cache" / "go-build")}
+    for command in (["vet"], ["build", "-o", str(folder / "producer")]):
+        subprocess.run([go, *command, *sources], check=True, env=os.environ | local)  # noqa: TID251
+    return [str(folder / "producer")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(compiled_java, id="java"),
+        pytest.param(compiled_go, id="go", marks=pytest.mark.slow),
+    ],
+)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the command that runs a compiled example."""
+    compiled: list[str] = request.param(tmp_path_factory.mktemp("compiled"))
+    return compiled
+
+
+async def run(program: list[str], *arguments: str) -> tuple[int, str, list[str]]:
     """Return the exit status, the printed text, and the lines of the standard error."""
     done = await asyncio.to_thread(
         subprocess.run,
-        ["java", "-XX:TieredStopAtLevel=1", "-cp", str(classes), "Producer", *arguments],
+        [*program, *arguments],
         cwd=ROOT,  # where the scripts are
         capture_output=True,
         timeout=60,
@@ -47,27 +78,27 @@ async def run_java(classes: Path, *arguments: str) -> tuple[int, str, list[str]]
 
 
 async def test_it_submits_and_streams_what_the_result_holds(
-    redis_url: str, database: str, classes: Path
+    redis_url: str, database: str, program: list[str]
 ) -> None:
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
-        status, text, lines = await run_java(classes, redis_url, QUEUE, "Grüße, 🌍")
+        status, text, lines = await run(program, redis_url, QUEUE, "Grüße, 🌍")
         job = lines[0].removeprefix("job ")
         result = await client.result(job, timeout=30)
         assert (status, lines[1:]) == (0, ["succeeded"])
         assert text == result.text + "\n"
         assert result.usage.completion_tokens == 64
-        late = await run_java(classes, redis_url, QUEUE, "--read", job)
+        late = await run(program, redis_url, QUEUE, "--read", job)
     assert late == (status, text, lines)
 
 
 @pytest.mark.slow
 async def test_several_choices_and_a_cut_subscription(
-    redis_url: str, database: str, classes: Path, valkey: Any
+    redis_url: str, database: str, program: list[str], valkey: Any
 ) -> None:
     """The server cuts the subscription several times; each token of each choice comes once."""
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
         job = await client.submit(prompt="🌍 Go", max_tokens=300, n=2, ignore_eos=True)
-        reading = asyncio.create_task(run_java(classes, redis_url, QUEUE, "--read", job))
+        reading = asyncio.create_task(run(program, redis_url, QUEUE, "--read", job))
         cuts = 0
         with valkey.client() as control:
             while not reading.done():
@@ -80,11 +111,11 @@ async def test_several_choices_and_a_cut_subscription(
 
 
 async def test_it_skips_what_it_has_and_reads_what_it_lacks(
-    redis_url: str, classes: Path, valkey: Any, allowed_keys: list[str]
+    redis_url: str, program: list[str], valkey: Any, allowed_keys: list[str]
 ) -> None:
     """A chunk begins with tokens that it has; another begins behind a chunk that was not published.
 
-    `text_ends` counts code points, of which Java's strings have two units for an emoji.
+    `text_ends` counts code points: an emoji is two units of Java's strings and four bytes of Go's.
     """
     allowed_keys.append("tm:{q}:*")
     job, keys = "by-hand", Keys(QUEUE)
@@ -105,7 +136,7 @@ async def test_it_skips_what_it_has_and_reads_what_it_lacks(
     with valkey.client() as server:
         server.hset(keys.job(job), "state", "running")
         server.xadd(keys.log(job), {"chunk": first}, "2-0")
-        reading = asyncio.create_task(run_java(classes, redis_url, QUEUE, "--read", job))
+        reading = asyncio.create_task(run(program, redis_url, QUEUE, "--read", job))
         channel = keys.chunks(job)
 
         async def is_subscribed() -> bool:
@@ -125,20 +156,20 @@ async def test_it_skips_what_it_has_and_reads_what_it_lacks(
 
 
 async def test_a_refusal_and_an_unknown_job_are_printed(
-    redis_url: str, database: str, classes: Path
+    redis_url: str, database: str, program: list[str]
 ) -> None:
     async with client_of(redis_url) as client:
         await client.set_queue_limit(1)
         job = await client.submit(prompt="Never")
-        status, _, lines = await run_java(classes, redis_url, QUEUE, "One too many")
+        status, _, lines = await run(program, redis_url, QUEUE, "One too many")
         assert status == 1
         assert "refused: full 1 1" in lines[0]
         await client.cancel(job)
-        assert await run_java(classes, redis_url, QUEUE, "--read", job) == (
+        assert await run(program, redis_url, QUEUE, "--read", job) == (
             1,
             "\n",
             [f"job {job}", "cancelled"],
         )
-        status, _, lines = await run_java(classes, redis_url, QUEUE, "--read", "none")
+        status, _, lines = await run(program, redis_url, QUEUE, "--read", "none")
         assert status == 1
         assert "unknown job" in lines[1]
