@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,7 @@ STATE_STYLES = {
     "expired": "magenta",
     "dead": "bold red",
 }
+LEAST_WIDTH = 12  # of a column whose texts are cut
 
 
 def out() -> Console:
@@ -87,30 +89,43 @@ def state(value: str) -> Text:
     return Text(value, style=STATE_STYLES.get(value, ""))
 
 
-def table(
-    columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, notes: bool = False
-) -> None:
-    """Print a table. Columns are titles, or (title, justification).
+def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table with one line for each row. Columns are titles, or (title, justification).
 
-    Nothing is cut, so that ids can be copied; a long line wraps. With `notes`, the last column is
-    prose, of which a terminal shows the first 60 characters.
+    A terminal shows what fits: texts of the columns to the right of the first are cut to
+    LEAST_WIDTH where needed, and then each line at the terminal's edge. Elsewhere nothing is cut.
     """
-    is_terminal = out().is_terminal
+    terminal = out()
     grid = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
+    cells = [[_cell(value) for value in row] for row in rows]
+    for number, column in enumerate(columns):
         title, justify = (column, "left") if isinstance(column, str) else column
-        grid.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for row in rows:
-        cells = [
-            cell if isinstance(cell, Text) else Text(" ".join(str(cell).split())) for cell in row
-        ]
-        if notes and is_terminal:
-            cells[-1].truncate(60, overflow="ellipsis")
-        grid.add_row(*cells)
-    wide = Console(highlight=False, width=10_000, force_terminal=is_terminal)
+        width = max(cell_len(title), *(row[number].cell_len for row in cells))
+        is_text = number > 0 and justify == "left"
+        grid.add_column(
+            title,
+            justify=justify,  # type: ignore[arg-type]
+            no_wrap=not is_text,
+            min_width=min(LEAST_WIDTH, width) if is_text else width,
+        )
+    for row in cells:
+        grid.add_row(*row)
+    least = sum(column.min_width or 0 for column in grid.columns) + 2 * (len(grid.columns) - 1)
+    wide = Console(highlight=False, width=10_000, force_terminal=terminal.is_terminal)
     with wide.capture() as captured:
-        wide.print(grid)
-    say("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+        wide.print(grid, width=max(terminal.width, least) if terminal.is_terminal else None)
+    for line in captured.get().splitlines():
+        text = Text.from_ansi(line)
+        text.rstrip()
+        if terminal.is_terminal:
+            text.truncate(terminal.width, overflow="ellipsis")
+        terminal.print(text)
+
+
+def _cell(value: object) -> Text:
+    text = value if isinstance(value, Text) else Text(" ".join(str(value).split()))
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
 
 
 def ago(moment_ms: int) -> str:

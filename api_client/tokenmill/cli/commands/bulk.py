@@ -232,7 +232,7 @@ def list_batches(
         emit([batch.public() for batch in found])
     elif found:
         right = [(title, "right") for title in ("LINES", "ANSWERED", "FAILED", "WHEN")]
-        table(["BATCH", "STATUS", "TENANT", *right, "FILE"], map(_row, found), notes=True)
+        table(["BATCH", "STATUS", "TENANT", *right, "FILE"], map(_row, found))
     else:
         err().print("[dim]no batches[/dim]")
 

@@ -43,7 +43,6 @@ def list_dead(
         table(
             ["JOB", "DIED", "ERROR"],
             ((job.job_id, ago(job.died_ms), job.error) for job in found),
-            notes=True,
         )
     else:
         for job in found:

@@ -205,7 +205,7 @@ def jobs(
         emit(found)
     elif found:
         right = [(title, "right") for title in ("TOKENS", "TOOK", "WHEN")]
-        table(["JOB", "STATUS", "PRIORITY", "TENANT", *right, ""], map(_row, found), notes=True)
+        table(["JOB", "STATUS", *right, "PRIORITY", "TENANT", ""], map(_row, found))
     else:
         err().print("[dim]no jobs[/dim]")
     ended = [job for job in found if isinstance(job, JobRow)]
@@ -258,23 +258,16 @@ def _ended(connection: ConnectionOptions, what: JobFilter) -> list[Listed]:
 
 
 def _row(job: Listed) -> Sequence[Any]:
+    tokens: int | str
     if isinstance(job, JobRow):
-        why = job.error.message if job.error else ""
-        took = seconds(job.finished_ms - job.created_ms)
-        end = job.finished_ms
-        return (
-            job.job_id,
-            state(job.status),
-            job.priority,
-            job.tenant,
-            job.completion_tokens,
-            took,
-            ago(end),
-            why,
-        )
-    note = "cancelling" if job.cancelling else job.error.message if job.error else job.worker_id
-    row = (job.job_id, state(job.status.value), job.priority, job.tenant, job.tokens or "")
-    return *row, "", ago(job.created_ms), note
+        tokens, note = job.completion_tokens, job.error.message if job.error else ""
+        took, when = seconds(job.finished_ms - job.created_ms), ago(job.finished_ms)
+        name = state(job.status)
+    else:
+        tokens, took, when = job.tokens or "", "", ago(job.created_ms)
+        note = "cancelling" if job.cancelling else job.error.message if job.error else job.worker_id
+        name = state(job.status.value)
+    return job.job_id, name, tokens, took, when, job.priority, job.tenant, note
 
 
 def _facts(info: JobInfo) -> list[tuple[str, Text]]:

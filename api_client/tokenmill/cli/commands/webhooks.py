@@ -59,7 +59,6 @@ def list_webhooks(
         table(
             ["WEBHOOK", "STATE", "EVENT", "TENANT", tries, when, "URL", ""],
             map(_row, found),
-            notes=True,
         )
 
 

@@ -1,0 +1,49 @@
+"""Tables: one line for each row on a terminal, whole elsewhere."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tokenmill.cli import output
+
+JOB = "0198f3c2-7a11-7c03-9b1e-2f6f0a5d8e00"
+TENANT, NOTE = "acme-corporation-europe-west", "the prompt has 9000 tokens; the model takes 8192"
+COLUMNS: list[str | tuple[str, str]] = ["JOB", "STATUS", ("TOKENS", "right"), "TENANT", ""]
+ROWS = [(JOB, output.state("failed"), 128, TENANT, NOTE), ("other", "queued", "", "a", "b")]
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, width: int, *, is_terminal: bool) -> list[str]:
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width, force_terminal=is_terminal, color_system=None, soft_wrap=True
+    )
+    monkeypatch.setattr(output, "out", lambda: console)
+    output.table(COLUMNS, ROWS)
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_a_terminal_has_one_line_for_each_row_and_ids_whole(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    lines = printed(monkeypatch, width, is_terminal=True)
+    assert len(lines) == 1 + len(ROWS)
+    assert max(map(len, lines)) <= width
+    assert lines[1].startswith(JOB)
+    assert "…" in lines[1]
+
+
+def test_texts_are_cut_before_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, row, _ = printed(monkeypatch, 90, is_terminal=True)
+    assert row.startswith(f"{JOB}  failed     128  acme-")
+    assert row.count("…") == 2
+
+
+@pytest.mark.parametrize(("width", "is_terminal"), [(80, False), (200, True)])
+def test_nothing_is_cut_in_a_file_or_where_it_fits(
+    monkeypatch: pytest.MonkeyPatch, width: int, is_terminal: bool
+) -> None:
+    _, row, other = printed(monkeypatch, width, is_terminal=is_terminal)
+    assert " ".join(row.split()) == f"{JOB} failed 128 {TENANT} {NOTE}"
+    assert other.endswith("b")
