@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.record.support import result
+from tokenmill_schemas.result import JobError
 from tokenmill_worker.telemetry import Check, HealthServer, Metrics, Watchdog, configure_logging
 from tokenmill_worker.telemetry.instruments import counter, gauge
 
@@ -98,6 +99,14 @@ def test_metrics_count_a_finished_job() -> None:
         ), name
     assert "away" not in text
     assert "acme" not in text  # no tenant is a label
+
+
+def test_errors_are_counted_by_code() -> None:
+    metrics = Metrics("q", "tiny")
+    for error in (None, JobError("engine_error", "broken"), JobError("engine_error", "again")):
+        metrics.request_finished(result(error=error), "standard")
+    labels = {"queue": "q", "model_name": "tiny", "code": "engine_error"}
+    assert metrics.registry.get_sample_value("tokenmill:job_errors_total", labels) == 2.0
 
 
 def test_two_workers_in_one_process_do_not_meet() -> None:

@@ -124,6 +124,9 @@ class Metrics:
         self.jobs = self._counter(
             "jobs_finished_total", "Jobs recorded, by status", ("status", "priority")
         )
+        self.errors = self._counter(
+            "job_errors_total", "Jobs recorded with an error, by its code", ("code",)
+        )
         self.claims = self._counter(
             "claims_total", "Claims; the outcome is `jobs` or `empty`", ("outcome",)
         )
@@ -160,6 +163,8 @@ class Metrics:
         )
         self.success.labels(reason).inc()
         self.jobs.labels(result.status.value, priority).inc()
+        if result.error is not None:
+            self.errors.labels(result.error.code).inc()
         self.queue_time.labels(priority).observe(max(0, usage.queue_ms) / 1000)
         self.e2e.labels(priority).observe(max(0, usage.total_ms) / 1000)
         if usage.prompt_tokens:
