@@ -14,6 +14,7 @@ import pytest
 from tests.engine.cuda.steps import fake_capture
 from tests.engine.lora.support import ATTENTION, MLP, engine_with, peft_answers, run, save_adapter
 from tests.engine.truth.expected import Expected
+from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.cuda.graphs import GraphRunner
 
@@ -134,3 +135,21 @@ def test_steps_launched_ahead_give_the_same_tokens(cases: Callable[[str], Case])
     with engine_with(folder, adapters, async_batching=True, max_num_batched_tokens=32) as engine:
         assert engine.runner.info.is_asynchronous
         assert run(engine, wanted) == [one.answer for _, one in wanted]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_adapted_head_scores_the_prompt_too(path: str, cases: Callable[[str], Case]) -> None:
+    """Rows of scored prompt tokens reach the head before the sampled row of their sequence."""
+    folder, adapters, wanted = cases("llama")
+    chosen = wanted[1:3]
+    params = [
+        SamplingParams(
+            temperature=0.0, max_tokens=len(one.answer), ignore_eos=True, lora=name,
+            prompt_logprobs=top,
+        )
+        for (name, one), top in zip(chosen, (0, None), strict=True)
+    ]  # fmt: skip
+    with engine_of(path, folder, adapters, max_num_batched_tokens=48) as engine:
+        outputs = engine.generate_batch([one.prompt for _, one in chosen], params)
+        assert engine.stats().failed_steps == 0  # of a failed step each request is tried alone
+    assert [output.token_ids for output in outputs] == [one.answer for _, one in chosen]

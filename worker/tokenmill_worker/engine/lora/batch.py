@@ -68,7 +68,10 @@ class AdapterBatch:
             ((i.sequence.adapter, i.num_tokens) for i in plan.scheduled), adapters, device
         )
         at_head = {key: adapter for key, adapter in adapters.items() if head in adapter.sites}
-        rows = ((i.sequence.adapter, 1 + len(i.draft_ids)) for i in plan.scheduled if i.samples)
+        rows = (
+            (i.sequence.adapter, i.num_scored + (1 + len(i.draft_ids) if i.samples else 0))
+            for i in plan.scheduled
+        )
         return cls(everywhere, _grouped(rows, at_head, device), head)
 
     def add(self, site: str, x: Tensor, y: Tensor) -> None:
