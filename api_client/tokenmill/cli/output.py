@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -92,8 +93,9 @@ def state(value: str) -> Text:
 def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]]) -> None:
     """Print a table with one line for each row. Columns are titles, or (title, justification).
 
-    A terminal shows what fits: texts of the columns to the right of the first are cut to
-    LEAST_WIDTH where needed, and then each line at the terminal's edge. Elsewhere nothing is cut.
+    A terminal shows what fits: the texts of the columns behind the first are cut to LEAST_WIDTH
+    where needed, then columns are left out from the right, and `…` stands for them. Elsewhere
+    nothing is cut.
     """
     terminal = out()
     grid = Table(box=None, header_style="bold", pad_edge=False)
@@ -108,18 +110,27 @@ def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]
             no_wrap=not is_text,
             min_width=min(LEAST_WIDTH, width) if is_text else width,
         )
+    shown = _num_fitting(grid, terminal.width) if terminal.is_terminal else len(columns)
+    if shown < len(columns):
+        del grid.columns[shown:]
+        grid.add_column("…")
     for row in cells:
-        grid.add_row(*row)
-    least = sum(column.min_width or 0 for column in grid.columns) + 2 * (len(grid.columns) - 1)
+        grid.add_row(*row[:shown])
     wide = Console(highlight=False, width=10_000, force_terminal=terminal.is_terminal)
     with wide.capture() as captured:
-        wide.print(grid, width=max(terminal.width, least) if terminal.is_terminal else None)
+        wide.print(grid, width=terminal.width if terminal.is_terminal else None)
     for line in captured.get().splitlines():
         text = Text.from_ansi(line)
         text.rstrip()
-        if terminal.is_terminal:
-            text.truncate(terminal.width, overflow="ellipsis")
         terminal.print(text)
+
+
+def _num_fitting(grid: Table, width: int) -> int:
+    """Return how many columns fit at their least widths, with `…` for the others; 1 at least."""
+    ends = accumulate((column.min_width or 0) + 2 for column in grid.columns)  # with two spaces
+    last = len(grid.columns)
+    room = [number for number, end in enumerate(ends, 1) if end - 2 <= width - 3 * (number < last)]
+    return max(room, default=1)
 
 
 def _cell(value: object) -> Text:
