@@ -4,9 +4,11 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -130,35 +132,41 @@ class TestTables:
         assert turn_line(both, "vllm", loud, 3).endswith("others 30%, stolen 2%  DISTURBED")
 
 
-class TestCoreWatch:
-    @staticmethod
-    def write(proc: Path, cores: str, processes: dict[int, tuple[int, str]]) -> None:
-        (proc / "stat").write_text(f"cpu  {cores} 0 0\ncpu0 1 1 1\n")
-        for pid, (parent, ticks) in processes.items():
-            (proc / str(pid)).mkdir(exist_ok=True)
-            (proc / str(pid) / "stat").write_text(
-                f"{pid} (a ) name) S {parent} 0 0 0 0 0 0 0 0 0 {ticks} 20 0\n"
-            )
+class Machine:
+    """A machine whose cores and processes used as much time as is said here, in seconds."""
 
-    def test_own_time_is_the_tree_s_and_the_rest_is_others(self, tmp_path: Path) -> None:
-        self.write(
-            tmp_path, "0 0 0 0 0 0 0 0", {7: (1, "0 0 0 0"), 8: (7, "0 0 0 0"), 9: (1, "0 0 0 0")}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cores = dict.fromkeys(("user", "nice", "system", "idle", "iowait", "steal"), 0.0)
+        self.own = [(0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)]  # of a process and its child
+        monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(**self.cores))
+        monkeypatch.setattr(psutil, "Process", lambda _pid: self._process(0, [self._process(1)]))
+
+    def _process(self, number: int, children: Sequence[object] = ()) -> Any:
+        return SimpleNamespace(
+            cpu_times=lambda: (*self.own[number], 9.0), children=lambda recursive: children
         )
-        watch = CoreWatch(7, tmp_path)
-        # Of 1,000 ticks: 500 idle, 100 waiting, 20 stolen, 380 busy; ours 200 + 80 of a child.
-        self.write(
-            tmp_path,
-            "300 0 80 500 100 0 0 20",
-            {7: (1, "150 50 0 0"), 8: (7, "40 20 10 10"), 9: (1, "100 0 0 0")},
-        )
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+class TestCoreWatch:
+    def test_own_time_is_the_tree_s_and_the_rest_is_others(self, machine: Machine) -> None:
+        watch = CoreWatch(7)
+        # Of 10 s: 5 idle, 1 waiting, 0.2 stolen, 3.8 busy; ours 2 and 0.8 of a child.
+        machine.cores |= {"user": 3.0, "system": 0.8, "idle": 5.0, "iowait": 1.0, "steal": 0.2}
+        machine.own = [(1.5, 0.5, 0.0, 0.0), (0.4, 0.2, 0.1, 0.1)]
         found = watch.read()
         assert found is not None
         assert (found.others, found.stolen) == pytest.approx((0.1, 0.02))
 
-    def test_without_proc_nothing_is_known(self, tmp_path: Path) -> None:
-        assert CoreWatch(7, tmp_path).read() is None
+    def test_a_moment_gives_no_figures(self, machine: Machine) -> None:
+        watch = CoreWatch(7)
+        machine.cores["idle"] += 0.3
+        assert watch.read() is None
 
-    @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
     def test_a_real_process_is_found(self) -> None:
         busy = "import time\nend = time.monotonic() + 0.4\nwhile time.monotonic() < end: pass"
         watch = CoreWatch(os.getpid())
@@ -171,35 +179,25 @@ class TestCoreWatch:
 
 class TestWaitUntilQuiet:
     @staticmethod
-    def pauses(proc: Path, busy_shares: list[float]) -> int:
+    def pauses(machine: Machine, busy_shares: list[float]) -> int:
         """Count the pauses of `wait_until_quiet` if the cores are this busy at its looks, then
         idle.
         """
-        ticks, looks = [0.0, 0.0], 0
+        looks = 0
 
-        def pause(_: float) -> None:
+        def pause(seconds: float) -> None:
             nonlocal looks
             share = busy_shares[looks] if looks < len(busy_shares) else 0.0
             looks += 1
-            ticks[0] += 50 * share
-            ticks[1] += 50 * (1 - share)
-            write()
+            machine.cores["user"] += share * seconds
+            machine.cores["idle"] += (1 - share) * seconds
 
-        def write() -> None:
-            (proc / "stat").write_text(f"cpu  {ticks[0]:.0f} 0 0 {ticks[1]:.0f} 0 0 0 0 0 0\n")
-
-        write()
-        wait_until_quiet(proc, pause)
+        wait_until_quiet(pause)
         return looks
 
-    def test_it_waits_while_another_process_computes(self, tmp_path: Path) -> None:
-        assert self.pauses(tmp_path, []) == 1
-        assert self.pauses(tmp_path, [0.5, 0.1]) == 3
+    def test_it_waits_while_another_process_computes(self, machine: Machine) -> None:
+        assert self.pauses(machine, []) == 1
+        assert self.pauses(machine, [0.5, 0.1]) == 3
 
-    def test_a_machine_that_is_never_quiet_is_measured_all_the_same(self, tmp_path: Path) -> None:
-        assert self.pauses(tmp_path, [1.0] * 100) == 20
-
-    def test_without_proc_nothing_is_waited_for(self, tmp_path: Path) -> None:
-        looks: list[float] = []
-        wait_until_quiet(tmp_path, looks.append)
-        assert len(looks) == 1
+    def test_a_machine_that_is_never_quiet_is_measured_all_the_same(self, machine: Machine) -> None:
+        assert self.pauses(machine, [1.0] * 100) == 20

@@ -1,20 +1,21 @@
-"""Measures what else used the cores during a round, from /proc: stolen time and other processes.
+"""Measures what else used the cores during a round: stolen time and other processes.
 
-The measured engine's time is that of its whole process tree. Without /proc no figures are given.
+The measured engine's time is that of its whole process tree.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 # share of all cores' time, stolen and others' together, above which a round counts as disturbed
 DISTURBED_SHARE = 0.1
-SHORTEST_TICKS = 40  # ticks of all cores together; a shorter interval gives no figures
+SHORTEST_S = 0.4  # of all cores together; a shorter interval gives no figures
 QUIET_SHARE = 0.03
 QUIET_LOOK_S, QUIET_LIMIT_S = 0.25, 5.0
-_IDLE, _IOWAIT, _STEAL = 3, 4, 7  # fields in the first line of /proc/stat
 
 
 def cpu_seconds(pid: int) -> float:
@@ -27,22 +28,16 @@ def cpu_seconds(pid: int) -> float:
     )  # the process's CPU clock id, as clock_getcpuclockid(3) builds it
 
 
-def wait_until_quiet(
-    proc: Path = Path("/proc"), pause: Callable[[float], None] = time.sleep
-) -> None:
+def wait_until_quiet(pause: Callable[[float], None] = time.sleep) -> None:
     """Wait until the cores are nearly idle, for QUIET_LIMIT_S at most.
 
     Work that an engine does after its turn must not count in the next engine's turn.
     """
-    before = _cores(proc)
+    before = _cores()
     for _ in range(round(QUIET_LIMIT_S / QUIET_LOOK_S)):
         pause(QUIET_LOOK_S)
-        after = _cores(proc)
-        if (
-            before is None
-            or after is None
-            or after.busy - before.busy <= QUIET_SHARE * (after.total - before.total)
-        ):
+        after = _cores()
+        if after.busy - before.busy <= QUIET_SHARE * (after.total - before.total):
             return
         before = after
 
@@ -63,23 +58,19 @@ class Disturbance:
 
 
 class _Cores(NamedTuple):
-    """Clock ticks of all cores since the machine's start."""
+    """Seconds of all cores since the machine's start."""
 
-    total: int
-    busy: int
-    stolen: int
+    total: float
+    busy: float
+    stolen: float
 
 
-def _cores(proc: Path) -> _Cores | None:
-    try:
-        first = (proc / "stat").read_text(encoding="ascii").splitlines()[0]
-    except (OSError, IndexError):
-        return None
-    ticks = [int(word) for word in first.split()[1:9]]
-    if len(ticks) <= _STEAL:
-        return None
-    waiting = ticks[_IDLE] + ticks[_IOWAIT] + ticks[_STEAL]
-    return _Cores(sum(ticks), sum(ticks) - waiting, ticks[_STEAL])
+def _cores() -> _Cores:
+    times = psutil.cpu_times()
+    stolen = getattr(times, "steal", 0.0)
+    busy = times.user + times.nice + times.system
+    busy += getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+    return _Cores(busy + times.idle + getattr(times, "iowait", 0.0) + stolen, busy, stolen)
 
 
 class CoreWatch:
@@ -88,38 +79,23 @@ class CoreWatch:
     `pid` is the root of the process tree that is being measured.
     """
 
-    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
-        self._pid, self._proc = pid, proc
-        self._before, self._own_before = _cores(proc), self._own()
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._before, self._own_before = _cores(), self._own()
 
     def read(self) -> Disturbance | None:
-        before, after = self._before, _cores(self._proc)
-        if before is None or after is None or after.total - before.total < SHORTEST_TICKS:
-            return None
+        before, after = self._before, _cores()
         total = after.total - before.total
+        if total < SHORTEST_S:
+            return None
         others = (after.busy - before.busy) - (self._own() - self._own_before)
         return Disturbance(max(0.0, others / total), (after.stolen - before.stolen) / total)
 
-    def _own(self) -> int:
-        """Return the CPU ticks of the tree's living processes and of reaped children."""
-        # The command comes before the state, in brackets, and may contain any character.
-        fields = {
-            int(path.parent.name): _text(path).rpartition(")")[2].split()
-            for path in self._proc.glob("[0-9]*/stat")
-        }
-        parents = {pid: int(found[1]) for pid, found in fields.items() if found}
-
-        def is_ours(pid: int) -> bool:
-            while pid != self._pid and pid in parents:
-                pid = parents[pid]
-            return pid == self._pid
-
-        return sum(sum(map(int, fields[pid][11:15])) for pid in parents if is_ours(pid))
-
-
-def _text(path: Path) -> str:
-    """Return a file's text; it is empty if the process is gone."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    def _own(self) -> float:
+        """Return the CPU seconds of the tree's living processes and of reaped children."""
+        seconds = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [self._root, *self._root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    seconds += sum(process.cpu_times()[:4])
+        return seconds
