@@ -17,28 +17,22 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "engine": "the bare engine: tokens per second, TTFT, TPOT, beside --peer NAME",
-    "service": (
-        "the whole service (Valkey, pub/sub, log, SQL) beside the bare engine: what is "
-        "left of its tokens/s"
-    ),
-    "queue": "the queue alone, model-free: jobs/s, chunks/s, latencies, memory (--peer celery|arq)",
+    "engine": "the bare engine: tokens/s, TTFT, TPOT, beside --peer NAME",
+    "service": "the service (Valkey, log, pub/sub, SQL) beside the bare engine",
+    "queue": "the queue alone, model-free: jobs/s, memory (--peer celery|arq)",
     "bulk": "what a bulk file costs the interactive jobs beside it",
-    "interference": "what a long prompt costs running streams and a short prompt after it",
+    "interference": "what a long prompt costs running streams and a short prompt",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
-    "drafts": "what drafts of the tokens that a JSON schema forces save, and cost in free text",
-    "quality": (
-        "what rounding weights, or keys and values, costs: perplexity on real text, equal "
-        "greedy tokens"
-    ),
-    "simulate": "goodput and latency under load, on a cost model; what one queue server carries",
+    "drafts": "what drafts of forced tokens save, and cost in free text",
+    "quality": "what rounding weights, keys and values costs: perplexity",
+    "simulate": "policies in virtual time; what one queue server carries",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     argv = sys.argv[1:] if arguments is None else arguments
-    listing = "\n".join(f"  {name:<13}{what}" for name, what in COMMANDS.items())
+    listing = "\n".join(f"  {name:<14}{what}" for name, what in COMMANDS.items())
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: ops/bench COMMAND …, ops/bench COMMAND --help\n\n{listing}")
         return 0 if argv else 2

@@ -225,7 +225,9 @@ class TestPeerEnvironments:
 class TestCommandLine:
     def test_lists_its_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--help"]) == 0
-        assert "engine" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "engine" in said
+        assert max(map(len, said.splitlines())) <= 80
 
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["nonsense"]) == 2
