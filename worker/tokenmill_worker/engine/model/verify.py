@@ -20,10 +20,9 @@ from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import LayerGroup
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model.layer_groups import LayerKind, group_layers
-from tokenmill_worker.engine.model.paged_attention import AttentionStep, LayerBinding, PagedStep
+from tokenmill_worker.engine.model.paged_attention import AttentionStep, PagedStep, bind_layers
 from tokenmill_worker.engine.model.probe import OWN, attending_with, failed
 from tokenmill_worker.engine.model.shortened import TOLERANCE, first_layers, in_float32
 
@@ -124,9 +123,12 @@ def difference(
     device = expected.prompts[0].device
     num_blocks = -(-max(len(prompt) for prompt in expected.prompts) // block_size)
     groups = group_layers(list(layers))
-    bindings = _bindings(
-        groups, layers, backend, (1 + num_blocks * len(expected.prompts), block_size), device
-    )
+
+    def empty_cache(group: int, _: int) -> Tensor:
+        shape = backend.block_shape(block_size, groups[group].num_kv_heads, groups[group].head_dim)
+        return torch.zeros(1 + num_blocks * len(expected.prompts), 2, *shape, device=device)
+
+    bindings = bind_layers(groups, [layer.shape for layer in layers], empty_cache)
     for chunks in expected.steps:
         metadata = tuple(
             _metadata(chunks, group.window, num_blocks, block_size, device) for group in groups
@@ -213,29 +215,6 @@ def _metadata(
         max_seq_len=max(seq_lens),
         block_size=block_size, window=window, query_lens_host=query_lens, seq_lens_host=seq_lens,
     )  # fmt: skip
-
-
-def _bindings(
-    groups: Sequence[LayerGroup],
-    layers: Sequence[LayerKind],
-    backend: AttentionBackend,
-    size: tuple[int, int],
-    device: torch.device,
-) -> list[LayerBinding]:
-    """Return a float32 cache for each layer; `size` is (number of blocks, tokens per block)."""
-    num_blocks, block_size = size
-    found: dict[int, LayerBinding] = {}
-    for number, group in enumerate(groups):
-        shape = (
-            num_blocks,
-            2,
-            *backend.block_shape(block_size, group.num_kv_heads, group.head_dim),
-        )
-        found |= {
-            i: LayerBinding(number, torch.zeros(shape, device=device), layers[i].shape)
-            for i in group.layers
-        }
-    return [found[index] for index in range(len(layers))]
 
 
 # ── the model's own pass ──
