@@ -28,9 +28,13 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 SCHEMAS = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
+OTHER_FORMS = ("xml", "pythonic", "deepseek")
 
 
-@pytest.mark.parametrize("form", ["hermes", "xml", "pythonic", "deepseek"])
+@pytest.mark.parametrize(
+    "form",
+    ["hermes", *(pytest.param(form, marks=pytest.mark.slow) for form in OTHER_FORMS)],
+)
 async def test_streamed_calls_join_to_valid_recorded_ones(
     redis_url: str, tmp_path: Path, form: str
 ) -> None:
