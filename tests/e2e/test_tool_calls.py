@@ -1,7 +1,11 @@
 """Tool calls by the real model and the whole worker: what is streamed is what is recorded, and
 every call keeps its schema. The model is not tuned for tools; the grammar makes the calls valid.
+
+`--rounds 1250 -m ""` makes 2,500 required calls in each form, and asks as often for free text that
+may call.
 """
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,8 +14,9 @@ import pytest
 
 from tests.support.worker import client_of, database_url, running_worker
 from tests.text.chat.families import HERMES
+from tokenmill import AsyncClient
 
-pytestmark = [pytest.mark.redis, pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.redis, pytest.mark.model, pytest.mark.timeout(3600)]
 
 CITY = {
     "type": "object",
@@ -28,6 +33,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 SCHEMAS = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
+TOGETHER = 48  # jobs in the worker at once
 OTHER_FORMS = ("xml", "pythonic", "deepseek")
 
 
@@ -36,14 +42,14 @@ OTHER_FORMS = ("xml", "pythonic", "deepseek")
     ["hermes", *(pytest.param(form, marks=pytest.mark.slow) for form in OTHER_FORMS)],
 )
 async def test_streamed_calls_join_to_valid_recorded_ones(
-    redis_url: str, tmp_path: Path, form: str
+    redis_url: str, tmp_path: Path, form: str, rounds: int
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ (tools or []) | tojson }}\n" + HERMES)
     model = {
         "model": "smollm2-135m-instruct",
         "dtype": "float32",
-        "num_blocks": 256,
+        "num_blocks": 1024,
         "num_threads": 1,
         "chat_template": str(template),
         "tool_format": form,
@@ -53,31 +59,11 @@ async def test_streamed_calls_join_to_valid_recorded_ones(
         running_worker(redis_url, database, in_process=True, lease_seconds=10, **model),
         client_of(redis_url, database) as client,
     ):
-        jobs = [
-            await client.submit(
-                messages=[{"role": "user", "content": "Is it warm in Bern?"}],
-                tools=TOOLS,
-                tool_choice=choice,
-                parallel_tool_calls=False,
-                max_tokens=220,
-                temperature=1.0,
-                seed=seed,
-            )
-            for seed in range(4)
-            for choice in ("required", "auto")
-        ]
-        for place, job in enumerate(jobs):
-            pieces = [d async for chunk in client.stream(job) for d in chunk.tool_calls]
-            result = await client.result(job, timeout=120)
-            assert result.error is None
-            assert [d.id for d in pieces if d.id] == [call.id for call in result.tool_calls]
-            if place % 2 == 0:
-                assert result.finish_reason == "tool_calls"
-            for index, call in enumerate(result.tool_calls):
-                own = [delta for delta in pieces if delta.index == index]
-                assert "".join(delta.arguments for delta in own) == call.arguments
-                if call.is_complete:
-                    jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+        num_calls = 0
+        for first in range(0, 2 * rounds, TOGETHER):
+            seeds = range(first, min(2 * rounds, first + TOGETHER))
+            num_calls += sum(await asyncio.gather(*(ask(client, seed) for seed in seeds)))
+        print(f"{form}: {num_calls} calls")  # noqa: T201
         refused = await client.submit(
             messages=[{"role": "user", "content": "Hi"}],
             tools=[
@@ -94,3 +80,31 @@ async def test_streamed_calls_join_to_valid_recorded_ones(
         error = (await client.result(refused, timeout=120)).error
         assert error is not None
         assert error.message.startswith("tools cannot be used: the parameters of 'f' ")
+
+
+async def ask(client: AsyncClient, seed: int) -> int:
+    """Stream a required call and an answer that may have calls; return how many came."""
+    num_calls = 0
+    for choice in ("required", "auto"):
+        job = await client.submit(
+            messages=[{"role": "user", "content": "Is it warm in Bern?"}],
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=220,
+            temperature=1.0,
+            seed=seed,
+        )
+        pieces = [d async for chunk in client.stream(job) for d in chunk.tool_calls]
+        result = await client.result(job, timeout=120)
+        assert result.error is None
+        assert [d.id for d in pieces if d.id] == [call.id for call in result.tool_calls]
+        if choice == "required":
+            assert result.finish_reason == "tool_calls"
+        for index, call in enumerate(result.tool_calls):
+            own = [delta for delta in pieces if delta.index == index]
+            assert "".join(delta.arguments for delta in own) == call.arguments
+            if call.is_complete:
+                jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+        num_calls += len(result.tool_calls)
+    return num_calls
