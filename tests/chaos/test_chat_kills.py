@@ -20,7 +20,7 @@ from tests.text.chat.families import HERMES
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.engine.execution.synthetic import TOKENIZER
 
-pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 START, STOP = END + 1, END + 2  # the tokens of <think> and </think>
 CITY = {
