@@ -24,7 +24,7 @@ from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError, Sam
 from tokenmill_worker.engine.model.model_files import resolve
 
 SOURCE = "pydoc_data.topics"
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 COLUMNS = {
     "perplexity": ("perplexity", "{:.3f}"),
     "nll": ("loss", "{:.4f}"),
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="int8,int4,float8_e4m3fn",
         help=(
             "compared with float32, with commas: of weights, of keys and values, or both "
-            "(int8+float8_e4m3fn)"
+            "(int8+float8_e4m3fn); fp8 runs on a GPU, in bfloat16"
         ),
     )
     parser.add_argument("--windows", type=int, default=16, help="pieces of text")
@@ -104,10 +104,12 @@ def chosen(kind: str) -> dict[str, Any]:
 
 def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
     """Raises EngineConfigError."""
+    settings = chosen(kind)
+    is_on_gpu = settings.get("quantization") == "fp8"
     return EngineConfig(
-        model=options.model, dtype="float32", device="cpu", max_memory_gib=1.0,
-        num_threads=options.threads or None,
-        max_model_len=options.length + options.answers + 1, **chosen(kind),
+        model=options.model, max_memory_gib=1.0, num_threads=options.threads or None,
+        dtype="bfloat16" if is_on_gpu else "float32", device="cuda" if is_on_gpu else "cpu",
+        max_model_len=options.length + options.answers + 1, **settings,
     )  # fmt: skip
 
 

@@ -16,12 +16,12 @@ from tokenmill_worker.engine.model.paged_attention import PagedStep, bind_layers
 
 
 class Scorer:
-    """Scores one sequence of up to `max_tokens` at a time, on the CPU."""
+    """Scores one sequence of up to `max_tokens` at a time."""
 
     def __init__(self, config: EngineConfig, max_tokens: int) -> None:
         self._model = load_model(resolve(config.model), config, pick_device(config.device))
         device = self._model.device
-        dtype = kv_dtype(config, torch.float32)
+        dtype = kv_dtype(config, self._model.dtype)
         self._backend = choose(
             config.attention,
             device.torch_device,
@@ -40,25 +40,25 @@ class Scorer:
     @torch.inference_mode()
     def nll(self, token_ids: Sequence[int]) -> float:
         """Return the mean negative log-likelihood per token after the first."""
-        ids = torch.tensor(token_ids)
+        ids = torch.tensor(token_ids, device=self._model.device.torch_device)
         logits = self._logits(ids)
         return float(F.cross_entropy(logits[:-1].float(), ids[1:]))
 
     def _logits(self, ids: Tensor) -> Tensor:
         count = len(ids)
         metadata = tuple(self._metadata(count, group.window) for group in self._model.groups)
-        positions = torch.arange(count)
+        positions = torch.arange(count, device=ids.device)
         return self._model.logits(
             ids, positions, positions, PagedStep(self._backend, self._layers, metadata)
         )
 
     def _metadata(self, count: int, window: int | None) -> AttentionMetadata:
-        num_blocks = -(-count // self._block_size)
+        num_blocks, where = -(-count // self._block_size), self._model.device.torch_device
         return AttentionMetadata(
-            query_start=torch.tensor([0, count], dtype=torch.int32),
-            seq_lens=torch.tensor([count], dtype=torch.int32),
-            block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
-            slot_mapping=torch.arange(count) + self._block_size,
+            query_start=torch.tensor([0, count], dtype=torch.int32, device=where),
+            seq_lens=torch.tensor([count], dtype=torch.int32, device=where),
+            block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=where)[None],
+            slot_mapping=torch.arange(count, device=where) + self._block_size,
             max_query_len=count,
             max_seq_len=count,
             block_size=self._block_size,

@@ -19,7 +19,7 @@ from tokenmill_worker.engine.types import SchedulingPolicy
 
 GIB = 1 << 30
 AttentionName = Literal["auto", "reference", "cpu", "triton", "flash", "torch_varlen"]
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8"]
 T = TypeVar("T")
 
 
@@ -63,7 +63,7 @@ class EngineConfig:
         "auto", "float32, bfloat16, float16 or auto"
     )
     device: str = setting("auto", "cpu, cuda, cuda:1, … or auto")
-    quantization: Quantization | None = setting(None, "int8 or int4 weights")
+    quantization: Quantization | None = setting(None, "int8 or int4 (CPU), fp8 (GPU) weights")
     attention: AttentionName = setting(
         "auto", "auto, reference, cpu, triton, flash or torch_varlen"
     )

@@ -22,6 +22,7 @@ from tokenmill_worker.engine.cuda.draw_kernel import draw_kernel  # noqa: E402
 from tokenmill_worker.engine.cuda.fused.kernels import (  # noqa: E402
     gate_kernel,
     norm_kernel,
+    quantize_kernel,
     rotate_and_write_kernel,
 )
 
@@ -41,6 +42,7 @@ BF16 = dict.fromkeys(("x", "residual", "weight", "out", "sums", "packed", "cache
 KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "*fp32",
          "top_p": "*fp64",
          "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32",
+         "narrow": "*fp8e4nv", "scales": "*fp32",
          "kept": "*fp32", "kept_tokens": "*i32", "deviations": "fp32", "eps": "fp32"}  # fmt: skip
 
 
@@ -49,13 +51,18 @@ KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "
     [
         (norm_kernel, {"WIDTH": 4096, "PAD": 4096, "OFFSET": 0.0, "ADDS": True}, 8),
         (norm_kernel, {"WIDTH": 2560, "PAD": 4096, "OFFSET": 1.0, "ADDS": False}, 8),
+        (
+            quantize_kernel,
+            {"WIDTH": 14336, "PAD": 16384, "LARGEST": 448.0, "LEAST_SCALE": 1e-12},
+            16,
+        ),
         (gate_kernel, {"INNER": 14336, "TILE": 1024, "IS_GELU": False}, 4),
         (gate_kernel, {"INNER": 9728, "TILE": 1024, "IS_GELU": True}, 4),
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": False, "OFFSET": 0.0, "TOKENS": 1}, 1),
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": True, "OFFSET": 0.0, "TOKENS": 8}, 4),
         (draw_kernel, {"TILE": TILE}, WARPS),
     ],
-    ids=["add and norm", "norm", "silu", "gelu", "rotate", "norm and rotate", "draw"],
+    ids=["add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate", "draw"],
 )
 def test_compiles_without_spilling(
     kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path
@@ -96,7 +103,7 @@ def test_compiles_without_spilling(
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report
     assert int(spilled[1]) == 0, report
-    if kernel in (norm_kernel, gate_kernel):
+    if kernel in (norm_kernel, quantize_kernel, gate_kernel):
         assert "ld.global.v4" in compiled.asm["ptx"], "loads are narrow"
     if kernel is draw_kernel:  # 16 bytes at a time, and a tile is used while the next is under way
         assert "cp.async.cg.shared.global" in compiled.asm["ptx"]

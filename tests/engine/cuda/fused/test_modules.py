@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.engine.support import ChunkingPlanner, execute, make_sequence
 from tests.engine.truth import tiny_models
@@ -23,12 +23,14 @@ from tokenmill_worker.engine.model.loader import LoadedModel, load_model
 
 pytest.importorskip("triton")
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
+from tokenmill_worker.engine.cuda.fused.fp8 import quantize_products, rounded
 from tokenmill_worker.engine.cuda.fused.launches import (
     CacheTarget,
     HeadNorms,
     Heads,
     add_and_norm,
     gate,
+    quantize,
     rotate_and_write,
 )
 from tokenmill_worker.engine.cuda.fused.replace import replace_modules
@@ -164,6 +166,16 @@ def check_one_pass(
     )  # nothing else was written
 
 
+def test_rows_in_8_bits() -> None:
+    rows = random(4, 70) * torch.tensor([0.0, 1e-3, 1.0, 1e4], device=DEVICE)[:, None]
+    wide = torch.cat([rows, rows], dim=1)[:, :70]
+    found, scales = quantize(wide)
+    wanted, wanted_scales = rounded(rows)
+    torch.testing.assert_close(scales, wanted_scales)
+    unequal = (found.view(torch.uint8) != wanted.view(torch.uint8)).float().mean()
+    assert float(unequal) <= (0.01 if DEVICE == "cuda" else 0.0)  # a device's division is coarser
+
+
 # ── in models ──
 
 
@@ -210,6 +222,24 @@ def test_adapters_act_on_joint_products(tmp_path: Path) -> None:
     fused = load(folder)
     assert set(replace_modules(fused.model)) == ALL
     assert answers(fused, "triton", adapter) == expected
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch multiplies there into bfloat16 alone")
+def test_a_model_in_8_bits_rounds_weights_and_inputs_of_its_layers(tmp_path: Path) -> None:
+    folder = tiny_models.save("qwen3", tmp_path, num_layers=1)
+    plain, narrow = load(folder), load(folder)
+    for name, module in plain.model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            module.weight.data = widened(module.weight)
+            module.register_forward_pre_hook(lambda _module, given: (widened(given[0][0])[None],))
+    replace_modules(narrow.model)
+    quantize_products(narrow.model, "tiny")
+    assert answers(narrow, "triton") == answers(plain, "reference")
+
+
+def widened(rows: Tensor) -> Tensor:
+    narrow, scales = rounded(rows)
+    return narrow.float() * scales
 
 
 def load(folder: Path) -> LoadedModel:

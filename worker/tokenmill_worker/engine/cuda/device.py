@@ -13,7 +13,7 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.fused import fuse_where_possible
 from tokenmill_worker.engine.cuda.graphs import CudaCapture, GraphRunner, graph_sizes
 from tokenmill_worker.engine.cuda.pinned_pool import PinnedPool
-from tokenmill_worker.engine.device import Device, Forward, GraphSizes
+from tokenmill_worker.engine.device import Device, Forward, GraphSizes, cannot_quantize
 from tokenmill_worker.engine.sampling.draws import Kernel
 
 
@@ -29,8 +29,23 @@ class CudaDevice(Device):
         super().__init__(torch_device)
 
     def replace_modules(self, model: nn.Module, config: EngineConfig) -> None:
-        super().replace_modules(model, config)
+        if config.quantization is not None and not self._can_quantize(model, config):
+            raise cannot_quantize(config, next(model.parameters()))
         fuse_where_possible(model, config)
+        if config.quantization is not None:
+            from tokenmill_worker.engine.cuda.fused.fp8 import quantize_products
+
+            quantize_products(model, config.model)
+
+    def _can_quantize(self, model: nn.Module, config: EngineConfig) -> bool:
+        """Return whether torch multiplies in 8 bits with a scale per row here."""
+        return (
+            config.quantization == "fp8"
+            and not config.tensor_parallel
+            and next(model.parameters()).dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
+            and find_spec("triton") is not None
+        )
 
     def free_memory(self) -> int:
         torch.cuda.empty_cache()

@@ -30,7 +30,10 @@ def prepare_weights(
     """
     weight = next(model.parameters())
     usable = (
-        weight.device.type == "cpu" and weight.dtype == torch.float32 and not config.tensor_parallel
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and not config.tensor_parallel
+        and config.quantization != "fp8"
     )
     if config.quantization is None and not (config.fuse and usable):
         return model

@@ -1,8 +1,8 @@
 """Triton kernels around a decoder's products, each one pass over its rows; arithmetic is float32.
 
 They are the RMS norm (after an addition, if there is one); head norms, rotation and cache write;
-and the gated activation. The unfused modules round between these operations. Here a result is
-rounded once, at the end, except the sum that the next layer reads.
+the gated activation; and rounding to 8 bits. The unfused modules round between these operations.
+Here a result is rounded once, at the end, except the sum that the next layer reads.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -41,6 +41,28 @@ def norm_kernel(
     tl.store(
         out + row * WIDTH + column, (values * scale * weights).to(out.dtype.element_ty), mask=mask
     )
+
+
+@triton.jit
+def quantize_kernel(
+    x,  # [num_rows, WIDTH], rows `x_stride` apart
+    narrow,  # [num_rows, WIDTH], 8 bits
+    scales,  # [num_rows] float32
+    x_stride,
+    WIDTH: tl.constexpr,
+    PAD: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
+):
+    """Round a row per program, with a scale that makes its largest number `LARGEST`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PAD)
+    mask = column < WIDTH
+    values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, LEAST_SCALE)
+    tl.store(scales + row, scale)
+    rounded = narrowed(values / scale, narrow.dtype.element_ty)
+    tl.store(narrow + row * WIDTH + column, rounded, mask=mask)
 
 
 @triton.jit

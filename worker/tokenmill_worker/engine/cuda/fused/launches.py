@@ -14,9 +14,11 @@ from torch import Tensor
 from tokenmill_worker.engine.cuda.fused.kernels import (
     gate_kernel,
     norm_kernel,
+    quantize_kernel,
     rotate_and_write_kernel,
 )
 
+LEAST_SCALE = 1e-12  # of a row in 8 bits, so that a row of zeros has one
 _GATE_TILE = 1024
 _FEW_TOKENS = 256  # up to here, one token per program keeps more of the device busy
 
@@ -71,6 +73,21 @@ def add_and_norm(
             num_warps=min(16, max(1, pad // 512)),
         )  # fmt: skip
     return out, sums
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows `[num_rows, width]` in E4M3 and their scales, float32 `[num_rows, 1]`."""
+    num_rows, width = rows.shape
+    narrow = torch.empty((num_rows, width), dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=rows.device)
+    if num_rows:
+        pad = triton.next_power_of_2(width)
+        quantize_kernel[(num_rows,)](
+            rows, narrow, scales, rows.stride(0),
+            WIDTH=width, PAD=pad, LARGEST=torch.finfo(narrow.dtype).max, LEAST_SCALE=LEAST_SCALE,
+            num_warps=min(16, max(1, pad // 512)),
+        )  # fmt: skip
+    return narrow, scales
 
 
 def gate(packed: Tensor, is_gelu: bool) -> Tensor:
