@@ -20,6 +20,7 @@ import pytest
 import typer
 
 from ops.benchmarks import __main__ as bench
+from ops.benchmarks.compare.comparison import PEERS
 from tests.support.pages import GUIDES, ROOT, at, blocks, python_of
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import webhooks
@@ -177,6 +178,15 @@ def bench_lines() -> set[str]:
         found |= set(re.findall(r"^ops/bench ([^#\n]+)", text, re.MULTILINE))
         found |= set(re.findall(r"`ops/bench ([^`]+)`", text))
     return {line.strip() for line in found if "…" not in line and line != "--help"}
+
+
+def test_every_benchmark_and_peer_stands_behind_a_figure_of_a_page() -> None:
+    """A command or peer that no page uses is to be removed."""
+    words = [shlex.split(line) for line in bench_lines()]
+    assert {command for command, *_ in words} == set(bench.COMMANDS)
+    results = (ROOT / "ops" / "benchmarks" / "results.md").read_text(encoding="utf-8")
+    for peer in (*PEERS, "celery", "arq"):
+        assert re.search(rf"--peer\s{peer}\b", results), peer
 
 
 @pytest.mark.slow
