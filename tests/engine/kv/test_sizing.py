@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.cache_config import LayerGroup
 from tokenmill_worker.engine.config import EngineConfig
@@ -22,6 +23,9 @@ from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.model.loader import load_model
 from tokenmill_worker.engine.model.paged_attention import Probe
+from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.sampling import ScoredRows
+from tokenmill_worker.engine.sequence import Sequence
 
 FULL = LayerGroup((0, 1, 2), 2, 16)
 SLIDING = LayerGroup((3, 4, 5, 6, 7), 2, 16, window=100)
@@ -182,3 +186,22 @@ def test_a_real_step_stays_within_the_estimate(name: str, folder_of: Callable[[s
     estimate = shape.activations + shape.logits
     assert memory.peak <= estimate
     assert memory.peak > estimate / 8
+
+
+def test_a_step_of_scored_tokens_stays_within_the_estimate(llama: Path) -> None:
+    config = EngineConfig(
+        model=str(llama), device="cpu", fuse=False, max_num_batched_tokens=128, max_num_seqs=1
+    )
+    loaded = load_model(llama, config, CpuDevice())
+    shape = memory_shape(loaded, config, ReferenceAttention(), torch.float32, loaded.max_model_len)
+    params = SamplingParams(prompt_logprobs=5)
+    sequence = Sequence("r", [5] * 129, 129, params, scored_end=129)
+    rows = ScoredRows.of(
+        [ScheduledSequence(sequence, 0, 128, False, scored_from=1, num_scored=128)]
+    )
+    assert rows is not None
+    tokens = torch.arange(128)
+    gc.collect()
+    with PeakMemory() as memory, torch.inference_mode():
+        rows.take(loaded.logits(tokens, tokens, tokens, Probe()), loaded.vocab_size)
+    assert memory.peak <= shape.activations + shape.logits

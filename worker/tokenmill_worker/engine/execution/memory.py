@@ -122,7 +122,7 @@ def memory_shape(
     graphs = loaded.device.graph_sizes(config, length)
     num_forced = 0 if loaded.device.is_asynchronous else MAX_FORCED
     num_drafts = max(config.speculative_tokens, num_forced)
-    rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + num_drafts) + MAX_SCORED)
+    rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + num_drafts))
     return MemoryShape(
         groups=loaded.groups,
         block_size=config.block_size,
@@ -134,6 +134,7 @@ def memory_shape(
         vocab_size=loaded.vocab_size,
         max_num_tokens=config.max_num_batched_tokens,
         max_num_rows=rows,
+        max_scored_rows=min(config.max_num_batched_tokens, MAX_SCORED),
         max_num_seqs=config.max_num_seqs,
         max_model_len=length,
         workspace_bytes=max(

@@ -38,6 +38,7 @@ class MemoryShape:
     vocab_size: int
     max_num_tokens: int  # query tokens per step
     max_num_rows: int  # sampled rows per step
+    max_scored_rows: int = 0  # rows per step whose log-probabilities alone are wanted
     max_num_seqs: int
     max_model_len: int
     workspace_bytes: int = 0  # scratch memory of the attention backend
@@ -99,13 +100,13 @@ class MemoryShape:
 
     @property
     def logits(self) -> int:
-        """Bytes of the head's output, its float32 form, an edited copy, and (log-)probabilities."""
-        return (
-            self.num_buffer_sets
-            * self.max_num_rows
-            * self.vocab_size
-            * (self.activation_bytes + 3 * 4)
-        )
+        """Bytes of the head's output, its float32 form, an edited copy, and (log-)probabilities.
+
+        Of scored rows only the output exists at once.
+        """
+        sampled = self.max_num_rows * (self.activation_bytes + 3 * 4)
+        scored = self.max_scored_rows * self.activation_bytes
+        return self.num_buffer_sets * self.vocab_size * (sampled + scored)
 
     @property
     def bookkeeping(self) -> int:
