@@ -33,7 +33,7 @@ from tokenmill.operations.io_requests import (
     StreamMessages,
     Subscribe,
 )
-from tokenmill.operations.job_request import JobHandle
+from tokenmill.operations.job_request import JobHandle, as_score
 from tokenmill.operations.overview import QueueState
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
@@ -104,6 +104,17 @@ class AsyncClient(ClientBase):
         if check and result.status is not JobStatus.SUCCEEDED:
             raise JobFailed(result)
         return result
+
+    async def score(
+        self,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        timeout: float | None = None,
+        **arguments: Any,
+    ) -> JobResult:
+        """Score continuations of one prompt; see Client.score."""
+        job = await self.submit(**as_score(continuations, arguments))
+        return await self.result(job, timeout, check=True)
 
     async def status(self, job: str) -> JobInfo:
         return await self._run(job_operations.status(self._context, str(job)))

@@ -35,7 +35,7 @@ from tokenmill.operations.io_requests import (
     StreamMessages,
     Subscribe,
 )
-from tokenmill.operations.job_request import JobHandle
+from tokenmill.operations.job_request import JobHandle, as_score
 from tokenmill.operations.overview import QueueState
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
@@ -133,6 +133,19 @@ class Client(ClientBase):
             raise JobFailed(result)
         return result
 
+    def score(
+        self, continuations: Sequence[str | Sequence[int]], *, timeout: float | None = None,
+        **arguments: Any,
+    ) -> JobResult:  # fmt: skip
+        """Score continuations (texts, or token ids) of one prompt; wait for the result.
+
+        Its choice i is continuation i, with the log-probability of each token, and their sum
+        `total_logprob`. Nothing is drawn. `timeout` is that of `result`, `arguments` are those of
+        `submit`. Raises JobFailed, and what these two raise.
+        """
+        job = self.submit(**as_score(continuations, arguments))
+        return self.result(job, timeout, check=True)
+
     def status(self, job: str) -> JobInfo:
         return self._run(job_operations.status(self._context, str(job)))
 
@@ -176,11 +189,8 @@ class Client(ClientBase):
         return self._run(queue_operations.dead(self._context, limit))
 
     def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
-        """Return dead jobs to the queue, and return the ids of those that were.
-
-        Args:
-            jobs: ids of the jobs. None: the oldest dead jobs.
-            limit: the largest number of jobs to return to the queue.
+        """Return dead jobs to the queue, and return the ids of those that were: the given jobs, or
+        with None the oldest dead ones. `limit` is the largest number of jobs.
         """
         return self._run(queue_operations.redrive(self._context, jobs, limit))
 

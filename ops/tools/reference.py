@@ -186,7 +186,7 @@ def keys_table() -> str:
 # what each limit bounds; a limit without a word here is an error
 _LIMITS = {
     "MAX_PAYLOAD_BYTES": "bytes of an encoded request",
-    "MAX_CHOICES": "`n`",
+    "MAX_CHOICES": "`n`, and entries of `continuations`",
     "MAX_MESSAGES": "entries of `messages`",
     "MAX_DOCUMENTS": "entries of `documents`",
     "MAX_TOOLS": "entries of `tools`",
@@ -196,15 +196,16 @@ _LIMITS = {
     "MAX_NAME_CHARS": "characters of `job_id`, `model`, `tenant`, `idempotency_key`, `batch_id`, "
     "`lora`, `traceparent`, and of a key of `metadata`",
     "MAX_URL_CHARS": "characters of `webhook`",
+    "MAX_ECHO": "characters or ids of the prompt times `n`, with `echo`",
     "MAX_MS": "a time",
     "MAX_FORMAT_CHARS": "characters of a regular expression or a grammar; bytes of a JSON schema, "
-    "of `tools`, and of `chat_template_kwargs`",
+    "of `tools`, of `chat_template_kwargs`, and of `continuations`",
     "MAX_FORMAT_DEPTH": "levels of a JSON schema, and of `chat_template_kwargs`",
     "MAX_LOGIT_BIASES": "entries of `logit_bias`",
     "MAX_STOP_STRINGS": "entries of `stop`",
     "MAX_STOP_CHARS": "characters of an entry of `stop`",
     "MAX_STOP_TOKEN_IDS": "entries of `stop_token_ids`",
-    "MAX_TOP_LOGPROBS": "`top_logprobs`",
+    "MAX_TOP_LOGPROBS": "`top_logprobs`, `prompt_logprobs`",
     "MAX_ID": "a token id, `max_tokens`, `min_tokens`, `thinking_budget`, `top_k`",
 }
 

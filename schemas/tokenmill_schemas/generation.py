@@ -110,8 +110,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     distribution, with "processed_logprobs" those of the distribution that the token was drawn from
     (after penalties, bias, temperature and truncation); None: as the worker's setting says.
     `prompt_logprobs=k` returns the log-probability of each token of the prompt but the first, and
-    of the k most likely tokens there, always of the model's distribution. `seed=None` draws a seed
-    at admission.
+    of the k most likely tokens there, always of the model's distribution. With `echo` and
+    `logprobs` the prompt has as many of them, unless `prompt_logprobs` says otherwise. `seed=None`
+    draws a seed at admission.
     """
 
     max_tokens: int | None = None
@@ -140,6 +141,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     thinking_budget: int | None = None  # after so many tokens of thoughts the answer begins
     prompt_logprobs: int | None = None  # of each prompt token, beside this many most likely ones
+    echo: bool = False  # does the text of each answer begin with the prompt's?
 
     @property
     def is_greedy(self) -> bool:

@@ -50,7 +50,9 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Unix milliseconds. With `stream=False` the worker writes checkpoints to the job's log instead of
     one chunk per token.
 
-    The fields after `v` belong to chats: they need `messages`.
+    The fields from `chat_template_kwargs` to `parallel_tool_calls` belong to chats: they need
+    `messages`. With `continuations`, texts or token ids, the answers are given: nothing is drawn,
+    and choice i holds continuation i with the log-probability of each of its tokens.
     `add_generation_prompt=None` means: yes, unless the final message is continued. `v` is the
     version that a worker must read at least. Workers of version 1 ignore a number there, so later
     versions are written as text: they refuse such a request with a sentence, where they would
@@ -83,6 +85,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"  # auto, none, required, or function:NAME
     parallel_tool_calls: bool = True
+    continuations: tuple[str | tuple[int, ...], ...] = ()
 
 
 _FIELDS_OF_2: Final = ("chat_template_kwargs", "documents", "continue_final_message", "tools")
@@ -91,7 +94,8 @@ _PARAMS_OF_2: Final = ("logprobs_mode", "thinking_budget")
 
 def wire_version(request: JobRequest) -> int | str:
     """Return the least version whose workers honour every field of the request."""
-    if request.params.prompt_logprobs is not None:
+    params = request.params
+    if params.prompt_logprobs is not None or params.echo or request.continuations:
         return "3"
     is_first = (
         not any(getattr(request, name) for name in _FIELDS_OF_2)

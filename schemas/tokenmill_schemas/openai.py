@@ -147,8 +147,8 @@ class ChatCompletion(
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # nil: of an echoed prompt's first token
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -1,5 +1,6 @@
 """The states of a job, its error, its usage and its result."""
 
+import math
 from enum import StrEnum
 
 import msgspec
@@ -92,12 +93,21 @@ class ChoiceResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tool_calls: tuple[GeneratedCall, ...] = ()
     call_deltas: tuple[ToolCallDelta, ...] = ()  # the same calls, piece by piece
 
+    @property
+    def total_logprob(self) -> float:
+        """The sum of its tokens' log-probabilities; 0 where none were asked for."""
+        return math.fsum(entry.logprob for entry in self.logprobs or ())
+
 
 class ScoredPrompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tokens of a prompt, and the log-probability of each of them but the first."""
+    """The tokens of a prompt, and the log-probability of each of them but the first.
+
+    With `echo`, `text_ends[i]` is the length of the text after token i.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    text_ends: tuple[int, ...] = ()
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

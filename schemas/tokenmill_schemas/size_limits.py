@@ -47,7 +47,7 @@ def reject_oversized(request: bytes) -> bytes:
     _limit(fields, "metadata", MAX_METADATA, "entries")
     _limit(fields, "documents", MAX_DOCUMENTS, "entries")
     _limit(fields, "tools", MAX_TOOLS, "entries")
-    for name in ("chat_template_kwargs", "tools"):
+    for name in ("chat_template_kwargs", "tools", "continuations"):
         _limit_size(fields, name, name)
     if _is_map(fields.get("params")):
         fields["params"] = msgspec.Raw(_params(bytes(fields["params"])))

@@ -12,6 +12,7 @@ import msgspec
 
 from tokenmill_schemas.chat_validation import chat_problems, chat_texts, json_texts
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
+from tokenmill_schemas.continuation_validation import continuation_problems
 from tokenmill_schemas.job import SCHEMA_VERSION, JobRequest, RetryPolicy
 from tokenmill_schemas.params_validation import MAX_CHOICES as MAX_CHOICES
 from tokenmill_schemas.params_validation import encoded_size, id_problems
@@ -24,6 +25,7 @@ from tokenmill_schemas.webhook import redacted_url
 MAX_NAME_CHARS: Final = 255
 MAX_METADATA_CHARS: Final = 4_096
 MAX_URL_CHARS: Final = 2_048
+MAX_ECHO: Final = 4 * 1024 * 1024
 MAX_MS: Final = 2**53
 WEEK_MS: Final = 7 * 24 * 3_600_000
 
@@ -62,6 +64,7 @@ def problems(
     found += _prompt_problems(request)
     found += chat_problems(request)
     found += tool_problems(request)
+    found += continuation_problems(request)
     found += _time_problems(request, now_ms)
     found += _retry_problems(request.retry)
     found += metadata_problems(request.metadata)
@@ -97,6 +100,9 @@ def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
     yield from chat_texts(request)
     for i, stop in enumerate(request.params.stop):
         yield f"stop[{i}]", stop
+    for i, given in enumerate(request.continuations):
+        if isinstance(given, str):
+            yield f"continuations[{i}]", given
     for key, value in request.metadata.items():
         yield "metadata", key
         yield "metadata", value
@@ -167,6 +173,21 @@ def _prompt_problems(request: JobRequest) -> Iterator[str]:
     if request.prompt_ids is not None and len(request.prompt_ids) > MAX_PROMPT_IDS:
         yield f"prompt_ids may have {MAX_PROMPT_IDS} ids, not {len(request.prompt_ids)}"
     yield from id_problems("prompt_ids", request.prompt_ids or ())
+    if request.params.echo:
+        yield from _echo_problems(request)
+
+
+def _echo_problems(request: JobRequest) -> Iterator[str]:
+    if request.messages is not None:
+        yield "echo needs prompt or prompt_ids"
+    if request.params.response_format is not None:
+        yield "echo cannot be given with response_format: the prompt need not have that form"
+    size = request.params.n * len(request.prompt or request.prompt_ids or ())
+    if size > MAX_ECHO:
+        yield (
+            f"echo repeats the prompt in each answer: {size} characters or ids in all, where "
+            f"{MAX_ECHO} are allowed"
+        )
 
 
 def _time_problems(request: JobRequest, now_ms: int | None) -> Iterator[str]:

@@ -69,6 +69,19 @@ async def test_every_piece_of_several_answers_is_labelled(redis_url, shell):
         assert not printed.startswith("[0]")
 
 
+async def test_continuations_are_scored_from_the_command_line(redis_url, shell):
+    async with running_worker(redis_url, shell.where["TOKENMILL_DATABASE_URL"]):
+        status, printed, error = await shell.run("score", "Hello", " you", "!")
+        assert status == 0, error
+        assert printed.splitlines() == ["   -2.0000     4  ' you'", "   -0.5000     1  '!'"]
+        _, whole, _ = await shell.run("score", "Hello", " you", "--json")
+        assert len(json.loads(whole)["choices"][0]["logprobs"]) == 4
+        status, _, error = await shell.run("score", "Hello", "")
+        assert status != 0
+        assert "Traceback" not in error
+        assert "continuations[0] is empty; it needs at least one token" in error
+
+
 async def test_cancel_from_the_command_line(shell):
     _, out, _ = await shell.run("submit", "never run", "--max-tokens", "5")
     job = out.strip()

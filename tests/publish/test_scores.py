@@ -63,7 +63,7 @@ async def resume(log: FakeLog, num_chunks: int, **params) -> AdmittedJob | Finis
     request = JobRequest(
         job_id="job",
         prompt="hi",
-        params=SamplingParams(prompt_logprobs=0, **({"max_tokens": 2} | params)),
+        params=SamplingParams(**({"prompt_logprobs": 0, "max_tokens": 2} | params)),
     )
     delivery = delivery_of(request, chunks, token=2, attempt=2)
     return await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
@@ -98,3 +98,44 @@ async def test_too_many_are_refused_by_their_number() -> None:
         "3000 prompt tokens with prompt_logprobs=100 have 303000 log-probabilities; the limit is "
         "262144"
     )
+
+
+async def test_an_echo_is_in_the_first_chunk_of_each_choice_and_after_a_resume() -> None:
+    log = FakeLog()
+    publisher = Publisher(log)
+    publisher.open(await admit(echo=True, logprobs=0, max_tokens=2, n=2))
+    one = logprobs(-1.0)
+    await publisher.handle(
+        [
+            event(prompt_logprobs=logprobs(-0.5)),
+            event("a", logprobs=one),
+            event("x", choice=1, logprobs=one),
+        ]
+    )
+    chunks = log.chunks["job"]
+    assert [(chunk.choice, chunk.text) for chunk in chunks] == [(0, "hia"), (1, "hix")]
+    assert chunks[0].prompt == ScoredPrompt(tuple(b"hi"), logprobs(-0.5), (1, 2))
+    again = await resume(log, 2, n=2, echo=True, logprobs=0, prompt_logprobs=None)
+    assert isinstance(again, AdmittedJob)
+    second = Publisher(log)
+    second.open(again)
+    await second.handle([event("b", end=LENGTH, token=2, logprobs=one)])
+    [finished] = (
+        await second.handle([event("y", choice=1, end=LENGTH, token=2, logprobs=one)])
+    ).finished
+    assert [choice.text for choice in finished.result.choices] == ["hiab", "hixy"]
+    assert [choice.text_ends for choice in finished.result.choices] == [(3, 4), (3, 4)]
+    assert finished.result.prompt == chunks[0].prompt
+    assert [chunk.text for chunk in log.chunks["job"][2:]] == ["b", "y"]
+
+
+async def test_a_job_that_ended_in_the_queue_has_its_echo() -> None:
+    log = FakeLog()
+    publisher = Publisher(log)
+    publisher.open(await admit(echo=True, max_tokens=5))
+    await publisher.handle([event("a")])
+    request = JobRequest(job_id="job", prompt="hi", params=SamplingParams(echo=True, max_tokens=5))
+    delivery = delivery_of(request, tuple(log.chunks["job"]), token=2, outcome="cancelled")
+    ended = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
+    assert isinstance(ended, FinishedJob)
+    assert ended.result.text == "hia"

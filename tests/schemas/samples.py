@@ -59,7 +59,7 @@ PARAMS: Final = SamplingParams(
         json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=False
     ),
     speculate=False, lora="poems", thinking_budget=100, logprobs_mode="processed_logprobs",
-    prompt_logprobs=5,
+    prompt_logprobs=5, echo=True,
 )  # fmt: skip
 CALL: Final = Message(
     "assistant", (TextPart("One "), TextPart("moment")), reasoning="The tool knows.",
@@ -82,9 +82,9 @@ REQUEST: Final = JobRequest(
     documents=({"title": "T", "text": "x"},),
     continue_final_message=True, add_generation_prompt=False,
     tools=(Tool(ToolFunction("sky", "its colour", {"type": "object"}, strict=True)),),
-    tool_choice="function:sky", parallel_tool_calls=False,
+    tool_choice="function:sky", parallel_tool_calls=False, continuations=(" blue", (5, 70)),
 )  # fmt: skip
-PROMPT: Final = ScoredPrompt((1, 72, 105), LOGPROBS)
+PROMPT: Final = ScoredPrompt((1, 72, 105), LOGPROBS, (0, 1, 2))
 DELTA: Final = ToolCallDelta(1, "c1", "sky", '{"of', token=1)
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,

@@ -14,6 +14,7 @@ from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_schemas.validation import params_problems, problems
 
+ECHO = SamplingParams(echo=True)
 NAN, INF = math.nan, math.inf
 ENVELOPES: list[dict[str, object]] = [
     {"name": "n", "strict": True, "schema": {"type": "object"}},
@@ -105,6 +106,19 @@ def test_an_ordinary_request_has_no_problem():
         (
             {"messages": (Message("user", "x"),) * 10_001, "prompt": None},
             "messages may have 10000 entries, not 10001",
+        ),
+        (
+            {"messages": (Message("user", "x"),), "prompt": None, "params": ECHO},
+            "echo needs prompt or prompt_ids",
+        ),
+        (
+            {"params": msgspec.structs.replace(ECHO, response_format=ResponseFormat(regex="a"))},
+            "echo cannot be given with response_format: the prompt need not have that form",
+        ),
+        (
+            {"prompt": "a" * 1_500_000, "params": msgspec.structs.replace(ECHO, n=3)},
+            "echo repeats the prompt in each answer: 4500000 characters or ids in all, where "
+            "4194304 are allowed",
         ),
     ],
 )

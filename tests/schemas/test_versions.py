@@ -32,6 +32,8 @@ NEW: list[dict[str, Any]] = [
 ]
 THIRD: list[dict[str, Any]] = [
     {"messages": [HI], "prompt_logprobs": 0},
+    {"messages": [HI], "continuations": ["a"]},
+    {"prompt": "x", "echo": True},
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.tokenizers import byte_level, llama_like, smollm2
+from tests.support.tokenizers import byte_level, gemma3, llama_like, smollm2
 from tokenmill_worker.text.choice_text import TextStream
 
 LETTERS = b"ab\xc3\xa9\n "
@@ -136,3 +136,29 @@ def test_a_stop_string_that_no_token_border_respects():
         stream = stream_of(tokenizer, ids, [stop])
         assert stream.text == text[: text.find(stop)]
         assert stream.stopped
+
+
+@pytest.mark.parametrize("load", [byte_level, gemma3, smollm2])
+def test_an_echoed_prompt_stands_before_the_first_token_and_no_stop_is_found_in_it(load):
+    tokenizer = load()
+    prompt, answer = tokenizer.encode("é stop here"), tokenizer.encode(" and on")
+    stream = TextStream(tokenizer.detokenizer(), ("stop", "and o"))
+    ends = stream.echo(prompt)
+    push_all(stream, answer)
+    whole = tokenizer.decode([*prompt, *answer])
+    assert stream.stopped
+    assert stream.text == whole[: whole.index("and o")]
+    assert len(ends) == len(prompt)
+    assert whole[: ends[-1]] == tokenizer.decode(prompt)
+    assert stream.pieces[0].startswith(tokenizer.decode(prompt))
+
+
+def test_an_echo_without_an_answer_is_the_rest():
+    stream = TextStream(byte_level().detokenizer())
+    assert stream.echo(b"hi\xc3") == (1, 2, 2)
+    stream.close(with_last_token=False)
+    assert (stream.rest, stream.text) == ("hi\ufffd", "hi\ufffd")
+    stream = TextStream(byte_level().detokenizer())
+    stream.echo(b"hi\xc3")
+    stream.push(0xA9)
+    assert stream.pieces == ["hié"]

@@ -50,6 +50,7 @@ def value_of(result: JobResult, returns: str) -> Any:
                 "reasoning": one.reasoning,
                 "tool_calls": msgspec.to_builtins(one.tool_calls),
                 "finish_reason": one.finish_reason and one.finish_reason.value,
+                **({} if one.logprobs is None else {"total_logprob": one.total_logprob}),
             }
             for one in result.choices
         ],

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.cli.commands import bulk, dead, jobs, submit, top, usage, webhooks
+from tokenmill.cli.commands import bulk, dead, jobs, score, submit, top, usage, webhooks
 from tokenmill.cli.output import say
 from tokenmill.cli.plugins import CommandGroup
 
@@ -44,7 +44,7 @@ def _options(
     pass
 
 
-for _module in (submit, jobs, bulk, usage, dead, webhooks, top):
+for _module in (submit, score, jobs, bulk, usage, dead, webhooks, top):
     _module.register(app)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -88,6 +88,15 @@ def new_job_id() -> str:
     value = (ticks >> 12) << 80 | 0x7 << 76 | (ticks & 0xFFF) << 64 | 0x2 << 62 | random
     digits = f"{value:032x}"
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def as_score(continuations: Sequence[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `submit` for a job that scores continuations. Raises InvalidRequest
+    if there are none.
+    """
+    if not continuations:
+        raise InvalidRequest(["continuations is empty; there is nothing to score"])
+    return {"stream": False, **arguments, "continuations": continuations}
 
 
 def build_request(arguments: Mapping[str, Any]) -> JobRequest:
@@ -190,4 +199,10 @@ def estimated_tokens(request: JobRequest) -> int:
         prompt = sum(message.num_chars for message in request.messages) // _CHARS_PER_TOKEN
     else:
         prompt = len(request.prompt or "") // _CHARS_PER_TOKEN
+    if request.continuations:
+        return prompt + sum(map(_guessed_length, request.continuations))
     return prompt + request.params.n * (request.params.max_tokens or _GUESSED_ANSWER_TOKENS)
+
+
+def _guessed_length(given: str | tuple[int, ...]) -> int:
+    return max(1, len(given) // (_CHARS_PER_TOKEN if isinstance(given, str) else 1))

@@ -4,7 +4,7 @@ any number of them.
 A token is a word with the white space before it; its id is its index in the answer. Thoughts come
 before the text, tool calls after it: a token with the name, then one per word of the arguments. A
 complete answer that breaks the JSON schema of its request gets the error `schema_violation`, as a
-worker gives it.
+worker gives it. A job that scores continuations answers with them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tokenmill.testing.schema_check import violation, why_refused
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.generation import NO_DEFAULTS, FinishReason
+from tokenmill_schemas.generation import NO_DEFAULTS, FinishReason, TokenLogprob
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import (
     ChoiceResult,
@@ -28,6 +28,7 @@ from tokenmill_schemas.result import (
     JobError,
     JobResult,
     JobStatus,
+    ScoredPrompt,
     ToolCallDelta,
     Usage,
 )
@@ -39,7 +40,8 @@ OBJECT: dict[str, object] = {"type": "object"}  # the schema that `json_schema={
 class Answer:
     """A scripted answer. `hold_after`: number of tokens after which it pauses while the queue is
     held. `error`: the error with which the job fails after the text. `reasoning`: the thoughts
-    before the text. `tool_calls`: name and arguments of each call after it.
+    before the text. `tool_calls`: name and arguments of each call after it. `total_logprobs`: those
+    of the continuations that a job scores, in their order; without one, each token has -1.
     """
 
     text: str
@@ -49,14 +51,16 @@ class Answer:
     error: JobError | None = None
     reasoning: str = ""
     tool_calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    total_logprobs: tuple[float, ...] = ()
 
 
 class _Token(NamedTuple):
-    """Holds the text, thoughts or piece of a call that one token adds."""
+    """Holds the text, thoughts or piece of a call that one token adds, or its log-probability."""
 
     text: str = ""
     reasoning: str = ""
     call: ToolCallDelta | None = None
+    logprob: float | None = None
 
 
 def failure(code: str, message: str, *, after: str = "", retryable: bool = False) -> Answer:
@@ -65,8 +69,8 @@ def failure(code: str, message: str, *, after: str = "", retryable: bool = False
 
 
 class SimulatedJob:
-    """Simulates one job: its answer so far, and its end. Every choice of `n` has the same text;
-    `max_tokens` limits it as in a real worker.
+    """Simulates one job: its answer so far, and its end. Every choice of `n` has the same text,
+    unless the request gives them; `max_tokens` limits it as in a real worker.
     """
 
     def __init__(
@@ -80,15 +84,23 @@ class SimulatedJob:
         self._worker_id = worker_id
         self._started_ms = started_ms
         self._status = JobStatus.FAILED if self.answer.error else JobStatus.SUCCEEDED
-        tokens = tuple(_tokens(self.answer))
+        self._prompt = _scored_prompt(request)
+        echoed = "".join(_prompt_words(request)) if request.params.echo else ""
+        tokens = tuple(_tokens(self.answer, echoed))
         limit = request.params.max_tokens
-        self._tokens = tokens[:limit]
+        self._choices_tokens = [tokens[:limit]] * request.params.n
+        if request.continuations and not self.answer.error:
+            self._choices_tokens = list(_given_tokens(request, self.answer.total_logprobs))
         self._reason = FinishReason.TOOL_CALLS if self.answer.tool_calls else FinishReason.STOP
         if self.answer.error:
             self._reason = FinishReason.ERROR
-        elif limit is not None and len(tokens) > limit:
+        elif request.continuations or (limit is not None and len(tokens) > limit):
             self._reason = FinishReason.LENGTH
         self._params = request.params.with_defaults(NO_DEFAULTS).without_content()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices_tokens)
 
     @property
     def is_held(self) -> bool:
@@ -102,11 +114,11 @@ class SimulatedJob:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield one chunk per token; stop early when the job is cancelled."""
-        for choice in range(self._request.params.n):
-            for place, token in enumerate(self._tokens):
+        for choice, tokens in enumerate(self._choices_tokens):
+            for place, token in enumerate(tokens):
                 if self._status is JobStatus.CANCELLED:
                     return
-                is_end = place == len(self._tokens) - 1
+                is_end = place == len(tokens) - 1
                 chunk = Chunk(
                     job_id=self._request.job_id,
                     index=place,
@@ -115,9 +127,11 @@ class SimulatedJob:
                     reasoning=token.reasoning,
                     tool_calls=() if token.call is None else (self._named(token.call, choice),),
                     choice=choice,
+                    logprobs=_logprobs((token,)),
                     finish_reason=self._reason if is_end else None,
-                    n=self._request.params.n,
+                    n=self.num_choices,
                     params=None if choice or place else self._params,
+                    prompt=None if choice or place else self._prompt,
                 )
                 self.num_generated += 1
                 yield chunk
@@ -135,7 +149,7 @@ class SimulatedJob:
             tenant=request.tenant,
             choices=tuple(self._choices()),
             usage=Usage(
-                prompt_tokens=_prompt_words(request),
+                prompt_tokens=len(_prompt_words(request)),
                 completion_tokens=self.num_generated,
                 reasoning_tokens=sum(
                     bool(token.reasoning) for _, tokens in self._generated() for token in tokens
@@ -150,6 +164,7 @@ class SimulatedJob:
             finished_ms=now_ms,
             metadata=request.metadata,
             params=self._params if self.num_generated else None,
+            prompt=self._prompt if self.num_generated else None,
         )
 
     @staticmethod
@@ -167,8 +182,8 @@ class SimulatedJob:
     def _generated(self) -> Iterator[tuple[int, tuple[_Token, ...]]]:
         """Yield each choice with its tokens so far."""
         left = self.num_generated
-        for choice in range(self._request.params.n):
-            tokens = self._tokens[:left]
+        for choice, whole in enumerate(self._choices_tokens):
+            tokens = whole[:left]
             left -= len(tokens)
             yield choice, tokens
 
@@ -178,7 +193,7 @@ class SimulatedJob:
             left -= len(tokens)
             if not tokens and self._status is not JobStatus.SUCCEEDED:
                 return
-            is_whole = len(tokens) == len(self._tokens) and self._status in (
+            is_whole = len(tokens) == len(self._choices_tokens[choice]) and self._status in (
                 JobStatus.SUCCEEDED,
                 JobStatus.FAILED,
             )
@@ -194,6 +209,7 @@ class SimulatedJob:
                 token_ids=tuple(range(len(tokens))),
                 text_ends=_ends(token.text for token in tokens),
                 finish_reason=self._reason if is_whole or not left else FinishReason.STOP,
+                logprobs=_logprobs(tokens),
                 reasoning="".join(token.reasoning for token in tokens),
                 reasoning_ends=_ends(token.reasoning for token in tokens[:num_thoughts]),
                 tool_calls=tuple(self._calls(deltas)),
@@ -225,7 +241,8 @@ class SimulatedJob:
         if self._format is None or self._reason is not FinishReason.STOP:
             return None
         problem = violation(
-            self._format.json_schema or OBJECT, "".join(token.text for token in self._tokens)
+            self._format.json_schema or OBJECT,
+            "".join(token.text for token in self._choices_tokens[0]),
         )
         if problem is None:
             return None
@@ -239,13 +256,27 @@ class SimulatedJob:
         return self.answer.error if self._status is JobStatus.FAILED else None
 
 
-def _tokens(answer: Answer) -> Iterator[_Token]:
+def _tokens(answer: Answer, echoed: str) -> Iterator[_Token]:
     yield from (_Token(reasoning=word) for word in _words(answer.reasoning))
-    yield from (_Token(text=word) for word in _words(answer.text))
+    for place, word in enumerate(_words(answer.text)):
+        yield _Token(text=word if place else echoed + word)
     for index, (name, arguments) in enumerate(answer.tool_calls):
         yield _Token(call=ToolCallDelta(index, name=name))
         for word in _words(json.dumps(arguments)):
             yield _Token(call=ToolCallDelta(index, arguments=word))
+
+
+def _given_tokens(request: JobRequest, totals: tuple[float, ...]) -> Iterator[tuple[_Token, ...]]:
+    """Yield the tokens of each continuation, which share its log-probability."""
+    for given, total in zip_longest(request.continuations, totals[: len(request.continuations)]):
+        words = _words(given) if isinstance(given, str) else [""] * len(given)
+        logprob = -1.0 if total is None else total / len(words)
+        yield tuple(_Token(text=word, logprob=logprob) for word in words)
+
+
+def _logprobs(tokens: tuple[_Token, ...]) -> tuple[TokenLogprob, ...] | None:
+    found = tuple(TokenLogprob(one.logprob) for one in tokens if one.logprob is not None)
+    return found or None
 
 
 def _words(text: str) -> list[str]:
@@ -256,8 +287,18 @@ def _ends(pieces: Iterable[str]) -> tuple[int, ...]:
     return tuple(accumulate(map(len, pieces)))
 
 
-def _prompt_words(request: JobRequest) -> int:
+def _prompt_words(request: JobRequest) -> list[str]:
     if request.prompt_ids is not None:
-        return len(request.prompt_ids)
+        return [""] * len(request.prompt_ids)
     texts = [message.text for message in request.messages or ()] or [request.prompt or ""]
-    return sum(len(text.split()) for text in texts)
+    return [word for text in texts for word in _words(text)]
+
+
+def _scored_prompt(request: JobRequest) -> ScoredPrompt | None:
+    """Return the prompt with a log-probability of -1 for each word, where one is wanted."""
+    if request.params.prompt_logprobs is None:
+        return None
+    words = _prompt_words(request)
+    ends = _ends(words) if request.params.echo else ()
+    logprobs = (TokenLogprob(-1.0),) * max(0, len(words) - 1)
+    return ScoredPrompt(tuple(range(len(words))), logprobs, ends)

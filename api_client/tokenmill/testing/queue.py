@@ -193,7 +193,7 @@ class InMemoryQueue:
             await asyncio.sleep(job.answer.pause_s)
         if self._is_over_time(request):
             job.expire()
-        self._finish(job.result(_now_ms()), request.params.n)
+        self._finish(job.result(_now_ms()), job.num_choices)
 
     async def _until_open(self, job_id: str, job: SimulatedJob) -> None:
         """Return after `release`, or when the job is cancelled."""

@@ -10,7 +10,14 @@ import msgspec
 import pytest
 
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
-from tokenmill import AsyncClient, Client, JobFailed, RateLimited, ResultTimeout
+from tokenmill import (
+    AsyncClient,
+    Client,
+    InvalidRequest,
+    JobFailed,
+    RateLimited,
+    ResultTimeout,
+)
 from tokenmill.testing import Answer, InMemoryQueue, failure
 from tokenmill_schemas import Chunk, FinishReason, JobRequest, JobStatus
 from tokenmill_schemas.generation import ResponseFormat
@@ -276,3 +283,40 @@ async def test_the_real_worker_gives_the_same_result(redis_url: str, tmp_path: P
 def shape_of(value: object) -> list[str]:
     """Return the fields that are set, without those that depend on the words or the time."""
     return sorted(set(msgspec.to_builtins(value)) - {"usage", "started_ms", "text"})
+
+
+async def test_continuations_are_scored_as_scripted(queue: InMemoryQueue, client: Client) -> None:
+    queue.answer(Answer("", total_logprobs=(-1.5, -0.5)))
+    result = await asyncio.to_thread(
+        client.score, [" Paris", " a big town", " x"], prompt="It is", timeout=WAIT_S
+    )
+    assert [choice.text for choice in result.choices] == [" Paris", " a big town", " x"]
+    assert [choice.total_logprob for choice in result.choices] == pytest.approx([-1.5, -0.5, -1])
+    assert [len(choice.logprobs or ()) for choice in result.choices] == [1, 3, 1]
+    assert queue.requests[0].continuations == (" Paris", " a big town", " x")
+    async with queue.async_client() as other:
+        scored = await other.score([(5, 6)], prompt_ids=[1, 2], timeout=WAIT_S)
+        assert scored.choices[0].total_logprob == -2.0
+        with pytest.raises(InvalidRequest, match="continuations is empty; there is nothing to"):
+            await other.score([], prompt="x")
+        with pytest.raises(InvalidRequest, match="stop cannot be given with continuations"):
+            await other.score(["a"], prompt="x", stop="b")
+        queue.answer(failure("engine_error", "the device is gone"))
+        with pytest.raises(JobFailed):
+            await other.score(["a"], prompt="x", timeout=WAIT_S)
+    job = client.submit(prompt="It is", continuations=["a b", "c"])
+    chunks = list(client.stream(job, timeout=WAIT_S))
+    assert [(chunk.choice, chunk.text) for chunk in chunks] == [
+        (0, "a"), (0, " b"), (1, "c"), (0, ""),
+    ]  # fmt: skip
+
+
+def test_a_prompt_is_scored_and_echoed(queue: InMemoryQueue, client: Client) -> None:
+    queue.answer("blue now")
+    job = client.submit(prompt="The sky is ", prompt_logprobs=0, echo=True)
+    chunks = list(client.stream(job, timeout=WAIT_S))
+    result = client.result(job, timeout=WAIT_S)
+    assert result.text == text_of(chunks) == "The sky is blue now"
+    assert result.prompt == chunks[0].prompt
+    assert result.prompt is not None
+    assert len(result.prompt.logprobs) == len(result.prompt.token_ids) - 1

@@ -68,10 +68,14 @@ def assert_true(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"max_num_batched_tokens": 5}, {"enable_chunked_prefill": False, "max_model_len": 48 * 2,
-      "max_num_batched_tokens": 96}],
-    ids=["one step", "small chunks", "whole prompts"],
-)  # fmt: skip
+    [
+        {},
+        {"max_num_batched_tokens": 5},
+        {"enable_chunked_prefill": False, "max_model_len": 96, "max_num_batched_tokens": 96},
+        {"async_batching": True, "max_num_batched_tokens": 20},
+    ],
+    ids=["one step", "small chunks", "whole prompts", "one step ahead"],
+)
 def test_prompts_in_a_batch_with_a_warm_cache(
     folder: Path, model: transformers.PreTrainedModel, changes: dict[str, Any]
 ) -> None:

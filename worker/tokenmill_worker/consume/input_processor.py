@@ -67,11 +67,11 @@ class InputProcessor:
             if delivery.is_redriven:
                 request = msgspec.structs.replace(request, deadline_ms=None)
             if delivery.outcome != "run":
-                return self._end(delivery, request)
+                return await self._end(delivery, request)
             return await self._process(delivery, request)
         except DecodeError as error:
             if delivery.outcome != "run":
-                return self._end(delivery, None)
+                return await self._end(delivery, None)
             return self._outcomes.failed(delivery, None, JobError(INVALID_REQUEST, f"the {error}"))
         except Refused as refusal:
             return self._outcomes.failed(delivery, request, refusal.error)
@@ -86,18 +86,18 @@ class InputProcessor:
             return self._outcomes.expired(delivery, request)
         chat, form = self._prompts.render(request)
         prompt_ids = await self._prompts.encode(request, chat)
+        given = await self._prompts.encode_continuations(request, chat, prompt_ids)
         chunks = self._log.read(delivery)
-        params = self._params.resolve(request, chunks, len(prompt_ids))
-        answer = self._log.resume(delivery, chunks, params, form)
+        params = self._params.resolve(request, chunks, len(prompt_ids), given)
+        answer = self._log.resume(delivery, chunks, params, form, prompt_ids)
         answer.prompt_tokens = len(prompt_ids)
-        if params.prompt_logprobs is not None:
-            answer.prompt_ids = prompt_ids
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
         generation = self._generation(delivery, request, answer, prompt_ids, params)
-        return AdmittedJob(delivery, request, form.bound(generation), answer)
+        generation = msgspec.structs.replace(form.bound(generation), given=given)
+        return AdmittedJob(delivery, request, generation, answer)
 
     def _generation(
         self,
@@ -141,7 +141,7 @@ class InputProcessor:
     def _is_late(self, request: JobRequest) -> bool:
         return request.deadline_ms is not None and request.deadline_ms <= self._now_ms()
 
-    def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
+    async def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
         """Build the end of a job that the claim script found ended; its answer is what the log
         holds.
         """
@@ -150,8 +150,9 @@ class InputProcessor:
             with contextlib.suppress(Refused):  # an unreadable log does not change the outcome
                 chunks = self._log.read(delivery)
                 params = self._params.resolve_logged(request, chunks)
-                _, form = self._prompts.render(request)
-                answer = self._log.resume(delivery, chunks, params, form)
+                chat, form = self._prompts.render(request)
+                prompt_ids = await self._prompts.encode(request, chat) if params.echo else ()
+                answer = self._log.resume(delivery, chunks, params, form, prompt_ids)
         return self._outcomes.ended(delivery, request, answer)
 
     def _now_ms(self) -> int:

@@ -34,9 +34,10 @@ class LogReader:
         chunks: list[Chunk],
         params: SamplingParams,
         form: AnswerForm,
+        prompt_ids: tuple[int, ...],
     ) -> JobOutput:
         """Return the answer with the logged tokens in it; without a log it is empty."""
-        answer = JobOutput.start(self._tokenizer, params, form.opening, form.calls)
+        answer = JobOutput.start(self._tokenizer, params, form.opening, form.calls, prompt_ids)
         answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
         try:
             replay(answer, chunks, EndRules.of(params, self._model.eos_token_ids))

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.generation import LOGPROBS_MODES, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.refusal import TOO_LONG, Refused
 from tokenmill_worker.consume.served_model import ServedModel
@@ -24,21 +24,31 @@ class ParamResolver:
         self._model = model
 
     def resolve(
-        self, request: JobRequest, chunks: list[Chunk], num_prompt_tokens: int
+        self,
+        request: JobRequest,
+        chunks: list[Chunk],
+        num_prompt_tokens: int,
+        given: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
         """Return the complete parameters of a job that goes to the engine.
 
         Args:
             chunks: what the job's log holds.
+            given: the tokens of its continuations.
 
         Raises:
             Refused: prompt and answer together exceed the model's length, or the prompt has too
                 many log-probabilities.
         """
-        _check_scores(request.params, num_prompt_tokens)
         defaults = self._defaults(chunks)
-        most = self._max_tokens(request, num_prompt_tokens, defaults.max_tokens)
-        return _completed(request, defaults, most)
+        most = (
+            max(map(len, given))
+            if given
+            else self._max_tokens(request, num_prompt_tokens, defaults.max_tokens)
+        )
+        params = _completed(request, defaults, most)
+        _check_scores(params, num_prompt_tokens)
+        return params
 
     def resolve_logged(self, request: JobRequest, chunks: list[Chunk]) -> SamplingParams:
         """Return the parameters by which a logged answer is read; its length is not checked."""
@@ -88,9 +98,20 @@ def _completed(
     request: JobRequest, defaults: SamplingParams, max_tokens: int | None
 ) -> SamplingParams:
     """Return the request's parameters with nothing left unnamed but the seed, which may follow from
-    the job's id.
+    the job's id. Continuations are the choices of an answer with log-probabilities.
     """
-    return msgspec.structs.replace(request.params.with_defaults(defaults), max_tokens=max_tokens)
+    params = msgspec.structs.replace(request.params.with_defaults(defaults), max_tokens=max_tokens)
+    if params.echo and params.wants_logprobs and params.prompt_logprobs is None:
+        params = msgspec.structs.replace(params, prompt_logprobs=params.num_top_logprobs)
+    if not request.continuations:
+        return params
+    return msgspec.structs.replace(
+        params,
+        n=len(request.continuations),
+        logprobs=params.logprobs if params.wants_logprobs else True,
+        logprobs_mode=LOGPROBS_MODES[0],
+        ignore_eos=True,
+    )
 
 
 def seed_of(job_id: str) -> int:

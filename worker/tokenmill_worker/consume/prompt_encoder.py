@@ -1,4 +1,4 @@
-"""Turns a request's prompt or chat into the token ids that the model reads."""
+"""Turns prompts, chats and continuations into the token ids that the model reads."""
 
 from __future__ import annotations
 
@@ -28,18 +28,49 @@ class PromptEncoder:
     async def encode(self, request: JobRequest, chat: str | None) -> tuple[int, ...]:
         if request.prompt_ids is not None:
             prompt_ids = request.prompt_ids
-        elif chat is not None:
-            self._refuse_absurd_length(chat)
-            prompt_ids = await self._tokenizer.encode_rendered(chat)
         else:
-            text = request.prompt or ""
-            self._refuse_absurd_length(text)
-            prompt_ids = await self._tokenizer.encode_prompt(text)
+            prompt_ids = await self._encode(request, chat)
         if not prompt_ids:
             raise Refused("the prompt is empty: it has no tokens")
         if len(prompt_ids) >= self._max_model_len:
             raise Refused(f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG)
         return prompt_ids
+
+    async def encode_continuations(
+        self, request: JobRequest, chat: str | None, prompt_ids: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each continuation of the prompt, whose own tokens all share.
+
+        A text is encoded together with the prompt, as the model reads it in one piece.
+        """
+        found: list[tuple[int, ...]] = []
+        for i, given in enumerate(request.continuations):
+            if isinstance(given, str):
+                whole = await self._encode(request, chat, given)
+                if whole[: len(prompt_ids)] != prompt_ids or len(whole) == len(prompt_ids):
+                    raise Refused(
+                        f"continuations[{i}] shares a token with the end of the prompt: begin it "
+                        "where a word or a space begins, or give token ids"
+                    )
+                given = whole[len(prompt_ids) :]
+            total = len(prompt_ids) + len(given)
+            if total >= self._max_model_len:
+                raise Refused(
+                    f"the prompt and continuations[{i}] have {total} tokens; the model's length is "
+                    f"{self._max_model_len}, of which one is left free",
+                    TOO_LONG,
+                )
+            found.append(given)
+        return tuple(found)
+
+    async def _encode(
+        self, request: JobRequest, chat: str | None, continuation: str = ""
+    ) -> tuple[int, ...]:
+        text = (chat if chat is not None else request.prompt or "") + continuation
+        self._refuse_absurd_length(text)
+        if chat is not None:
+            return await self._tokenizer.encode_rendered(text)
+        return await self._tokenizer.encode_prompt(text)
 
     def _refuse_absurd_length(self, text: str) -> None:
         """Refuse a text that exceeds the limit by its least possible number of tokens. Tokenising

@@ -66,6 +66,7 @@ class ServedModel:
             ("prompt_ids", request.prompt_ids or ()),
             ("stop_token_ids", request.params.stop_token_ids),
             ("logit_bias", tuple(request.params.logit_bias)),
+            *(("continuations", one) for one in request.continuations if not isinstance(one, str)),
         ):
             if max(ids, default=0) >= self.vocab_size:
                 raise Refused(

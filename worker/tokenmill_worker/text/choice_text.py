@@ -32,8 +32,9 @@ class TextStream:
     """
 
     __slots__ = (
-        "_calls", "_detokenizer", "_is_closed", "_min_tokens", "_stops", "_thoughts", "call_pieces",
-        "has_stops", "pieces", "reasoning_pieces", "reasoning_rest", "rest", "stopped", "token_ids",
+        "_calls", "_detokenizer", "_echo", "_is_closed", "_min_tokens", "_stops", "_thoughts",
+        "call_pieces", "has_stops", "pieces", "reasoning_pieces", "reasoning_rest", "rest",
+        "stopped", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class TextStream:
         self.has_stops = not self._stops.is_idle
         self._min_tokens = min_tokens
         self._is_closed = False
+        self._echo = ""  # text before that of the first token
         self._thoughts = thoughts
         self._calls = calls
         self.call_pieces: list[tuple[ToolCallDelta, ...]] = []
@@ -96,6 +98,14 @@ class TextStream:
     def num_reasoning_tokens(self) -> int:
         return 0 if self._thoughts is None else self._thoughts.num_tokens
 
+    def echo(self, prompt_ids: Iterable[int]) -> tuple[int, ...]:
+        """Begin the text with that of a prompt, before any token. Return its length after each
+        token of the prompt. What the last one makes not certain yet comes with the first token.
+        """
+        pieces = [self._detokenizer.push(token_id) for token_id in prompt_ids]
+        self._echo = "".join(pieces)
+        return tuple(accumulate(map(len, pieces)))
+
     def push(self, token_id: int) -> str:
         """Add a token and return the text that it makes certain. Ignored once stopped or closed."""
         if self.stopped or self._is_closed:
@@ -118,6 +128,8 @@ class TextStream:
             self.call_pieces.append(pieces)
         if self.has_stops and len(self.token_ids) >= self._min_tokens:
             text = self._look_for_stops(text)
+        if self._echo:
+            text, self._echo = self._echo + text, ""
         self.pieces.append(text)
         return text
 
@@ -151,6 +163,7 @@ class TextStream:
         text = self._look_for_stops(text)
         if not self.stopped:
             text += self._stops.flush()
+        text, self._echo = self._echo + text, ""
         if with_last_token and self.pieces:
             self.pieces[-1] += text
         else:

@@ -63,7 +63,7 @@ class JobOutput:
 
     `params` are those that the answer is drawn with, as the log and the result keep them.
     `prompt_ids` and `prompt_logprobs`, which grows, are there where log-probabilities of the prompt
-    are wanted.
+    are wanted, `prompt_ends` where its text is echoed: its length after each of the tokens.
     """
 
     choices: tuple[Choice, ...]
@@ -74,6 +74,7 @@ class JobOutput:
     ttft_ms: int = 0
     prompt_ids: tuple[int, ...] = ()
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_ends: tuple[int, ...] = ()
 
     @classmethod
     def start(
@@ -82,6 +83,7 @@ class JobOutput:
         params: SamplingParams,
         opening: Opening | None = None,
         calls: Callable[[int], CallParser] | None = None,
+        prompt_ids: tuple[int, ...] = (),
     ) -> JobOutput:
         """Create an empty answer, with a new text stream for each choice.
 
@@ -90,8 +92,9 @@ class JobOutput:
             params: The request's, with nothing left unnamed.
             opening: How the model begins, if its thoughts are recognised.
             calls: Makes the parser of a choice's calls, if the answer may call tools.
+            prompt_ids: The prompt, which the answer may echo or have log-probabilities of.
         """
-        return cls(
+        answer = cls(
             tuple(
                 Choice(
                     TextStream(
@@ -109,6 +112,12 @@ class JobOutput:
             ),
             params.without_content(),
         )
+        if params.prompt_logprobs is not None:
+            answer.prompt_ids = prompt_ids
+        if params.echo:
+            for choice in answer.choices:
+                answer.prompt_ends = choice.stream.echo(prompt_ids)
+        return answer
 
     # ── growing ──
 
@@ -173,7 +182,7 @@ class JobOutput:
         """The prompt with its log-probabilities, once each is known; None if none are wanted."""
         if not self.prompt_ids or len(self.prompt_logprobs) < len(self.prompt_ids) - 1:
             return None
-        return ScoredPrompt(self.prompt_ids, tuple(self.prompt_logprobs))
+        return ScoredPrompt(self.prompt_ids, tuple(self.prompt_logprobs), self.prompt_ends)
 
     @property
     def rest(self) -> str:

@@ -41,7 +41,7 @@ from tokenmill_schemas.openai import (
     TokenLogprobs,
     TopLogprob,
 )
-from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus
+from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, ScoredPrompt
 
 _encode: Final = msgspec.json.Encoder().encode
 _REASONS: Final[dict[FinishReason | None, Literal["stop", "length"]]] = {
@@ -179,7 +179,7 @@ def _answer(result: JobResult) -> ChatCompletion | Completion | ResponseObject:
             choices=chats,
             usage=usage,
         )
-    texts = [_text_choice(choice) for choice in result.choices]
+    texts = [_text_choice(choice, result.prompt) for choice in result.choices]
     return Completion(
         id=f"cmpl-{result.job_id}", created=created, model=result.model, choices=texts, usage=usage
     )
@@ -233,28 +233,42 @@ def _top(token_id: int, logprob: float, chosen: int, text: str) -> TopLogprob:
     return TopLogprob(f"token_id:{token_id}", logprob)
 
 
-def _text_choice(choice: ChoiceResult) -> CompletionChoice:
+def _text_choice(choice: ChoiceResult, prompt: ScoredPrompt | None) -> CompletionChoice:
     return CompletionChoice(
         index=choice.index,
         text=choice.text,
-        logprobs=_text_logprobs(choice),
+        logprobs=_text_logprobs(choice, prompt),
         finish_reason=_REASONS.get(choice.finish_reason, "stop"),
     )
 
 
-def _text_logprobs(choice: ChoiceResult) -> CompletionLogprobs | None:
+def _text_logprobs(choice: ChoiceResult, prompt: ScoredPrompt | None) -> CompletionLogprobs | None:
+    """Return the log-probabilities of the choice, after those of a prompt that it echoes."""
     if choice.logprobs is None:
         return None
-    pieces = _pieces(choice)
+    ids, entries, ends, pieces = (
+        choice.token_ids,
+        choice.logprobs,
+        choice.text_ends,
+        _pieces(choice),
+    )
+    first: list[None] = []  # stands for the prompt's first token
+    if prompt is not None and prompt.text_ends:
+        first = [None]
+        own = [piece[prompt.text_ends[-1] :] for piece in pieces[:1]]
+        pieces = [*_cut(choice.text, prompt.text_ends), *own, *pieces[1:]]
+        ids, ends = prompt.token_ids + ids, prompt.text_ends + ends
+        entries = prompt.logprobs + entries
+    scored = zip(pieces[len(first) :], ids[len(first) :], entries, strict=False)
     tops = [
         {text if token == chosen else f"token_id:{token}": value for token, value in entry.top}
-        for text, chosen, entry in zip(pieces, choice.token_ids, choice.logprobs, strict=False)
+        for text, chosen, entry in scored
     ]
     return CompletionLogprobs(
         tokens=pieces,
-        token_logprobs=[entry.logprob for entry in choice.logprobs],
-        top_logprobs=tops,
-        text_offset=[0, *choice.text_ends[:-1]][: len(pieces)],
+        token_logprobs=[*first, *(entry.logprob for entry in entries)],
+        top_logprobs=[*first, *tops],
+        text_offset=[0, *ends[:-1]][: len(pieces)],
     )
 
 

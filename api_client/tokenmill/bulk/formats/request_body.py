@@ -50,7 +50,7 @@ _CHAT_ONLY: Final = frozenset({
     "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort", *_TEMPLATE,
 })  # fmt: skip
 _EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
-_COMPLETION_ONLY: Final = frozenset({"prompt", "best_of"})
+_COMPLETION_ONLY: Final = frozenset({"prompt", "best_of", "echo"})
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default length of a completion
 
 
@@ -70,7 +70,7 @@ def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:
     other = _COMPLETION_ONLY if is_chat else _CHAT_ONLY
     for name, value in body.items():
-        if name in _NEUTRAL:
+        if name in _NEUTRAL and (is_chat or name != "echo"):
             if not any(value == neutral for neutral in _NEUTRAL[name]):
                 raise FormError(f"{name!r} is not supported here", name, "unsupported_parameter")
         elif name in other or name not in _KNOWN:
@@ -136,6 +136,7 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "max_tokens": body.get("max_tokens", _COMPLETION_TOKENS),
         "prompt": body["prompt"],
+        "echo": body.get("echo", False),
     }
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
         raise FormError(

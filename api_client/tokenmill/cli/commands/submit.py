@@ -145,6 +145,7 @@ def submit(
         int | None,
         _sampling("The same for each token of the prompt; the --json result has them."),
     ] = None,
+    echo: Annotated[bool, _sampling("Begin the answer with the prompt.", "--echo")] = False,
     n: Annotated[
         int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")
     ] = None,
@@ -243,7 +244,7 @@ _PLAIN = (
     "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "continue_final_message", "tool_choice", "thinking_budget", "logprobs", "logprobs_mode",
-    "prompt_logprobs", "n",
+    "prompt_logprobs", "echo", "n",
     "priority", "tenant",
     "idempotency_key", "deadline", "webhook",
 )  # fmt: skip

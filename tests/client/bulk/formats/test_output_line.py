@@ -16,9 +16,9 @@ from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED as EXPIRED_LINE
 from tokenmill.bulk.formats.output_line import line_number, of_bad_line, of_result, unanswered
 from tokenmill_schemas.codec import encode
-from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_schemas.openai import COMPLETIONS_URL, BatchError
-from tokenmill_schemas.result import GeneratedCall, JobError, JobStatus
+from tokenmill_schemas.result import GeneratedCall, JobError, JobStatus, ScoredPrompt
 
 BATCH = "batch_abc"
 
@@ -205,3 +205,22 @@ def encode_json(batch: Batch) -> bytes:
 
     assert encode(batch)  # also what is stored can travel
     return msgspec.json.encode(batch.public())
+
+
+def test_an_echoed_prompts_log_probabilities_come_first() -> None:
+    """The form is that of OpenAI's completions; the first token has none."""
+    job = result(BATCH, 4)
+    (choice,) = job.choices
+    echoing = msgspec.structs.replace(choice, text="A b: Hi ☁", text_ends=(8, 9))
+    prompt = ScoredPrompt((5, 6), (TokenLogprob(-1.5, ((4, -0.5), (6, -1.5))),), text_ends=(2, 5))
+    metadata = job.metadata | {"endpoint": COMPLETIONS_URL}
+    job = msgspec.structs.replace(job, choices=(echoing,), prompt=prompt, metadata=metadata)
+    body = line_of(of_result(BATCH, job))["response"]["body"]
+    received = TheirCompletion.construct(**body).choices[0]
+    assert received.text == "A b: Hi ☁"
+    assert received.logprobs is not None
+    assert received.logprobs.tokens == ["A ", "b: ", "Hi ", "☁"]
+    assert received.logprobs.token_logprobs == [None, -1.5, -0.5, -0.25]
+    assert received.logprobs.text_offset == [0, 2, 5, 8]
+    assert received.logprobs.top_logprobs is not None
+    assert received.logprobs.top_logprobs[:2] == [None, {"token_id:4": -0.5, "b: ": -1.5}]

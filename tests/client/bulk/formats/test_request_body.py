@@ -74,6 +74,15 @@ def test_prompts(prompt: Any, field: str) -> None:
     assert (job.params.logprobs, job.params.logit_bias) == (3, {5: -1.0})
 
 
+def test_a_completion_may_echo_its_prompt() -> None:
+    job = job_of(completion("a", "x", echo=True, logprobs=2))
+    silent = job_of(completion("a", "x", echo=False))
+    assert isinstance(job, JobRequest)
+    assert isinstance(silent, JobRequest)
+    assert (job.params.echo, job.params.logprobs, job.v) == (True, 2, "3")
+    assert not silent.params.echo
+
+
 def test_message_parts_and_roles() -> None:
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief"}]
     messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "Hi"}]
@@ -205,7 +214,6 @@ def test_a_refusal_names_what_is_refused(
 @pytest.mark.parametrize(
     "body",
     [
-        {"echo": True},
         {"suffix": "x"},
         {"best_of": 3},
         {"prompt": ["a", "b"]},

@@ -77,8 +77,11 @@ class ChatFormat:
 
     def answer_form(self, request: JobRequest, chat: str | None) -> AnswerForm:
         """Return the form of the answers; `chat` is what `render` gave. What follows a prompt is
-        its continuation, so it has neither thoughts nor calls. Raises TemplateError.
+        its continuation, so it has neither thoughts nor calls; nor has an answer that the request
+        gives. Raises TemplateError.
         """
+        if request.continuations:
+            return AnswerForm()
         opening = None
         if self._reasoning is not None and chat is not None:
             opening = self._reasoning.opening(chat)
