@@ -79,21 +79,23 @@ def run_seeded(target: Target, inputs: int, seed: int) -> Report:
     chance = random.Random(f"{target.name}/{seed}")
     counter = Counter(target, guided=False)
     pool = list(target.seeds)
-    for number in range(inputs):
-        if number % 256 == 0:
-            faulthandler.dump_traceback_later(LONGEST_S + 10, exit=True)
-        start = chance.choice(pool if chance.random() < 0.2 else target.seeds)
-        data = (
-            mutate(start, chance, target.seeds)
-            if number >= len(target.seeds)
-            else target.seeds[number]
-        )
-        counter(data)
-        if number % 16 == 0:  # walk away from the seeds, but not for ever
-            if len(pool) > 64 + len(target.seeds):
-                del pool[len(target.seeds) :]
-            pool.append(data)
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        for number in range(inputs):
+            if number % 256 == 0:
+                faulthandler.dump_traceback_later(LONGEST_S + 10, exit=True)
+            start = chance.choice(pool if chance.random() < 0.2 else target.seeds)
+            data = (
+                mutate(start, chance, target.seeds)
+                if number >= len(target.seeds)
+                else target.seeds[number]
+            )
+            counter(data)
+            if number % 16 == 0:  # walk away from the seeds, but not for ever
+                if len(pool) > 64 + len(target.seeds):
+                    del pool[len(target.seeds) :]
+                pool.append(data)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return counter.ended()
 
 

@@ -2,6 +2,7 @@
 refused one by one.
 """
 
+import faulthandler
 import subprocess
 import sys
 
@@ -34,7 +35,11 @@ def test_the_seeds_are_good_ones(name):
     assert all(target.try_one(seed) for seed in target.seeds)
 
 
-def test_what_is_undocumented_is_found():
+def test_what_is_undocumented_is_found(monkeypatch):
+    """The watchdog ends with the run: it would end this process later."""
+    cancelled = []
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: cancelled.append(1))
+
     def fragile(data: bytes) -> None:
         if msgpack.unpackb(data)["n"] == 2**53:
             raise ZeroDivisionError
@@ -44,6 +49,9 @@ def test_what_is_undocumented_is_found():
         run_seeded(
             Target("fragile", fragile, [msgpack.packb({"n": 1})], documented), 20_000, seed=1
         )
+    monkeypatch.undo()
+    faulthandler.cancel_dump_traceback_later()
+    assert cancelled
 
 
 def test_the_command_prints_a_line_per_target():
