@@ -3,6 +3,7 @@
 And what it carries to a machine without a network.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from ops.benchmarks.commands import gpu
 from ops.gpu_check import bench, cache, wheels
-from ops.gpu_check.forms import FORMS
+from ops.gpu_check.__main__ import LIMIT_S
+from ops.gpu_check.forms import FORMS, stages_of
 from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, Outcome, Stage, run_stages, table
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +27,8 @@ STAGES = {
     "speed": ["machine", "bench"],
     "variants": ["machine", "bench"],
 }
-SHOWN = {
-    "first": ("draw top-k, top-p, 3 rows: ", "passed, 0 failed", "default: decode 3: tokens/s"),
-    "speed": ("default: decode 3: tokens/s", ", × Transformers "),
-    "variants": ("without running ahead: decode 3: tokens/s",),
-}
+IN_TABLE = ("draw top-k, top-p, 3 rows: ", "passed, 0 failed", "default: decode 3: tokens/s")
+IN_LOG = (", × Transformers ", "without running ahead: decode 3: tokens/s")  # of the benchmark
 
 
 def python(name: str, program: str, limit_s: float = 30.0) -> Stage:
@@ -36,26 +36,43 @@ def python(name: str, program: str, limit_s: float = 30.0) -> Stage:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_every_stage_of_a_form_ends_well_on_a_cpu(form: str, tmp_path: Path) -> None:
+def test_every_stage_ends_well_on_a_cpu(tmp_path: Path) -> None:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # noqa: TID251 - a child's
     child = subprocess.run(
-        [str(ROOT / "ops" / "gpu-check"), str(tmp_path), "--form", form, "--dry"],
+        [str(ROOT / "ops" / "gpu-check"), str(tmp_path), "--dry"],
         env={**kept, "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, check=False, timeout=220,
     )  # fmt: skip
     lines = (tmp_path / "table.txt").read_text().splitlines()
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-2000:]
     stages = [found[1] for line in lines if (found := re.match(r"(\w+): ok \(", line))]
-    assert stages == STAGES[form]
+    assert stages == STAGES["first"]
     assert len(lines) <= MOST_LINES
     assert child.stdout.endswith("\n".join(lines) + "\n")
-    text = "\n".join(lines)
-    assert all(words in text for words in SHOWN[form])
+    text, log = "\n".join(lines), (tmp_path / "bench.log").read_text()
+    assert all(words in text for words in IN_TABLE)
+    assert all(words in log for words in IN_LOG)
     assert "WRONG" not in text
     names = [path.name for path in tmp_path.iterdir()]
-    assert {f"{name}.log" for name in STAGES[form]} | {"bench.json", "table.txt"} == set(names)
+    assert {f"{name}.log" for name in stages} | {"bench.json", "table.txt"} == set(names)
     assert len(names) < 8  # at most 8 come back: on a GPU the cache's file too
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_has_time_for_its_stages_and_its_benchmark_understands_it(
+    form: str, tmp_path: Path
+) -> None:
+    stages = stages_of(form, tmp_path, is_dry=False)
+    assert [stage.name for stage in stages] == STAGES[form]
+    assert sum(stage.limit_s for stage in stages) <= LIMIT_S
+    command, limit_s = stages[-1].command, stages[-1].limit_s
+    assert command[1:4] == ["-m", "ops.gpu_check.bench", str(tmp_path / "bench.json")]
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    options = parser.parse_args(command[4:])
+    assert options.limit < limit_s
+    assert options.no_peer == (form != "speed")
+    assert options.part == {"first": None, "speed": ["model"], "variants": ["settings"]}[form]
 
 
 def test_a_stage_that_fails_hangs_or_is_silent_does_not_stop_the_next(tmp_path: Path) -> None:
