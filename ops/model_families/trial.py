@@ -139,7 +139,7 @@ def _answers(folder: Path, wanted: list[_Wanted], changes: dict[str, Any]) -> li
     """Generate with prompts in chunks of 8 tokens, beside the decodes of shorter ones."""
     settings: dict[str, Any] = {
         "model": str(folder), "dtype": "float32", "device": "cpu",
-        "max_model_len": small.MAX_LENGTH, "num_blocks": 40,
+        "max_model_len": small.MAX_LENGTH, "num_blocks": 80,
         "max_num_seqs": 4, "max_num_batched_tokens": 20, "long_prefill_token_threshold": 8,
     }  # fmt: skip
     with Engine.load(EngineConfig(**{**settings, **changes})) as engine:

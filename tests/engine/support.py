@@ -37,9 +37,8 @@ class ChunkingPlanner:
     _step_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._free = [list(range(1, count))[::-1] for count in self.cache.num_blocks]
-        for free in self._free:
-            free[::2], free[1::2] = free[::2][::-1], free[1::2]
+        free = self._free = list(range(1, self.cache.num_blocks))[::-1]
+        free[::2], free[1::2] = free[::2][::-1], free[1::2]
 
     def add(self, sequence: Sequence) -> None:
         sequence.block_tables = [[] for _ in self.cache.groups]
@@ -66,7 +65,6 @@ class ChunkingPlanner:
                 item.sequence.token_ids.extend(next(tokens))
 
     def _allocate(self, sequence: Sequence, length: int) -> None:
-        needed = -(-length // self.cache.block_size)
-        for table, free in zip(sequence.block_tables, self._free, strict=True):
-            while len(table) < needed:
-                table.append(free.pop())
+        for table, size in zip(sequence.block_tables, self.cache.block_sizes, strict=True):
+            while len(table) * size < length:
+                table.append(self._free.pop())

@@ -236,7 +236,7 @@ def test_a_batch_that_shrank_is_no_measurement() -> None:
 def test_blocks_are_scattered_over_the_whole_pool() -> None:
     engine, _ = engine_and_options(batch=[2], context=20)
     with engine:
-        (pool,) = engine.scheduler.kv.pools
+        pool = engine.scheduler.kv.pool
         free = pool.num_free
         scatter(engine)
         blocks = [pool.allocate() for _ in range(free)]

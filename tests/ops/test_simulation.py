@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.simulation import eviction, memory
+from ops.benchmarks.simulation import eviction, memory, mixed_layers
 from ops.benchmarks.simulation.calibration import ScriptCosts, calibrate
 from ops.benchmarks.simulation.costs import CostModel
 from ops.benchmarks.simulation.engine import POLICIES, Outcome, SimulatedEngine, figures
@@ -192,6 +192,17 @@ def test_chats_find_most_where_the_least_recently_used_is_evicted() -> None:
         for name, order in eviction.ORDERS.items()
     }
     assert max(found, key=lambda name: found[name]) == "least recently used"
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(500, 60), (12_000, 250)])
+def test_mixed_layers_hold_what_the_whole_memory_has_room_for(prompt: int, answer: int) -> None:
+    """Short sequences need most blocks for the sliding layers, long ones for the full layers."""
+    kv = mixed_layers.new_scheduler().kv
+    blocks = sum(kv.targets(prompt - 1, prompt + answer)) - kv.first_visible(0, prompt - 1)
+    room = kv.pool.num_usable // blocks
+    found = mixed_layers.serve([(prompt, answer)] * int(1.2 * room))
+    assert 0.9 * room < found["held_most"] <= 1.05 * room
+    assert found["preemptions"] == 0
 
 
 @pytest.mark.redis

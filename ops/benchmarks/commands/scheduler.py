@@ -43,7 +43,7 @@ def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, fl
         safety_margin=0.0,
         max_waiting=1_000_000,
     )
-    cache = CacheConfig(BLOCK, (LayerGroup((0,), 1, 64),), (num_blocks,), (0,))
+    cache = CacheConfig(BLOCK, (LayerGroup((0,), 1, 64),), num_blocks)
     scheduler = Scheduler(config, cache, max_model_len=100_000, eos_token_ids=frozenset({1}))
     scheduler.add([_sequence(index, steps + 64) for index in range(running)])
     while scheduler.snapshot().generated_tokens < running:

@@ -2,8 +2,9 @@
 
 Engine: the real scheduler on the cost model of an H200, with a bursty trace at loads around its
 capacity; our policies beside first come, first served. Memory: the same device with a small cache,
-what the settings of preemption cost, and orders of eviction. Queue: how many workers one queue
-server carries, counted from the cost of our scripts on its thread, which is measured just before.
+what the settings of preemption cost, orders of eviction, and the sequences that a model with two
+kinds of layers holds. Queue: how many workers one queue server carries, counted from the cost of
+our scripts on its thread, which is measured just before.
 """
 
 import argparse
@@ -13,7 +14,14 @@ from typing import Any
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.simulation import calibration, engine, eviction, memory, queue_load
+from ops.benchmarks.simulation import (
+    calibration,
+    engine,
+    eviction,
+    memory,
+    mixed_layers,
+    queue_load,
+)
 from ops.benchmarks.simulation.costs import CostModel
 
 ENGINE_COLUMNS = {
@@ -28,6 +36,9 @@ ENGINE_COLUMNS = {
     "recomputed": ("recomputed\ntokens", "{:,.0f}"),
     "found": ("found in\nthe cache", "{:.0%}"),
     "computed": ("computed\ntokens", "{:,.0f}"),
+    "held": ("held on\naverage", "{:.0f}"),
+    "held_most": ("\nat most", "{:.0f}"),
+    "steps": ("steps", "{:,.0f}"),
 }
 QUEUE_COLUMNS = {
     "unhurried": ("server's thread\na worker", "{:.1%}"),
@@ -84,6 +95,8 @@ def _memory(arguments: argparse.Namespace, console: Console, results: dict[str, 
     with console.status("a small cache") as status:
         found = memory.measure(arguments.max_num_seqs, arguments.seed, status.update)
         found |= eviction.measure(arguments.seed, status.update)
+        title = f"Gemma 3 27B, {mixed_layers.CACHE_GIB} GiB of keys and values: sequences"
+        found[title] = mixed_layers.measure(arguments.seed, status.update)
     console.print(f"\na cache of {memory.CACHE_TOKENS:,} tokens", highlight=False)
     for name, cases in found.items():
         show(console, name, cases, ENGINE_COLUMNS)

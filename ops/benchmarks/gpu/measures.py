@@ -59,16 +59,16 @@ def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
 
 
 def scatter(engine: Engine) -> None:
-    """Shuffle the free blocks of all pools.
+    """Shuffle the free blocks.
 
     Consecutive blocks of a sequence then lie anywhere in the pool, as in a service that has run for
     a while.
     """
-    for pool in engine.scheduler.kv.pools:
-        blocks = [pool.allocate() for _ in range(pool.num_free)]
-        random.Random(0).shuffle(blocks)
-        for block in blocks:
-            pool.release(block)
+    pool = engine.scheduler.kv.pool
+    blocks = [pool.allocate() for _ in range(pool.num_free)]
+    random.Random(0).shuffle(blocks)
+    for block in blocks:
+        pool.release(block)
 
 
 def decode(

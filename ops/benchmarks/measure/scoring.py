@@ -30,10 +30,11 @@ class Scorer:
             config.block_size,
         )
         self._block_size = self._backend.block_size_of(config.block_size, device.torch_device)
-        num_blocks = -(-max_tokens // self._block_size) + 1
+        self._num_blocks = -(-max_tokens // self._block_size)  # of each group
         groups = self._model.groups
+        num_blocks = 1 + len(groups) * self._num_blocks
         pool = KVCachePool.allocate(
-            groups, [num_blocks] * len(groups), self._block_size, self._backend, dtype, device
+            groups, num_blocks, self._block_size, self._backend, dtype, device
         )
         self._layers = bind_layers(groups, self._model.shapes, pool.layer)
 
@@ -46,19 +47,25 @@ class Scorer:
 
     def _logits(self, ids: Tensor) -> Tensor:
         count = len(ids)
-        metadata = tuple(self._metadata(count, group.window) for group in self._model.groups)
+        metadata = tuple(
+            self._metadata(
+                count, group.window, (1 + index * self._num_blocks) * group.kernel_blocks
+            )
+            for index, group in enumerate(self._model.groups)
+        )
         positions = torch.arange(count, device=ids.device)
         return self._model.logits(
             ids, positions, positions, PagedStep(self._backend, self._layers, metadata)
         )
 
-    def _metadata(self, count: int, window: int | None) -> AttentionMetadata:
-        num_blocks, where = -(-count // self._block_size), self._model.device.torch_device
+    def _metadata(self, count: int, window: int | None, first: int) -> AttentionMetadata:
+        """Return metadata of a sequence whose kernel blocks are consecutive from `first` on."""
+        stop, where = first - (-count // self._block_size), self._model.device.torch_device
         return AttentionMetadata(
             query_start=torch.tensor([0, count], dtype=torch.int32, device=where),
             seq_lens=torch.tensor([count], dtype=torch.int32, device=where),
-            block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=where)[None],
-            slot_mapping=torch.arange(count, device=where) + self._block_size,
+            block_table=torch.arange(first, stop, dtype=torch.int32, device=where)[None],
+            slot_mapping=torch.arange(count, device=where) + first * self._block_size,
             max_query_len=count,
             max_seq_len=count,
             block_size=self._block_size,

@@ -93,7 +93,7 @@ class FloorRunner:
         self.info = RunnerInfo(
             config=config,
             cache_config=CacheConfig(
-                config.block_size, (group,), (num_blocks,), (0,), config.prefix_cache
+                config.block_size, (group,), num_blocks, prefix_cache=config.prefix_cache
             ),
             max_model_len=max_model_len,
             vocab_size=vocab_size,

@@ -101,9 +101,7 @@ class SimulatedEngine:
             **fields,  # type: ignore[arg-type]
         )
         group = LayerGroup((0,), 1, 1)
-        cache = CacheConfig(
-            BLOCK_SIZE, (group,), (num_blocks,), (0,), prefix_cache=config.prefix_cache
-        )
+        cache = CacheConfig(BLOCK_SIZE, (group,), num_blocks, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             config, cache, max_model_len=8_192, eos_token_ids=frozenset(), clock=lambda: self.now
         )

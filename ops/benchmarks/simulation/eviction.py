@@ -96,7 +96,7 @@ class Chats:
         settings = {**limits, "prefix_cache": True}
         self._engine = SimulatedEngine(CostModel(), settings, num_tokens, self._draw)
         self._pool = order(num_tokens // BLOCK_SIZE)
-        self._engine.scheduler.kv.pools[:] = [self._pool]
+        self._engine.scheduler.kv.pool = self._pool
         prompts = [self._draw(SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
         weights = [1 / (1 + rank) for rank in range(SYSTEM_PROMPTS)]
         sources = [random.Random(f"user/{seed}/{number}") for number in range(num_users)]

@@ -45,7 +45,7 @@ def _arrival(at: float, source: random.Random) -> Arrival:
     longer = 1.5 if rank == 2 else 1.0
     return Arrival(
         at=at,
-        num_prompt_tokens=_length(source, 1_020 * longer, 0.8, MAX_PROMPT),
+        num_prompt_tokens=draw_length(source, 1_020 * longer, 0.8, MAX_PROMPT),
         num_output_tokens=answer_length(source, longer),
         rank=rank,
         tenant=f"tenant-{min(int(source.paretovariate(1.2)), 20)}",
@@ -53,8 +53,8 @@ def _arrival(at: float, source: random.Random) -> Arrival:
 
 
 def answer_length(source: random.Random, factor: float = 1.0) -> int:
-    return _length(source, 129 * factor, 0.9, MAX_ANSWER)
+    return draw_length(source, 129 * factor, 0.9, MAX_ANSWER)
 
 
-def _length(source: random.Random, median: float, sigma: float, limit: int) -> int:
+def draw_length(source: random.Random, median: float, sigma: float, limit: int) -> int:
     return max(4, min(limit, round(median * source.lognormvariate(0.0, sigma))))

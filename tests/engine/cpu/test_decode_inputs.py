@@ -18,16 +18,16 @@ from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
 SIZE = 4
+PARTS = 3  # kernel blocks in a block of the first group
 CONFIG = CacheConfig(
-    SIZE, (LayerGroup((0,), 1, 8), LayerGroup((1,), 1, 8, window=6)), (1000, 1000), (0, 0)
+    SIZE, (LayerGroup((0,), 1, 8, kernel_blocks=PARTS), LayerGroup((1,), 1, 8, window=6)), 1000
 )
 CPU = CpuDevice()
 
 
 class Schedule:
-    """Random steps over sequences that come, go on, stop for a step, fork their last block, lose
-    what left the window,
-    are preempted or offloaded, and fail.
+    """Random steps over sequences that come, go on, stop for a step, lose what left the window, are
+    preempted or offloaded, and fail.
     """
 
     def __init__(self, seed: int) -> None:
@@ -59,8 +59,8 @@ class Schedule:
     def item(self, sequence: Sequence) -> ScheduledSequence:
         start, known = sequence.num_computed_tokens, len(sequence.token_ids)
         stop = known if known - start == 1 else self.chance.randrange(start + 1, known + 1)
-        for table in sequence.block_tables:
-            while len(table) * SIZE < stop:
+        for table, size in zip(sequence.block_tables, CONFIG.block_sizes, strict=True):
+            while len(table) * size < stop:
                 table.append(next(self.blocks) % 1000 or 1)
         return ScheduledSequence(sequence, start, stop - start, stop == known, epoch=sequence.epoch)
 
@@ -74,11 +74,6 @@ class Schedule:
         for sequence in self.running:
             beyond = max(0, sequence.num_computed_tokens + 1 - 6) // SIZE
             sequence.block_tables[1][:beyond] = [NULL_BLOCK] * beyond
-            place, table = sequence.num_computed_tokens // SIZE, sequence.block_tables[0]
-            if self.chance.random() < 0.03 and place < len(
-                table
-            ):  # what the next token is written to is a copy
-                table[place] = next(self.blocks) % 1000 or 1
             if self.chance.random() < 0.02:
                 sequence.block_tables, sequence.num_computed_tokens = [[], []], 0
                 sequence.epoch += 1
@@ -141,5 +136,5 @@ def test_a_step_of_the_same_tokens_again_is_made_anew() -> None:
             sequence.token_ids.append(9)
         plans.append(builder.build(StepPlan(0, (ScheduledSequence(sequence, start, 1, True),))))
         assert plans[-1].positions.tolist() == [start]
-        assert plans[-1].metadata[0].slot_mapping.tolist() == [5 * SIZE + start]
+        assert plans[-1].metadata[0].slot_mapping.tolist() == [5 * PARTS * SIZE + start]
         assert plans[-1].metadata[1].slot_mapping.tolist() == [7 * SIZE + start]

@@ -199,8 +199,8 @@ def test_padded_steps_give_the_same_tokens(
     }  # fmt: skip
     plain = load_model_runner(EngineConfig(**{**settings, "attention": "reference"}))  # type: ignore[arg-type]
     graphed = load_model_runner(EngineConfig(**settings))  # type: ignore[arg-type]
-    for pool in graphed._pool.tensors:
-        pool.fill_(torch.nan)  # whatever a padded step reads beyond its own blocks would show
+    # whatever a padded step reads beyond its own blocks would show
+    graphed._pool.blocks.fill_(torch.nan)
     graphs = GraphRunner(
         graphed.forward, graphed.info.config, graphed.info.max_model_len, fake_capture
     )

@@ -15,7 +15,6 @@ from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import GraphSizes
 from tokenmill_worker.engine.execution import memory
-from tokenmill_worker.engine.kv.sizing import pool_bytes
 from tokenmill_worker.engine.model.loader import load_model
 
 
@@ -50,9 +49,8 @@ def test_on_a_cpu_the_pool_is_capped(tmp_path: Path, gib: float | None, expected
     backend = ReferenceAttention()
     cache, length = memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
     shape = memory.memory_shape(loaded, config, backend, torch.float32, length)
-    sizes = [shape.block_bytes(group) for group in cache.groups]
-    used = sum(size * count for size, count in zip(sizes, cache.num_blocks, strict=True))
-    on_host = sum(size * count for size, count in zip(sizes, cache.num_host_blocks, strict=True))
+    used = shape.block_bytes * cache.num_blocks
+    on_host = shape.block_bytes * cache.num_host_blocks
     assert length == 256
     assert 0.99 * expected < used / memory.GIB <= expected
     assert 0.9 * 0.002 < on_host / memory.GIB <= 0.002
@@ -73,7 +71,7 @@ def test_an_automatic_host_pool_is_as_large_as_the_cache_and_leaves_a_fifth(
     monkeypatch.setattr(memory, "available_memory", lambda: int(free_gib * memory.GIB))
     cache, length = memory.size_cache(loaded, config, backend, torch.float32, may_shorten=True)
     shape = memory.memory_shape(loaded, config, backend, torch.float32, length)
-    on_host = pool_bytes(shape, cache.num_host_blocks)
+    on_host = shape.block_bytes * cache.num_host_blocks
     assert 0.97 * expected < on_host / memory.GIB <= expected
 
 
@@ -88,8 +86,7 @@ def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
         torch.float32,
         may_shorten=True,
     )
-    assert cache.num_blocks == (17, 17)
-    assert cache.num_host_blocks == (0, 0)
+    assert (cache.num_blocks, cache.num_host_blocks) == (17, 0)
 
 
 class WithGraphs(CpuDevice):

@@ -140,12 +140,12 @@ def test_moved_blocks_keep_their_content(llama: Path) -> None:
     moved = whole_table(make_sequence("moved", prompt, 2), 3)
     first = execute(runner, StepPlan(0, (ScheduledSequence(moved, 0, 10, True),)))
     moved.token_ids.extend(first.token_ids[0])
-    out = tuple(BlockCopy(0, block, host) for block, host in ((1, 5), (2, 6), (3, 0)))
+    out = tuple(BlockCopy(block, host) for block, host in ((1, 5), (2, 6), (3, 0)))
     execute(runner, StepPlan(1, (), swap_out=out))
     runner.release([moved])
     other = whole_table(make_sequence("other", [20] * 12, 2), 3)  # takes the blocks
     execute(runner, StepPlan(2, (ScheduledSequence(other, 0, 12, True),)))
-    back = tuple(BlockCopy(0, host, block) for host, block in ((5, 31), (6, 30), (0, 41)))
+    back = tuple(BlockCopy(host, block) for host, block in ((5, 31), (6, 30), (0, 41)))
     moved.block_tables = [[31, 30, 41]]
     moved.epoch += 1
     plan = StepPlan(3, (ScheduledSequence(moved, 10, 1, True),), swap_in=back)
@@ -188,7 +188,7 @@ def test_automatic_settings_are_resolved(llama: Path) -> None:
     assert not runner.info.is_asynchronous
     assert not runner.info.can_structure, "there is no tokenizer beside the model"
     assert "float32" in runner.info.description
-    assert f"{runner.info.cache_config.num_blocks[0]} blocks of 4 tokens" in runner.info.description
+    assert f"{runner.info.cache_config.num_blocks} blocks of 4 tokens" in runner.info.description
 
 
 def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Path) -> None:

@@ -15,8 +15,12 @@ def manager(
     windows: tuple[int | None, ...] = (None,),
     host: int = 0,
     margin: float = 0.0,
+    kernel_blocks: tuple[int, ...] = (1, 1),
 ) -> KVManager:
-    cache = make_cache(num_blocks, windows=windows, num_host_blocks=host)
+    """Make a manager with `num_blocks` and `host` blocks for each group."""
+    cache = make_cache(
+        num_blocks, windows=windows, num_host_blocks=host, kernel_blocks=kernel_blocks
+    )
     return KVManager(cache, model_key="m", max_chunk=8, safety_margin=margin)
 
 
@@ -33,21 +37,50 @@ def test_a_prompt_gets_all_its_blocks_at_once() -> None:
     sequence = admitted(kv, "a", 10)
     assert sequence.block_tables == [[1, 2, 3]]
     assert sequence.num_slots == 12
-    assert (kv.num_free, len(kv.pools[0].reserved)) == (16, 2)
+    assert (kv.pool.num_free, len(kv.pool.reserved)) == (16, 2)
 
 
 def test_all_groups_or_none() -> None:
-    kv = manager(6, windows=(None, None))
-    for _ in range(3):
-        kv.pools[1].allocate()
-    sequence = make_sequence("a", list(range(12)))
-    assert not kv.allocate(sequence, kv.find(sequence), None)
-    assert [pool.num_free for pool in kv.pools] == [5, 2]
+    kv = manager(4, windows=(None, None))
+    sequence = make_sequence("a", list(range(16)))
+    assert not kv.allocate(sequence, kv.find(sequence), None), "3 of 4 blocks in each group"
+    assert kv.pool.num_free == 6
     assert sequence.block_tables == []
+    kv.pool.allocate()
     small = admitted(kv, "b", 8)
-    assert not kv.grow(small, 9)
-    assert [pool.num_free for pool in kv.pools] == [3, 0]
+    assert not kv.grow(small, 9), "one block is left, and two groups need one"
+    assert kv.pool.num_free == 1
     assert small.num_slots == 8
+    assert kv.reach(small, 9) == 8
+
+
+def test_a_group_with_little_per_token_keeps_more_tokens_in_a_block() -> None:
+    kv = manager(windows=(None, 6), kernel_blocks=(3, 1))
+    sequence = admitted(kv, "a", 25)
+    assert [len(table) for table in sequence.block_tables] == [3, 5]  # of 12 and of 4 tokens
+    assert sequence.num_slots == 20
+    kv.advance(sequence, 17)
+    assert [len(kv.keys(sequence, group, 0, 9)) for group in (0, 1)] == [2, 6]
+    assert kv.grow(sequence, 25)
+    kv.advance(sequence, 25)
+    kv.free(sequence, in_flight=False)
+    again = make_sequence("again", sequence.token_ids)
+    assert kv.find(again).num_tokens == 24, "a whole number of blocks of both groups"
+    shorter = make_sequence("shorter", sequence.token_ids[:23])
+    assert kv.find(shorter).num_tokens == 12
+    assert kv.allocate(again, kv.find(again), None)
+    assert [len(table) for table in again.block_tables] == [3, 7]
+    assert again.block_tables[1][:4] == [0] * 4
+    assert kv.reach(again, 1000) == 28 + 4 * (kv.pool.num_free - kv.pool.num_free // 4)
+
+
+def test_groups_lend_each_other_blocks() -> None:
+    """A long sequence takes what short ones would hold in the sliding group."""
+    kv = manager(20, windows=(None, 6))
+    long = admitted(kv, "a", 120)
+    assert [len(table) for table in long.block_tables] == [30, 5]
+    assert kv.pool.num_free == 2 * 19 - 35
+    assert kv.max_tokens_alone(1000) == 4 * (2 * 19 - 5)
 
 
 def test_findable_blocks_count_as_free_but_not_twice() -> None:
@@ -56,13 +89,13 @@ def test_findable_blocks_count_as_free_but_not_twice() -> None:
     first = admitted(kv, "a", 8)
     kv.advance(first, 8)
     kv.free(first, in_flight=False)
-    assert (kv.num_free, kv.pools[0].num_free_cached) == (4, 2)
+    assert (kv.pool.num_free, kv.pool.num_free_cached) == (4, 2)
     for length, fits in ((17, False), (16, True)):
         again = make_sequence("again", first.token_ids[:8] + list(range(length - 8)))
         hit = kv.find(again)
         assert hit.num_tokens == 8
         assert kv.allocate(again, hit, None) is fits
-        assert kv.num_free == (4 if not fits else 0)
+        assert kv.pool.num_free == (4 if not fits else 0)
 
 
 def test_the_safety_margin_and_headroom_are_spared() -> None:
@@ -77,42 +110,42 @@ def test_blocks_leave_a_window_as_it_moves() -> None:
     kv = manager(windows=(None, 6))
     sequence = admitted(kv, "a", 24)
     full, sliding = sequence.block_tables
-    assert (len(full), len(sliding)) == (6, 6)
+    assert (len(full), len(sliding)) == (6, 5)
     kv.advance(sequence, 8)  # the query at 8 sees 3..8
     assert sliding[0] != 0
     kv.advance(sequence, 12)  # 7..12
     assert (sliding[0], sliding[1] != 0) == (0, True)
+    assert kv.grow(sequence, 24)
     kv.advance(sequence, 20)  # 15..20
     assert [index for index, block in enumerate(sliding) if block] == [3, 4, 5]
     assert 0 not in full
-    assert kv.pools[1].num_free == 19 - 3
-    assert len(kv.pools[1].cached) == 6, "freed and still findable"
+    assert kv.pool.num_free == 38 - 6 - 3
+    assert len(kv.pool.cached) == 12, "freed and still findable"
 
 
 def test_a_sliding_group_takes_only_what_one_step_can_reach() -> None:
     kv = manager(40, windows=(6,))
     sequence = admitted(kv, "a", 100)
-    assert len(sequence.block_tables[0]) == -(-(6 - 1 + 8) // 4) + 2
+    assert len(sequence.block_tables[0]) == -(-(6 - 1 + 8) // 4) + 1
 
 
 def test_a_hit_in_a_sliding_group_needs_only_the_last_blocks() -> None:
     kv = manager(windows=(None, 6))
     first = admitted(kv, "a", 25)
+    assert kv.grow(first, 25)
     kv.advance(first, 24)
     kv.free(first, in_flight=False)
-    for content in first.block_hashes[:3]:
-        block = kv.pools[1].cached[content]
-        kv.pools[1].share(block)
-        kv.pools[1].forget(block)
+    for key in kv.keys(first, 1, 0, 3):
+        block = kv.pool.cached[key]
+        kv.pool.share(block)
+        kv.pool.forget(block)
     again = make_sequence("again", first.token_ids)
     hit = kv.find(again)
     assert hit.num_tokens == 24
     kv.allocate(again, hit, None)
     assert again.block_tables[1][:3] == [0, 0, 0]
     assert all(again.block_tables[1][4:])
-    assert again.block_tables[0][:6] == [
-        kv.pools[0].cached[content] for content in first.block_hashes
-    ]
+    assert again.block_tables[0][:6] == [kv.pool.cached[content] for content in first.block_hashes]
 
 
 def test_an_identical_prompt_computes_its_last_block() -> None:
@@ -152,7 +185,7 @@ def test_a_block_is_pending_until_its_step_is_committed_or_stalls() -> None:
     kv.advance(first, 8)
     assert not kv.is_pending(awaited), "the block is filled"
     kv.free(first, in_flight=False)
-    assert not kv.is_pending((0, b"unknown")), "no block has this hash"
+    assert not kv.is_pending(b"unknown"), "no block has this hash"
 
 
 def test_a_hit_that_the_host_has_lost_is_an_error() -> None:
@@ -169,11 +202,11 @@ def test_what_a_step_in_flight_may_write_is_freed_after_it() -> None:
     kv.advance(sequence, 4)
     sequence.last_step = 7
     kv.free(sequence, in_flight=True)
-    assert kv.num_free == 17, "the committed block is free at once"
+    assert kv.pool.num_free == 17, "the committed block is free at once"
     kv.release_deferred(7)
-    assert kv.num_free == 17
+    assert kv.pool.num_free == 17
     kv.release_deferred(8)
-    assert kv.num_free == 19
+    assert kv.pool.num_free == 19
 
 
 def test_offload_and_restore_copy_what_is_visible() -> None:
@@ -182,20 +215,16 @@ def test_offload_and_restore_copy_what_is_visible() -> None:
     kv.advance(sequence, 18)
     assert kv.offload(sequence, in_flight=False)
     out = kv.tier.take_copies().swap_out
-    assert [copy.group for copy in out].count(0) == 5
-    assert [copy.group for copy in out].count(1) == 2, "the query at 18 sees 13..18"
-    for pool in kv.pools:
-        pool.forget_all()
+    assert len(out) == 5 + 2, "the query at 18 sees 13..18"
+    kv.pool.forget_all()
     assert kv.restore(sequence, None)
     copies = kv.tier.take_copies()
-    assert {(copy.group, copy.source) for copy in copies.swap_in} == {
-        (copy.group, copy.target) for copy in out
-    }
+    assert {copy.source for copy in copies.swap_in} == {copy.target for copy in out}
     assert sequence.num_committed_tokens == 18
-    assert kv.tier.pools[0].num_free == 7, "its host blocks are read by the step that is planned"
-    kv.tier.commit(copies, kv.pools)
-    assert kv.tier.pools[0].num_free == 12
-    assert not kv.pools[0].reserved
+    assert kv.tier.pool.num_free == 17, "its host blocks are read by the step that is planned"
+    kv.tier.commit(copies, kv.pool)
+    assert kv.tier.pool.num_free == 24
+    assert not kv.pool.reserved
 
 
 def test_a_reset_forgets_the_blocks_of_device_and_host() -> None:
@@ -205,7 +234,7 @@ def test_a_reset_forgets_the_blocks_of_device_and_host() -> None:
     kv.free(first, in_flight=False)
     second = admitted(kv, "b", 18)  # its blocks evict those of the first to the host
     kv.advance(second, 18)
-    device, host = kv.pools[0], kv.tier.pools[0]
+    device, host = kv.pool, kv.tier.pool
     evicted = [content for content in first.block_hashes if content in host]
     assert evicted
     assert device.cached
@@ -230,4 +259,4 @@ def test_no_host_no_offload() -> None:
     kv.advance(sequence, 18)
     assert not kv.offload(sequence, in_flight=False)
     assert len(sequence.block_tables[0]) == 5
-    assert kv.tier.pools[0].num_free == 2
+    assert kv.tier.pool.num_free == 2

@@ -13,17 +13,16 @@ from tokenmill_worker.engine.kv.offloader import Offloader, runs
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
-GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4))
+GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4, kernel_blocks=2))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def make_pool(num_blocks: tuple[int, int], device: str) -> KVCachePool:
+def make_pool(num_blocks: int, device: str) -> KVCachePool:
     """Make a pool in which every block holds its own number."""
     pool = KVCachePool.allocate(
         GROUPS, num_blocks, 4, ReferenceAttention(), torch.float32, pick_device(device)
     )
-    for tensor in pool.tensors:
-        tensor += torch.arange(len(tensor), device=device).view(-1, 1, 1, 1, 1, 1)
+    pool.blocks[:] = torch.arange(num_blocks, device=device)[:, None]
     return pool
 
 
@@ -36,22 +35,22 @@ def held(tensor: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("max_staging", [1, 1 << 20])
-def test_swaps_of_several_groups(device: str, max_staging: int) -> None:
+def test_blocks_move_whole(device: str, max_staging: int) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    pool, host = make_pool((8, 6), device), make_pool((8, 6), "cpu")
-    pinned = pick_device(device).pin(host.tensors)
+    pool, host = make_pool(8, device), make_pool(8, "cpu")
+    pinned = pick_device(device).pin([host.blocks])
     mover = Offloader(pool, host, pick_device(device).copy_stream(), max_staging)
-    swap_out = (*(BlockCopy(0, s, t) for s, t in ((5, 1), (2, 2), (7, 6))), BlockCopy(1, 4, 3))
+    swap_out = tuple(BlockCopy(*pair) for pair in ((5, 1), (2, 2), (7, 6), (4, 3)))
     mover.run(StepPlan(0, (), swap_out=swap_out))
-    mover.run(StepPlan(1, (), swap_in=(BlockCopy(0, 1, 3), BlockCopy(0, 6, 4), BlockCopy(1, 3, 5))))
+    swap_in = tuple(BlockCopy(*pair) for pair in ((1, 3), (6, 4), (3, 6)))
+    mover.run(StepPlan(1, (), swap_in=swap_in))
     mover.synchronize()
     if pinned is not None:
         pinned.close()
-    assert held(host.tensors[0]) == [0, 5, 2, 3, 4, 5, 7, 7]
-    assert held(host.tensors[1]) == [0, 1, 2, 4, 4, 5]
-    assert held(pool.tensors[0]) == [0, 1, 2, 5, 7, 5, 6, 7]
-    assert held(pool.tensors[1]) == [0, 1, 2, 3, 4, 4]
+    assert held(host.blocks) == [0, 5, 2, 4, 4, 5, 7, 7]
+    assert held(pool.blocks) == [0, 1, 2, 5, 7, 5, 4, 7]
+    assert held(pool.groups[1][12:14]) == [4, 4]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -63,54 +62,52 @@ def test_blocks_of_a_large_pool_move(device: str, dtype: torch.dtype) -> None:
     groups = (LayerGroup(tuple(range(32)), 8, 128),)
     last = 2**31 // (32 * 2 * 8 * 16 * 128) + 2
     pool, host = (
-        KVCachePool.allocate(groups, (count,), 16, ReferenceAttention(), dtype, pick_device(where))
+        KVCachePool.allocate(groups, count, 16, ReferenceAttention(), dtype, pick_device(where))
         for count, where in ((last + 1, device), (4, "cpu"))
     )
-    assert pool.tensors[0].numel() > 2**31
+    assert pool.blocks.numel() > 2**31
     near, far = 1, last
-    pool.tensors[0][near].fill_(1)
-    pool.tensors[0][far].fill_(2)
-    pinned = pick_device(device).pin(host.tensors)
+    pool.blocks[near].fill_(1)
+    pool.blocks[far].fill_(2)
+    pinned = pick_device(device).pin([host.blocks])
     mover = Offloader(pool, host, pick_device(device).copy_stream())
-    mover.run(StepPlan(0, (), swap_out=(BlockCopy(0, far, 2), BlockCopy(0, near, 3))))
-    mover.run(StepPlan(1, (), swap_in=(BlockCopy(0, 2, near), BlockCopy(0, 3, far - 1))))
+    mover.run(StepPlan(0, (), swap_out=(BlockCopy(far, 2), BlockCopy(near, 3))))
+    mover.run(StepPlan(1, (), swap_in=(BlockCopy(2, near), BlockCopy(3, far - 1))))
     mover.synchronize()
     if pinned is not None:
         pinned.close()
-    assert held(host.tensors[0].float()) == [0, 0, 2, 1]
-    assert held(
-        torch.stack([pool.tensors[0][place].float() for place in (near, far - 1, far)])
-    ) == [2, 1, 2]
+    assert held(host.blocks.float()) == [0, 0, 2, 1]
+    assert held(torch.stack([pool.blocks[place].float() for place in (near, far - 1, far)])) == [
+        2,
+        1,
+        2,
+    ]
 
 
 def test_one_step_moves_out_before_in() -> None:
-    pool, host = make_pool((4, 4), "cpu"), make_pool((4, 4), "cpu")
-    plan = StepPlan(0, (), swap_out=(BlockCopy(0, 1, 3),), swap_in=(BlockCopy(0, 3, 2),))
+    pool, host = make_pool(4, "cpu"), make_pool(4, "cpu")
+    plan = StepPlan(0, (), swap_out=(BlockCopy(1, 3),), swap_in=(BlockCopy(3, 2),))
     Offloader(pool, host).run(plan)
-    assert held(pool.tensors[0]) == [0, 1, 1, 3]
+    assert held(pool.blocks) == [0, 1, 1, 3]
 
 
 def test_blocks_of_8_bits_move_as_bytes() -> None:
     pools = [
-        KVCachePool.allocate(
-            GROUPS, (4, 4), 4, ReferenceAttention(), torch.float8_e4m3fn, CpuDevice()
-        )
+        KVCachePool.allocate(GROUPS, 4, 4, ReferenceAttention(), torch.float8_e4m3fn, CpuDevice())
         for _ in range(2)
     ]
     pool, host = pools
     for block in range(4):
-        pool.tensors[0][block].fill_(block)
-    plan = StepPlan(0, (), swap_out=(BlockCopy(0, 1, 3),), swap_in=(BlockCopy(0, 3, 2),))
+        pool.blocks[block].fill_(block)
+    plan = StepPlan(0, (), swap_out=(BlockCopy(1, 3),), swap_in=(BlockCopy(3, 2),))
     Offloader(pool, host).run(plan)
-    assert held(pool.tensors[0].float()) == [0, 1, 1, 3]
-    assert held(host.tensors[0].float()) == [0, 0, 0, 1]
+    assert held(pool.blocks.float()) == [0, 1, 1, 3]
+    assert held(host.blocks.float()) == [0, 0, 0, 1]
 
 
 def test_swaps_without_a_host_pool_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="no host pool"):
-        Offloader(make_pool((4, 4), "cpu"), None).run(
-            StepPlan(0, (), swap_out=(BlockCopy(0, 1, 0),))
-        )
+        Offloader(make_pool(4, "cpu"), None).run(StepPlan(0, (), swap_out=(BlockCopy(1, 0),)))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +124,11 @@ def test_runs_of_consecutive_blocks(ids: list[int], expected: list[tuple[int, in
 
 
 def test_large_moves_are_few_operations() -> None:
-    """One gather and one scatter per group and direction, however many blocks."""
-    pool, host = make_pool((100, 4), "cpu"), make_pool((100, 4), "cpu")
+    """One gather and one scatter per direction, however many blocks."""
+    pool, host = make_pool(100, "cpu"), make_pool(100, "cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         Offloader(pool, host).run(
-            StepPlan(0, (), swap_out=tuple(BlockCopy(0, i, 99 - i) for i in range(1, 99)))
+            StepPlan(0, (), swap_out=tuple(BlockCopy(i, 99 - i) for i in range(1, 99)))
         )
     names = [event.name for event in profile.events() or ()]
     assert names.count("aten::index_select") == 1
@@ -140,10 +137,10 @@ def test_large_moves_are_few_operations() -> None:
 
 def test_moves_are_put_in_the_hosts_order() -> None:
     """Blocks that lie side by side there travel in one copy, in whatever order they were given."""
-    pool, host = make_pool((8, 4), "cpu"), make_pool((8, 4), "cpu")
+    pool, host = make_pool(8, "cpu"), make_pool(8, "cpu")
     mover = Offloader(pool, host)
-    plan = StepPlan(0, (), swap_out=tuple(BlockCopy(0, *pair) for pair in ((5, 3), (1, 1), (7, 2))))
-    ((group, sources, targets),) = mover._parts(plan.swap_out, lambda copy: copy.target)
-    assert (group, sources, targets) == (0, [1, 7, 5], [1, 2, 3])
+    plan = StepPlan(0, (), swap_out=tuple(BlockCopy(*pair) for pair in ((5, 3), (1, 1), (7, 2))))
+    ((sources, targets),) = mover._parts(plan.swap_out, lambda copy: copy.target)
+    assert (sources, targets) == ([1, 7, 5], [1, 2, 3])
     mover.run(plan)
-    assert held(host.tensors[0])[1:4] == [1, 7, 5]
+    assert held(host.blocks)[1:4] == [1, 7, 5]

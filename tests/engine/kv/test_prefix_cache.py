@@ -1,7 +1,5 @@
 """Tests of block hashes, and of the longest hit of mixed layer groups against brute force."""
 
-from collections.abc import Callable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,33 +71,37 @@ def test_the_window_counts_the_query_itself() -> None:
     assert first_visible_block(2, 100, 4) == 0
 
 
-def brute_force(present: list[set[int]], windows: list[int | None], limit: int, size: int) -> int:
+def brute_force(
+    present: list[set[int]], windows: list[int | None], limit: int, sizes: list[int]
+) -> int:
     for end in range(limit, 0, -1):
         if all(
-            set(range(first_visible_block(end * size, window, size), end)) <= group
-            for group, window in zip(present, windows, strict=True)
+            end % size == 0
+            and set(range(first_visible_block(end, window, size), end // size)) <= group
+            for group, window, size in zip(present, windows, sizes, strict=True)
         ):
             return end
     return 0
 
 
-def lookup(group: set[int]) -> Callable[[bytes], bool]:
-    return lambda content: content[0] in group
-
-
 @given(
     groups=st.lists(
-        st.tuples(st.sets(st.integers(0, 9)), st.sampled_from([None, 1, 2, 4, 5, 9, 17])),
+        st.tuples(
+            st.sets(st.integers(0, 19)),
+            st.sampled_from([None, 1, 2, 4, 5, 9, 17]),
+            st.sampled_from([1, 2, 3]),
+        ),
         min_size=1,
         max_size=3,
     ),
-    limit=st.integers(0, 10),
-    size=st.sampled_from([1, 4]),
+    limit=st.integers(0, 20),
+    block_size=st.sampled_from([1, 4]),
 )
 def test_the_longest_hit_of_mixed_groups(
-    groups: list[tuple[set[int], int | None]], limit: int, size: int
+    groups: list[tuple[set[int], int | None, int]], limit: int, block_size: int
 ) -> None:
-    contents = [bytes([index]) for index in range(10)]
-    present, windows = [group for group, _ in groups], [window for _, window in groups]
-    found = longest_hit(contents, limit, [lookup(group) for group in present], windows, size)
-    assert found == brute_force(present, windows, limit, size)
+    present, windows = [group[0] for group in groups], [group[1] for group in groups]
+    sizes = [block_size * group[2] for group in groups]
+    keys = [[bytes((number, index)) for index in range(20)] for number in range(len(groups))]
+    found = longest_hit(limit, keys, lambda key: key[1] in present[key[0]], windows, sizes)
+    assert found == brute_force(present, windows, limit, sizes)

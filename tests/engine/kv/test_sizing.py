@@ -15,11 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.cache_config import (
+    CacheConfig,
+    LayerGroup,
+    numbers_in_block,
+    with_common_blocks,
+)
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.execution.memory import memory_shape
-from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, host_blocks, solve
+from tokenmill_worker.engine.kv.manager import KVManager
+from tokenmill_worker.engine.kv.sizing import DoesNotFitError, MemoryShape, solve
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.model.loader import load_model
 from tokenmill_worker.engine.model.paged_attention import Probe
@@ -34,54 +40,74 @@ BIG = LayerGroup((8,), 8, 32)
 
 def make_shape(*groups: LayerGroup, **changes: Any) -> MemoryShape:
     settings: dict[str, Any] = {
-        "groups": groups, "block_size": 16, "kv_bytes": 4, "activation_bytes": 4, "hidden_size": 64,
-        "intermediate_size": 128, "query_size": 64, "vocab_size": 1000, "max_num_tokens": 64,
-        "max_num_rows": 8,
-        "max_num_seqs": 8, "max_model_len": 1024,
+        "groups": with_common_blocks(groups), "block_size": 16, "kv_bytes": 4,
+        "activation_bytes": 4, "hidden_size": 64, "intermediate_size": 128, "query_size": 64,
+        "vocab_size": 1000, "max_num_tokens": 64, "max_num_rows": 8, "max_num_seqs": 8,
+        "max_model_len": 1024,
     }  # fmt: skip
     return MemoryShape(**{**settings, **changes})
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING), (SLIDING, BIG), (FULL, SLIDING, BIG)])
 @pytest.mark.parametrize("budget", [6 << 20, 9_999_999, 50 << 20, 200 << 20])
-def test_the_pools_fill_the_budget_to_the_last_block(
+def test_the_pool_fills_the_budget_to_the_last_block(
     groups: tuple[LayerGroup, ...], budget: int
 ) -> None:
     shape = make_shape(*groups)
-    counts = solve(shape, budget)
     pool = KVCachePool.allocate(
-        groups, counts, 16, ReferenceAttention(), torch.float32, CpuDevice()
+        shape.groups, solve(shape, budget), 16, ReferenceAttention(), torch.float32, CpuDevice()
     )
     left = budget - shape.fixed - pool.num_bytes
-    assert 0 <= left < min(shape.block_bytes(group) for group in groups)
+    assert 0 <= left < shape.block_bytes
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)])
-@pytest.mark.parametrize("megabytes", [6, 12, 40, 300])
-def test_every_group_holds_a_sequence_of_the_models_length(
-    groups: tuple[LayerGroup, ...], megabytes: int
+def test_the_least_pool_holds_a_sequence_of_the_models_length(
+    groups: tuple[LayerGroup, ...],
 ) -> None:
     shape = make_shape(*groups)
-    for group, count in zip(groups, solve(shape, megabytes << 20), strict=True):
-        assert count - 1 >= shape.blocks_for(group, shape.max_model_len)
+    least = shape.fixed + shape.pool_bytes_for(shape.max_model_len)
+    cache = CacheConfig(16, shape.groups, solve(shape, least))
+    kv = KVManager(cache, model_key="m", max_chunk=shape.max_num_tokens, safety_margin=0.0)
+    assert kv.max_tokens_alone(shape.max_model_len) == shape.max_model_len
+    with pytest.raises(DoesNotFitError):
+        solve(shape, least - 1)
 
 
-def test_a_sliding_group_gets_only_what_its_window_needs() -> None:
-    full, sliding = solve(
-        make_shape(FULL, SLIDING, max_model_len=16_384, max_num_seqs=4), 200 << 20
-    )
-    assert sliding < full / 4
+def test_a_sliding_group_needs_only_what_a_step_attends_to() -> None:
+    shape = make_shape(FULL, SLIDING, max_model_len=16_384)
+    full, sliding = shape.groups
+    size = 16 * full.kernel_blocks
+    in_reach = -(-(100 - 1 + 64) // (16 * sliding.kernel_blocks)) + 1
+    assert shape.blocks_for(16_384) == -(-16_384 // size) + in_reach
 
 
-def test_groups_that_short_sequences_use_alike_get_alike() -> None:
-    """Both groups get the same memory if no sequence can grow past its window in it."""
-    full, sliding = solve(make_shape(FULL, SLIDING, max_num_seqs=256), 24 << 20)
-    assert abs(full - sliding) <= 0.1 * full
+@pytest.mark.parametrize(
+    ("layers", "counts"),
+    [
+        ((12, 12), (1, 1)),  # gpt-oss-20b
+        ((5, 1), (1, 5)),
+        ((22, 4), (1, 6)),  # Gemma 3 1B
+        ((29, 5), (1, 6)),  # Gemma 3 4B
+        ((52, 10), (1, 5)),  # Gemma 3 27B
+        ((3, 2), (2, 3)),
+        ((1, 1, 7), (7, 7, 1)),
+    ],
+)
+def test_blocks_of_all_groups_have_nearly_the_same_bytes(
+    layers: tuple[int, ...], counts: tuple[int, ...]
+) -> None:
+    groups = with_common_blocks([LayerGroup(tuple(range(count)), 4, 64) for count in layers])
+    assert tuple(group.kernel_blocks for group in groups) == counts
+    block = numbers_in_block(groups, 16)
+    for group in groups:
+        assert block % group.kernel_blocks == 0
+        assert 7 / 8 * block <= 16 * group.kernel_blocks * group.token_size <= block
 
 
 def test_too_little_memory_names_what_would_fit() -> None:
     shape = make_shape(FULL)
-    one_block = shape.block_bytes(FULL)
+    one_block = shape.block_bytes
     with pytest.raises(DoesNotFitError) as caught:
         solve(shape, shape.fixed + 11 * one_block)
     assert caught.value.longest == 160  # ten blocks beside the reserved one
@@ -104,7 +130,7 @@ def test_a_cached_token_takes_the_bytes_that_the_articles_count(
 ) -> None:
     group = LayerGroup(tuple(range(num_layers)), num_kv_heads, 128)
     shape = make_shape(group, block_size=1, kv_bytes=2)
-    assert shape.sequence_bytes(length) == num_bytes
+    assert shape.blocks_for(length) * shape.block_bytes == num_bytes
 
 
 def test_steps_ahead_take_a_second_set_of_inputs_and_logits_and_no_more(llama: Path) -> None:
@@ -119,17 +145,7 @@ def test_steps_ahead_take_a_second_set_of_inputs_and_logits_and_no_more(llama: P
 
 def test_a_cap_bounds_the_pools_alone() -> None:
     shape = make_shape(FULL)
-    assert solve(shape, 1 << 30, 4 << 20) == (int((4 << 20) // shape.block_bytes(FULL)),)
-
-
-def test_the_host_pool_is_shared_in_proportion() -> None:
-    shape = make_shape(FULL, SLIDING)
-    host = host_blocks(shape, (100, 50), 1 << 20)
-    used = sum(
-        shape.block_bytes(group) * count for group, count in zip((FULL, SLIDING), host, strict=True)
-    )
-    assert used <= 1 << 20
-    assert host[0] in (2 * host[1], 2 * host[1] + 1)
+    assert solve(shape, 1 << 30, 4 << 20) == (4 << 20) // shape.block_bytes
 
 
 class PeakMemory(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""A cache pool takes the machine's memory when it is touched."""
+"""The pool's memory: when it is taken, and who sees which part of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup, with_common_blocks
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 
@@ -24,11 +24,30 @@ def resident_bytes() -> int:
 def test_a_pool_takes_its_memory_when_it_is_touched() -> None:
     group = LayerGroup(layers=(0, 1), num_kv_heads=4, head_dim=64, window=None)
     before = resident_bytes()
-    pool = KVCachePool.allocate(
-        [group], [4096], 16, ReferenceAttention(), torch.float32, CpuDevice()
-    )
+    pool = KVCachePool.allocate([group], 4096, 16, ReferenceAttention(), torch.float32, CpuDevice())
     assert pool.num_bytes == 256 * MIB
     assert resident_bytes() - before < 32 * MIB
     pool.touch()
     assert resident_bytes() - before > 240 * MIB
-    assert not pool.tensors[0].any()
+    assert not pool.blocks.any()
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_the_groups_share_the_memory_block_by_block(block_size: int) -> None:
+    """A group writes to its kernel blocks of some blocks, and other blocks stay as they were."""
+    groups = with_common_blocks(
+        [LayerGroup(tuple(range(11)), 2, 8, window=9), LayerGroup((11, 12), 2, 8)]
+    )
+    pool = KVCachePool.allocate(
+        groups, 6, block_size, ReferenceAttention(), torch.bfloat16, CpuDevice()
+    )
+    pool.touch()
+    assert [len(group) for group in pool.groups] == [6, 36]
+    pool.groups[1][12:18] = 1  # the kernel blocks of block 2
+    assert [bool(block.any()) for block in pool.blocks] == [False, False, True] + [False] * 3
+    assert pool.blocks[2].count_nonzero() == 6 * block_size * groups[1].token_size
+    for index in range(11):
+        pool.layer(0, index)[4] = 2
+    assert pool.blocks[4].count_nonzero() == block_size * groups[0].token_size
+    for layer in (*(pool.layer(0, i) for i in range(11)), *(pool.layer(1, i) for i in range(2))):
+        assert layer.stride(0) * layer.element_size() % 128 == 0

@@ -95,16 +95,16 @@ class FakeDevice:
     fails: Callable[[StepPlan], bool] = lambda plan: False
     computed: int = 0
     steps: int = 0
-    _device: list[list[Block]] = field(default_factory=list)
-    _host: list[list[Block]] = field(default_factory=list)
+    _device: list[Block] = field(default_factory=list)
+    _host: list[Block] = field(default_factory=list)
     _sampled: dict[tuple[Sequence, int], int] = field(
         default_factory=dict
     )  # ids that the host may not know yet
 
     def __post_init__(self) -> None:
-        size = self.cache.block_size
-        self._device = [[[None] * size for _ in range(count)] for count in self.cache.num_blocks]
-        self._host = [[[None] * size for _ in range(count)] for count in self.cache.num_host_blocks]
+        size = max(self.cache.block_sizes)
+        self._device = [[None] * size for _ in range(self.cache.num_blocks)]
+        self._host = [[None] * size for _ in range(self.cache.num_host_blocks)]
 
     def execute(self, plan: StepPlan) -> StepOutput:
         if self.fails(plan):
@@ -128,25 +128,23 @@ class FakeDevice:
         """Overwrite with garbage all that a failing step was to write."""
         for copies, pools in ((plan.swap_out, self._host), (plan.swap_in, self._device)):
             for copy in copies:
-                pools[copy.group][copy.target] = [b"garbage"] * self.cache.block_size
+                pools[copy.target] = [b"garbage"] * len(pools[copy.target])
         for item in plan.scheduled:
             for group, table in enumerate(item.sequence.block_tables):
                 for position in range(item.start, item.start + item.num_tokens):
                     self._write(group, table, position, b"garbage")
 
-    def _copy(
-        self, copies: list[BlockCopy], sources: list[list[Block]], targets: list[list[Block]]
-    ) -> None:
+    def _copy(self, copies: list[BlockCopy], sources: list[Block], targets: list[Block]) -> None:
         """Copy block by block in the host's order: the smallest parts that are possible."""
-        seen = {(copy.group, copy.target) for copy in copies}
+        seen = {copy.target for copy in copies}
         if len(seen) < len(copies):
             raise WrongContentError("two copies of one step have the same target")
         for copy in copies:
-            targets[copy.group][copy.target] = list(sources[copy.group][copy.source])
+            targets[copy.target] = list(sources[copy.source])
 
     def _write(self, group: int, table: list[int], position: int, content: bytes) -> None:
-        size = self.cache.block_size
-        self._device[group][table[position // size]][position % size] = content
+        size = self.cache.block_sizes[group]
+        self._device[table[position // size]][position % size] = bytes((group,)) + content
 
     def _run(
         self, item: ScheduledSequence, index: int, scores: dict[int, tuple[TokenLogprob, ...]]
@@ -184,14 +182,11 @@ class FakeDevice:
         self, group: int, table: list[int], item: ScheduledSequence, states: list[bytes]
     ) -> None:
         sequence = item.sequence
-        window, size = self.cache.groups[group].window, self.cache.block_size
+        window, size = self.cache.groups[group].window, self.cache.block_sizes[group]
         first = 0 if window is None else max(0, item.start - window + 1)
         for position in range(first, item.start):
-            block = table[position // size]
-            if (
-                block == NULL_BLOCK
-                or self._device[group][block][position % size] != states[position]
-            ):
+            block, own = table[position // size], bytes((group,)) + states[position]
+            if block == NULL_BLOCK or self._device[block][position % size] != own:
                 name = f"{sequence.request_id}/{sequence.choice}"
                 raise WrongContentError(
                     f"{name}: position {position} of group {group} in block {block} is not its own"
@@ -213,16 +208,14 @@ class FakeDevice:
         return tokens
 
     def _must_not_overlap(self, plan: StepPlan) -> None:
-        """No two sequences of a step write into one block."""
-        written: dict[tuple[int, int], Sequence] = {}
-        size = self.cache.block_size
+        """No two sequences or groups of a step write into one block."""
+        written: dict[int, tuple[Sequence, int]] = {}
         for item in plan.scheduled:
             for group, table in enumerate(item.sequence.block_tables):
+                size = self.cache.block_sizes[group]
                 for index in range(
                     item.start // size, (item.start + item.num_tokens - 1) // size + 1
                 ):
-                    owner = written.setdefault((group, table[index]), item.sequence)
-                    if owner is not item.sequence:
-                        raise WrongContentError(
-                            f"block {table[index]} is written by two sequences of one step"
-                        )
+                    writer = item.sequence, group
+                    if table[index] and written.setdefault(table[index], writer) != writer:
+                        raise WrongContentError(f"block {table[index]} is written twice")

@@ -34,9 +34,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     sequences = list(state.entries)
     for sequence in sequences:
         _check_sequence(state.kv, sequence)
-    for group in range(len(state.kv.pools)):
-        _check_pool(state.kv, group, sequences)
-        _check_host(state, group, sequences)
+    _check_pool(state.kv, sequences)
+    _check_host(state, sequences)
 
 
 def free_blocks(pool: BlockPool) -> list[int]:
@@ -128,63 +127,56 @@ def _check_sequence(kv: KVManager, s: Sequence) -> None:
         )
         return
     _require(not s.host_tables, f"{name}: runs and holds host blocks")
-    needed = -(-s.num_computed_tokens // kv.block_size)
-    for group, table in enumerate(s.block_tables):
+    for group, (table, size) in enumerate(zip(s.block_tables, kv.block_sizes, strict=True)):
+        needed = -(-s.num_computed_tokens // size)
         _require(len(table) >= needed, f"{name}: table of group {group} is too short")
         first = kv.first_visible(group, s.num_committed_tokens)
         _require(all(table[first:]), f"{name}: a visible block of group {group} is gone")
         _require(not any(table[:first]), f"{name}: group {group} keeps blocks that left its window")
+    tables = zip(s.block_tables, kv.block_sizes, strict=True)
     _require(
-        s.num_slots == min(map(len, s.block_tables)) * kv.block_size, f"{name}: num_slots is off"
+        s.num_slots == min(len(table) * size for table, size in tables), f"{name}: num_slots is off"
     )
 
 
-def _check_pool(kv: KVManager, group: int, sequences: list[Sequence]) -> None:
-    pool = kv.pools[group]
+def _check_pool(kv: KVManager, sequences: list[Sequence]) -> None:
+    pool = kv.pool
     holders: Counter[int] = Counter()
+    groups: dict[int, int] = {}  # block → the group that holds it
     for sequence in sequences:
-        if sequence.block_tables:
-            holders.update(block for block in sequence.block_tables[group] if block)
-    holders.update(block for _, of, block in kv._deferred if of == group)
+        for group, table in enumerate(sequence.block_tables):
+            held = [block for block in table if block]
+            holders.update(held)
+            _require(
+                all(groups.setdefault(block, group) == group for block in held),
+                "a block is held by two groups",
+            )
+    holders.update(block for _, block in kv._deferred)
     free = free_blocks(pool)
-    _require(
-        len(free) == pool.num_free == len(set(free)),
-        f"group {group}: the free list and its count differ",
-    )
-    _require(0 not in free and 0 not in holders, f"group {group}: block 0 is in use")
+    _require(len(free) == pool.num_free == len(set(free)), "the free list and its count differ")
+    _require(0 not in free and 0 not in holders, "block 0 is in use")
     for block in range(1, pool.num_blocks):
-        _require(
-            pool.refs[block] == holders[block],
-            f"group {group}: block {block} has a wrong reference count",
-        )
+        _require(pool.refs[block] == holders[block], f"block {block} has a wrong reference count")
     _require(
-        set(free) == {b for b in range(1, pool.num_blocks) if not pool.refs[b]},
-        f"group {group}: blocks are lost",
+        set(free) == {b for b in range(1, pool.num_blocks) if not pool.refs[b]}, "blocks are lost"
     )
     hashed = {content: block for block, content in enumerate(pool.hashes) if content is not None}
-    _require(hashed == pool.cached, f"group {group}: hashes and cache differ")
+    _require(hashed == pool.cached, "hashes and cache differ")
     _require(
         pool.num_free_cached == sum(1 for b in free if pool.hashes[b] is not None),
-        f"group {group}: findable is off",
+        "findable is off",
     )
     for block, owner in pool.reserved.items():
+        _require(pool.refs[block] == 1, f"the reserved block {block} is shared or free")
         _require(
-            pool.refs[block] == 1, f"group {group}: the reserved block {block} is shared or free"
+            any(block in table for table in owner.block_tables),
+            f"the reserved block {block} outlives its owner",
         )
-        held = owner.block_tables[group] if owner.block_tables else []
-        _require(block in held, f"group {group}: the reserved block {block} outlives its owner")
 
 
-def _check_host(state: SchedulerState, group: int, sequences: list[Sequence]) -> None:
-    host = state.kv.tier.pools[group]
+def _check_host(state: SchedulerState, sequences: list[Sequence]) -> None:
+    host = state.kv.tier.pool
     check_host_pool(host)
-    held = [
-        block for s in sequences if s.host_tables for block in s.host_tables[group] if block >= 0
-    ]
-    held += [
-        block
-        for copies in state.in_flight.values()
-        for of, block in copies.host_sources
-        if of == group
-    ]
-    _require(sorted(held) == held_blocks(host), f"group {group}: host blocks are lost")
+    held = [block for s in sequences for table in s.host_tables for block in table if block >= 0]
+    held += [block for copies in state.in_flight.values() for block in copies.host_sources]
+    _require(sorted(held) == held_blocks(host), "host blocks are lost")

@@ -45,11 +45,14 @@ def make_cache(
     windows: tuple[int | None, ...] = (None,),
     num_host_blocks: int = 0,
     prefix_cache: bool = True,
+    kernel_blocks: tuple[int, ...] = (1, 1, 1),
 ) -> CacheConfig:
-    groups = tuple(LayerGroup((index,), 1, 1, window) for index, window in enumerate(windows))
+    """Make a cache with a group for each window, and that many blocks for each group."""
+    kinds = enumerate(zip(windows, kernel_blocks, strict=False))
+    groups = tuple(LayerGroup((index,), 1, 1, *kind) for index, kind in kinds)
     count = len(groups)
     return CacheConfig(
-        block_size, groups, (num_blocks,) * count, (num_host_blocks,) * count, prefix_cache
+        block_size, groups, 1 + count * (num_blocks - 1), count * num_host_blocks, prefix_cache
     )
 
 

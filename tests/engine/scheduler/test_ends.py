@@ -105,7 +105,7 @@ def test_cancelling_frees_every_block_in_every_state(
     loop.run()
     loop.assert_truth()
     assert loop.scheduler.snapshot().blocks_free == 8
-    assert not held_blocks(loop.scheduler.kv.tier.pools[0])
+    assert not held_blocks(loop.scheduler.kv.tier.pool)
 
 
 def test_one_choice_can_be_cancelled() -> None:

@@ -283,7 +283,7 @@ def test_a_failed_step_leaves_nothing_registered() -> None:
     loop = Loop.build()
     loop.scheduler.add([long_one("a", 1, 20, 4)])
     plan = loop.scheduler.plan()
-    pool = loop.scheduler.kv.pools[0]
+    pool = loop.scheduler.kv.pool
     assert len(pool.cached) == len(pool.reserved) == 5
     loop.scheduler.abandon(plan)
     assert (pool.cached, pool.reserved) == ({}, {})

@@ -46,6 +46,7 @@ worlds = st.fixed_dictionaries(
             st.just((None,)),
             st.lists(st.one_of(st.none(), st.integers(2, 9)), min_size=1, max_size=3).map(tuple),
         ),
+        "kernel_blocks": st.sampled_from([(1, 1, 1), (1, 1, 1), (1, 3, 2), (2, 1, 5)]),
         "num_host_blocks": st.sampled_from([0, 0, 3, 12]),
         "prefix_cache": st.sampled_from([True, True, True, False]),
         "is_async": st.booleans(),
@@ -90,7 +91,7 @@ class Schedules(RuleBasedStateMachine):
                 "bulk_slowdown": None,
             }  # fmt: skip
         names = ("num_blocks", "block_size", "windows", "num_host_blocks", "prefix_cache")
-        cache = make_cache(**{name: world.pop(name) for name in names})
+        cache = make_cache(**{name: world.pop(name) for name in (*names, "kernel_blocks")})
         proposer = oracle_proposer if world.pop("drafts") else None
         self.loop = Loop.build(cache, proposer=proposer, ageing_s=5.0, **world)
         self.loop.device.fails = self.fails
@@ -194,7 +195,7 @@ class Schedules(RuleBasedStateMachine):
         free = self.loop.scheduler.snapshot()
         assert free.blocks_free == free.blocks_total
         assert free.num_running == free.num_waiting == free.num_offloaded == 0
-        assert all(not held_blocks(host) for host in self.loop.scheduler.kv.tier.pools)
+        assert not held_blocks(self.loop.scheduler.kv.tier.pool)
         self.loop.runner.release(self.loop.scheduler.take_released())
         assert not self.loop.runner.known, "the runner keeps rows of sequences that have ended"
 

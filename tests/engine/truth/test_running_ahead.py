@@ -71,18 +71,19 @@ def run(engine, made):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_blocks", [96, 11])
-def test_running_ahead_changes_no_token(folder, seed, num_blocks):
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_running_ahead_changes_no_token(folder, seed, is_tight):
     made = requests(seed)
     plain = run(engine_of(folder), made)
-    ahead = engine_of(folder, async_batching=True, num_blocks=num_blocks)
+    tight = 9 if "gemma3" in folder.name else 11  # little more than the longest request needs
+    ahead = engine_of(folder, async_batching=True, num_blocks=tight if is_tight else 96)
     assert ahead.runner.info.is_asynchronous
     received = run(ahead, made)
     assert received == plain
     assert all(len(reasons) == 1 for _, reasons in received.values())
     stats = ahead.stats()
     assert stats.blocks_free == stats.blocks_total
-    if num_blocks == 11:
+    if is_tight:
         assert stats.preemptions > 0  # otherwise the small pool tested nothing
 
 

@@ -29,6 +29,7 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _SLIDING_BY_TURNS = ["sliding_attention", "full_attention"] * 2
+_MOSTLY_SLIDING = ["sliding_attention", "full_attention", *["sliding_attention"] * 2]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ FAMILIES = {
         num_groups=2,
     ),
     "gemma3": Family(
-        _config("Gemma3TextConfig", head_dim=16, sliding_window=10, layer_types=_SLIDING_BY_TURNS),
+        _config("Gemma3TextConfig", head_dim=16, sliding_window=10, layer_types=_MOSTLY_SLIDING),
         num_groups=2,
     ),
     "gpt2": Family(_gpt2),

@@ -1,33 +1,100 @@
-"""Describes the KV cache as it is resolved for one model: its layer groups and their blocks."""
+"""Describes the KV cache as it is resolved for one model: its layer groups and their blocks.
+
+All groups take blocks from one pool, so a block has the same bytes whichever group holds it. A
+group whose layers need fewer bytes per token keeps more tokens in a block. The attention kernels
+read *kernel blocks* of `block_size` tokens, which are the parts of a block:
+
+    5 sliding layers   │ 16 tokens of 5 layers                                     │
+    1 full layer       │ 16 tokens │ 16 tokens │ 16 tokens │ 16 tokens │ 16 tokens │
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from math import lcm
+
+_ALIGNMENT = 64  # numbers: kernels load up to 64 bytes at once
+_MOST_KERNEL_BLOCKS = 4  # of the largest group in one block
+_ACCEPTED_WASTE = 1 / 8  # of a block
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers with the same KV shape that share block ids.
 
-    `window` is in tokens; None: full attention.
+    `window` is in tokens; None: full attention. `kernel_blocks` is the number of kernel blocks in
+    one block of the pool.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    kernel_blocks: int = 1
+
+    @property
+    def token_size(self) -> int:
+        """The numbers cached per token: keys and values of all layers."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The resolved shape of the KV cache, as the bookkeeping needs it.
 
-    `num_blocks[g]` counts the blocks of group g, the reserved block 0 included.
-    `num_host_blocks[g]` counts those of the host pool (0: no offload).
+    `block_size` is that of a kernel block, in tokens. `num_blocks` counts the blocks of the pool,
+    the reserved block 0 included, `num_host_blocks` those of the host pool (0: no offload).
     """
 
     block_size: int
     groups: tuple[LayerGroup, ...]
-    num_blocks: tuple[int, ...]
-    num_host_blocks: tuple[int, ...]
+    num_blocks: int
+    num_host_blocks: int = 0
     prefix_cache: bool = True
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens in one block, by group."""
+        return [self.block_size * group.kernel_blocks for group in self.groups]
+
+
+def with_common_blocks(groups: Seq[LayerGroup]) -> tuple[LayerGroup, ...]:
+    """Return the groups with as many kernel blocks in a block as make their bytes nearly equal.
+
+    The largest group gets the fewest, up to 4, with which no other one leaves more than an eighth
+    of a block empty; if there is no such number, that which wastes the least.
+    """
+    sizes = [group.token_size for group in groups]
+    found: list[tuple[float, list[int]]] = []
+    for count in range(1, _MOST_KERNEL_BLOCKS + 1):
+        counts = [max(1, round(count * max(sizes) / size)) for size in sizes]
+        filled = [number * size for number, size in zip(counts, sizes, strict=True)]
+        found.append((1 - min(filled) / max(filled), counts))
+        if found[-1][0] <= _ACCEPTED_WASTE:
+            break
+    _, counts = min(found[-1:] if found[-1][0] <= _ACCEPTED_WASTE else found)
+    return tuple(
+        replace(group, kernel_blocks=count) for group, count in zip(groups, counts, strict=True)
+    )
+
+
+def numbers_in_block(groups: Seq[LayerGroup], block_size: int) -> int:
+    """Return the numbers that one block holds, whichever group takes it.
+
+    A block of several groups is rounded up, so that its kernel blocks have equal, aligned sizes.
+    """
+    largest = max(group.kernel_blocks * block_size * group.token_size for group in groups)
+    if len(groups) == 1:
+        return largest
+    unit = _ALIGNMENT * lcm(*(group.kernel_blocks for group in groups))
+    return -(-largest // unit) * unit
+
+
+def most_blocks(window: int | None, chunk: int, block_size: int, num_tokens: int) -> int:
+    """Return the most blocks that a group ever needs for one sequence of `num_tokens`.
+
+    In a sliding group these are the blocks that `chunk` tokens, computed in one step, attend to.
+    """
+    whole = -(-num_tokens // block_size)
+    return whole if window is None else min(whole, -(-(window - 1 + chunk) // block_size) + 1)

@@ -48,8 +48,8 @@ class EngineConfig:
 
     0 or None means "decide at start" where the type allows it. `model` is a directory, a `.gguf`
     file, a hub name, or one of the built-in names "smollm2-135m-instruct" and "gemma3-270m".
-    `num_blocks` sets the blocks of every layer group; None sizes the pools from
-    `max_memory_percent` of the free memory.
+    `num_blocks` sets the blocks of the pool; None sizes it from `max_memory_percent` of the free
+    memory.
     """
 
     model: str = field(

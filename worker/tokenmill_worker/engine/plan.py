@@ -15,9 +15,8 @@ MAX_SCORED: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one block of one layer group, from device to host or from host to device."""
+    """Copy one block, from device to host or from host to device."""
 
-    group: int
     source: int
     target: int
 

@@ -3,10 +3,10 @@
 A backend sees packed queries, block tables and slots; it sees no requests and no scheduling. For
 every ragged mix of prefill chunks and decodes its result must equal that of the reference backend.
 
-The pool of one layer group is one tensor `[num_blocks, num_layers, 2, *block_shape]`. A block is
-thus contiguous over all its layers, and offloading it is one gather. `block_shape` is the backend's
-choice, e.g. `(block_size, num_kv_heads, head_dim)`. The view of one layer is `pool[:, layer]`:
-`[num_blocks, 2, *block_shape]`.
+A layer group sees the pool as `[num_blocks, num_layers, 2, *block_shape]`: a block has all its
+layers side by side. `block_shape` is the backend's choice, e.g.
+`(block_size, num_kv_heads, head_dim)`. The view of one layer is `[num_blocks, 2, *block_shape]`,
+whose blocks need not be adjacent. A *block* here is a kernel block of `cache_config`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Reuses the inputs of a decode for the next one: same sequences, one token further.
 
 Most steps are of this kind. Their tensors are reused and incremented; block tables are rebuilt only
-when a sequence gets a new block. Tensors are overwritten in place, so the device must have read a
-step's inputs before the next ones are made. That holds on the CPU.
+when a token is the first of a block. Tensors are overwritten in place, so the device must have read
+a step's inputs before the next ones are made. That holds on the CPU.
+
+Assumption: while a sequence has the same `epoch`, the block that it writes to stays the same.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ class DecodeInputs:
         self._slots: list[npt.NDArray[np.int64]] = [one.slot_mapping.numpy() for one in metadata]
         self._ends: npt.NDArray[np.int32] = metadata[0].seq_lens.numpy()  # shared by all groups
         self._metadata = metadata
-        self._blocks = self._blocks_now()
 
     def advance(
         self, items: Seq[ScheduledSequence], block_tables: BlockTables
@@ -69,11 +70,10 @@ class DecodeInputs:
     def _count_up(
         self, items: Seq[ScheduledSequence], block_tables: BlockTables
     ) -> tuple[AttentionMetadata, ...]:
-        blocks, lens = self._blocks_now(), tuple(self._ends.tolist())
+        lens = tuple(self._ends.tolist())
         longest = max(lens)
-        found = None
-        if blocks != self._blocks:
-            self._blocks, found = blocks, block_tables(items, longest)
+        indices, offsets = np.divmod(self._positions, self._size)
+        found = None if offsets.all() else block_tables(items, longest)
         self._metadata = tuple(
             replace(
                 one,
@@ -87,19 +87,9 @@ class DecodeInputs:
             for slots in self._slots:
                 slots += 1
         else:
-            for slots, mine in zip(self._slots, blocks, strict=True):
-                slots[:] = mine
+            rows = np.arange(len(items))
+            for slots, table in zip(self._slots, found, strict=True):
+                slots[:] = table.numpy()[rows, indices]
                 slots *= self._size
-                slots += self._positions % self._size
+                slots += offsets
         return self._metadata
-
-    def _blocks_now(self) -> list[list[int]]:
-        """Return, by layer group, the block that each sequence's token is written to."""
-        places = (self._positions // self._size).tolist()
-        return [
-            [
-                sequence.block_tables[group][place]
-                for sequence, place in zip(self._sequences, places, strict=True)
-            ]
-            for group in range(len(self._metadata))
-        ]

@@ -94,15 +94,15 @@ def build_runner(
         cache_config = ranks.smallest_common_cache(cache_config)
     config = config.replace(attention=backend.name, max_model_len=length)
 
-    def allocate(num_blocks: tuple[int, ...], where: Device) -> KVCachePool:
+    def allocate(num_blocks: int, where: Device) -> KVCachePool:
         groups, size = loaded.groups, config.block_size
         return KVCachePool.allocate(groups, num_blocks, size, backend, dtype, where)
 
     pool = allocate(cache_config.num_blocks, device)
     if device.uses_host_memory and pool.num_bytes <= device.free_memory() // 2:
         pool.touch()  # if memory is scarce, blocks are allocated at first use
-    has_host_pool = any(cache_config.num_host_blocks)
-    host_pool = allocate(cache_config.num_host_blocks, CpuDevice()) if has_host_pool else None
+    num_host_blocks = cache_config.num_host_blocks
+    host_pool = allocate(num_host_blocks, CpuDevice()) if num_host_blocks else None
     grammars = _grammar_compiler(loaded, config)
     report(f"loading {config.model}", 1.0)
     info = RunnerInfo(
@@ -191,7 +191,7 @@ def _grammar_compiler(loaded: LoadedModel, config: EngineConfig) -> GrammarCompi
 
 
 def _description(config: EngineConfig, cache_config: CacheConfig, pool: KVCachePool) -> str:
-    blocks = " + ".join(str(count) for count in cache_config.num_blocks)
+    blocks = cache_config.num_blocks
     return (
         f"{config.model} on {config.device}, {config.dtype}, attention {config.attention}, "
         f"{blocks} blocks of {config.block_size} tokens ({pool.num_bytes / 2**30:.2f} GiB)"

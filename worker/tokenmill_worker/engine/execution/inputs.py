@@ -63,12 +63,15 @@ class InputBuilder:
         self._cache = cache
         self._upload = device.upload
         self._repeated_inputs = device.repeated_inputs
-        self._width = -(-max_model_len // cache.block_size) + 1
         self._rows: dict[Sequence, int] = {}
         self._free: list[int] = []
         self._epochs: list[int] = []
         self._filled: list[list[int]] = [[] for _ in cache.groups]  # up-to-date entries of each row
-        self._tables = [np.zeros((0, self._width), np.int32) for _ in cache.groups]
+        # the kernel blocks of each row's blocks: [rows, blocks, kernel blocks of a block]
+        self._tables = [
+            np.zeros((0, -(-max_model_len // size) + 1, group.kernel_blocks), np.int32)
+            for group, size in zip(cache.groups, cache.block_sizes, strict=True)
+        ]
         self._last: RepeatedInputs | None = None  # the previous step, if it was a decode
         self._grow(num_rows)
 
@@ -89,7 +92,10 @@ class InputBuilder:
         token_ids, missing = self._token_ids(items, layout.query_start, previous)
         blocks, offsets = np.divmod(layout.positions, size)
         owners = rows if layout.owner is None else rows[layout.owner]
-        slots = [table[owners, blocks].astype(np.int64) * size + offsets for table in self._tables]
+        slots = [
+            table[owners, blocks].astype(np.int64) * size + offsets
+            for table in self._kernel_tables()
+        ]
         longs = self._upload([token_ids, layout.positions, layout.rows, *slots, *missing], np.int64)
         max_seq_len = int(layout.ends.max())
         tables = self._cut(rows, max_seq_len)
@@ -159,13 +165,18 @@ class InputBuilder:
     def _cut(self, rows: Ints, max_seq_len: int) -> list[npt.NDArray[np.int32]]:
         """Return the rows' block tables by group, as wide as the longest sequence needs."""
         num_blocks = -(-max_seq_len // self._cache.block_size)
-        return [table[rows, :num_blocks] for table in self._tables]
+        return [table[rows, :num_blocks] for table in self._kernel_tables()]
+
+    def _kernel_tables(self) -> list[npt.NDArray[np.int32]]:
+        """View the block tables as tables of kernel blocks, one row each."""
+        return [table.reshape(len(table), -1) for table in self._tables]
 
     def _update_rows(self, items: Seq[ScheduledSequence]) -> Ints:
         """Bring the block tables of the sequences' rows up to date; return the rows."""
         rows = [self._row(item.sequence) for item in items]
-        size, width = self._cache.block_size, self._width
+        sizes = self._cache.block_sizes
         for group, (table, filled) in enumerate(zip(self._tables, self._filled, strict=True)):
+            size = sizes[group]
             changed: list[int] = []  # rows with one new entry, in most steps all: written at once
             indices: list[int] = []
             blocks: list[int] = []
@@ -173,7 +184,7 @@ class InputBuilder:
                 entries = item.sequence.block_tables[group]
                 end = len(entries)
                 start = min(filled[row], item.start // size)
-                if end > width:
+                if end > table.shape[1]:
                     raise RuntimeError(
                         f"{item.sequence.request_id} holds more blocks "
                         "than the model's length needs"
@@ -183,9 +194,9 @@ class InputBuilder:
                     indices.append(start)
                     blocks.append(entries[start])
                 else:
-                    table[row, start:end] = entries[start:]
+                    table[row, start:end] = _kernel_blocks(entries[start:], table.shape[2])
                 filled[row] = end
-            table[changed, indices] = blocks
+            table[changed, indices] = _kernel_blocks(blocks, table.shape[2])
         return np.array(rows, np.int64)
 
     def _row(self, sequence: Sequence) -> int:
@@ -208,8 +219,14 @@ class InputBuilder:
         for filled in self._filled:
             filled.extend([0] * count)
         self._tables = [
-            np.concatenate([t, np.zeros((count, self._width), np.int32)]) for t in self._tables
+            np.concatenate([table, np.zeros((count, *table.shape[1:]), np.int32)])
+            for table in self._tables
         ]
+
+
+def _kernel_blocks(blocks: list[int], count: int) -> npt.NDArray[np.int32]:
+    """Return the `count` kernel blocks of each block: `[blocks, count]`."""
+    return np.array(blocks, np.int32)[:, None] * count + np.arange(count, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)

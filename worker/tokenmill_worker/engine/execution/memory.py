@@ -19,8 +19,6 @@ from tokenmill_worker.engine.device import Device
 from tokenmill_worker.engine.kv.sizing import (
     DoesNotFitError,
     MemoryShape,
-    host_blocks,
-    pool_bytes,
     solve,
 )
 from tokenmill_worker.engine.machine import available_memory
@@ -55,7 +53,7 @@ def size_cache(
     length = loaded.max_model_len
     shape = memory_shape(loaded, config, backend, kv_dtype, length)
     if config.num_blocks is not None:
-        num_blocks: tuple[int, ...] = (config.num_blocks,) * len(loaded.groups)
+        num_blocks = config.num_blocks
     else:
         budget = int(config.max_memory_percent * loaded.device.free_memory())
         budget -= _measured_surplus(loaded, shape)
@@ -69,7 +67,7 @@ def size_cache(
                 ) from error
             length = error.longest
             num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
-    num_host = (0,) * len(num_blocks)
+    num_host = 0
     if config.cpu_offload_gib:
         num_host = _host_pool(config.cpu_offload_gib, shape, num_blocks, loaded.device)
     return CacheConfig(
@@ -153,8 +151,7 @@ def _pool_cap(config: EngineConfig, device: Device, shape: MemoryShape) -> int |
     if config.max_memory_gib is not None:
         return int(config.max_memory_gib * GIB)
     if device.uses_host_memory:
-        reserved = sum(shape.block_bytes(group) for group in shape.groups)
-        return max(CPU_POOL_BYTES, shape.sequence_bytes(shape.max_model_len) + reserved)
+        return max(CPU_POOL_BYTES, shape.pool_bytes_for(shape.max_model_len))
     return None
 
 
@@ -177,20 +174,20 @@ def _measured_surplus(loaded: LoadedModel, shape: MemoryShape) -> int:
 
 
 def _host_pool(
-    gib: float | Literal["auto"], shape: MemoryShape, num_blocks: tuple[int, ...], device: Device
-) -> tuple[int, ...]:
-    """Return the host pool's blocks per group; raises EngineConfigError if they are too many."""
+    gib: float | Literal["auto"], shape: MemoryShape, num_blocks: int, device: Device
+) -> int:
+    """Return the host pool's blocks; raises EngineConfigError if they are too many or none."""
     free = available_memory()
     if gib == "auto":
-        pool = pool_bytes(shape, num_blocks)
+        pool = num_blocks * shape.block_bytes
         free -= pool if device.uses_host_memory else 0
-        return host_blocks(shape, num_blocks, max(0, min(pool, int(_AUTO_SHARE * free))))
+        return max(0, min(pool, int(_AUTO_SHARE * free))) // shape.block_bytes
     if gib * GIB > free:
         words = f"is more than the free memory of {free / GIB:.1f} GiB: lower it"
         raise EngineConfigError([f"cpu_offload_gib ({gib:g}) {words}"])
-    found = host_blocks(shape, num_blocks, int(gib * GIB))
-    if not all(found):
-        words = "holds no block of every layer group: raise it, or set 0"
+    found = int(gib * GIB) // shape.block_bytes
+    if not found:
+        words = "holds no block: raise it, or set 0"
         raise EngineConfigError([f"cpu_offload_gib ({gib:g}) {words}"])
     return found
 

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -120,15 +121,12 @@ class Ranks:
 
 
 def smallest_common_cache(cache: CacheConfig) -> CacheConfig:
-    """Return the smallest pools of all ranks: block ids must mean the same on each of them."""
+    """Return the smallest pools of all ranks: a block id must mean the same on each of them."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    sizes = torch.tensor([*cache.num_blocks, *cache.num_host_blocks], device=device)
+    sizes = torch.tensor([cache.num_blocks, cache.num_host_blocks], device=device)
     dist.all_reduce(sizes, dist.ReduceOp.MIN)
-    counts = tuple(int(size) for size in sizes.tolist())
-    groups = len(cache.groups)
-    return CacheConfig(
-        cache.block_size, cache.groups, counts[:groups], counts[groups:], cache.prefix_cache
-    )
+    num_blocks, num_host_blocks = sizes.tolist()
+    return replace(cache, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 
 def end_process(reason: str) -> None:

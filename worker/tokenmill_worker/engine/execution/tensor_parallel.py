@@ -46,8 +46,8 @@ class _BroadcastItem(msgspec.Struct, array_like=True):
 class BroadcastStep(msgspec.Struct, tag="step"):
     step_id: int
     items: tuple[_BroadcastItem, ...]
-    swap_out: tuple[tuple[int, int, int], ...]
-    swap_in: tuple[tuple[int, int, int], ...]
+    swap_out: tuple[tuple[int, int], ...]
+    swap_in: tuple[tuple[int, int], ...]
 
 
 class _Release(msgspec.Struct, tag="release"):
@@ -242,5 +242,5 @@ def rebuild(step: BroadcastStep, sequences: dict[int, Sequence]) -> StepPlan:
     return StepPlan(step.step_id, tuple(scheduled), *moves)
 
 
-def _flat(copies: tuple[BlockCopy, ...]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((copy.group, copy.source, copy.target) for copy in copies)
+def _flat(copies: tuple[BlockCopy, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((copy.source, copy.target) for copy in copies)

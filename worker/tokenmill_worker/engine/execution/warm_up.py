@@ -98,9 +98,11 @@ def _sequence(runner: Runner, length: int, params: SamplingParams, adapter: str 
     All sequences share the same blocks, long ones use them several times: the output is discarded.
     """
     cache = runner.info.cache_config
-    usable = min(cache.num_blocks) - 1
-    table = [1 + index % usable for index in range(-(-(length + 1) // cache.block_size))]
-    tables = [list(table) for _ in cache.groups]
+    usable = cache.num_blocks - 1
+    tables = [
+        [1 + index % usable for index in range(-(-(length + 1) // size))]
+        for size in cache.block_sizes
+    ]
     return Sequence(
         "warm-up", [0] * length, length, params, max_tokens=2, adapter=adapter, block_tables=tables
     )

@@ -1,4 +1,4 @@
-"""The blocks of one layer group: reference counts, the free list, and the hashes of cached blocks.
+"""The blocks of all layer groups: reference counts, the free list, and the keys of cached blocks.
 
 Free blocks form a doubly linked list in two integer lists. Block 0, which is never allocated, is
 its head. Taking a block out of the middle on a cache hit is O(1) and allocates nothing. A freed
@@ -14,8 +14,9 @@ from tokenmill_worker.engine.sequence import Sequence
 
 
 class BlockPool:
-    """Reference-counted blocks of one layer group.
+    """Reference-counted blocks, with the keys of those whose content is known.
 
+    A key is the hash of a full block's content; the caller makes it different for each layer group.
     A *reserved* block has a hash, but the step that fills it has not succeeded yet.
     """
 

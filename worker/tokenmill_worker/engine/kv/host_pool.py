@@ -1,4 +1,4 @@
-"""Host block ids of one layer group: preempted sequences, and the prefix cache's second tier.
+"""Host block ids: those of preempted sequences, and the prefix cache's second tier.
 
 A preempted sequence holds its host blocks until it is back on the device. Evicted prefix blocks are
 kept by hash; when a block is needed and none is free, the least recently used of them goes. A

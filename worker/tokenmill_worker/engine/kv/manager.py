@@ -1,7 +1,8 @@
 """Block tables of sequences in every layer group: allocation, growth, sharing, offload, release.
 
-Blocks are taken in all groups or in none. The hashes of a prompt's full blocks are reserved in the
-prefix cache when the blocks are allocated, and committed when the step that fills them has
+All groups take blocks from one pool; a block belongs to one group of one or more sequences at a
+time. Blocks are taken for all groups or for none. The hashes of a prompt's full blocks are reserved
+in the prefix cache when the blocks are allocated, and committed when the step that fills them has
 succeeded. Generated blocks get their hashes when they are committed. Copies are planned in
 `tier.copies`; the scheduler decides when to admit or preempt.
 
@@ -9,9 +10,11 @@ succeeded. Generated blocks get their hashes when they are committed. Copies are
                left the window   refs > 1                          0 ≤ fill < block_size
 """
 
+from bisect import bisect_right
 from collections import deque
+from itertools import chain
 
-from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.cache_config import CacheConfig, most_blocks
 from tokenmill_worker.engine.kv.block_pool import BlockPool
 from tokenmill_worker.engine.kv.host_tier import HostTier
 from tokenmill_worker.engine.kv.prefix_cache import (
@@ -19,13 +22,12 @@ from tokenmill_worker.engine.kv.prefix_cache import (
     CachedPrefix,
     first_visible_block,
     longest_hit,
-    present_in,
 )
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
 
 class KVManager:
-    """One device block pool and one host pool per layer group.
+    """One pool of device blocks and one of host blocks, for all layer groups.
 
     `max_chunk` is the largest number of tokens of one sequence in one step.
     """
@@ -33,51 +35,40 @@ class KVManager:
     def __init__(
         self, cache: CacheConfig, *, model_key: str, max_chunk: int, safety_margin: float
     ) -> None:
-        self.block_size = cache.block_size
+        self.block_size = cache.block_size  # of hashed blocks; those of a group are its multiples
+        self.block_sizes = cache.block_sizes
         self.windows = [group.window for group in cache.groups]
         self.prefix_cache = cache.prefix_cache
         self.tier = HostTier(cache.num_host_blocks)
-        tiers = self.prefix_cache and self.tier.exists
-        self.pools = [
-            BlockPool(count, self.tier.keeper_of_evicted(group) if tiers else None)
-            for group, count in enumerate(cache.num_blocks)
-        ]
+        keeps_evicted = self.prefix_cache and self.tier.exists
+        self.pool = BlockPool(cache.num_blocks, self.tier.keep_evicted if keeps_evicted else None)
         self.hasher = BlockHasher(cache.block_size, model_key)
         # in flight or being planned; a reserved block whose owner last ran before it has stalled
         self.oldest_step = 0
-        self.margins = [int(safety_margin * pool.num_usable) for pool in self.pools]
-        # (step, group, block): released when the step is over
-        self._deferred: deque[tuple[int, int, int]] = deque()
-        # A sliding group's table is filled at most this far ahead of what the next query sees.
-        self._ahead = [
-            None
-            if window is None
-            else min(-(-(window - 1 + max_chunk) // self.block_size) + 2, pool.num_usable)
-            for window, pool in zip(self.windows, self.pools, strict=True)
-        ]
+        self.margin = int(safety_margin * self.pool.num_usable)
+        # tokens of a step that a sliding table has room for; in a small pool they are a part of it
+        self._chunk = min(max_chunk, self.pool.num_usable * self.block_size // 4)
+        # (step, block): released when the step is over
+        self._deferred: deque[tuple[int, int]] = deque()
         self.tracks_every_token = any(window is not None for window in self.windows)
 
     # ── what would fit ──
 
     def max_tokens_alone(self, limit: int) -> int:
         """Return how many tokens (≤ limit) a sequence can compute when it runs alone."""
-        for pool, window in zip(self.pools, self.windows, strict=True):
-            if window is None or pool.num_usable < -(-window // self.block_size) + 2:
-                limit = min(limit, pool.num_usable * self.block_size)
-        return limit
+        usable = self.pool.num_usable
+        return bisect_right(range(limit + 1), usable, key=lambda n: sum(self.targets(0, n))) - 1
 
-    def reach(self, sequence: Sequence) -> int:
-        """Return the position up to which `grow` would succeed now."""
-        tables = zip(self.pools, sequence.block_tables, strict=True)
-        return min(len(table) + pool.num_free for pool, table in tables) * self.block_size
+    def reach(self, sequence: Sequence, end: int) -> int:
+        """Return the position (≤ end) up to which `grow` would succeed now."""
+        positions = range(sequence.num_slots, end + 1)
+        free = self.pool.num_free
+        return positions[bisect_right(positions, free, key=lambda p: self._lacks(sequence, p)) - 1]
 
-    @property
-    def num_free(self) -> int:
-        return min(pool.num_free for pool in self.pools)
-
-    @property
-    def num_frees(self) -> int:
-        return sum(pool.frees for pool in self.pools)
+    def _lacks(self, sequence: Sequence, end: int) -> int:
+        """Return how many blocks the sequence lacks for the positions below `end`."""
+        tables = zip(sequence.block_tables, self.block_sizes, strict=True)
+        return sum(max(0, -(-end // size) - len(table)) for table, size in tables)
 
     @property
     def has_deferred(self) -> bool:
@@ -85,64 +76,80 @@ class KVManager:
 
     # ── the prefix cache ──
 
+    def keys(self, sequence: Sequence, group: int, start: int, stop: int) -> list[bytes]:
+        """Return the keys of a group's blocks [start, stop), as far as they have hashes.
+
+        A key is the hash of all tokens up to the block's end, and the group.
+        """
+        count = self.block_sizes[group] // self.block_size
+        hashes = sequence.block_hashes[(start + 1) * count - 1 : stop * count : count]
+        return [content + bytes((group,)) for content in hashes] if group else hashes
+
     def find(self, sequence: Sequence) -> CachedPrefix:
         """Find the longest usable prefix cached in all groups; see `Sequence.num_skippable`."""
         if not self.prefix_cache:
             return CachedPrefix(0)
-        hashes = self.hasher.extend(sequence)
-        limit = min(sequence.num_skippable // self.block_size, len(hashes))
-        tiers = zip(self.pools, self.tier.pools, strict=True)
-        present = [present_in(pool, host, self.oldest_step) for pool, host in tiers]
-        found = longest_hit(hashes, limit, present, self.windows, self.block_size)
-        return CachedPrefix(found * self.block_size, self._pending(hashes, found))
+        self.hasher.extend(sequence)
+        limit = sequence.num_skippable
+        sizes = enumerate(self.block_sizes)
+        keys = [self.keys(sequence, group, 0, limit // size) for group, size in sizes]
+        found = longest_hit(limit, keys, self._is_present, self.windows, self.block_sizes)
+        return CachedPrefix(found, self._pending(keys, found))
 
-    def is_pending(self, awaited: tuple[int, bytes]) -> bool:
-        """Return whether a step in flight still has to fill this block (group, hash)."""
-        pool = self.pools[awaited[0]]
-        block = pool.cached.get(awaited[1])
-        owner = None if block is None else pool.reserved.get(block)
+    def _is_present(self, key: bytes) -> bool:
+        """Return whether a block is on device or host, or filled by a step in flight."""
+        block = self.pool.cached.get(key)
+        if block is None:
+            return key in self.tier.pool
+        return block not in self.pool.reserved or self.is_pending(key)
+
+    def is_pending(self, key: bytes) -> bool:
+        """Return whether a step in flight still has to fill this block."""
+        block = self.pool.cached.get(key)
+        owner = None if block is None else self.pool.reserved.get(block)
         return owner is not None and owner.last_step >= self.oldest_step
 
-    def _pending(self, hashes: list[bytes], found: int) -> tuple[int, bytes] | None:
-        for index in range(found - 1, -1, -1):
-            for group, pool in enumerate(self.pools):
-                if not pool.reserved or index < self.first_visible(group, found * self.block_size):
-                    continue
-                if pool.cached.get(hashes[index]) in pool.reserved:
-                    return group, hashes[index]
-        return None
+    def _pending(self, keys: list[list[bytes]], found: int) -> bytes | None:
+        """Return the key of the deepest block of the prefix that is still to be filled."""
+        cached, reserved = self.pool.cached, self.pool.reserved
+        if not reserved:
+            return None
+        pending = [
+            (index * size, key)
+            for group, size in enumerate(self.block_sizes)
+            for index, key in enumerate(keys[group][: found // size], start=1)
+            if index > self.first_visible(group, found) and cached.get(key) in reserved
+        ]
+        return max(pending, default=(0, None))[1]
 
     # ── taking blocks ──
 
     def allocate(self, sequence: Sequence, hit: CachedPrefix, headroom: int | None) -> bool:
         """Take the cached prefix and blocks for all known tokens, in all groups.
 
-        Return False, and take nothing, if the blocks of one group do not suffice.
+        Return False, and take nothing, if the blocks do not suffice.
         """
-        num_blocks = hit.num_tokens // self.block_size
         prefixes = []
-        for group in range(len(self.pools)):
+        for group, size in enumerate(self.block_sizes):
+            num_blocks = hit.num_tokens // size
             first = min(self.first_visible(group, hit.num_tokens), num_blocks)
-            contents = sequence.block_hashes[first:num_blocks]
-            entries = [self._entry(group, content) for content in contents]
-            prefixes.append([NULL_BLOCK] * first + entries)
+            entries = map(self._entry, self.keys(sequence, group, first, num_blocks))
+            prefixes.append([NULL_BLOCK] * first + [*entries])
         if not self._fits(sequence, hit.num_tokens, prefixes, headroom):
             return False
-        for group, prefix in enumerate(prefixes):
-            for entry in prefix:
-                if entry < 0:
-                    self.tier.pin(group, -1 - entry)
-        self._fill(sequence, prefixes)
+        for host_block in (-1 - entry for entry in chain(*prefixes) if entry < 0):
+            self.tier.pin(host_block)
+        self._fill(sequence, hit.num_tokens, prefixes)
         return True
 
-    def _entry(self, group: int, content: bytes) -> int:
+    def _entry(self, key: bytes) -> int:
         """Return the table entry of a cached block: the device block, or -1 - the host block."""
-        block = self.pools[group].cached.get(content)
+        block = self.pool.cached.get(key)
         if block is not None:
             return block
-        host_block = self.tier.pools[group].find(content)
+        host_block = self.tier.pool.find(key)
         if host_block is None:
-            raise RuntimeError(f"group {group} lost a cached block between look-up and use")
+            raise RuntimeError("the host lost a cached block between look-up and use")
         return -1 - host_block
 
     def restore(self, sequence: Sequence, headroom: int | None) -> bool:
@@ -151,13 +158,13 @@ class KVManager:
         Full blocks that are still cached on the device are shared. Return False, and take nothing,
         if the blocks do not suffice.
         """
-        committed = sequence.num_committed_tokens
-        hashes = sequence.block_hashes[: committed // self.block_size]
+        committed, pool = sequence.num_committed_tokens, self.pool
         prefixes = []
-        for pool, host_table in zip(self.pools, sequence.host_tables, strict=True):
+        for group, host_table in enumerate(sequence.host_tables):
+            keys = self.keys(sequence, group, 0, committed // self.block_sizes[group])
             prefix = []
             for index, host_block in enumerate(host_table):
-                block = pool.cached.get(hashes[index]) if index < len(hashes) else None
+                block = pool.cached.get(keys[index]) if index < len(keys) else None
                 if host_block < 0:
                     block = NULL_BLOCK
                 elif block is None or block in pool.reserved:
@@ -167,19 +174,17 @@ class KVManager:
         if not self._fits(sequence, committed, prefixes, headroom):
             return False
         self.tier.detach(sequence)
-        self._fill(sequence, prefixes)
+        self._fill(sequence, committed, prefixes)
         return True
 
     def grow(self, sequence: Sequence, end: int) -> bool:
         """Allocate blocks for every position below `end`, in all groups.
 
-        Return False, and change nothing, if the blocks of one group do not suffice.
+        Return False, and change nothing, if the blocks do not suffice.
         """
-        target = -(-end // self.block_size)
-        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-            if target - len(table) > pool.num_free:
-                return False
-        self._extend(sequence, [target] * len(self.pools))
+        if self._lacks(sequence, end) > self.pool.num_free:
+            return False
+        self._extend(sequence, [-(-end // size) for size in self.block_sizes])
         return True
 
     def _fits(
@@ -190,22 +195,17 @@ class KVManager:
         Cached blocks on the free list count as taken. The larger of the safety margin and
         `headroom` stays free; with `headroom` None, every block may be used.
         """
-        for group, (pool, prefix) in enumerate(zip(self.pools, prefixes, strict=True)):
+        left = self.pool.num_free - (0 if headroom is None else max(self.margin, headroom))
+        for target, prefix in zip(self.targets(start, sequence.num_tokens), prefixes, strict=True):
             held = sum(1 for entry in prefix if entry >= 0)
-            revived = sum(1 for entry in prefix if entry > 0 and not pool.refs[entry])
-            need = max(self.target(group, start, sequence.num_tokens), len(prefix)) - held + revived
-            to_keep = 0 if headroom is None else max(self.margins[group], headroom)
-            if pool.num_free - need < to_keep:
-                return False
-        return True
+            revived = sum(1 for entry in prefix if entry > 0 and not self.pool.refs[entry])
+            left -= max(target, len(prefix)) - held + revived
+        return left >= 0
 
-    def _fill(self, sequence: Sequence, prefixes: list[list[int]]) -> None:
+    def _fill(self, sequence: Sequence, start: int, prefixes: list[list[int]]) -> None:
         """Build the tables: share the prefix, promote its host blocks, allocate the rest."""
-        start = len(prefixes[0]) * self.block_size
-        for pool, prefix in zip(self.pools, prefixes, strict=True):
-            for entry in prefix:  # all, before an allocation can evict one of them
-                if entry > 0:
-                    pool.share(entry)
+        for block in (entry for entry in chain(*prefixes) if entry > 0):
+            self.pool.share(block)  # all, before an allocation can evict one of them
         sequence.block_tables = []
         for group, prefix in enumerate(prefixes):
             table = [
@@ -213,46 +213,50 @@ class KVManager:
                 for index, entry in enumerate(prefix)
             ]
             sequence.block_tables.append(table)
-        groups = range(len(self.pools))
-        self._extend(sequence, [self.target(g, start, sequence.num_tokens) for g in groups])
+        self._extend(sequence, self.targets(start, sequence.num_tokens))
 
     def _promote(self, sequence: Sequence, group: int, entry: int, index: int) -> int:
         """Allocate a device block for a host block and plan the copy.
 
         A full block can be shared after the copy.
         """
-        block = self.pools[group].allocate()
+        block = self.pool.allocate()
         copies = self.tier.copies
         committed = sequence.num_committed_tokens  # 0: the block comes from the prefix cache
-        self.tier.copy_in(group, -1 - entry, block)
-        if index < len(sequence.block_hashes):
-            self.pools[group].reserve_hash(block, sequence.block_hashes[index], sequence)
-            if not 0 < committed < (index + 1) * self.block_size:
-                copies.filled_blocks.append((group, block, sequence))
+        self.tier.copy_in(-1 - entry, block)
+        for key in self.keys(sequence, group, index, index + 1):
+            self.pool.reserve_hash(block, key, sequence)
+            if not 0 < committed < (index + 1) * self.block_sizes[group]:
+                copies.filled_blocks.append((block, sequence))
         if sequence not in copies.restored:
             copies.restored.append(sequence)
         return block
 
     def _extend(self, sequence: Sequence, targets: list[int]) -> None:
-        hashes = sequence.block_hashes
-        for pool, table, target in zip(self.pools, sequence.block_tables, targets, strict=True):
-            for index in range(len(table), target):
-                block = pool.allocate()
-                table.append(block)
-                if index < len(hashes):
-                    pool.reserve_hash(block, hashes[index], sequence)
-        sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
+        tables = sequence.block_tables
+        for group, (table, target) in enumerate(zip(tables, targets, strict=True)):
+            for key in self.keys(sequence, group, len(table), target):
+                table.append(self.pool.allocate())
+                self.pool.reserve_hash(table[-1], key, sequence)
+            table += [self.pool.allocate() for _ in range(len(table), target)]
+        sequence.num_slots = min(
+            len(table) * size for table, size in zip(tables, self.block_sizes, strict=True)
+        )
 
-    def target(self, group: int, start: int, num_tokens: int) -> int:
-        """Return the table length for `num_tokens`.
+    def targets(self, start: int, num_tokens: int) -> list[int]:
+        """Return the length of each group's table for `num_tokens`, of which `start` are computed.
 
         A sliding table extends only as far as one step reaches.
         """
-        blocks, ahead = -(-num_tokens // self.block_size), self._ahead[group]
-        return blocks if ahead is None else min(blocks, self.first_visible(group, start) + ahead)
+        found = []
+        for group, (window, size) in enumerate(zip(self.windows, self.block_sizes, strict=True)):
+            passed = self.first_visible(group, start)
+            left = num_tokens - passed * size
+            found.append(passed + most_blocks(window, self._chunk, size, left))
+        return found
 
     def first_visible(self, group: int, position: int) -> int:
-        return first_visible_block(position, self.windows[group], self.block_size)
+        return first_visible_block(position, self.windows[group], self.block_sizes[group])
 
     # ── progress ──
 
@@ -261,16 +265,17 @@ class KVManager:
 
         Full blocks commit their hashes; blocks that left a window are freed.
         """
-        first, last = sequence.num_committed_tokens // self.block_size, committed // self.block_size
-        sequence.num_committed_tokens = committed
-        if self.prefix_cache and last > first:
-            hashes = sequence.block_hashes
-            if len(hashes) < last:
+        before, sequence.num_committed_tokens = sequence.num_committed_tokens, committed
+        num_full = committed // self.block_size
+        if self.prefix_cache and num_full > before // self.block_size:
+            if len(sequence.block_hashes) < num_full:
                 self.hasher.extend(sequence)
-            for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-                for index in range(first, last):
-                    if table[index]:
-                        pool.commit_hash(table[index], hashes[index])
+            for group, size in enumerate(self.block_sizes):
+                first, last = before // size, committed // size
+                blocks = sequence.block_tables[group][first:last]
+                for block, key in zip(blocks, self.keys(sequence, group, first, last), strict=True):
+                    if block:
+                        self.pool.commit_hash(block, key)
         if self.tracks_every_token:
             self._free_invisible(sequence, committed)
 
@@ -280,40 +285,40 @@ class KVManager:
         Called after a failed step: nobody knows when the blocks will be filled, so no sequence may
         wait for them.
         """
-        first = sequence.num_committed_tokens // self.block_size
-        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-            for block in table[first:]:
-                if pool.reserved.get(block) is sequence:
-                    pool.forget(block)
+        for table, size in zip(sequence.block_tables, self.block_sizes, strict=True):
+            for block in table[sequence.num_committed_tokens // size :]:
+                if self.pool.reserved.get(block) is sequence:
+                    self.pool.forget(block)
 
     def _free_invisible(self, sequence: Sequence, position: int) -> None:
-        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
+        for group, table in enumerate(sequence.block_tables):
             index = min(self.first_visible(group, position), len(table)) - 1
             while index >= 0 and table[index]:
-                pool.release(table[index])
+                self.pool.release(table[index])
                 table[index] = NULL_BLOCK
                 index -= 1
 
     # ── releasing ──
 
     def free(self, sequence: Sequence, in_flight: bool) -> None:
-        """Release every block of the sequence.
+        """Release every block of the sequence, in all groups from its end to its start.
 
         With `in_flight`, blocks that a step in flight may still write are released only when that
         step is over.
         """
-        unsafe = sequence.num_committed_tokens // self.block_size if in_flight else None
-        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=False)):
-            for index in range(len(table) - 1, -1, -1):
-                block = table[index]
-                if not block:
-                    continue
-                if unsafe is None or index < unsafe:
-                    pool.release(block)
-                    continue
-                if block in pool.reserved:
-                    pool.forget(block)
-                self._deferred.append((sequence.last_step, group, block))
+        blocks = [
+            ((index + 1) * size, block)
+            for table, size in zip(sequence.block_tables, self.block_sizes, strict=False)
+            for index, block in enumerate(table)
+            if block
+        ]
+        for end, block in sorted(blocks, reverse=True):
+            if not in_flight or end <= sequence.num_committed_tokens:
+                self.pool.release(block)
+                continue
+            if block in self.pool.reserved:
+                self.pool.forget(block)
+            self._deferred.append((sequence.last_step, block))
         sequence.block_tables = []
         sequence.num_slots = sequence.num_computed_tokens = sequence.num_committed_tokens = 0
 
@@ -323,9 +328,8 @@ class KVManager:
         Return False, and change nothing, if the host has no room.
         """
         committed = sequence.num_committed_tokens
-        if not self.tier.exists or not committed:
-            return False
-        if not self.tier.offload(sequence, -(-committed // self.block_size)):
+        counts = [-(-committed // size) for size in self.block_sizes]
+        if not (self.tier.exists and committed and self.tier.offload(sequence, counts)):
             return False
         self.free(sequence, in_flight)
         sequence.num_computed_tokens = sequence.num_committed_tokens = committed
@@ -337,12 +341,10 @@ class KVManager:
         """Release blocks deferred by steps older than this one (None: nothing is in flight)."""
         deferred = self._deferred
         while deferred and (oldest_in_flight is None or deferred[0][0] < oldest_in_flight):
-            _, group, block = deferred.popleft()
-            self.pools[group].release(block)
+            self.pool.release(deferred.popleft()[1])
 
     def reset_prefix_cache(self) -> None:
         """Drop every hash, on device and host; running sequences keep their blocks."""
         self.hasher.generation += 1
-        for pool, host in zip(self.pools, self.tier.pools, strict=True):
-            pool.forget_all()
-            host.forget_all()
+        self.pool.forget_all()
+        self.tier.pool.forget_all()

@@ -35,43 +35,36 @@ class Offloader:
         stream: torch.cuda.Stream | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
     ) -> None:
-        self._max_staging_bytes = max_staging_bytes
-        self._device_tensors = _movable(device_pool)
-        self._host_tensors = None if host_pool is None else _movable(host_pool)
         self._stream = stream
+        self._device_blocks = _movable(device_pool)
+        self._host_blocks = None if host_pool is None else _movable(host_pool)
+        self._part = max(1, max_staging_bytes // self._device_blocks[0].nbytes)
 
     def run(self, plan: StepPlan) -> None:
         """Move the plan's blocks, first out, then in. Call it before the step's forward pass."""
-        for group, sources, targets in self._parts(plan.swap_out, _target):
-            self._move_out(self._device_tensors[group], self._host(group), sources, targets)
-        for group, sources, targets in self._parts(plan.swap_in, _source):
-            self._move_in(self._device_tensors[group], self._host(group), sources, targets)
+        if not (plan.swap_out or plan.swap_in):
+            return
+        if self._host_blocks is None:
+            raise RuntimeError(
+                "the plan moves blocks to or from the host, but there is no host pool"
+            )
+        for sources, targets in self._parts(plan.swap_out, _target):
+            self._move_out(self._device_blocks, self._host_blocks, sources, targets)
+        for sources, targets in self._parts(plan.swap_in, _source):
+            self._move_in(self._device_blocks, self._host_blocks, sources, targets)
 
     def _parts(
         self, copies: Seq[BlockCopy], place: Callable[[BlockCopy], int]
-    ) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Yield (group, sources, targets) in parts that fit the staging memory.
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield (sources, targets) in parts that fit the staging memory.
 
         Copies are sorted by `place`, the host's block id, so that consecutive host blocks form
         runs.
         """
-        for group in sorted({copy.group for copy in copies}):
-            own = sorted((copy for copy in copies if copy.group == group), key=place)
-            pairs = [(copy.source, copy.target) for copy in own]
-            tensor = self._device_tensors[group]
-            per_part = max(
-                1, self._max_staging_bytes // (tensor[0].numel() * tensor.element_size())
-            )
-            for start in range(0, len(pairs), per_part):
-                part = pairs[start : start + per_part]
-                yield group, [source for source, _ in part], [target for _, target in part]
-
-    def _host(self, group: int) -> Tensor:
-        if self._host_tensors is None:
-            raise RuntimeError(
-                "the plan moves blocks to or from the host, but there is no host pool"
-            )
-        return self._host_tensors[group]
+        ordered = sorted(copies, key=place)
+        for start in range(0, len(ordered), self._part):
+            part = ordered[start : start + self._part]
+            yield [copy.source for copy in part], [copy.target for copy in part]
 
     def _move_out(self, pool: Tensor, host: Tensor, sources: list[int], targets: list[int]) -> None:
         leaving = pool.index_select(0, _ids(sources, pool))
@@ -108,15 +101,12 @@ class Offloader:
             self._stream.synchronize()
 
 
-def _movable(pool: KVCachePool) -> tuple[Tensor, ...]:
-    """View tensors of 8-bit floats as bytes.
+def _movable(pool: KVCachePool) -> Tensor:
+    """View blocks of 8-bit floats as bytes.
 
     Torch cannot index-copy 8-bit floats on every device.
     """
-    return tuple(
-        tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-        for tensor in pool.tensors
-    )
+    return pool.blocks.view(torch.uint8) if pool.blocks.dtype.itemsize == 1 else pool.blocks
 
 
 def runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from math import lcm
 
-from tokenmill_worker.engine.kv.block_pool import BlockPool
-from tokenmill_worker.engine.kv.host_pool import HostPool
 from tokenmill_worker.engine.sequence import Sequence
 
 _DIGEST_BYTES = 32
@@ -26,14 +25,14 @@ Present = Callable[[bytes], bool]
 class CachedPrefix:
     """The cached prefix of a sequence.
 
-    `num_tokens` is a multiple of the block size and less than the sequence's length: the last token
-    is always computed, because its logits are needed. A prompt that is cached whole therefore
-    computes its last block again, and no block is ever copied within the device. `pending` is the
-    deepest block of the prefix that a step in flight still has to fill.
+    `num_tokens` is a whole number of blocks of every group, and less than the sequence's length:
+    the last token is always computed, because its logits are needed. A prompt that is cached whole
+    therefore computes its last block again, and no block is ever copied within the device.
+    `pending` is the key of the deepest block of the prefix that a step in flight still has to fill.
     """
 
     num_tokens: int
-    pending: tuple[int, bytes] | None = None  # (group, hash)
+    pending: bytes | None = None
 
 
 class BlockHasher:
@@ -85,65 +84,55 @@ def first_visible_block(position: int, window: int | None, block_size: int) -> i
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
-def present_in(pool: BlockPool, host: HostPool, oldest_step: int) -> Present:
-    """Return a test for hashes: is the block on device or host, or filled by a step in flight?
-
-    `oldest_step` is the oldest step in flight; a reserved block of an earlier step has stalled.
-    """
-    cached, reserved = pool.cached, pool.reserved
-
-    def has(content: bytes) -> bool:
-        block = cached.get(content)
-        if block is None:
-            return content in host
-        owner = reserved.get(block)
-        return owner is None or owner.last_step >= oldest_step
-
-    return has
-
-
 def longest_hit(
-    hashes: list[bytes],
     limit: int,
-    present: list[Present],
+    keys: list[list[bytes]],
+    has: Present,
     windows: list[int | None],
-    block_size: int,
+    block_sizes: list[int],
 ) -> int:
-    """Return how many leading blocks (≤ limit) can be taken from the cache in every layer group.
+    """Return how many leading tokens (≤ limit) can be taken from the cache in every layer group.
 
-    A full-attention group needs all of these blocks, a sliding group only those that the next query
-    sees. For a shorter prefix a sliding group needs other blocks, so the search repeats until all
-    groups agree.
+    The result is a whole number of blocks of every group. A full-attention group needs all of these
+    blocks, a sliding group only those that the next query sees. For a shorter prefix a sliding
+    group needs other blocks, so the search repeats until all groups agree.
+
+    Args:
+        keys: by group, of all its blocks up to `limit`.
+        has: whether the block with this key is present.
     """
-    found = limit
-    for has, window in zip(present, windows, strict=True):
+    unit = lcm(*block_sizes)
+    groups = list(zip(keys, windows, block_sizes, strict=True))
+    found = limit // unit * unit
+    for own, window, size in groups:
         if window is None:
-            found = next((i for i in range(found) if not has(hashes[i])), found)
+            num_blocks = found // size
+            num_blocks = next((i for i in range(num_blocks) if not has(own[i])), num_blocks)
+            found = num_blocks * size // unit * unit
     agreed = False
-    while not agreed and found:
+    while not agreed:
         agreed = True
-        for has, window in zip(present, windows, strict=True):
+        for own, window, size in groups:
             if window is not None:
-                shorter = _longest_sliding_hit(hashes, found, has, window, block_size)
+                shorter = _longest_sliding_hit(found, own, has, window, size, unit)
                 agreed = agreed and shorter == found
                 found = shorter
     return found
 
 
 def _longest_sliding_hit(
-    hashes: list[bytes], limit: int, has: Present, window: int, block_size: int
+    limit: int, keys: list[bytes], has: Present, window: int, block_size: int, unit: int
 ) -> int:
-    """Return how many leading blocks (≤ limit) a sliding group can take from the cache.
+    """Return how many leading tokens (≤ limit), in whole units, a sliding group can take.
 
     Search from the right for the first run of cached blocks that covers the window of the query
     after it.
     """
-    end = limit
-    if first_visible_block(end * block_size, window, block_size) >= end:
-        return end  # a window of one token: the query sees no earlier token
-    for index in range(limit - 1, -1, -1):
-        if not has(hashes[index]):
-            end = index
-        elif index <= first_visible_block(end * block_size, window, block_size):
-            return end
-    return 0
+    end, index = limit, limit // block_size - 1
+    while index >= first_visible_block(end, window, block_size):
+        if has(keys[index]):
+            index -= 1
+        else:
+            end = index * block_size // unit * unit
+            index = end // block_size - 1
+    return end

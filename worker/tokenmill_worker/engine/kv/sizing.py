@@ -1,17 +1,14 @@
 """Solves for the number of blocks that fit beside activations, logits, workspace and bookkeeping.
 
-Pure arithmetic on a MemoryShape; nothing is measured or allocated here. A sequence needs only a
-bounded number of blocks in a sliding-window group. The groups therefore get blocks in the
-proportion in which sequences use them, at the greatest length at which `max_num_seqs` sequences fit
-at once.
+Pure arithmetic on a MemoryShape; nothing is measured or allocated here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from bisect import bisect_right
 from dataclasses import dataclass
 
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup, most_blocks, numbers_in_block
 
 _RESERVED = 1  # NULL_BLOCK
 
@@ -49,28 +46,22 @@ class MemoryShape:
 
     # ── one block, one sequence ──
 
-    def block_bytes(self, group: LayerGroup) -> int:
-        return (
-            len(group.layers)
-            * 2
-            * self.block_size
-            * group.num_kv_heads
-            * group.head_dim
-            * self.kv_bytes
-        )
+    @property
+    def block_bytes(self) -> int:
+        return numbers_in_block(self.groups, self.block_size) * self.kv_bytes
 
-    def blocks_for(self, group: LayerGroup, length: int) -> int:
-        """Return the most blocks of a group that one sequence of `length` tokens ever holds."""
-        whole = -(-length // self.block_size)
-        if group.window is None:
-            return whole
-        reach = group.window - 1 + min(self.max_num_tokens, length)
-        return min(whole, -(-reach // self.block_size) + 1)
-
-    def sequence_bytes(self, length: int) -> int:
+    def blocks_for(self, length: int) -> int:
+        """Return the most blocks that one sequence of `length` tokens ever holds."""
         return sum(
-            self.block_bytes(group) * self.blocks_for(group, length) for group in self.groups
+            most_blocks(
+                group.window, self.max_num_tokens, self.block_size * group.kernel_blocks, length
+            )
+            for group in self.groups
         )
+
+    def pool_bytes_for(self, length: int) -> int:
+        """Return the bytes of the smallest pool that holds one sequence of `length` tokens."""
+        return (_RESERVED + self.blocks_for(length)) * self.block_bytes
 
     # ── what is not KV ──
 
@@ -134,96 +125,18 @@ class MemoryShape:
         return steps + self.histories + self.workspace_bytes
 
 
-def solve(
-    shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None
-) -> tuple[int, ...]:
-    """Return each group's blocks, the reserved one included, that fit the budget beside all else.
+def solve(shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None) -> int:
+    """Return the blocks, the reserved one included, that fit the budget beside all else.
 
     Raises:
-        DoesNotFitError: the pools cannot hold one sequence of max_model_len.
+        DoesNotFitError: the pool cannot hold one sequence of max_model_len.
     """
     room = budget_bytes - shape.fixed
     if pool_cap_bytes is not None:
         room = min(room, pool_cap_bytes)
-    room -= sum(_RESERVED * shape.block_bytes(group) for group in shape.groups)
-    if room < shape.sequence_bytes(shape.max_model_len):
-        raise DoesNotFitError(_longest(shape, room, 1))
-    length = _longest(shape, room, shape.max_num_seqs)
-    if length == shape.max_model_len or length < shape.block_size:
-        counts = _scale(shape, room, shape.max_model_len)
-    else:
-        counts = [shape.max_num_seqs * shape.blocks_for(group, length) for group in shape.groups]
-        counts = _at_least_one_sequence(shape, room, counts)
-    return tuple(_RESERVED + count for count in _fill(shape, room, counts))
-
-
-def host_blocks(shape: MemoryShape, num_blocks: Seq[int], host_bytes: int) -> tuple[int, ...]:
-    """Return the host pool's blocks per group, in the proportion of the device pools."""
-    device_bytes = pool_bytes(shape, num_blocks)
-    return tuple(int(count * host_bytes / device_bytes) for count in num_blocks)
-
-
-def pool_bytes(shape: MemoryShape, num_blocks: Seq[int]) -> int:
-    """Return the bytes of the pools of all groups."""
-    return sum(
-        shape.block_bytes(g) * count for g, count in zip(shape.groups, num_blocks, strict=True)
-    )
-
-
-def _longest(shape: MemoryShape, room: int, num_seqs: int) -> int:
-    """Return the greatest length at which num_seqs sequences fit, by bisection.
-
-    It is a whole number of blocks, or max_model_len.
-    """
-    if num_seqs * shape.sequence_bytes(shape.max_model_len) <= room:
-        return shape.max_model_len
-    low, high = 0, -(-shape.max_model_len // shape.block_size)
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = num_seqs * shape.sequence_bytes(middle * shape.block_size) <= room
-        low, high = (middle, high) if fits else (low, middle)
-    return low * shape.block_size
-
-
-def _scale(shape: MemoryShape, room: int, length: int) -> list[int]:
-    """Return the blocks per group of as many whole sequences of this length as fit."""
-    count = room // shape.sequence_bytes(length)
-    return [count * shape.blocks_for(group, length) for group in shape.groups]
-
-
-def _at_least_one_sequence(shape: MemoryShape, room: int, counts: list[int]) -> list[int]:
-    """Raise each group to the blocks of one sequence of max_model_len.
-
-    Groups that have more than that give up blocks for it.
-    """
-    floors = [shape.blocks_for(group, shape.max_model_len) for group in shape.groups]
-    raised = [max(count, floor) for count, floor in zip(counts, floors, strict=True)]
-    sizes = [shape.block_bytes(group) for group in shape.groups]
-    spare = sum(
-        (count - floor) * size for count, floor, size in zip(raised, floors, sizes, strict=True)
-    )
-    left = room - sum(floor * size for floor, size in zip(floors, sizes, strict=True))
-    if spare <= left:
-        return raised
-    return [
-        floor + int((count - floor) * left / spare)
-        for count, floor in zip(raised, floors, strict=True)
-    ]
-
-
-def _fill(shape: MemoryShape, room: int, counts: list[int]) -> list[int]:
-    """Distribute the memory that is left over, in proportion, until no block of any group fits.
-
-    The additional blocks enlarge the prefix cache.
-    """
-    sizes = [shape.block_bytes(group) for group in shape.groups]
-    left = room - sum(count * size for count, size in zip(counts, sizes, strict=True))
-    used = sum(count * size for count, size in zip(counts, sizes, strict=True))
-    if used:
-        extra = [int(count * left / used) for count in counts]
-        counts = [count + more for count, more in zip(counts, extra, strict=True)]
-        left -= sum(more * size for more, size in zip(extra, sizes, strict=True))
-    for index, size in sorted(enumerate(sizes), key=lambda pair: -pair[1]):
-        counts[index] += left // size
-        left %= size
-    return counts
+    if room < shape.pool_bytes_for(shape.max_model_len):
+        lengths = range(0, shape.max_model_len + 1, shape.block_size)
+        raise DoesNotFitError(
+            lengths[max(1, bisect_right(lengths, room, key=shape.pool_bytes_for)) - 1]
+        )
+    return room // shape.block_bytes

@@ -1,20 +1,19 @@
-"""Allocates the KV cache: per layer group one `[num_blocks, num_layers, 2, *block_shape]`.
+"""Allocates the KV cache: one buffer of blocks, which every layer group sees in its own shape.
 
 One block with all its layers is contiguous, so that moving it is one copy. `kv.manager` keeps track
-of which sequence holds which block.
+of which group and sequence hold which block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup, numbers_in_block
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.device import Device
 
@@ -41,45 +40,43 @@ def kv_dtype(config: EngineConfig, weights: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class KVCachePool:
-    """Tensors by layer group."""
+    """`blocks` is `[num_blocks, numbers_in_block]`.
 
-    tensors: tuple[Tensor, ...]
+    `groups[g]` views the same memory as group g's kernel blocks:
+    `[num_blocks · kernel_blocks, num_layers, 2, *block_shape]`.
+    """
+
+    blocks: Tensor
+    groups: tuple[Tensor, ...]
 
     @classmethod
     def allocate(
         cls,
         groups: Seq[LayerGroup],
-        num_blocks: Seq[int],
+        num_blocks: int,
         block_size: int,
         backend: AttentionBackend,
         dtype: torch.dtype,
         device: Device,
     ) -> KVCachePool:
-        shapes = (
-            (
-                count,
-                len(group.layers),
-                2,
-                *backend.block_shape(block_size, group.num_kv_heads, group.head_dim),
-            )
-            for group, count in zip(groups, num_blocks, strict=True)
-        )
-        return cls(
-            tuple(
-                device.allocate(prod(shape) * dtype.itemsize).view(dtype).view(shape)
-                for shape in shapes
-            )
-        )
+        numbers = numbers_in_block(groups, block_size)
+        memory = device.allocate(num_blocks * numbers * dtype.itemsize).view(dtype)
+        views = []
+        for group in groups:
+            shape = backend.block_shape(block_size, group.num_kv_heads, group.head_dim)
+            count = num_blocks * group.kernel_blocks
+            filled = memory.view(count, -1)[:, : block_size * group.token_size]
+            views.append(filled.view(count, len(group.layers), 2, *shape))
+        return cls(memory.view(num_blocks, numbers), tuple(views))
 
     def touch(self) -> None:
         """Write to every block of an empty pool, so that no later step waits for page faults."""
-        for tensor in self.tensors:
-            tensor.zero_()
+        self.blocks.zero_()
 
     def layer(self, group: int, index: int) -> Tensor:
-        """Return a view of the group's index-th layer: `[num_blocks, 2, *block_shape]`."""
-        return self.tensors[group][:, index]
+        """Return a view of the group's index-th layer: `[num_kernel_blocks, 2, *block_shape]`."""
+        return self.groups[group][:, index]
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return self.blocks.numel() * self.blocks.element_size()

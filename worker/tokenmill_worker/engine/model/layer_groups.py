@@ -1,8 +1,8 @@
 """Builds layer groups from the probing pass: layers whose keys and values are stored alike form a
 group.
 
-Layers with the same window, key heads and head size share block ids and one pool. A model whose
-keys and values the cache cannot store is refused here, with one sentence per reason.
+Layers with the same window, key heads and head size share block ids. A model whose keys and values
+the cache cannot store is refused here, with one sentence per reason.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill_worker.engine.attention import AttentionShape
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup, with_common_blocks
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe
 from tokenmill_worker.engine.model.probe import is_served, window_of
@@ -75,9 +75,11 @@ def group_layers(layers: list[LayerKind]) -> tuple[LayerGroup, ...]:
     for index, layer in enumerate(layers):
         key = (layer.shape.num_kv_heads, layer.shape.head_dim, layer.window)
         members.setdefault(key, []).append(index)
-    return tuple(
-        LayerGroup(tuple(indices), heads, dim, window)
-        for (heads, dim, window), indices in members.items()
+    return with_common_blocks(
+        [
+            LayerGroup(tuple(indices), heads, dim, window)
+            for (heads, dim, window), indices in members.items()
+        ]
     )
 
 

@@ -161,7 +161,7 @@ class SequenceAdmission:
     def _situation(self) -> tuple[int, ...]:
         state = self._state
         return (
-            state.kv.num_frees,
+            state.kv.pool.frees,
             state.next_ticket,
             state.num_running,
             len(state.queue),
@@ -221,9 +221,9 @@ class SequenceAdmission:
         """
         if not num_others:
             return None
-        # a preempted sequence returns only if each running one can also grow; otherwise it would
-        # be the next victim
-        return num_others if sequence.preemptions else 0
+        # a preempted sequence returns only if each running one can also grow by a block of every
+        # group; otherwise it would be the next victim
+        return num_others * len(self._state.kv.windows) if sequence.preemptions else 0
 
     def _try(self, step: StepDraft, entry: QueueEntry) -> AdmissionResult:
         state, sequence = self._state, entry.sequence

@@ -75,7 +75,7 @@ class Committer:
                 else:
                     events += self._advance(item)
         state.counters.computed_tokens += computed
-        state.kv.tier.commit(copies, state.kv.pools)
+        state.kv.tier.commit(copies, state.kv.pool)
         state.kv.release_deferred(next(iter(state.in_flight), None))
         return events
 

@@ -30,8 +30,8 @@ class QueueEntry:
     since: float  # when it entered its present rank
     queued: bool = False
     bypassed: int = 0
-    # (group, hash) of a shared block that a running step fills
-    awaited: tuple[int, bytes] | None = None
+    # key of a shared block that a running step fills
+    awaited: bytes | None = None
     num_lost_tokens: int = 0  # computed before a soft reset
     is_counted: bool = False  # its cache hit has been reported
     has_victims: bool = False  # others were preempted for it and it has not started yet

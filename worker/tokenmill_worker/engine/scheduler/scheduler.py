@@ -196,8 +196,7 @@ class Scheduler:
         reserved block, which no sequence reads.
         """
         length = max(1, min(num_tokens, self.config.max_num_batched_tokens, self.max_model_len - 1))
-        table = [NULL_BLOCK] * (length // self.kv.block_size + 1)
-        tables = [list(table) for _ in self.kv.pools]
+        tables = [[NULL_BLOCK] * (length // size + 1) for size in self.kv.block_sizes]
         params = SamplingParams(temperature=0.0)
         sequence = Sequence(
             "probe", [0] * length, length, params, max_tokens=1, block_tables=tables
@@ -242,7 +241,7 @@ class Scheduler:
         state = self._state
         return Capacity(
             free_sequences=max(0, self.config.max_num_seqs - state.num_running),
-            free_blocks=self.kv.num_free,
+            free_blocks=self.kv.pool.num_free,
             waiting=len(state.queue),
             running=state.num_running,
             block_size=self.kv.block_size,
@@ -253,21 +252,15 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """Return counters and current gauges; the engine adds the figures that it counts itself."""
         state, kv = self._state, self.kv
-        usable = free = cached = evicted = 0
-        for pool in kv.pools:
-            usable += pool.num_usable
-            free += pool.num_free
-            cached += pool.num_free_cached
-            evicted += pool.evicted
         return EngineStats(
             **state.counters.as_dict(),
             num_running=state.num_running,
             num_waiting=len(state.queue),
             num_offloaded=state.num_offloaded,
-            blocks_total=usable,
-            blocks_free=free,
-            blocks_cached=cached,
-            evicted_blocks=evicted,
+            blocks_total=kv.pool.num_usable,
+            blocks_free=kv.pool.num_free,
+            blocks_cached=kv.pool.num_free_cached,
+            evicted_blocks=kv.pool.evicted,
             blocks_swapped_out=kv.tier.swapped_out,
             blocks_swapped_in=kv.tier.swapped_in,
         )

@@ -197,8 +197,8 @@ class StepBuilder:
             self._note_starved(step, sequence)
             return False
         if end > sequence.num_slots:
-            reach = self._state.kv.reach(sequence)
-            if start < reach < end:
+            reach = self._state.kv.reach(sequence, end)
+            if reach > start:
                 end = reach
             if not self._make_room(step, sequence, end, may_preempt):
                 return False
