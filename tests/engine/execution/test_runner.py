@@ -212,6 +212,6 @@ def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Pa
 
 def test_a_setting_that_is_none_of_its_choices_is_named_with_them() -> None:
     with pytest.raises(EngineConfigError) as refused:
-        EngineConfig(model="any", kv_dtype="int8", quantization="fp8", preempt="all")  # type: ignore[arg-type]
+        EngineConfig(model="any", kv_dtype="int8", quantization="int2", preempt="all")  # type: ignore[arg-type]
     assert len(refused.value.problems) == 3
     assert "kv_dtype must be one of auto, float32" in refused.value.problems[1]
