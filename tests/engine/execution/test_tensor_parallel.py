@@ -3,6 +3,7 @@ and offload.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,21 +50,26 @@ def generated_alone(path):
     return [list(output.token_ids) for output in outputs]
 
 
-def test_two_ranks_equal_one(model_path):
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_two_ranks_equal_one(model_path, mode):
     script = Path(__file__).with_name("tensor_parallel_ranks.py")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
         f"--master_port={free_port()}",
-        str(script), str(model_path), json.dumps(PROMPTS),
+        str(script), str(model_path), json.dumps(PROMPTS), mode,
     ]  # fmt: skip
     root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root)}  # noqa: TID251 - a child's
     run = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, cwd=root
+        command, capture_output=True, text=True, timeout=200, check=False, cwd=root, env=environment
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("TOKENS ")]
     assert run.returncode == 0, run.stderr[-3000:]
     assert len(lines) == 1
     assert json.loads(lines[0].removeprefix("TOKENS ")) == generated_alone(model_path)
+    graphs = [line for line in run.stdout.splitlines() if line.startswith("GRAPHS ")]
+    refused = 'GRAPHS [2, true, "another rank cannot capture it"]'
+    assert graphs == ([refused] if mode == "graphs" else [])
 
 
 def test_without_torchrun_the_error_names_it(model_path):

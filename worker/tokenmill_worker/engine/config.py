@@ -179,7 +179,7 @@ class EngineConfig:
         minimum=0,
     )
     cuda_graphs: bool | None = setting(
-        None, "replay steps as CUDA graphs (default: on where CUDA is)"
+        None, "replay steps as CUDA graphs (default: on where CUDA is, on one rank)"
     )
     max_cached_graphs: int = setting(256, "most CUDA graphs in memory", minimum=1)
     q_padding_interval: int = setting(
@@ -264,7 +264,7 @@ class EngineConfig:
             "speculative_tokens cannot be used with async_batching: "
             "drafts follow a token that must be known",
         )
-        for name in ("adapters", "cuda_graphs", "async_batching"):
+        for name in ("adapters", "async_batching"):
             require(
                 not (getattr(self, name) and self.tensor_parallel),
                 f"{name} cannot be used with tensor_parallel",

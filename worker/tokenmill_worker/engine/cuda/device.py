@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.fused import fuse_where_possible
-from tokenmill_worker.engine.cuda.graphs import CudaCapture, GraphRunner, graph_sizes
+from tokenmill_worker.engine.cuda.graphs import (
+    Capture,
+    CommonCapture,
+    CudaCapture,
+    GraphRunner,
+    graph_sizes,
+)
 from tokenmill_worker.engine.cuda.pinned_pool import PinnedPool
 from tokenmill_worker.engine.device import Device, Forward, GraphSizes, cannot_quantize
 from tokenmill_worker.engine.sampling.draws import Kernel
@@ -80,7 +86,10 @@ class CudaDevice(Device):
     ) -> GraphRunner | None:
         if not config.cuda_graphs:
             return None
-        return GraphRunner(forward, config, max_model_len, CudaCapture(self.torch_device))
+        capture: Capture = CudaCapture(self.torch_device)
+        if config.tensor_parallel:
+            capture = CommonCapture(capture)
+        return GraphRunner(forward, config, max_model_len, capture)
 
     def graph_sizes(self, config: EngineConfig, max_model_len: int) -> GraphSizes:
         return graph_sizes(config, max_model_len)

@@ -151,9 +151,12 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
         device=str(loaded.device.torch_device),
         max_model_len=loaded.max_model_len,
-        # a capture runs the pass several times, the other ranks once
-        cuda_graphs=(queues_work if config.cuda_graphs is None else config.cuda_graphs)
-        and not config.tensor_parallel,
+        # with several ranks only if asked for: no captured collective has run on a device
+        cuda_graphs=(
+            queues_work and not config.tensor_parallel
+            if config.cuda_graphs is None
+            else config.cuda_graphs
+        ),
         # the other ranks receive a token with the next plan
         async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
         and not config.tensor_parallel,

@@ -138,10 +138,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan) -> None:
-        """Run another rank's step: the same moves and forward pass, no sampling."""
+        """Run another rank's step: the same moves and forward pass, no sampling.
+
+        Where rank 0 replays or captures a graph, this rank does too: both follow from the plans.
+        """
         self._offloader.run(plan)
         if plan.scheduled:
-            self.forward(self._inputs.build(plan))
+            inputs = self._inputs.build(plan)
+            if self.graphs is None or any(item.num_scored for item in plan.scheduled):
+                self.forward(inputs)
+            else:
+                self.graphs.run(inputs)
 
     def finish(self, step: InFlightStep) -> StepOutput:
         """Wait for the step's tokens, or for its end if none are sampled.

@@ -3,10 +3,10 @@
 The model is split by Transformers' own plan (`tp_plan="auto"`); each rank holds some heads and
 their KV. Before each step rank 0 broadcasts the plan as MessagePack in a tensor: positions, token
 ids, new blocks, block moves. A follower has no scheduler. It builds the same inputs, runs the same
-forward pass, whose collectives join those of rank 0, and drops the logits. Steps are synchronous,
-because a follower receives sampled tokens with the next plan. A step that fails on one rank ends
-all ranks: the others are inside its collectives, and no step can be repeated. Start it with
-torchrun; every rank makes the same call.
+forward pass (or captures and replays the same graph), whose collectives join those of rank 0, and
+drops the logits. Steps are synchronous, because a follower receives sampled tokens with the next
+plan. A step that fails on one rank ends all ranks: the others are inside its collectives, and no
+step can be repeated. Start it with torchrun; every rank makes the same call.
 """
 
 from __future__ import annotations
