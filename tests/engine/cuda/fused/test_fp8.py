@@ -31,6 +31,7 @@ def test_a_rounded_number_is_off_by_a_sixteenth_at_most() -> None:
     assert bool((error <= rows.abs() / 16 + scales * 2.0**-10).all())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the next test multiplies on the device")
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_is_that_of_the_rounded_numbers(has_bias: bool) -> None:
     torch.manual_seed(1)
@@ -47,6 +48,24 @@ def test_a_product_is_that_of_the_rounded_numbers(has_bias: bool) -> None:
     assert bool((error <= 1e-5 * wanted.norm(dim=1)).all())
     plain = source(x)
     assert float((found - plain).norm() / plain.norm()) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 300])
+def test_a_gpus_product_is_that_of_the_rounded_numbers(num_rows: int, has_bias: bool) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no CUDA device of capability 8.9")
+    torch.manual_seed(2)
+    source = nn.Linear(512, 272, bias=has_bias).requires_grad_(False).cuda().bfloat16()
+    x = torch.randn(num_rows, 512, device="cuda", dtype=torch.bfloat16)
+    x *= torch.logspace(-3, 3, num_rows, device="cuda")[:, None].bfloat16()
+    (weight, weight_scales), (narrow, scales) = rounded(source.weight), rounded(x)
+    wanted = (narrow.double() * scales) @ (weight.double() * weight_scales).T
+    if has_bias:
+        wanted += source.bias
+    error = (Fp8Linear(source)(x) - wanted).norm(dim=1)
+    assert bool((error <= 0.01 * wanted.norm(dim=1)).all())
 
 
 def test_products_of_attention_and_mlp_are_replaced_and_nothing_else(
