@@ -219,6 +219,17 @@ async def test_jobs_that_cannot_be_taken_in_are_given_back_as_suspects() -> None
     assert queue.released[:2] == [("a", 1, True), ("b", 1, True)]
 
 
+async def test_jobs_are_no_suspects_where_redis_goes_away_while_they_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queue, sink = FakeQueue("a", "b"), JobSink(2)
+    sink.trouble = RedisUnavailable("Redis: refused")
+    async with consuming(queue, sink):
+        await until(lambda: len(queue.released) >= 2)
+    assert queue.released[:2] == [("a", 1, False), ("b", 1, False)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 async def test_a_call_without_room_is_for_others_and_remembered() -> None:
     queue, sink = FakeQueue(), JobSink(1)
     async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:

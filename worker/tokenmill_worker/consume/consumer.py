@@ -149,12 +149,15 @@ class Consumer:
             return 0
         try:
             await self._take(deliveries)
+        except RedisUnavailable:  # no job caused it
+            self._to_return = [(one.job_id, one.token, False) for one in deliveries]
+            raise
         except Exception:
             log.exception(
                 "%d claimed jobs could not be started; they return to the queue as suspects",
                 len(deliveries),
             )
-            self._to_return = [(delivery.job_id, delivery.token, True) for delivery in deliveries]
+            self._to_return = [(one.job_id, one.token, True) for one in deliveries]
             await self._return_jobs()
         return len(deliveries)
 
