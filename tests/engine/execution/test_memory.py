@@ -116,6 +116,23 @@ def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
     )
 
 
+def test_a_width_for_each_layer_counts_as_the_widest(llama: Path) -> None:
+    """Gemma 3n's configuration lists them."""
+    config = EngineConfig(
+        model=str(llama), device="cpu", fuse=False, block_size=16
+    ).with_step_sizes(on_gpu=False)  # fmt: skip
+    loaded = load_model(llama, config, CpuDevice())
+
+    def activations() -> int:
+        return memory.memory_shape(
+            loaded, config, ReferenceAttention(), torch.float32, 256
+        ).activations
+
+    expected, width = activations(), loaded.config.intermediate_size
+    object.__setattr__(loaded.config, "intermediate_size", [width // 2, width])
+    assert activations() == expected
+
+
 def test_a_step_that_no_setting_limits_leaves_room_for_the_cache(
     llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -104,6 +104,11 @@ def with_step_that_fits(
     return fitting
 
 
+def _widest(size: int | list[int] | None) -> int:
+    """Return the largest of sizes that a configuration gives for each layer, as Gemma 3n's does."""
+    return max(size) if isinstance(size, list) else size or 0
+
+
 def memory_shape(
     loaded: LoadedModel,
     config: EngineConfig,
@@ -113,9 +118,8 @@ def memory_shape(
 ) -> MemoryShape:
     text = loaded.config
     experts = getattr(text, "num_experts_per_tok", None) or 1
-    expert_size = getattr(text, "moe_intermediate_size", None) or getattr(
-        text, "intermediate_size", None
-    )
+    layer_size = _widest(getattr(text, "intermediate_size", None))
+    expert_size = _widest(getattr(text, "moe_intermediate_size", None)) or layer_size
     inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
     graphs = loaded.device.graph_sizes(config, length)
     num_forced = 0 if loaded.device.is_asynchronous else MAX_FORCED
@@ -127,7 +131,7 @@ def memory_shape(
         kv_bytes=kv_dtype.itemsize,
         activation_bytes=loaded.dtype.itemsize,
         hidden_size=text.hidden_size,
-        intermediate_size=max(inner, getattr(text, "intermediate_size", None) or 0),
+        intermediate_size=max(inner, layer_size),
         query_size=max(shape.num_heads * shape.head_dim for shape in loaded.shapes),
         vocab_size=loaded.vocab_size,
         max_num_tokens=config.max_num_batched_tokens,
