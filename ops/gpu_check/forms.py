@@ -8,7 +8,7 @@ from ops.gpu_check.stages import Stage
 
 DRY_S = 120.0  # of a stage on a CPU, which others may use too
 FORMS = ("first", "speed", "variants")
-TOKENS = "test_tokens.py"  # in a stage of its own: it says whether the engine is right at all
+TEST_PROCESSES = 12  # fewer than a lent machine has cores: kernels are compiled in threads too
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
     *("--steps", "4", "--prefill", "64", "--context", "20", "--long", "70"),
@@ -25,10 +25,7 @@ def stages_of(form: str, out: Path, *, is_dry: bool) -> list[Stage]:
     stages = [Stage("machine", _module("machine", *device), 20)]
     if form == "first":
         stages.append(Stage("kernels", _module("kernels", *device), 90))
-        tests = "test_devices or fails_by_itself" if is_dry else f"not {TOKENS}"
-        stages.append(Stage("tests", _tests(tests, 1 if is_dry else 8), 130))
-        tokens = f"{TOKENS} and eager" if is_dry else TOKENS
-        stages.append(Stage("tokens", _tests(tokens, 1 if is_dry else 4), 65))
+        stages.append(Stage("tests", _tests(is_dry), 150))
     stages.append(_bench(form, out, is_dry))
     return [replace(stage, limit_s=DRY_S) for stage in stages] if is_dry else stages
 
@@ -37,11 +34,15 @@ def _module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"ops.gpu_check.{name}", *arguments]
 
 
-def _tests(chosen: str, processes: int) -> list[str]:
+def _tests(is_dry: bool) -> list[str]:
+    """Return the command of the device's tests, or of a few that a CPU can run."""
     names = ("xdist", "pytest_timeout", "ops.gpu_check.reports")
     plugins = [word for name in names for word in ("-p", name)]
-    limits = ["--timeout", "90", "--tb", "short", "-n", str(processes)]
-    return ["ops/gpu-test", *plugins, *limits, "-k", chosen]
+    processes = 1 if is_dry else TEST_PROCESSES
+    shared = ["-n", str(processes), "--dist", "worksteal", "--timeout", "90"]
+    shown = ["-vv", "--tb", "short", "--durations", "15"]  # each test as it ends
+    few = ["-m", "", "-k", "test_devices or fails_by_itself or (test_tokens and eager)"]
+    return ["ops/gpu-test", *plugins, *shared, *shown, *(few if is_dry else [])]
 
 
 def _bench(form: str, out: Path, is_dry: bool) -> Stage:

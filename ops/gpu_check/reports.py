@@ -1,11 +1,13 @@
-"""A pytest plugin: writes each failure when it happens, and lines for the table of `ops/gpu-check`.
+"""A pytest plugin: writes failures and slow tests as they happen, and lines for the table.
 
-A run that is killed has thus printed its failures.
+A run that is killed has thus printed why it failed or took long.
 """
 
 from typing import Any
 
 import pytest
+
+SLOW_S = 5.0
 
 
 class Reports:
@@ -15,8 +17,10 @@ class Reports:
         self._terminal = terminal
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.rpartition("/")[2]
+        if report.duration >= SLOW_S:
+            self._terminal.write_line(f"\n{report.when} took {report.duration:.0f} s: {name}")
         if report.failed:
-            name = report.nodeid.rpartition("/")[2]
             reason = getattr(report.longrepr, "reprcrash", None) or report.longreprtext or "?"
             said = str(getattr(reason, "message", reason)).splitlines()[0]
             self._terminal.write_line(f"\n| {report.when} failed: {name}: {said}")

@@ -23,7 +23,7 @@ from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, Outcome, Stage, run_sta
 ROOT = Path(__file__).parents[2]
 
 STAGES = {
-    "first": ["machine", "kernels", "tests", "tokens", "bench"],
+    "first": ["machine", "kernels", "tests", "bench"],
     "speed": ["machine", "bench"],
     "variants": ["machine", "bench"],
 }
