@@ -29,9 +29,10 @@ from ops.benchmarks.gpu.measures import (
 from ops.benchmarks.gpu.models import describe, random_model
 from ops.benchmarks.gpu.peer import take_turns
 from ops.benchmarks.measure.protocol import EngineOptions, Round
-from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Work
+from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape, Work
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers.transformers_batching import TransformersBatching
+from tokenmill_worker.engine.plan import StepPlan
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3",
         "--steps", "8",
@@ -223,6 +224,28 @@ def test_the_first_sequences_of_a_long_start_live_until_the_end() -> None:
     with engine:
         found = decode(engine, SHAPES["tiny"], 24, Ceilings(1e9, 1e9, 1e9, 1e9), options, GREEDY)
     assert found["tokens_s"] > 0
+
+
+def test_the_floor_counts_the_tokens_that_the_steps_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sequences have grown by some 90 tokens when the last prompt is read."""
+    engine, options = engine_and_options()
+    launch, reads, counted = engine.runner.launch, [], []
+
+    def noting(plan: StepPlan) -> Any:
+        reads.append(sum(item.start + item.num_tokens for item in plan.scheduled))
+        return launch(plan)
+
+    def floor_s(_self: Shape, _ceilings: Ceilings, work: Work) -> float:
+        counted.append(work.read)
+        return 1.0
+
+    monkeypatch.setattr(engine.runner, "launch", noting)
+    monkeypatch.setattr(Shape, "floor_s", floor_s)
+    with engine:
+        decode(engine, SHAPES["tiny"], 24, Ceilings(1e9, 1e9, 1e9, 1e9), options, GREEDY)
+    measured = reads[-options.steps :]
+    assert counted == [pytest.approx(sum(measured) / len(measured), abs=24)]  # a token each
+    assert counted[0] > 24 * (200 + 30)
 
 
 def test_a_batch_that_shrank_is_no_measurement() -> None:

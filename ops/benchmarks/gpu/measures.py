@@ -80,20 +80,30 @@ def decode(
     params: SamplingParams,
     long: int = 0,
 ) -> dict[str, float]:
-    """Measure decode steps; `long`, if not 0, is the context length of one of the sequences."""
+    """Measure decode steps; `long`, if not 0, is the context length of one of the sequences.
+
+    The floor is that of a step in the middle: the first sequences have grown while the last prompts
+    were read.
+    """
     contexts = [long or options.context, *[options.context] * (batch - 1)]
     requests = _start(engine, shape, contexts, options, params)
-    times = []
+    times, before = [], _num_tokens(engine, requests)
     for _ in range(options.steps):
         started = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - started)
     synchronise(torch.device(options.device))
+    read = (before + _num_tokens(engine, requests)) // 2
     _end(engine, requests)
     step_s = statistics.median(times)
-    read = sum(contexts) + batch * options.steps // 2
     floor_s = shape.floor_s(ceilings, _work(engine, options, batch, batch, read, read))
     return {"tokens_s": batch / step_s, "ms": 1e3 * step_s, "share_of_floor": floor_s / step_s}
+
+
+def _num_tokens(engine: Engine, requests: Sequence[str]) -> int:
+    """Return the tokens of all these sequences: the next step reads their keys and values."""
+    sequences = (each for request in requests for each in engine.scheduler.sequences(request))
+    return sum(sequence.num_tokens for sequence in sequences)
 
 
 def _work(
