@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.chaos.test_structured_kills import END, run_doomed
+from tests.chaos.test_structured_kills import END, run_doomed, undisturbed
 from tests.engine.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
 from tests.text.chat.families import HERMES
@@ -104,14 +104,7 @@ async def test_thoughts_and_calls_continue_at_every_token(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int
 ) -> None:
     """A worker dies after every step if `--rounds` is at least 50, else after every eighth."""
-    (tmp_path / "calm").mkdir()
-    calm_database = database_url(tmp_path / "calm")
-    async with (
-        running_worker(redis_url, calm_database, **settings),
-        client_of(redis_url, calm_database) as client,
-    ):
-        jobs = [await client.submit(**asked) for asked in JOBS]
-        calm = [await client.result(job, timeout=90) for job in jobs]
+    calm = await undisturbed(redis_url, tmp_path, settings, JOBS)
     for asked, result in zip(JOBS, calm, strict=True):
         assert_valid(asked, result)
     database = database_url(tmp_path)
@@ -129,8 +122,8 @@ async def test_thoughts_and_calls_continue_at_every_token(
         async with running_worker(redis_url, database, worker_id="survivor", **settings):
             received = await asyncio.wait_for(asyncio.gather(*streams), 120)
             ended = [await client.result(job, timeout=90) for job in jobs]
-    for undisturbed, result, stream in zip(calm, ended, received, strict=True):
-        assert without_ids(answer_of(result)) == without_ids(answer_of(undisturbed))
+    for wanted, result, stream in zip(calm, ended, received, strict=True):
+        assert without_ids(answer_of(result)) == without_ids(answer_of(wanted))
         assert stream == [
             result.reasoning,
             result.text,

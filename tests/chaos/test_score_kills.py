@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.test_structured_kills import END, run_doomed
+from tests.chaos.test_structured_kills import END, run_doomed, undisturbed
 from tests.engine.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
@@ -58,16 +58,7 @@ async def test_values_are_the_same_after_any_death(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int
 ) -> None:
     """A worker dies after every step if `--rounds` is at least 50, else after every third."""
-    (tmp_path / "calm").mkdir()
-    calm_database = database_url(tmp_path / "calm")
-    async with (
-        running_worker(redis_url, calm_database, **settings),
-        client_of(redis_url, calm_database) as client,
-    ):
-        calm = [
-            await client.result(await client.submit(**asked), timeout=90, check=True)
-            for asked in JOBS
-        ]
+    calm = await undisturbed(redis_url, tmp_path, settings, JOBS)
     database = database_url(tmp_path)
     async with client_of(redis_url, database) as client:
         jobs = [await client.submit(**asked) for asked in JOBS]
@@ -83,10 +74,11 @@ async def test_values_are_the_same_after_any_death(
             ended = [await client.result(job, timeout=90, check=True) for job in jobs]
             deliveries = [(await client.status(job)).deliveries for job in jobs]
     assert max(deliveries) > 1
-    for asked, undisturbed, result, stream in zip(JOBS, calm, ended, received, strict=True):
-        assert [c.token_ids for c in result.choices] == [c.token_ids for c in undisturbed.choices]
+    for asked, before, result, stream in zip(JOBS, calm, ended, received, strict=True):
+        assert before.error is None
+        assert [c.token_ids for c in result.choices] == [c.token_ids for c in before.choices]
         assert (result.prompt is not None) == ("prompt_logprobs" in asked)
-        for found, wanted in zip(scores_of(result), scores_of(undisturbed), strict=True):
+        for found, wanted in zip(scores_of(result), scores_of(before), strict=True):
             assert [one.logprob for one in found] == pytest.approx(
                 [one.logprob for one in wanted], abs=TOLERANCE
             )

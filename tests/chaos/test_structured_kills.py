@@ -14,7 +14,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.chaos.test_kill_points import listen
 from tests.engine.lora.support import save_adapter
 from tests.engine.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.result import JobResult
 from tokenmill_worker.engine.execution.synthetic import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -108,8 +109,7 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
     """A worker dies after every step if `--rounds` is at least 50, else after every eighth."""
     settings = settings | {"speculative_tokens": speculative_tokens}
     steps = 1 if rounds >= 50 else 8
-    (tmp_path / "calm").mkdir()
-    calm = await undisturbed(redis_url, database_url(tmp_path / "calm"), settings)
+    calm = await undisturbed(redis_url, tmp_path, settings, JOBS)
     for asked, result in zip(JOBS, calm, strict=True):
         assert result.finish_reason == "stop", (asked, result.error)
         assert_valid(asked, result.text)
@@ -148,13 +148,17 @@ async def test_jobs_with_a_grammar_continue_at_every_token(
         assert not any(missed.values()), f"no worker died after these tokens: {missed}"
 
 
-async def undisturbed(redis_url: str, database: str, settings: dict[str, Any]) -> list[Any]:
+async def undisturbed(
+    redis_url: str, folder: Path, settings: dict[str, Any], jobs: Sequence[dict[str, Any]]
+) -> list[JobResult]:
+    """Return the results of jobs that one worker runs to their end, with a database of its own."""
+    database = database_url(folder, "calm")
     async with (
         running_worker(redis_url, database, **settings),
         client_of(redis_url, database) as client,
     ):
-        jobs = [await client.submit(**job) for job in JOBS]
-        return [await client.result(job, timeout=90) for job in jobs]
+        ids = [await client.submit(**job) for job in jobs]
+        return [await client.result(job, timeout=90) for job in ids]
 
 
 async def run_doomed(

@@ -20,9 +20,9 @@ from tokenmill_worker.settings import Settings, load_settings
 QUEUE = "q"
 
 
-def database_url(folder: Path) -> str:
+def database_url(folder: Path, name: str = "tokenmill") -> str:
     """Return the URL of a migrated SQLite database."""
-    url = f"sqlite:///{folder}/tokenmill.db"
+    url = f"sqlite:///{folder}/{name}.db"
     migrate.upgrade(url)
     return url
 
