@@ -25,7 +25,7 @@ from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import Probe
 from tokenmill_worker.engine.plan import MAX_SCORED
-from tokenmill_worker.engine.sampling import MAX_FORCED
+from tokenmill_worker.engine.sampling import most_forced
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,7 @@ def memory_shape(
     expert_size = _widest(getattr(text, "moe_intermediate_size", None)) or layer_size
     inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
     graphs = loaded.device.graph_sizes(config, length)
-    num_forced = 0 if loaded.device.is_asynchronous else MAX_FORCED
-    num_drafts = max(config.speculative_tokens, num_forced)
+    num_drafts = max(config.speculative_tokens, most_forced(loaded.device.is_asynchronous))
     rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + num_drafts))
     return MemoryShape(
         groups=loaded.groups,

@@ -34,6 +34,7 @@ from tokenmill_worker.engine.sampling import (
     Sampler,
     ScoredRows,
     Scores,
+    most_forced,
 )
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -84,7 +85,8 @@ class ModelRunner:
             device.token_kernel(config),
         )
         self._drafts = Drafts(
-            None if device.is_asynchronous else self._sampler.forced_tokens,
+            most_forced(device.is_asynchronous),
+            self._sampler.forced_tokens,
             PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
         )
         self.info = replace(info, proposer=self._drafts)

@@ -1,11 +1,10 @@
 """Samples one token per row of the logits, by parameters per request, independent of the batch.
 
 Belongs here: parameters, penalties, noise, truncation, grammars, drafts, and log-probabilities of
-given tokens. Kernels that sample
-belong to `cpu` and `cuda`.
+given tokens. Kernels that sample belong to `cpu` and `cuda`.
 """
 
-from tokenmill_worker.engine.sampling.drafts import MAX_FORCED, Drafts
+from tokenmill_worker.engine.sampling.drafts import Drafts, most_forced
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sampling.sampled import Sampled
@@ -13,7 +12,6 @@ from tokenmill_worker.engine.sampling.sampler import Layout, Sampler
 from tokenmill_worker.engine.sampling.scores import ScoredRows, Scores
 
 __all__ = [
-    "MAX_FORCED",
     "Drafts",
     "GrammarCompiler",
     "GrammarError",
@@ -23,4 +21,5 @@ __all__ = [
     "Sampler",
     "ScoredRows",
     "Scores",
+    "most_forced",
 ]
