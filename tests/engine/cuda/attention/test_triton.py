@@ -19,6 +19,7 @@ from tests.engine.attention.cases import (
     filled_cache,
     make_problem,
     metadata_of,
+    round_as_stored,
 )
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 
@@ -72,6 +73,23 @@ def test_the_last_tile_may_be_full_or_not(num_multiprocessors: int) -> None:
     backend = TritonAttention(num_multiprocessors)
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
+
+
+@kernels
+@pytest.mark.parametrize("num_multiprocessors", [1, 32])
+@pytest.mark.parametrize("magnitude", [1.0, 1e6, 0.0])
+def test_queries_over_8_bits_may_be_of_any_magnitude(
+    magnitude: float, num_multiprocessors: int
+) -> None:
+    """bfloat16 queries are multiplied in float16, which ends at 65,504."""
+    case = Case("8 bits", ((1, 300), (20, 33), (1, 1)), scale=0.125 / (magnitude or 1.0))
+    problem = make_problem(case, DEVICE)
+    query = (problem.query * magnitude).bfloat16()
+    problem = dataclasses.replace(problem, query=query)
+    backend, dtype = TritonAttention(num_multiprocessors), torch.float8_e4m3fn
+    result = attend(backend, problem, filled_cache(backend, problem, dtype))
+    round_as_stored(problem, dtype)
+    torch.testing.assert_close(result.double(), dense(problem), rtol=1e-2, atol=1e-2)
 
 
 @kernels

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+TINY = tl.constexpr(1e-30)  # a row of zeros is divided by it
 
 
 @triton.jit
@@ -37,48 +38,81 @@ def load_tile(
 
 
 @triton.jit
-def logits_of_tile(
+def prepare_queries(queries, cache, scale, HAS_SOFTCAP: tl.constexpr):
+    """Return queries in the type of their products, and the factor of each row's products.
+
+    A product of a query and a key, times the factor, is a logit: in base 2 where there is no
+    softcap. Over keys of 8 bits, bfloat16 becomes float16: the device converts E4M3 to float16 in
+    one instruction, and to bfloat16 in four. Queries are then relative to their row's largest
+    number, so none is out of range.
+    """
+    factor = tl.full([queries.shape[0]], scale, tl.float32)
+    if cache.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
+        wide = queries.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(wide), 1), TINY)
+        queries = (wide / largest[:, None]).to(tl.float16)
+        factor *= largest
+    if not HAS_SOFTCAP:
+        factor *= LOG2_E
+    return queries, factor
+
+
+@triton.jit
+def products_of_tile(
     queries,
     keys,
+    factor,
     position,
     key_position,
     is_key,
-    scale,
     softcap,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    """Compute logits in base 2; they are −∞ where a row does not see a key of a tile that is not
-    full.
+    """Multiply queries by keys: −∞ where a row does not see a key of a tile that is not full.
+
+    With a softcap the results are logits in base 2, without it they still lack their factor.
     """
-    logits = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+    products = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee")
     if HAS_SOFTCAP:
-        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / softcap)) + 1.0))
-    logits *= LOG2_E
+        products *= factor[:, None]
+        products = softcap * (1.0 - 2.0 / (tl.exp2(products * (2.0 * LOG2_E / softcap)) + 1.0))
+        products *= LOG2_E
     if not IS_FULL:
         is_seen = is_key[None, :] & (key_position[None, :] <= position[:, None])
         if WINDOW > 0:
             is_seen = is_seen & (key_position[None, :] > position[:, None] - WINDOW)
-        logits = tl.where(is_seen, logits, float("-inf"))
-    return logits
+        products = tl.where(is_seen, products, float("-inf"))
+    return products
 
 
 @triton.jit
-def weights_of(logits, largest, total):
+def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     """Compute weights relative to the maximum so far, and the factor that rescales the earlier
     sums.
     """
-    grown = tl.maximum(largest, tl.max(logits, 1))
+    if HAS_SOFTCAP:
+        factor = tl.full([products.shape[0]], 1.0, tl.float32)
+    grown = tl.maximum(largest, tl.max(products, 1) * factor)
     shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
-    weights = tl.exp2(logits - shift[:, None])
+    weights = tl.exp2(products * factor[:, None] - shift[:, None])  # one instruction and the power
     shrink = tl.exp2(largest - shift)
     return weights, shrink, grown, total * shrink + tl.sum(weights, 1)
 
 
 @triton.jit
+def halves_of(pairs):
+    """Return the first and the second E4M3 number of each pair of bytes."""
+    first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return first.to(tl.float16), second.to(tl.float16)
+
+
+@triton.jit
 def attend_tiles(
     queries,
+    factor,  # of each row's products
     cache,
     block_table,
     position,  # of each row
@@ -89,7 +123,7 @@ def attend_tiles(
     largest,
     total,
     values,
-    scale,
+    odds,  # in 8 bits: the odd dimensions of values, which then has the even ones
     softcap,
     block_stride,
     value_offset,
@@ -101,9 +135,19 @@ def attend_tiles(
     TILE_KEYS: tl.constexpr,
     IS_FULL: tl.constexpr,  # every row sees every key of every tile
 ):
-    """Carry maxima, sums and values along a range of tiles."""
+    """Carry maxima, sums and values along a range of tiles.
+
+    Values of 8 bits are loaded in pairs, as numbers of 16 bits. The device transposes these for its
+    products, but no bytes.
+    """
+    IS_PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
+    WIDTH: tl.constexpr = 2 if IS_PAIRED else 1  # dimensions in a number that is loaded
     dims = tl.arange(0, HEAD_PAD)
     is_dim = dims < HEAD_DIM
+    value_dims = tl.arange(0, HEAD_PAD // WIDTH)
+    values_at = cache + value_offset
+    if IS_PAIRED:
+        values_at = values_at.to(tl.pointer_type(tl.uint16))
     # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that
     # depend on each other.
     next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
@@ -115,14 +159,21 @@ def attend_tiles(
         key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
         at = cache + key_at[None, :] + dims[:, None]
         keys = load_tile(at, is_key[None, :], is_dim[:, None], HEAD_DIM, HEAD_PAD, IS_FULL)
-        logits = logits_of_tile(
-            queries, keys, position, key_position, is_key, scale, softcap, WINDOW, HAS_SOFTCAP,
+        products = products_of_tile(
+            queries, keys, factor, position, key_position, is_key, softcap, WINDOW, HAS_SOFTCAP,
             IS_FULL,
         )  # fmt: skip
-        weights, shrink, largest, total = weights_of(logits, largest, total)
-        at = cache + value_offset + key_at[:, None] + dims[None, :]
-        loaded = load_tile(at, is_key[:, None], is_dim[None, :], HEAD_DIM, HEAD_PAD, IS_FULL)
+        weights, shrink, largest, total = weights_of(products, factor, largest, total, HAS_SOFTCAP)
+        weights = weights.to(queries.dtype)
+        at = values_at + (key_at // WIDTH)[:, None] + value_dims[None, :]
+        is_value = (value_dims < HEAD_DIM // WIDTH)[None, :]
+        loaded = load_tile(at, is_key[:, None], is_value, HEAD_DIM, HEAD_PAD, IS_FULL)
+        if IS_PAIRED:
+            loaded, odd = halves_of(loaded)
+            odds = odds * shrink[:, None] + tl.dot(
+                weights, odd.to(queries.dtype), input_precision="ieee"
+            )
         values = values * shrink[:, None] + tl.dot(
-            weights.to(queries.dtype), loaded.to(queries.dtype), input_precision="ieee"
+            weights, loaded.to(queries.dtype), input_precision="ieee"
         )
-    return largest, total, values
+    return largest, total, values, odds

@@ -67,6 +67,8 @@ class TritonAttention(AttentionBackend):
             and dtype.itemsize == 1
         ):
             return "8-bit keys and values need compute capability 8.9"
+        if dtype.itemsize == 1 and shape.head_dim % 2:
+            return f"8-bit values are read in pairs, and the head size {shape.head_dim} is odd"
         if device.type == "cpu" and dtype == torch.bfloat16:
             return "Triton's interpreter multiplies no bfloat16 matrices"
         if dtype not in DTYPES:

@@ -9,7 +9,11 @@ leak, not even NaN.
 import triton
 import triton.language as tl
 
-from tokenmill_worker.engine.cuda.attention.tile_kernels import LOG2_E, attend_tiles
+from tokenmill_worker.engine.cuda.attention.tile_kernels import (
+    LOG2_E,
+    attend_tiles,
+    prepare_queries,
+)
 
 
 @triton.jit
@@ -197,10 +201,13 @@ def attend_kernel(
     queries = tl.load(
         query + query_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0
     )
+    queries, factor = prepare_queries(queries, cache, scale, HAS_SOFTCAP)
 
+    IS_PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
-    values = tl.zeros([BLOCK_ROWS, HEAD_PAD], tl.float32)
+    values = tl.zeros([BLOCK_ROWS, HEAD_PAD // 2 if IS_PAIRED else HEAD_PAD], tl.float32)
+    odds = tl.zeros_like(values)
     cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
     block_table += seq.to(tl.int64) * table_stride
     full_tile = first_tile
@@ -208,17 +215,19 @@ def attend_kernel(
         full_tile = tl.maximum(
             tl.minimum((base + first_token + 1) // TILE_KEYS, last_tile), first_tile
         )
-        largest, total, values = attend_tiles(
-            queries, cache, block_table, base + token, first_tile, full_tile, begin, end,
-            largest, total, values, scale, softcap, block_stride, value_offset,
+        largest, total, values, odds = attend_tiles(
+            queries, factor, cache, block_table, base + token, first_tile, full_tile, begin, end,
+            largest, total, values, odds, softcap, block_stride, value_offset,
             HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, TILE_KEYS, True,
         )  # fmt: skip
-    largest, total, values = attend_tiles(
-        queries, cache, block_table, base + token, full_tile, last_tile, begin, end,
-        largest, total, values, scale, softcap, block_stride, value_offset,
+    largest, total, values, odds = attend_tiles(
+        queries, factor, cache, block_table, base + token, full_tile, last_tile, begin, end,
+        largest, total, values, odds, softcap, block_stride, value_offset,
         HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, TILE_KEYS, False,
     )  # fmt: skip
 
+    if IS_PAIRED:
+        values = tl.interleave(values, odds)
     if IS_SPLIT and (tl.program_id(2) > 0 or last_tile * TILE_KEYS < end):
         store_partials(
             partials,
