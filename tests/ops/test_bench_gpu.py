@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.commands.gpu import Session, goals
+from ops.benchmarks.commands.gpu import goals
 from ops.benchmarks.gpu.measures import (
     GREEDY,
     configure,
@@ -28,6 +28,7 @@ from ops.benchmarks.gpu.measures import (
 )
 from ops.benchmarks.gpu.models import describe, random_model
 from ops.benchmarks.gpu.peer import take_turns
+from ops.benchmarks.gpu.session import Session
 from ops.benchmarks.measure.protocol import EngineOptions, Round
 from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape, Work
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest

@@ -11,6 +11,7 @@ import pytest
 
 from ops.benchmarks.__main__ import main
 from ops.benchmarks.measure.figures import (
+    Arrivals,
     alternate,
     equal_requests,
     equal_tokens,
@@ -123,8 +124,17 @@ class TestFigures:
         assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
     def test_medians_and_spread(self) -> None:
-        assert medians([{"x": 1.0}, {"x": 4.0}, {"x": 2.0}]) == {"x": 2.0}
+        rounds = [{"x": 1.0, "of two rounds": 5.0}, {"x": 4.0}, {"x": 2.0, "of two rounds": 6.0}]
+        assert medians(rounds) == {"x": 2.0}
         assert spread([1.0, 4.0, 2.0]) == 1.5
+
+    def test_tokens_are_steady_while_all_requests_give_some(self) -> None:
+        """The first request begins at 1.0, the second at 2.0; the first ends at 4.0."""
+        arrivals = Arrivals()
+        for now, count in ((1.0, 1), (2.0, 2), (3.0, 5), (4.0, 1), (5.0, 9)):
+            arrivals.add(now, count)
+        assert arrivals.steady_rate([1.0, 2.0], [4.0, 5.0]) == 3.0
+        assert arrivals.steady_rate([1.0, 4.5], [4.0, 5.0]) is None
 
     def test_equality_counts_requests_and_tokens(self) -> None:
         a = Round(1.0, [[1, 2, 3], [7]], [], [])

@@ -26,6 +26,7 @@ STAGES = {
     "first": ["machine", "kernels", "tests", "bench"],
     "speed": ["machine", "bench"],
     "variants": ["machine", "bench"],
+    "way": ["machine", "bench"],
 }
 IN_TABLE = ("draw top-k, top-p, 3 rows: ", "passed, 0 failed", "default: decode 3: tokens/s")
 IN_LOG = (", × Transformers ", "without running ahead: decode 3: tokens/s")  # of the benchmark
@@ -72,7 +73,8 @@ def test_a_form_has_time_for_its_stages_and_its_benchmark_understands_it(
     options = parser.parse_args(command[4:])
     assert options.limit < limit_s
     assert options.no_peer == (form != "speed")
-    assert options.part == {"first": None, "speed": ["model"], "variants": ["settings"]}[form]
+    parts = {"first": None, "speed": ["model"], "variants": ["settings"], "way": ["way"]}
+    assert options.part == parts[form]
 
 
 def test_a_stage_that_fails_hangs_or_is_silent_does_not_stop_the_next(tmp_path: Path) -> None:
@@ -149,11 +151,15 @@ def test_carried_wheels_are_unpacked_where_their_modules_are_missing(
 ) -> None:
     lacking = {"msgspec": "msgspec", "absent_one": "absent-one", "absent_two": "absent-two"}
     monkeypatch.setattr(wheels, "LACKING", lacking)
+    program = zipfile.ZipInfo("absent_one_server")
+    program.external_attr = 0o100755 << 16
     with zipfile.ZipFile(tmp_path / "absent_one-1.0-py3-none-any.whl", "w") as archive:
         archive.writestr("absent_one.py", "x = 1\n")
+        archive.writestr(program, "#!/bin/sh\n")
     said = wheels.install(tmp_path, tmp_path / "site")
     assert said == "unpacked absent_one; missing: absent_two (run ops/gpu-wheels first)"
     assert (tmp_path / "site" / "absent_one.py").read_text() == "x = 1\n"
+    assert os.access(tmp_path / "site" / "absent_one_server", os.X_OK)
 
 
 def test_every_wheel_has_a_pinned_version() -> None:

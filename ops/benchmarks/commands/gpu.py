@@ -4,13 +4,15 @@ The models have well-known shapes and random weights.
 
 The ceilings (bytes per second, operations per second) are measured in the same run. The floor of a
 step is the sum of what each product and attention must take by them, counted from the model's
-shapes. The most important measurements come
-first: for every model, decode by batch size, one long prefill, drawn tokens, where a step's time
-goes, and the mixed load beside Transformers' continuous batching on a second model with the same
-weights. Then follow, for every model, 8-bit keys and values, uneven lengths, scattered blocks, the
-attention backends, and the model without graphs, running ahead, fused modules or the drawing
-kernel. The record is written after every measurement and names what `--limit` left no time for, so
-an interrupted run keeps all that it measured.
+shapes. The most important measurements come first: for every model, decode by batch size, one long
+prefill, drawn tokens, where a step's time goes, and the mixed load beside Transformers' continuous
+batching on a second model with the same weights. Then follow, for every model, 8-bit keys and
+values, uneven lengths, scattered blocks, the attention backends, and the model without graphs,
+running ahead, fused modules or the drawing kernel. The record is written after every measurement
+and names what `--limit` left no time for, so an interrupted run keeps all that it measured.
+
+`--part way` measures the whole service (Valkey, log, pub/sub, SQL) beside the bare engine, with as
+many streams as the largest batch. It needs the packages of worker and client too.
 
 `--device cpu --shape tiny --dtype float32` runs all of it anywhere. A machine that has torch,
 transformers, rich and msgspec runs it without an installation of ours:
@@ -20,17 +22,16 @@ transformers, rich and msgspec runs it without an installation of ours:
 
 import argparse
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from operator import ge, le
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
-from ops.benchmarks.gpu.ceilings import measure_ceilings
 from ops.benchmarks.gpu.measures import (
     DRAWN,
     GREEDY,
@@ -43,9 +44,10 @@ from ops.benchmarks.gpu.measures import (
 )
 from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu.peer import beside
-from ops.benchmarks.measure.step_floor import SHAPES
+from ops.benchmarks.gpu.session import Session
+from ops.benchmarks.measure.step_floor import SHAPES, Shape
 from ops.benchmarks.measure.tables import show
-from tokenmill_worker.engine import Engine, EngineConfigError, SamplingParams
+from tokenmill_worker.engine import Engine, SamplingParams
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
@@ -56,12 +58,17 @@ COLUMNS = {
     "share_of_floor": ("floor's share", "{:.1%}"),
     "times_transformers": ("× Transformers", "{:.2f}"),
     "busy": ("device busy", "{:.1%}"),
+    "share_of_engine": ("engine's share", "{:.1%}"),
+    "of_all": ("of all", "{:.1%}"),
+    "short_ttft_steps": ("steps to a first token", "{:.0f}"),
 }
-# prefix of the results' names, the measured key, and its target
-GOALS = {
-    "default: decode": ("share_of_floor", 0.85),
-    "default: prefill": ("share_of_floor", 0.65),
-    "mixed": ("times_transformers", 3.0),
+# prefix of the results' names, the measured key, its target, and whether that is the least or most
+GOALS: dict[str, tuple[str, float, Callable[[float, float], bool]]] = {
+    "default: decode": ("share_of_floor", 0.85, ge),
+    "default: prefill": ("share_of_floor", 0.65, ge),
+    "mixed": ("times_transformers", 3.0, ge),
+    "whole way": ("share_of_engine", 0.97, ge),
+    "short beside long": ("short_ttft_steps", 3.0, le),
 }
 
 
@@ -103,9 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         action="append",
-        choices=("model", "settings"),
+        choices=("model", "settings", "way"),
         help="model: the default settings and the peer; settings: one changed at a time; "
-        "repeatable; default: both",
+        "way: the whole service (Valkey, log, pub/sub, SQL) beside the engine; "
+        "repeatable; default: model, settings",
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
@@ -132,72 +140,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
-    parts = {"model": measure, "settings": vary}
-    for what in options.part or parts:
+    parts = {"model": measure, "settings": vary, "way": serve}
+    for what in options.part or ("model", "settings"):
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
             session.attempt(name, what, lambda what=what, name=name: parts[what](name, session))  # type: ignore[misc]
             forget()
     _show(console, session.record)
     return session.record
-
-
-class Session:
-    """Keeps the growing record of a run and its deadline."""
-
-    def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        self.options, self._console = options, console
-        self.until = time.monotonic() + options.limit
-        self._keep = getattr(options, "keep", lambda _record: None)
-        self.dtype = getattr(torch, options.dtype)
-        self.ceilings = measure_ceilings(torch.device(options.device), self.dtype)
-        self.record: dict[str, Any] = {
-            "ok": True,
-            "device": _describe_device(options.device),
-            "ceilings": asdict(self.ceilings),
-            "results": {},
-            "left_out": {},
-        }
-        self._keep(self.record)
-        self._tell("ceilings", self.record["ceilings"])
-
-    def keep(self, shape: str, what: str, found: Any) -> None:
-        self.record["results"].setdefault(shape, {})[what] = found
-        self._keep(self.record)
-
-    def attempt(self, shape: str, what: str, work: Callable[[], Any], needs_s: float = 0.0) -> None:
-        """Run one measurement and keep its result.
-
-        The record says what failed, and what too little time was left for.
-        """
-        left_out, name = self.record["left_out"], f"{shape}: {what}"
-        if time.monotonic() + needs_s > self.until:
-            left_out[name] = "no time was left"
-            return
-        started = time.perf_counter()
-        try:
-            found = work()
-        except EngineConfigError as error:  # not possible here, for example a missing backend
-            left_out[name] = str(error)
-            self._tell(f"{name} is left out", str(error))
-        except Exception as error:
-            self.record["ok"] = False
-            left_out[name] = f"{type(error).__name__}: {error}"
-            self._console.print(traceback.format_exc(), markup=False, highlight=False)
-        else:
-            if found is not None:
-                self.keep(shape, what, found)
-                self._tell(f"{name} ({time.perf_counter() - started:.1f} s)", found)
-        finally:
-            self._keep(self.record)
-
-    def _tell(self, what: str, found: Any) -> None:
-        if isinstance(found, dict):
-            found = ", ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in found.items()
-                if not isinstance(value, list | dict)
-            )
-        self._console.print(f"{what}: {found}", markup=False, highlight=False, soft_wrap=True)
 
 
 def measure(name: str, session: Session) -> None:
@@ -251,6 +200,32 @@ def vary(name: str, session: Session) -> None:
     measure_case(name, session, plain, Case("without fused modules", batches, has_prefill=True))
 
 
+def serve(name: str, session: Session) -> None:
+    """Measure a short prompt beside a long one, then the whole service beside the engine."""
+    from ops.benchmarks.gpu.whole_way import compare  # needs packages that the other parts do not
+
+    options = session.options
+    shape = replace(SHAPES[name], max_position_embeddings=2 * options.long + 1024)
+    with ExitStack() as stack:
+        folder = _written(name, session, shape, stack)
+        forget()  # the two processes need the memory
+        logs = Path(options.json).parent if options.json else None
+        session.attempt(name, "whole way", lambda: compare(folder, shape, options, logs))
+
+
+def _written(name: str, session: Session, shape: Shape, stack: ExitStack) -> Path:
+    """Return the folder of a new model, which lasts as long as the stack; measure it first."""
+    from ops.benchmarks.gpu.whole_way import saved, short_beside_long
+
+    options = session.options
+    model = random_model(shape, options.device, session.dtype)
+    folder = stack.enter_context(saved(model, shape))
+    session.tell(f"{name}: written", str(folder))
+    loaded = describe(model, configure(shape, options))
+    session.attempt(name, "short beside long", lambda: short_beside_long(loaded, shape, options))
+    return folder
+
+
 def _attention(backend: str) -> dict[str, Any]:
     block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
     return {"attention": backend, "block_size": block}
@@ -294,21 +269,6 @@ def measure_case(name: str, session: Session, loaded: LoadedModel, case: Case) -
     forget()
 
 
-def _describe_device(device: str) -> dict[str, Any]:
-    """Return the device's properties and the versions of torch and transformers."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if not device.startswith("cuda"):
-        return {**versions, "name": device}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        **versions,
-        "name": properties.name,
-        "memory_gib": properties.total_memory / 2**30,
-        "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
-    }
-
-
 def _show(console: Console, record: dict[str, Any]) -> None:
     ceilings = record["ceilings"]
     for name, found in record["results"].items():
@@ -333,10 +293,10 @@ def _show(console: Console, record: dict[str, Any]) -> None:
 def goals(record: dict[str, Any]) -> list[str]:
     """Return a line for each measured goal: reached or missed, the figure and the target."""
     return [
-        f"goal {'reached' if figures[figure] >= goal else 'missed'}: {name}, {what}: "
+        f"goal {'reached' if is_reached(figures[figure], goal) else 'missed'}: {name}, {what}: "
         f"{figure.replace('_', ' ')} {figures[figure]:.2f}, aimed at {goal:.2f}"
         for name, found in record["results"].items()
         for what, figures in found.items()
-        for beginning, (figure, goal) in GOALS.items()
+        for beginning, (figure, goal, is_reached) in GOALS.items()
         if what.startswith(beginning) and figure in figures
     ]

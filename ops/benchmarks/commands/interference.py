@@ -42,9 +42,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     chunks = options.chunk or [128, 512]
     engines = {f"{chunk} tokens": _engine(options, chunk) for chunk in chunks}
     for engine in engines.values():
-        _measure(engine, options, -1)  # warms up
+        measure(engine, options, -1)  # warms up
     rounds = alternate(
-        list(engines), options.rounds, lambda case, number: _measure(engines[case], options, number)
+        list(engines), options.rounds, lambda case, number: measure(engines[case], options, number)
     )
     cases = {case: medians(done) for case, done in rounds.items()}
     title = (
@@ -68,7 +68,7 @@ def _engine(options: argparse.Namespace, chunk: int) -> Engine:
     return Engine.load(config)
 
 
-def _measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, float]:
+def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, float]:
     forever = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
     streams = set(
         engine.add_requests([_prompt(16, 7 * seed + n) for n in range(options.streams)], forever)

@@ -82,7 +82,8 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, ob
     """Measure these engines and compare the first with each of the others.
 
     `arguments.keep` receives the results so far after every turn. An interrupted or failed run
-    still shows its finished rounds.
+    still shows its finished rounds. `arguments.logs`, if it is there, is a folder that keeps the
+    engines' output.
     """
     console = Console()
     report = Report(console, arguments.keep, arguments.rounds)
@@ -144,26 +145,29 @@ def _measure(
     console: Console,
 ) -> None:
     options = _options(arguments)
+    kept: Path | None = getattr(arguments, "logs", None)
     # removed at the end; an error leaves them
-    logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))
+    logs = kept or Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))
     with ExitStack() as stack, console.status("starting the engines") as status:
         children = []
         for name in names:
             kind = _kind(name, options, status.update)
-            child = Child(kind, options_for(name, options), logs / f"{name}.log")
+            child = Child(kind, options_for(name, options), logs / f"{name.replace(' ', '-')}.log")
             stack.callback(child.close)
+            children.append(child)
+        for name, child in zip(names, children, strict=True):
             child.wait_ready(status.update)
             console.print(
                 f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False
             )
             report.engines[name] = child.description
-            children.append(child)
         for workload in workloads:
             measurement = Measurement(workload, tuple(names))
             print_turn = report.begin(measurement)
             run_rounds(children, measurement, arguments.rounds, status.update, print_turn)
             report.show()
-    shutil.rmtree(logs, ignore_errors=True)
+    if kept is None:
+        shutil.rmtree(logs, ignore_errors=True)
 
 
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:

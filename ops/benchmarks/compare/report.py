@@ -25,6 +25,7 @@ COLUMNS = {
     "same": ("same\ntokens", ""),
 }
 DETAILS = {
+    "steady_tok_s": "{:,.0f} tok/s while all requests run",
     "steps": "{:,.0f} steps",
     "tokens_per_step": "{:,.1f} tokens a step",
     "batch_mean": "batches of {:.1f}",

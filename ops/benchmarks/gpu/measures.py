@@ -121,7 +121,7 @@ def prefill(
     for seed in range(4):
         started = time.perf_counter()
         engine.add_request(
-            _prompt(shape, options.prefill, seed), SamplingParams(temperature=0, max_tokens=1)
+            prompt_ids(shape, options.prefill, seed), SamplingParams(temperature=0, max_tokens=1)
         )
         while engine.has_work:
             engine.step()
@@ -197,7 +197,7 @@ def _start(
         max_tokens=options.steps + spare,
     )  # fmt: skip
     requests = engine.add_requests(
-        [_prompt(shape, count, seed) for seed, count in enumerate(contexts)], limits
+        [prompt_ids(shape, count, seed) for seed, count in enumerate(contexts)], limits
     )
     seen: set[str] = set()
     while len(seen) < len(contexts):
@@ -219,5 +219,5 @@ def _end(engine: Engine, requests: Sequence[str]) -> None:
         raise RuntimeError(f"{len(requests) - still} sequences ended while they were measured")
 
 
-def _prompt(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
+def prompt_ids(shape: Shape, count: int, seed: int) -> tuple[int, ...]:
     return tuple(1 + (seed * 7919 + 31 * index) % (shape.vocab_size - 1) for index in range(count))

@@ -1,6 +1,7 @@
 """Computes figures from rounds: throughput, percentiles, medians, spread, equal tokens."""
 
 import statistics
+from array import array
 from collections.abc import Callable, Sequence
 
 from ops.benchmarks.measure.protocol import Round
@@ -47,6 +48,8 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
     if tpot:
         figures["tpot_p50_ms"] = 1e3 * percentile(tpot, 0.5)
         figures["tpot_p99_ms"] = 1e3 * percentile(tpot, 0.99)
+    if measured.steady_tok_s is not None:
+        figures["steady_tok_s"] = measured.steady_tok_s
     if measured.steps:
         figures["steps"] = measured.steps
         figures["tokens_per_step"] = (measured.computed_tokens or 0) / measured.steps
@@ -64,6 +67,29 @@ def of_round(workload: Workload, measured: Round) -> dict[str, float]:
     return figures
 
 
+class Arrivals:
+    """Counts tokens by the time of their arrival, in little memory."""
+
+    def __init__(self) -> None:
+        self._times, self._counts = array("d"), array("l")
+
+    def add(self, now: float, count: int) -> None:
+        self._times.append(now)
+        self._counts.append(count)
+
+    def steady_rate(self, first_s: Sequence[float], last_s: Sequence[float]) -> float | None:
+        """Return tokens per second from the last request's first token to the first one's last.
+
+        Arguments are the times of each request's first and last token, on the clock of `add`.
+        Returns None if a request ended before another one began.
+        """
+        begin, end = max(first_s), min(last_s)
+        if end <= begin:
+            return None
+        arrivals = zip(self._times, self._counts, strict=True)
+        return sum(count for now, count in arrivals if begin < now <= end) / (end - begin)
+
+
 def alternate(
     cases: Sequence[str], rounds: int, measure: Callable[[str, int], dict[str, float]]
 ) -> dict[str, list[dict[str, float]]]:
@@ -79,8 +105,9 @@ def alternate(
 
 
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each figure over the rounds."""
-    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    """Return the median over the rounds of each figure that all of them have."""
+    names = [name for name in rounds[0] if all(name in each for each in rounds)]
+    return {name: statistics.median(each[name] for each in rounds) for name in names}
 
 
 def spread(values: Sequence[float]) -> float:

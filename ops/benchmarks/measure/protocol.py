@@ -42,6 +42,7 @@ class Round:
     computed_tokens: int | None = None  # tokens through the model
     cached_tokens: int | None = None
     batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
+    steady_tok_s: float | None = None  # tokens per second while all requests give tokens
     # per chunk, seconds from its step's end to the subscriber
     latency_s: list[float] = field(default_factory=list)
     cpu_s: dict[str, float] = field(default_factory=dict)  # of each process around the engine

@@ -45,7 +45,8 @@ class Child:
         self.description = ""
         self.load_s = 0.0
         self._log = log
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict(kind.environment)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, **dict(kind.environment)}
         if options.threads:
             environment["OMP_NUM_THREADS"] = str(options.threads)
         with log.open("wb") as errors:

@@ -4,9 +4,11 @@ import gc
 import os
 import time
 
+from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine.execution.warm_up import warm_up
 
 
 class Tokenmill:
@@ -25,8 +27,10 @@ class Tokenmill:
             **fields,  # type: ignore[arg-type]
         )
         self._engine = self._load(config)
+        # as the worker's engine process does
+        warm_up(self._engine.runner, lambda _message, _fraction: None)
         gc.collect()
-        gc.freeze()  # as the worker's engine process does
+        gc.freeze()
         self.description = self._engine.runner.info.description
 
     def _load(self, config: EngineConfig) -> Engine:
@@ -43,7 +47,7 @@ class Tokenmill:
         ]
         first: dict[str, float] = {}
         last: dict[str, float] = {}
-        batch_sizes = []
+        batch_sizes, arrivals = [], Arrivals()
         started = time.perf_counter()
         request_ids = engine.add_requests([request.prompt for request in requests], params)
         while engine.has_work:
@@ -55,17 +59,20 @@ class Tokenmill:
                 last[request_id] = now
             if given:
                 batch_sizes.append(len(given))
+                arrivals.add(now, sum(len(event.token_ids) for event in events))
         wall_s = time.perf_counter() - started
         outputs = [engine.get_result(request_id) for request_id in request_ids]
         failed = [output.error for output in outputs if output is not None and output.error]
         if failed or None in outputs:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[:1]}")
         after = engine.stats()
+        first_s, last_s = ([times[each] for each in request_ids] for times in (first, last))
         return Round(
             wall_s=wall_s,
             tokens=[list(output.token_ids) for output in outputs if output is not None],
-            first_s=[first[request_id] for request_id in request_ids],
-            last_s=[last[request_id] for request_id in request_ids],
+            first_s=first_s,
+            last_s=last_s,
+            steady_tok_s=arrivals.steady_rate(first_s, last_s),
             steps=after.steps - before.steps,
             computed_tokens=after.computed_tokens - before.computed_tokens,
             cached_tokens=after.cached_tokens - before.cached_tokens,

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ops.benchmarks.measure.disturbance import cpu_seconds
+from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from ops.benchmarks.peers.stamped_worker import NOTED_SEED
@@ -143,19 +144,22 @@ class WholeWay:
             }
             for index, request in enumerate(requests)
         )
+        arrivals = Arrivals()
         readings = await asyncio.gather(
             *(
-                _subscribe(client, Reading(str(job), index % NOTED_ONE_IN == 0))
+                _subscribe(client, Reading(str(job), index % NOTED_ONE_IN == 0), arrivals)
                 for index, job in enumerate(jobs)
             )
         )
         wall_s = time.monotonic() - started
+        first_s, last_s = zip(*((each.first_s, each.last_s) for each in readings), strict=True)
         cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
         return Round(
             wall_s=wall_s,
             tokens=[reading.tokens for reading in readings],
-            first_s=[reading.first_s - started for reading in readings],
-            last_s=[reading.last_s - started for reading in readings],
+            first_s=[first - started for first in first_s],
+            last_s=[last - started for last in last_s],
+            steady_tok_s=arrivals.steady_rate(first_s, last_s),
             latency_s=self._latencies(offset, readings),
             cpu_s=cpu_s,
         )
@@ -211,10 +215,12 @@ def latencies(step_ends: Mapping[str, Passage], received: Mapping[str, Passage])
     ]
 
 
-async def _subscribe(client: AsyncClient, reading: Reading) -> Reading:
+async def _subscribe(client: AsyncClient, reading: Reading, arrivals: Arrivals) -> Reading:
     async for chunk in client.stream(reading.job):
         if chunk.token_ids:
-            reading.take(chunk.token_ids, time.monotonic())
+            now = time.monotonic()
+            reading.take(chunk.token_ids, now)
+            arrivals.add(now, len(chunk.token_ids))
         if chunk.error is not None:
             raise RuntimeError(f"a job failed: {chunk.error.message}")
     return reading

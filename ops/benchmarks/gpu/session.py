@@ -1,0 +1,89 @@
+"""Keeps the record of a run of `ops/bench gpu`, and what its limit leaves time for."""
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from ops.benchmarks.gpu.ceilings import measure_ceilings
+from tokenmill_worker.engine import EngineConfigError
+
+
+class Session:
+    """Keeps the growing record of a run and its deadline."""
+
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self.options, self._console = options, console
+        self.until = time.monotonic() + options.limit
+        self._keep = getattr(options, "keep", lambda _record: None)
+        self.dtype = getattr(torch, options.dtype)
+        self.ceilings = measure_ceilings(torch.device(options.device), self.dtype)
+        self.record: dict[str, Any] = {
+            "ok": True,
+            "device": _describe_device(options.device),
+            "ceilings": asdict(self.ceilings),
+            "results": {},
+            "left_out": {},
+        }
+        self._keep(self.record)
+        self.tell("ceilings", self.record["ceilings"])
+
+    def keep(self, shape: str, what: str, found: Any) -> None:
+        self.record["results"].setdefault(shape, {})[what] = found
+        self._keep(self.record)
+
+    def attempt(self, shape: str, what: str, work: Callable[[], Any], needs_s: float = 0.0) -> None:
+        """Run one measurement and keep its result.
+
+        The record says what failed, and what too little time was left for.
+        """
+        left_out, name = self.record["left_out"], f"{shape}: {what}"
+        if time.monotonic() + needs_s > self.until:
+            left_out[name] = "no time was left"
+            return
+        started = time.perf_counter()
+        try:
+            found = work()
+        except EngineConfigError as error:  # not possible here, for example a missing backend
+            left_out[name] = str(error)
+            self.tell(f"{name} is left out", str(error))
+        except Exception as error:
+            self.record["ok"] = False
+            left_out[name] = f"{type(error).__name__}: {error}"
+            self._console.print(traceback.format_exc(), markup=False, highlight=False)
+        else:
+            if found is not None:
+                self.keep(shape, what, found)
+                self.tell(f"{name} ({time.perf_counter() - started:.1f} s)", found)
+        finally:
+            self._keep(self.record)
+
+    def tell(self, what: str, found: Any) -> None:
+        if isinstance(found, dict):
+            found = ", ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in found.items()
+                if not isinstance(value, list | dict)
+            )
+        self._console.print(f"{what}: {found}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _describe_device(device: str) -> dict[str, Any]:
+    """Return the device's properties and the versions of torch and transformers."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if not device.startswith("cuda"):
+        return {**versions, "name": device}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        **versions,
+        "name": properties.name,
+        "memory_gib": properties.total_memory / 2**30,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+    }

@@ -1,0 +1,119 @@
+"""The whole service beside the bare engine on a device: `ops/bench gpu --part way`.
+
+A model of random weights and a tokenizer are written to memory (`/dev/shm`). A worker with Valkey,
+SQLite and a subscriber for every stream serves the model, and so does a bare engine in a process of
+its own. Both load it at once and then take turns with the same requests, as in `ops/bench service`.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ops.benchmarks.commands import interference
+from ops.benchmarks.compare import comparison
+from ops.benchmarks.gpu.measures import configure, engine_of, prompt_ids
+from ops.benchmarks.measure.step_floor import Shape
+from tokenmill_worker.engine.model.loader import LoadedModel
+
+STEP_TOKENS = 2048  # as a worker's default on CUDA
+SHORT_PROMPT, STREAMS = 16, 32  # beside the long prompt
+MEMORY = Path("/dev/shm")
+LOAD = "streams"
+
+
+def short_beside_long(
+    loaded: LoadedModel, shape: Shape, options: argparse.Namespace
+) -> dict[str, float]:
+    """Measure a short prompt that arrives one step behind a prompt of twice `options.long`."""
+    streams = min(STREAMS, max(options.batch) - 2)  # both prompts find a place beside them
+    asked = argparse.Namespace(streams=streams, long=2 * options.long, short=SHORT_PROMPT)
+    tokens = asked.long + asked.short + asked.streams * 512
+    config = configure(
+        shape,
+        options,
+        num_blocks=tokens // 16 + 2 * asked.streams,
+        max_num_batched_tokens=min(STEP_TOKENS, options.long),
+    )
+    with engine_of(loaded, config) as engine:
+        interference.measure(engine, asked, 0)  # compiles, captures graphs
+        return interference.measure(engine, asked, 1)
+
+
+@contextmanager
+def saved(model: Any, shape: Shape) -> Iterator[Path]:
+    """Write the model with a tokenizer of as many tokens, into memory if there is room."""
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    has_room = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 1.1 * size
+    with tempfile.TemporaryDirectory(
+        prefix="tokenmill-bench-", dir=MEMORY if has_room else None
+    ) as folder:
+        model.save_pretrained(folder)
+        _tokenizer(shape.vocab_size).save_pretrained(folder)
+        yield Path(folder)
+
+
+def _tokenizer(size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġ{number:x}" for number in range(size - len(letters))]
+    vocabulary = {piece: token_id for token_id, piece in enumerate([*letters, *words])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+
+
+def compare(
+    folder: Path, shape: Shape, options: argparse.Namespace, logs: Path | None
+) -> dict[str, Any]:
+    """Serve as many streams as the largest batch, and return the service's share of the engine.
+
+    Raises RuntimeError with the reason if one of them did not answer.
+    """
+    count, half = max(options.batch), options.context // 2
+    requests = [
+        {"prompt": prompt_ids(shape, half, seed), "max_tokens": half} for seed in range(count)
+    ]
+    parser = argparse.ArgumentParser()
+    comparison.add_arguments(parser)
+    with tempfile.TemporaryDirectory() as beside:
+        workload = Path(beside) / f"{LOAD}.json"
+        workload.write_text(json.dumps({"requests": requests}))
+        arguments = parser.parse_args([
+            "--workload", str(workload), "--model", str(folder), "--dtype", options.dtype,
+            "--rounds", str(options.rounds), "--pool-tokens", str(count * (2 * half + 32)),
+            "--max-sequences", str(count), "--max-batch-tokens", str(STEP_TOKENS),
+            "--set", f"device={options.device}",
+        ])  # fmt: skip
+        arguments.keep, arguments.logs = (lambda _record: None), logs
+        record = comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS])
+    if error := record.get("error"):
+        raise RuntimeError(str(error))
+    return shares(record)
+
+
+def shares(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what of the engine's tokens per second the service reaches: medians of the rounds.
+
+    `share_of_engine` counts while all streams run. It is left out if they never did at once.
+    `of_all` counts from the first submit to the last stream's end, SQL's commit included.
+    """
+    names = (comparison.WHOLE_WAY, comparison.OURS)
+    whole, bare = (record["results"][LOAD][name] for name in names)
+    found: dict[str, Any] = {"of_all": bare["ratio"], "whole_way": whole, "bare": bare}
+    rates = [
+        [figures.get("steady_tok_s") for figures in record["rounds"][LOAD][name]] for name in names
+    ]
+    if all(each for rounds in rates for each in rounds):
+        ratios = [mine / theirs for mine, theirs in zip(*rates, strict=True)]
+        found |= {"tokens_s": whole["steady_tok_s"], "engine_tokens_s": bare["steady_tok_s"]}
+        found |= {"share_of_engine": statistics.median(ratios), "shares": ratios}
+    return found

@@ -1,0 +1,67 @@
+"""`ops/bench gpu --part way` on the CPU: the whole service beside the engine with a tiny model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ops.benchmarks.__main__ import main
+from ops.benchmarks.gpu.models import random_model
+from ops.benchmarks.gpu.whole_way import saved, shares, short_beside_long
+from ops.benchmarks.measure.step_floor import SHAPES
+from tests.ops.test_bench_gpu import TINY, engine_and_options
+from tokenmill_worker.text.tokenizer import Tokenizer
+
+
+def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
+    """The long prompt is read in four steps; 22 streams and both prompts find a place."""
+    engine, options = engine_and_options(long=64)
+    with engine:
+        loaded = engine.runner._loaded
+        found = short_beside_long(loaded, SHAPES["tiny"], options)
+    assert found["short_ttft_steps"] <= 3
+    assert found["long_ttft_ms"] > found["short_ttft_ms"]
+
+
+def test_a_saved_model_has_a_tokenizer_of_all_its_tokens() -> None:
+    model = random_model(SHAPES["tiny"], "cpu", torch.float32)
+    with saved(model, SHAPES["tiny"]) as folder:
+        tokenizer = Tokenizer.load(folder)
+        assert (folder / "model.safetensors").stat().st_size > 4 * SHAPES["tiny"].num_weights
+    assert not folder.exists()
+    assert tokenizer.vocab_size == SHAPES["tiny"].vocab_size
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(map(detokenizer.push, (300, 511))) == " 2c ff"
+
+
+def test_the_services_share_is_that_of_the_time_in_which_all_streams_run() -> None:
+    def record(*rates: dict[str, float]) -> dict[str, Any]:
+        whole, bare = ([rate] for rate in rates)
+        results = {"whole way": whole[0], "tokenmill": {**bare[0], "ratio": 0.9}}
+        return {
+            "results": {"streams": results},
+            "rounds": {"streams": {"whole way": whole, "tokenmill": bare}},
+        }
+
+    found = shares(record({"steady_tok_s": 97.0}, {"steady_tok_s": 100.0}))
+    assert (found["share_of_engine"], found["of_all"]) == (0.97, 0.9)
+    assert "share_of_engine" not in shares(record({}, {"steady_tok_s": 100.0}))
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+@pytest.mark.model
+def test_the_service_is_measured_beside_the_engine(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert main(["gpu", *TINY, "--part", "way", "--rounds", "1", "--json", str(out)]) == 0
+    record = json.loads(out.read_text())
+    found = record["results"]["tiny"]
+    assert record["left_out"] == {}
+    assert found["short beside long"]["short_ttft_steps"] <= 3
+    assert found["whole way"]["of_all"] > 0
+    assert found["whole way"]["bare"]["same"] == "3/3"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "gpu.json", "whole-way.log", "tokenmill.log",
+    }  # fmt: skip
