@@ -7,7 +7,7 @@ from pathlib import Path
 from ops.gpu_check.stages import Stage
 
 DRY_S = 120.0  # of a stage on a CPU, which others may use too
-PARTS = {"first": (), "speed": ("model",), "variants": ("settings",), "way": ("way",)}
+PARTS = {"first": (), "speed": ("model", "mixed"), "variants": ("settings",), "way": ("way",)}
 FORMS = tuple(PARTS)
 TEST_PROCESSES = 12  # fewer than a lent machine has cores: kernels are compiled in threads too
 TINY = [

@@ -95,6 +95,7 @@ def test_what_the_limit_leaves_no_time_for_is_named_in_a_whole_record(tmp_path: 
     record = json.loads(out.read_text())
     assert record["left_out"] == {
         "tiny: model": "no time was left",
+        "tiny: mixed": "no time was left",
         "tiny: settings": "no time was left",
     }
     assert record["ceilings"]["bytes_s"] > 0

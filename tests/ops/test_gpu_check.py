@@ -73,7 +73,7 @@ def test_a_form_has_time_for_its_stages_and_its_benchmark_understands_it(
     options = parser.parse_args(command[4:])
     assert options.limit < limit_s
     assert options.no_peer == (form != "speed")
-    parts = {"first": None, "speed": ["model"], "variants": ["settings"], "way": ["way"]}
+    parts = {"first": None, "speed": ["model", "mixed"], "variants": ["settings"], "way": ["way"]}
     assert options.part == parts[form]
 
 

@@ -51,7 +51,7 @@ from tokenmill_worker.engine import Engine, SamplingParams
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
-BESIDE_S = 150.0  # seconds that both engines need for the mixed load, warm-up included
+WARM_S, TURN_S = 30.0, 15.0  # of the mixed load: once; a round of its 64 requests on both engines
 COLUMNS = {
     "tokens_s": ("tokens/s", "{:,.0f}"),
     "ms": ("ms", "{:.2f}"),
@@ -110,10 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         action="append",
-        choices=("model", "settings", "way"),
-        help="model: the default settings and the peer; settings: one changed at a time; "
-        "way: the whole service (Valkey, log, pub/sub, SQL) beside the engine; "
-        "repeatable; default: model, settings",
+        choices=("model", "mixed", "settings", "way"),
+        help="model: the default settings; mixed: a mixed load, beside Transformers; settings: one "
+        "changed at a time; way: the whole service (Valkey, log, pub/sub, SQL) beside the engine; "
+        "repeatable; default: all but way",
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
@@ -140,8 +140,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
-    parts = {"model": measure, "settings": vary, "way": serve}
-    for what in options.part or ("model", "settings"):
+    parts = {"model": measure, "mixed": contend, "settings": vary, "way": serve}
+    usual = ["model", "settings"] if options.no_peer else ["model", "mixed", "settings"]
+    for what in options.part or usual:
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
             session.attempt(name, what, lambda what=what, name=name: parts[what](name, session))  # type: ignore[misc]
             forget()
@@ -150,26 +151,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(name: str, session: Session) -> None:
-    """Measure the engine with its default settings, then beside its peer."""
+    """Measure the engine with its default settings."""
     options, shape = session.options, SHAPES[name]
-    model = random_model(shape, options.device, session.dtype)
-    loaded = describe(model, configure(shape, options))
-    measure_case(
-        name, session, loaded, Case("default", options.batch, has_prefill=True, is_default=True)
+    loaded = describe(random_model(shape, options.device, session.dtype), configure(shape, options))
+    case = Case("default", options.batch, has_prefill=True, is_default=True)
+    measure_case(name, session, loaded, case)
+
+
+def contend(name: str, session: Session) -> None:
+    """Measure the mixed load on the engine and on its peer."""
+    options, shape = session.options, SHAPES[name]
+    loaded = describe(random_model(shape, options.device, session.dtype), configure(shape, options))
+
+    def keep(found: dict[str, Any]) -> None:
+        session.keep(name, "mixed", found)
+
+    session.attempt(
+        name,
+        "mixed",
+        lambda: beside(shape, options, loaded, session.until, keep),
+        WARM_S + TURN_S * options.share * options.rounds,
     )
-    if not options.no_peer:
-        session.attempt(
-            name,
-            "mixed",
-            lambda: beside(
-                shape,
-                options,
-                loaded,
-                session.until,
-                lambda found: session.keep(name, "mixed", found),
-            ),
-            BESIDE_S,
-        )
 
 
 def vary(name: str, session: Session) -> None:
