@@ -97,8 +97,8 @@ def test_one_pass_over_few_tokens(
 
 
 def test_one_pass_turns_queries_and_writes_the_cache() -> None:
-    """One pass handles 260 tokens, so that a program takes several."""
-    check_one_pass(Heads(num_heads=2, num_kv_heads=2, head_dim=20, rotary_dim=12), True, False, 260)
+    """One pass handles 36 tokens, so that a program takes several."""
+    check_one_pass(Heads(num_heads=2, num_kv_heads=2, head_dim=20, rotary_dim=12), True, False, 36)
 
 
 def test_one_pass_rounds_to_8_bits() -> None:

@@ -20,7 +20,7 @@ from tokenmill_worker.engine.cuda.fused.kernels import (
 
 LEAST_SCALE = 1e-12  # of a row in 8 bits, so that a row of zeros has one
 _GATE_TILE = 1024
-_FEW_TOKENS = 256  # up to here, one token per program keeps more of the device busy
+_FEW_TOKENS = 32  # up to here, one token per program keeps more of the device busy
 
 
 @dataclass(frozen=True, slots=True)
