@@ -7,7 +7,12 @@ from pathlib import Path
 from ops.gpu_check.stages import Stage
 
 DRY_S = 120.0  # of a stage on a CPU, which others may use too
-PARTS = {"first": (), "speed": ("model", "mixed"), "variants": ("settings",), "way": ("way",)}
+PARTS = {
+    "first": ("model", "settings"),
+    "speed": ("model", "mixed"),
+    "variants": ("settings",),
+    "way": ("way",),
+}
 FORMS = tuple(PARTS)
 TEST_PROCESSES = 12  # fewer than a lent machine has cores: kernels are compiled in threads too
 TINY = [
@@ -20,13 +25,13 @@ TINY = [
 def stages_of(form: str, out: Path, *, is_dry: bool) -> list[Stage]:
     """Return the stages of a form; those of a dry run take tiny shapes and the CPU.
 
-    The dry run of the first form runs every part of the benchmark, those of other forms too.
+    The dry run of the first form runs the benchmark's parts of the second and the third too.
     """
     device = ["--device", "cpu" if is_dry else "cuda"]
     stages = [Stage("machine", _module("machine", *device), 20)]
     if form == "first":
         stages.append(Stage("kernels", _module("kernels", *device), 90))
-        stages.append(Stage("tests", _tests(is_dry), 150))
+        stages.append(Stage("tests", _tests(is_dry), 100))
     stages.append(_bench(form, out, is_dry))
     return [replace(stage, limit_s=DRY_S) for stage in stages] if is_dry else stages
 
@@ -47,12 +52,12 @@ def _tests(is_dry: bool) -> list[str]:
 
 
 def _bench(form: str, out: Path, is_dry: bool) -> Stage:
-    words = [word for part in PARTS[form] for word in ("--part", part)]
+    parts = ("model", "mixed", "settings") if is_dry and form == "first" else PARTS[form]
+    words = [word for part in parts for word in ("--part", part)]
     limit = {"first": 250.0, "way": 190.0}.get(form, 530.0)
     if is_dry:
         words += TINY
     else:
-        words += ["--no-peer"] if form != "speed" else []
         words += ["--limit", str(limit - 25)]
         words += ["--shape", "llama-3-8b"] if form != "speed" else []
     return Stage("bench", _module("bench", str(out / "bench.json"), *words), limit)

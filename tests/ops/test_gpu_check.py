@@ -17,7 +17,7 @@ import pytest
 from ops.benchmarks.commands import gpu
 from ops.gpu_check import bench, cache, wheels
 from ops.gpu_check.__main__ import LIMIT_S
-from ops.gpu_check.forms import FORMS, stages_of
+from ops.gpu_check.forms import FORMS, PARTS, stages_of
 from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, Outcome, Stage, run_stages, table
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +72,7 @@ def test_a_form_has_time_for_its_stages_and_its_benchmark_understands_it(
     gpu.add_arguments(parser)
     options = parser.parse_args(command[4:])
     assert options.limit < limit_s
-    assert options.no_peer == (form != "speed")
-    parts = {"first": None, "speed": ["model", "mixed"], "variants": ["settings"], "way": ["way"]}
-    assert options.part == parts[form]
+    assert options.part == list(PARTS[form])
 
 
 def test_a_stage_that_fails_hangs_or_is_silent_does_not_stop_the_next(tmp_path: Path) -> None:

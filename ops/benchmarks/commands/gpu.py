@@ -121,7 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share", type=float, default=4.0, help="scale the mixed load's 64 requests"
     )
     parser.add_argument("--rounds", type=int, default=2, help="of the mixed load")
-    parser.add_argument("--no-peer", action="store_true", help="leave Transformers out")
     parser.add_argument(
         "--limit",
         type=float,
@@ -141,8 +140,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
     parts = {"model": measure, "mixed": contend, "settings": vary, "way": serve}
-    usual = ["model", "settings"] if options.no_peer else ["model", "mixed", "settings"]
-    for what in options.part or usual:
+    for what in options.part or ("model", "mixed", "settings"):
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
             session.attempt(name, what, lambda what=what, name=name: parts[what](name, session))  # type: ignore[misc]
             forget()
