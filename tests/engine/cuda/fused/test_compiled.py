@@ -25,6 +25,10 @@ from tokenmill_worker.engine.cuda.fused.kernels import (  # noqa: E402
     quantize_kernel,
     rotate_and_write_kernel,
 )
+from tokenmill_worker.engine.cuda.fused.product_kernels import (  # noqa: E402
+    few_rows_kernel,
+    one_row_kernel,
+)
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 pytestmark = [
@@ -38,12 +42,15 @@ HEADS = {"BLOCK_SIZE": 16, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, 
          "HALF_PAD": 64, "REST_PAD": 1}  # fmt: skip
 BF16 = dict.fromkeys(("x", "residual", "weight", "out", "sums", "packed", "cache", "cos",
                       "sin", "query_weight",
-                      "key_weight", "logits"), "*bf16")  # fmt: skip
+                      "key_weight", "logits", "row", "rows", "bias"), "*bf16")  # fmt: skip
 KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "*fp32",
          "top_p": "*fp64",
          "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32",
          "narrow": "*fp8e4nv", "scales": "*fp32",
+         "row_scale": "*fp32", "row_scales": "*fp32",
          "kept": "*fp32", "kept_tokens": "*i32", "deviations": "fp32", "eps": "fp32"}  # fmt: skip
+
+PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
 
 
 @pytest.mark.parametrize(
@@ -61,8 +68,13 @@ KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": False, "OFFSET": 0.0, "TOKENS": 1}, 1),
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": True, "OFFSET": 0.0, "TOKENS": 8}, 4),
         (draw_kernel, {"TILE": TILE}, WARPS),
+        (one_row_kernel, {**PRODUCT, "OUTPUTS": 16, "TILE": 256, "NUM_STAGES": 4}, 4),
+        (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 16, "TILE": 128, "NUM_STAGES": 6}, 4),
     ],
-    ids=["add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate", "draw"],
+    ids=[
+        *("add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate", "draw"),
+        *("one row", "few rows"),
+    ],
 )
 def test_compiles_without_spilling(
     kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path
@@ -109,3 +121,7 @@ def test_compiles_without_spilling(
         assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
         waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])
         assert waits.count("1") == 7, "one of the seven loops over a row waits for its newest tile"
+    if kernel in (one_row_kernel, few_rows_kernel):
+        assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "no tile is loaded ahead"
+    if kernel is few_rows_kernel:
+        assert "wgmma.mma_async" in compiled.asm["ptx"]

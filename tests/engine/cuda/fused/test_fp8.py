@@ -52,12 +52,12 @@ def test_a_product_is_that_of_the_rounded_numbers(has_bias: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 5, 300])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 300])
 def test_a_gpus_product_is_that_of_the_rounded_numbers(num_rows: int, has_bias: bool) -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no CUDA device of capability 8.9")
     torch.manual_seed(2)
-    source = nn.Linear(512, 272, bias=has_bias).requires_grad_(False).cuda().bfloat16()
+    source = nn.Linear(512, 320, bias=has_bias).requires_grad_(False).cuda().bfloat16()
     x = torch.randn(num_rows, 512, device="cuda", dtype=torch.bfloat16)
     x *= torch.logspace(-3, 3, num_rows, device="cuda")[:, None].bfloat16()
     (weight, weight_scales), (narrow, scales) = rounded(source.weight), rounded(x)

@@ -33,6 +33,7 @@ from tokenmill_worker.engine.cuda.fused.launches import (
     quantize,
     rotate_and_write,
 )
+from tokenmill_worker.engine.cuda.fused.products import DeviceLinear, can_multiply, multiply
 from tokenmill_worker.engine.cuda.fused.replace import replace_modules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,6 +84,39 @@ def test_gates(inner: int) -> None:
     torch.testing.assert_close(gate(packed, is_gelu=False), torch.nn.functional.silu(left) * right)
     wanted = torch.nn.functional.gelu(left, approximate="tanh") * right
     torch.testing.assert_close(gate(packed, is_gelu=True), wanted)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_products_of_few_rows(rows: int, has_bias: bool) -> None:
+    x, weight = random(rows, 768)[:, :512], random(128, 512, seed=1)
+    bias = random(128, seed=2) if has_bias else None
+    wanted = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(multiply(x, weight, bias, x.dtype), wanted, atol=1e-4, rtol=1e-4)
+    scales = random(rows, 1, seed=3), random(1, 128, seed=4)
+    scaled = scales[0] * (wanted if bias is None else wanted - bias) * scales[1]
+    torch.testing.assert_close(
+        multiply(x, weight, bias, x.dtype, scales),
+        scaled if bias is None else scaled + bias,
+        atol=1e-3,
+        rtol=1e-3,
+    )
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+@pytest.mark.parametrize(("outputs", "inputs"), [(9216, 256), (64, 14_336), (65, 256), (64, 200)])
+def test_a_linear_layer_of_16_bits(
+    outputs: int, inputs: int, rows: int, dtype: torch.dtype
+) -> None:
+    """Few rows and sizes that fit use our kernels; others those of torch."""
+    x = random(rows, inputs).to(dtype)
+    weight = (random(outputs, inputs, seed=1) / inputs**0.5).to(dtype)
+    layer = DeviceLinear(weight, random(outputs, seed=2).to(dtype))
+    assert can_multiply(x, weight) == (rows <= 16 and not outputs % 64 and not inputs % 256)
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), layer.bias.double())
+    torch.testing.assert_close(layer(x).double(), wanted, atol=0.02, rtol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.cuda.fused.launches import LEAST_SCALE, quantize
 from tokenmill_worker.engine.cuda.fused.modules import DeviceAttention, DeviceMLP
+from tokenmill_worker.engine.cuda.fused.products import DeviceLinear, can_multiply, multiply
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,12 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
         narrow, scale = quantize(rows) if rows.is_cuda else rounded(rows)
-        out = torch._scaled_mm(
-            narrow, self.weight.t(), scale, self.scale, self.bias, out_dtype=x.dtype
-        )
+        if can_multiply(narrow, self.weight):
+            out = multiply(narrow, self.weight, self.bias, x.dtype, (scale, self.scale))
+        else:
+            out = torch._scaled_mm(
+                narrow, self.weight.t(), scale, self.scale, self.bias, out_dtype=x.dtype
+            )
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -59,7 +63,7 @@ def quantize_products(model: nn.Module, name: str) -> None:
         if not isinstance(module, DeviceAttention | DeviceMLP):
             continue
         for child, linear in list(module.named_children()):
-            if type(linear) is nn.Linear and not any(
+            if type(linear) is DeviceLinear and not any(
                 size % _MULTIPLE for size in linear.weight.shape
             ):
                 setattr(module, child, Fp8Linear(linear))

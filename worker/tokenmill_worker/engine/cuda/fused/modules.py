@@ -21,6 +21,7 @@ from tokenmill_worker.engine.cuda.fused.launches import (
     gate,
     rotate_and_write,
 )
+from tokenmill_worker.engine.cuda.fused.products import DeviceLinear
 from tokenmill_worker.engine.model.equivalence import rotate
 from tokenmill_worker.engine.model.paged_attention import PagedStep, StepHolder, step_of
 
@@ -50,8 +51,8 @@ class DeviceMLP(nn.Module):
 
     def __init__(self, gate_up: Tensor, down: nn.Linear, is_gelu: bool) -> None:
         super().__init__()
-        self.gate_up = linear_of(gate_up)
-        self.down_proj = down
+        self.gate_up = DeviceLinear(gate_up)
+        self.down_proj = DeviceLinear(down.weight, down.bias)
         self.is_gelu = is_gelu
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ class DeviceAttention(nn.Module):
         super().__init__()
         self.layer_idx: int = source.layer_idx
         self.scaling = float(source.scaling)
-        self.qkv = linear_of(*qkv)
-        self.o_proj: nn.Linear = source.o_proj
+        self.qkv = DeviceLinear(*qkv)
+        self.o_proj = DeviceLinear(source.o_proj.weight, source.o_proj.bias)
         self.heads, self.norms, self.extras = heads, norms, extras
         self.step_holder: StepHolder | None = getattr(source, "step_holder", None)
 
@@ -223,16 +224,6 @@ def run_layers(
     for layer in layers[1:]:
         x, residual = layer.pass_on(x, residual, tables, step)
     return (x + residual).view(hidden_states.shape)
-
-
-def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a linear layer around the weight, which is not copied."""
-    outputs, inputs = weight.shape
-    module = nn.Linear(inputs, outputs, bias is not None, device="meta")
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        module.bias = nn.Parameter(bias, requires_grad=False)
-    return module
 
 
 def flat(tables: Tables) -> Tables:

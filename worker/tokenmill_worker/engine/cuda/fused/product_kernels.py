@@ -1,0 +1,80 @@
+"""Triton kernels of products with few rows: they read a weight once, at the memory's speed.
+
+Sums are float32. In 8 bits, a row's and an output's scale are applied to the sums.
+"""
+# Triton reads annotations of kernel arguments as types: only constants are annotated.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def one_row_kernel(
+    row,  # [INPUTS]
+    weight,  # [num_outputs, INPUTS]
+    bias,
+    row_scale,
+    scales,  # [num_outputs] float32
+    out,  # [num_outputs]
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # of a program
+    TILE: tl.constexpr,  # inputs at a time
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Multiply and add where the weights arrive: there is too little work for tensor cores."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, TILE)
+    at = weight + output.to(tl.int64)[:, None] * INPUTS + column[None, :]
+    sums = tl.zeros([OUTPUTS, TILE], tl.float32)
+    for start in tl.range(0, INPUTS, TILE, num_stages=NUM_STAGES):
+        tile = tl.load(at + start).to(tl.float32)
+        sums += tile * tl.load(row + start + column).to(tl.float32)[None, :]
+    result = tl.sum(sums, 1)
+    if HAS_SCALES:
+        result *= tl.load(scales + output) * tl.load(row_scale)
+    if HAS_BIAS:
+        result += tl.load(bias + output).to(tl.float32)
+    tl.store(out + output, result.to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few_rows_kernel(
+    rows,  # [num_rows, INPUTS]
+    weight,  # [num_outputs, INPUTS]
+    bias,
+    row_scales,  # [num_rows] float32
+    scales,  # [num_outputs] float32
+    out,  # [num_rows, num_outputs]
+    num_rows,
+    num_outputs,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # of a program
+    ROWS: tl.constexpr,  # at least num_rows
+    TILE: tl.constexpr,  # inputs at a time
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Multiply weights, as the left side of the tensor cores, with the rows as the right side."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    at = weight + output.to(tl.int64)[:, None] * INPUTS + column[None, :]
+    row_at = rows + row[None, :] * INPUTS + column[:, None]
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in tl.range(0, INPUTS, TILE, num_stages=NUM_STAGES):
+        tile = tl.load(at + start)
+        right = tl.load(row_at + start, mask=is_row[None, :], other=0.0)
+        # 8 bits: tensor cores keep 14 bits of a sum, so they sum up one tile at most
+        sums = tl.dot(tile, right, sums, input_precision="ieee", max_num_imprecise_acc=TILE)
+    if HAS_SCALES:
+        row_scale = tl.load(row_scales + row, mask=is_row, other=0.0)
+        sums *= tl.load(scales + output)[:, None] * row_scale[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + output).to(tl.float32)[:, None]
+    out_at = out + row[None, :].to(tl.int64) * num_outputs + output[:, None]
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_row[None, :])
