@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 ATTENTION = "tests/engine/cuda/attention/test_triton.py"
+SPLITS = "tests/engine/cuda/attention/test_split_kernels.py"
 BACKENDS = "tests/engine/attention/test_backends.py"
 DRAWING = "tests/engine/cuda/test_draw.py"
 LARGE = "tests/engine/cuda/attention/test_large_pools.py"
@@ -23,6 +24,7 @@ FUSED = "tests/engine/cuda/fused/test_modules.py"
 CASE = f"{BACKENDS}::test_attends_as_dense_attention_does"
 FAST = (
     ATTENTION,
+    SPLITS,
     LARGE,
     *(f"{CASE}[{name}-triton]" for name in ("many heads a group", "window of 1")),
     f"{BACKENDS}::test_every_number_is_rounded_to_the_nearest_of_8_bits[triton]",
@@ -63,13 +65,13 @@ def interpreted(*arguments: str) -> int:
 
 
 def without_fast() -> list[str]:
-    return [word for name in FAST[2:] for word in ("--deselect", name)]
+    return [word for name in FAST[3:] for word in ("--deselect", name)]
 
 
 @pytest.mark.timeout(600)
 def test_kernels() -> None:
     pytest.importorskip("triton")
-    assert interpreted(*FAST) >= 38
+    assert interpreted(*FAST) >= 48
 
 
 @pytest.mark.slow

@@ -104,11 +104,7 @@ def builds_of(
             element_size=element_size, num_multiprocessors=132, has_warp_groups=True,
             is_exact=element_size == 4,
         )  # fmt: skip
-        builds.add(
-            dataclasses.replace(
-                launch, num_programs=0, least_tiles=0, num_splits=min(launch.num_splits, 2)
-            )
-        )
+        builds.add(dataclasses.replace(launch, num_programs=0, least_tiles=0))
     return builds
 
 
@@ -130,7 +126,7 @@ def test_no_build_is_left_for_the_service(
 ) -> None:
     needed = builds_of(service(), shape, window, element_size)
     assert needed <= builds_of(warmed(), shape, window, element_size)
-    assert len(needed) <= 6
+    assert len(needed) <= 9
 
 
 @pytest.mark.parametrize(("max_num_seqs", "largest"), [(5, 8), (60, 64), (256, 256), (1000, 1024)])
@@ -173,7 +169,7 @@ def test_a_start_captures_few_graphs(max_model_len: int, count: int) -> None:
 def test_each_decode_is_captured_with_an_adapter_too() -> None:
     recorder: Any = Recorder(cuda_graphs=True, max_num_seqs=8, adapters="first=/a,second=/b")
     warm_up(recorder, lambda _message, _fraction: None)
-    decodes = [lens for lens in recorder.steps if len(lens) == 8]
+    decodes = [lens for lens in recorder.steps if len(lens) == 8 and lens[0][1] > lens[1][1]]
     assert len(decodes) == 2 * len(set(decodes)) == 8
     assert recorder.adapted >= set(decodes)
 

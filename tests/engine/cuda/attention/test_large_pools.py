@@ -102,13 +102,13 @@ POINTERS = {
     **dict.fromkeys(("query_weight", "key_weight", "cache"), "*bf16"),
     **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
     "slots": "*i64", "eps": "fp32", "scale": "fp32", "softcap": "fp32",
-    "partials": "*fp32", "limits": "*fp32",
+    "partials": "*fp32", "limits": "*fp32", "counters": "*i32",
 }  # fmt: skip
 CONSTANTS: dict[str, dict[str, Any]] = {
     "attend": {
         "GROUP": 4, "BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False,
         "BLOCK_ROWS": 16, "BLOCK_TOKENS": 4, "TILE_KEYS": 64, "IS_SPLIT": True, "IS_DECODE": False,
-        "sinks": None,
+        "FOLD_ROWS": 16, "FOLD_SPLITS": 4, "sinks": None,
     },
     "write": {"BLOCK_SIZE": 16, "TOKENS": 4},
     "rotate and write": {

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.attention.launch_plan import plan_launch
+from tokenmill_worker.engine.cuda.attention.split_kernels import UNDIVIDED
 from tokenmill_worker.engine.cuda.graph_inputs import padded_length
 
-LLAMA = AttentionShape(32, 8, 128, 0.1)  # tiles of 64 keys
+LLAMA = AttentionShape(32, 8, 128, 0.1)  # tiles of 32 keys with splits, else of 64 or 16
 MULTIPROCESSORS = 132
 
 
@@ -28,13 +29,11 @@ class AttentionWork:
         programs: that have keys to read.
         most_tiles: of keys, in one program.
         idle: programs that return at once.
-        launches: of kernels: one, and another that folds splits.
     """
 
     programs: int
     most_tiles: int
     idle: int
-    launches: int
 
 
 def work_of_decode(
@@ -49,27 +48,27 @@ def work_of_decode(
         element_size=2, num_multiprocessors=num_multiprocessors, has_warp_groups=True,
         is_exact=False,
     )  # fmt: skip
-    used, most = 0, 0
-    for context in contexts:
-        tiles = -(-context // launch.tile_keys)
-        share = max(-(-tiles // launch.num_splits), launch.least_tiles)
-        used += -(-tiles // share)
-        most = max(most, min(share, tiles))
-    started = launch.num_programs * launch.num_splits
-    heads, is_split = shape.num_kv_heads, launch.num_splits > 1
-    return AttentionWork(used * heads, most, (started - used) * heads, 1 + is_split)
+    tiles = [-(-context // launch.tile_keys) for context in contexts]
+    share = UNDIVIDED.value
+    if launch.is_split:
+        share = max(-(-sum(tiles) // (launch.num_programs - batch)), launch.least_tiles)
+    splits = [-(-count // share) for count in tiles]
+    most = max(-(-count // parts) for count, parts in zip(tiles, splits, strict=True))
+    heads, used = shape.num_kv_heads, sum(splits)
+    return AttentionWork(used * heads, most, (launch.num_programs - used) * heads)
 
 
 @pytest.mark.parametrize(
     ("batch", "context", "expected"),
     [
-        (1, 512, AttentionWork(32, 2, 96, 2)),  # a program takes 128 keys at least
-        (1, 16_000, AttentionWork(256, 8, 8, 2)),
-        (4, 1024, AttentionWork(256, 2, 0, 2)),
-        (8, 1024, AttentionWork(256, 4, 0, 2)),
-        (32, 1024, AttentionWork(256, 16, 0, 1)),  # short contexts of a full device: no fold
-        (256, 1024, AttentionWork(2048, 16, 0, 1)),
-        (256, 4096, AttentionWork(4096, 32, 0, 2)),
+        (1, 512, AttentionWork(32, 4, 240)),  # a program takes 128 keys at least
+        (1, 16_000, AttentionWork(256, 16, 16)),
+        (4, 1024, AttentionWork(256, 4, 40)),
+        (8, 1024, AttentionWork(256, 8, 72)),
+        (32, 1024, AttentionWork(256, 16, 0)),  # short contexts of a full device: no splits
+        (256, 1024, AttentionWork(2048, 64, 0)),  # many programs: of one warp, 16 keys a tile
+        (32, 4096, AttentionWork(512, 64, 256)),
+        (256, 4096, AttentionWork(2048, 128, 528)),  # even contexts that fill the device stay whole
     ],
 )
 def test_a_decode_fills_the_device(batch: int, context: int, expected: AttentionWork) -> None:
@@ -78,6 +77,6 @@ def test_a_decode_fills_the_device(batch: int, context: int, expected: Attention
 
 
 def test_shorter_contexts_have_fewer_programs() -> None:
-    """One long sequence among 31 short ones: its programs read no more than 2,048 keys."""
-    work = work_of_decode(LLAMA, (16_000, *(1000,) * 31), 16_384, MULTIPROCESSORS)
-    assert work == AttentionWork(8 * (8 + 31), 32, 8 * 7 * 31, 2)
+    """One long sequence among 127 short ones: no program has much more to do than a short one's."""
+    work = work_of_decode(LLAMA, (16_000, *(512,) * 127), 16_384, MULTIPROCESSORS)
+    assert work == AttentionWork(8 * (13 + 127), 39, 432)

@@ -59,7 +59,7 @@ def test_split_contexts_fold_to_the_whole(case: Case) -> None:
     problem = make_problem(case, DEVICE)
     backend = TritonAttention(num_multiprocessors=32)
     metadata = metadata_of(problem, case.lens)
-    assert planned(metadata, case.shape, len(problem.query), num_multiprocessors=32) > 1
+    assert is_split(metadata, case.shape, len(problem.query), num_multiprocessors=32)
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
@@ -100,9 +100,9 @@ def test_one_long_context_among_short_ones_is_split() -> None:
     problem = make_problem(case, DEVICE)
     backend = TritonAttention(num_multiprocessors=2)
     metadata = metadata_of(problem, case.lens)
-    assert planned(metadata, case.shape, len(problem.query), num_multiprocessors=2) == 2
+    assert is_split(metadata, case.shape, len(problem.query), num_multiprocessors=2)
     even = dataclasses.replace(metadata, max_seq_len=1100)
-    assert planned(even, case.shape, len(problem.query), num_multiprocessors=2) == 1
+    assert not is_split(even, case.shape, len(problem.query), num_multiprocessors=2)
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
 
@@ -161,7 +161,7 @@ def test_a_graphs_decode_initialises_nothing(has_sinks: bool) -> None:
     cache = filled_cache(backend, problem)
     exact = metadata_of(problem, case.lens)
     captured = dataclasses.replace(exact, max_seq_len=2048, query_lens_host=(), seq_lens_host=())
-    assert planned(captured, case.shape, 2, num_multiprocessors=32) == 16
+    assert is_split(captured, case.shape, 2, num_multiprocessors=32)
     torch.use_deterministic_algorithms(True)  # torch then fills new memory
     try:
         result = backend.attend(problem.query, cache, captured, case.shape, problem.sinks)
@@ -175,15 +175,12 @@ def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is
     """They are parts of one copy: builds by alignment or by width would interrupt the service for
     seconds each.
     """
-    from tokenmill_worker.engine.cuda.attention.triton_kernels import (
-        attend_kernel,
-        fold_kernel,
-    )
+    from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel
     from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel
 
     loose = {
         parameter.name
-        for kernel in (attend_kernel, fold_kernel, write_kernel)
+        for kernel in (attend_kernel, write_kernel)
         for parameter in kernel.params
         if parameter.do_not_specialize_on_alignment or parameter.do_not_specialize
     }
@@ -195,8 +192,8 @@ def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is
         "num_seqs",
         "num_tokens",
         "table_stride",
+        "least_tiles",
     } <= loose
-    assert {"num_splits", "least_tiles"} <= loose
 
 
 def launch_of(
@@ -212,43 +209,31 @@ def launch_of(
     )  # fmt: skip
 
 
-def planned(
+def is_split(
     metadata: AttentionMetadata,
     shape: AttentionShape,
     num_tokens: int,
     num_multiprocessors: int = 132,
-) -> int:
-    return launch_of(metadata, shape, num_tokens, num_multiprocessors).num_splits
+) -> bool:
+    return launch_of(metadata, shape, num_tokens, num_multiprocessors).is_split
 
 
 @pytest.mark.parametrize(
-    ("lens", "splits"),
+    ("lens", "expected"),
     [
-        (((1, 100),), 1),  # short: a second pass would cost more
-        (((1, 32_768),), 33),  # one stream alone would keep 8 of 132 multiprocessors busy
-        (((1, 2000),) * 64, 1),  # enough programs without
-        (
-            ((1, 40),) * 63 + ((1, 16_384),),
-            8,
-        ),  # enough programs, but the longest would take as long as before
-        (((1, 40),) * 255 + ((1, 16_384),), 2),  # each split is a program for every sequence
-        (((4096, 4096),), 1),
-        (((64, 32_768),), 11),  # a small chunk deep in a long prompt
-        (((2048, 32_768),), 1),  # a large one
+        (((1, 100),), False),  # short: folding would cost more
+        (((1, 32_768),), True),  # one stream alone would keep 8 of 132 multiprocessors busy
+        (((1, 2000),) * 64, False),  # enough programs without
+        # enough programs, but the longest would take as long as before
+        (((1, 40),) * 63 + ((1, 16_384),), True),
+        (((4096, 4096),), False),
+        (((64, 32_768),), True),  # a small chunk deep in a long prompt
+        (((2048, 32_768),), False),  # a large one
     ],
-    ids=[
-        "short",
-        "one long",
-        "many",
-        "one long of many",
-        "one long of very many",
-        "prompt",
-        "late chunk",
-        "chunk",
-    ],
+    ids=["short", "one long", "many", "one long of many", "prompt", "late chunk", "chunk"],
 )
 def test_contexts_are_split_where_programs_are_few(
-    lens: tuple[tuple[int, int], ...], splits: int
+    lens: tuple[tuple[int, int], ...], *, expected: bool
 ) -> None:
     shape = AttentionShape(32, 8, 128, 0.1)
     num_tokens = sum(query_len for query_len, _ in lens)
@@ -256,7 +241,7 @@ def test_contexts_are_split_where_programs_are_few(
     metadata = AttentionMetadata(
         empty, empty, empty, empty, max(q for q, _ in lens), max(s for _, s in lens), 16, None
     )
-    assert planned(metadata, shape, num_tokens) == splits
+    assert is_split(metadata, shape, num_tokens) == expected
 
 
 def test_a_decode_has_one_program_for_each_sequence_and_head() -> None:
@@ -267,10 +252,10 @@ def test_a_decode_has_one_program_for_each_sequence_and_head() -> None:
 
 
 def test_a_window_bounds_what_is_split() -> None:
-    """The number of splits follows from the tokens that a program sees, not from the step's."""
+    """A program's tokens decide on splits, not the step's."""
     shape, empty = AttentionShape(32, 8, 128, 0.1), torch.zeros(1, dtype=torch.int32)
     metadata = AttentionMetadata(empty, empty, empty, empty, 256, 32_768, 16, 128)
-    assert planned(metadata, shape, 256) == 1
+    assert not is_split(metadata, shape, 256)
 
 
 def test_a_program_takes_whole_groups() -> None:

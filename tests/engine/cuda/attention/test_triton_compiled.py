@@ -21,16 +21,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from tokenmill_worker.engine.cuda.attention.launch_plan import (  # noqa: E402
-    MAX_SPLITS,
     Launch,
-    fold_warps,
+    fold_sizes,
     plan_launch,
 )
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted  # noqa: E402
-from tokenmill_worker.engine.cuda.attention.triton_kernels import (  # noqa: E402
-    attend_kernel,
-    fold_kernel,
-)
+from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel  # noqa: E402
 from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -39,8 +35,9 @@ SHARED_MEMORY = {
     80: 99 * 1024,
     90: 227 * 1024,
 }  # what one program may take; 8.6 and 8.9 run the builds for 8.0
+SPILLED_BY_256_ROWS = 128  # by a thread: faster than any tile without spills, on an H200
 POINTERS = {
-    **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
+    **dict.fromkeys(("block_table", "query_start", "seq_lens", "counters"), "*i32"),
     **dict.fromkeys(("partials", "limits"), "*fp32"),
 }
 ALIGNED = (
@@ -70,12 +67,18 @@ pytestmark = [
 
 
 def planned(
-    shape: AttentionShape, query_len: int, seq_len: int, element: str, cache: str, capability: int
+    shape: AttentionShape,
+    query_len: int,
+    seq_len: int,
+    element: str,
+    cache: str,
+    capability: int,
+    num_seqs: int = 1,
 ) -> Launch:
-    empty = torch.zeros(1, dtype=torch.int32)
+    empty = torch.zeros(num_seqs, dtype=torch.int32)
     metadata = AttentionMetadata(empty, empty, empty, empty, query_len, seq_len, 16, None)
     return plan_launch(
-        shape, metadata, query_len, element_size=SIZES[cache], num_multiprocessors=132,
+        shape, metadata, query_len * num_seqs, element_size=SIZES[cache], num_multiprocessors=132,
         has_warp_groups=capability == 90, is_exact=element == "fp32",
     )  # fmt: skip
 
@@ -83,11 +86,14 @@ def planned(
 def source_of(
     shape: AttentionShape, launch: Launch, element: str, window: int, has_sinks: bool, cache: str
 ) -> ASTSource:
+    group = shape.num_heads // shape.num_kv_heads
+    head_pad = triton.next_power_of_2(shape.head_dim)
+    fold_rows, fold_splits = fold_sizes(launch.block_tokens * group, head_pad)
     constants: dict[str, object] = {
         "NUM_HEADS": shape.num_heads,
-        "GROUP": shape.num_heads // shape.num_kv_heads,
+        "GROUP": group,
         "HEAD_DIM": shape.head_dim,
-        "HEAD_PAD": triton.next_power_of_2(shape.head_dim),
+        "HEAD_PAD": head_pad,
         "BLOCK_SIZE": 16,
         "WINDOW": window,
         "HAS_SOFTCAP": bool(shape.softcap),
@@ -95,11 +101,13 @@ def source_of(
         "BLOCK_ROWS": launch.block_rows,
         "BLOCK_TOKENS": launch.block_tokens,
         "TILE_KEYS": launch.tile_keys,
-        "IS_SPLIT": launch.num_splits > 1,
+        "IS_SPLIT": launch.is_split,
         "IS_DECODE": launch.is_decode,
+        "FOLD_ROWS": fold_rows,
+        "FOLD_SPLITS": fold_splits,
     }
-    if launch.num_splits == 1:
-        constants |= {"partials": None, "limits": None}
+    if not launch.is_split:
+        constants |= {"partials": None, "limits": None, "counters": None}
     if not has_sinks:
         constants["sinks"] = None
     signature = {}
@@ -151,43 +159,40 @@ def test_compiles_without_spilling(
     tmp_path: Path,
 ) -> None:
     launch = planned(shape, query_len, seq_len, element, cache, capability)
+    source = source_of(shape, launch, element, window, has_sinks, cache)
+    assembly = assembly_of(source, launch, capability)
+    if element != "fp32":
+        assert "wgmma" in assembly or "mma.sync" in assembly, "no tensor cores"
+    most = SPILLED_BY_256_ROWS if launch.block_rows == 256 else 0
+    assert spilled_bytes(assembly, capability, tmp_path) <= most
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("shape", [LLAMA, SMOLLM, GEMMA], ids=["llama", "smollm", "gemma"])
+@pytest.mark.parametrize("seq_len", [500, 5000])
+def test_many_decodes_compile_without_spilling(
+    seq_len: int, shape: AttentionShape, capability: int, tmp_path: Path
+) -> None:
+    launch = planned(shape, 1, seq_len, "bf16", "bf16", capability, num_seqs=1024)
+    source = source_of(shape, launch, "bf16", 0, False, "bf16")
+    assert spilled_bytes(assembly_of(source, launch, capability), capability, tmp_path) == 0
+
+
+def assembly_of(source: ASTSource, launch: Launch, capability: int) -> str:
+    """Compile, check shared memory and loads, and return the assembly."""
     compiled = triton.compile(
-        source_of(shape, launch, element, window, has_sinks, cache),
+        source,
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
     )
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
     assert_loads_are_ahead(compiled.asm["ttgir"])
-    assembly = compiled.asm["ptx"]
-    if element != "fp32":
-        assert "wgmma" in assembly or "mma.sync" in assembly, "no tensor cores"
-    assert_nothing_is_spilled(assembly, capability, tmp_path)
+    assembly: str = compiled.asm["ptx"]
+    return assembly
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_folding_compiles_without_spilling(head_dim: int, capability: int, tmp_path: Path) -> None:
-    constants: dict[str, object] = {
-        "NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "HAS_SINKS": False,
-        "MAX_SPLITS": MAX_SPLITS,
-        "sinks": None,
-    }  # fmt: skip
-    pointers = {"partials": "*fp32", "limits": "*fp32", "out": "*bf16"}
-    signature = {
-        name: "constexpr" if name in constants else pointers.get(name, "i32")
-        for name in fold_kernel.arg_names
-    }
-    hints = {(fold_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    compiled = triton.compile(
-        ASTSource(fold_kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": fold_warps(head_dim)},
-    )
-    assert_nothing_is_spilled(compiled.asm["ptx"], capability, tmp_path)
-    assert "ld.global.v4" in compiled.asm["ptx"], "loads are narrow"
-
-
-def assert_nothing_is_spilled(assembly: str, capability: int, folder: Path) -> None:
+def spilled_bytes(assembly: str, capability: int, folder: Path) -> int:
+    """Return the bytes of a thread's registers that the assembler stores to memory."""
     (folder / "kernel.ptx").write_text(assembly)
     architecture = f"-arch=sm_{capability}{'a' if capability == 90 else ''}"
     command = [
@@ -201,7 +206,7 @@ def assert_nothing_is_spilled(assembly: str, capability: int, folder: Path) -> N
     report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report
-    assert int(spilled[1]) == 0, report
+    return int(spilled[1])
 
 
 def assert_loads_are_ahead(program: str) -> None:
@@ -213,7 +218,7 @@ def assert_loads_are_ahead(program: str) -> None:
         int(count)
         for count in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x", program)
     ]
-    loops = program.split("scf.for")[1:]
+    loops = [loop for loop in program.split("scf.for")[1:] if "dot" in loop.split("scf.yield")[0]]
     assert len(loops) in (1, 2), "full tiles, and those with masks"
     assert len(buffers) == 2 * len(loops), "keys and values"
     assert min(buffers) >= 2, buffers
@@ -221,22 +226,6 @@ def assert_loads_are_ahead(program: str) -> None:
         waits = re.search(r"ttg.async_wait[^\n]*num = (\d+)", loop[: loop.index("scf.yield")])
         assert waits is not None, "nothing is loaded asynchronously"
         assert int(waits[1]) > 0, "each tile waits for its own loads"
-
-
-def test_the_last_tokens_of_a_prompt_start_first() -> None:
-    """They see most keys. Programs are numbered from the end: a grid's first ones are started
-    first.
-    """
-    case = WIDE["prompt"]
-    source = source_of(LLAMA, planned(*case[:3], "bf16", "bf16", 90), "bf16", 0, False, "bf16")
-    program = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
-    count = re.search(r"(%\w+) = tt.get_num_programs x", program)
-    assert count is not None
-    last = re.search(rf"(%\w+) = arith.subi {count[1]}, %c1_i32", program)
-    assert last is not None
-    first = re.search(r"(%\w+) = tt.get_program_id x", program)
-    assert first is not None
-    assert re.search(rf"arith.subi {last[1]}, {first[1]} ", program)
 
 
 def test_writing_8_bits_compiles() -> None:

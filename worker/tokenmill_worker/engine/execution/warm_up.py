@@ -75,6 +75,7 @@ def capture_decodes(runner: Runner, report: ProgressCallback) -> None:
 def build_kernels(runner: Runner) -> None:
     """Run steps that compile each kernel for few and for many tokens, and for long contexts.
 
+    The last ones are as large as steps may be: a prompt alone, one beside a decode, decodes alone.
     The presence penalty edits logits, which changes their type and needs a build of its own.
     """
     params = SamplingParams(seed=1, presence_penalty=1.0)
@@ -90,6 +91,13 @@ def build_kernels(runner: Runner) -> None:
         chunk = min(chunk, context, max(1, config.max_num_batched_tokens - 1))
         tokens = (chunk, 1)[: config.max_num_seqs]
         _execute(runner, [(_sequence(runner, context, params), count) for count in tokens])
+    full = max(1, min(config.max_num_batched_tokens, runner.info.max_model_len - 1))
+    _execute(runner, [(_sequence(runner, full, params), full)])
+    if config.max_num_seqs > 1 < full:
+        prompt, decode = (_sequence(runner, max(full, longest), params) for _ in range(2))
+        _execute(runner, [(prompt, full - 1), (decode, 1)])
+    decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
+    _execute(runner, [(_sequence(runner, PROMPT_TOKENS, params), 1) for _ in range(decodes)])
 
 
 def _sequence(runner: Runner, length: int, params: SamplingParams, adapter: str = "") -> Sequence:

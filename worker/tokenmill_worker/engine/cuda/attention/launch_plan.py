@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import triton
@@ -9,14 +10,14 @@ import triton
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 
 MAX_PARTIAL_BYTES = 64 << 20  # values of split results
-MAX_SPLITS = 64  # most that the fold kernel takes
-TOKENS_A_SPLIT = 256  # a shorter split does not pay for the fold kernel
-TOKENS_A_SHORT_SPLIT = 128  # of a decode that would leave multiprocessors idle with longer ones
-TOKENS_A_LONG_SPLIT = 1024  # the same, where the device is full without splits
+MAX_COUNTERS = 1 << 18  # a split block of query tokens counts its finished programs, for each head
+TOKENS_A_SPLIT = 256  # a shorter split does not pay for folding
+TOKENS_A_SHORT_SPLIT = 128  # the same, of a decode
+TOKENS_A_LONG_SPLIT = 512  # the same, where the device is full without splits
 LONGEST_SHARE = 2048  # most tokens of one program while programs of shorter contexts have finished
-PROGRAMS_A_MULTIPROCESSOR = 2
-# with split long contexts; splits of short contexts start too and return at once
-MOST_PROGRAMS_A_MULTIPROCESSOR = 32
+PROGRAMS_A_MULTIPROCESSOR = 2  # that splits make, beside one for each block of query tokens
+MOST_PROGRAMS_A_MULTIPROCESSOR = 4  # the same, where blocks are many
+MANY_PROGRAMS_A_MULTIPROCESSOR = 4  # of one warp
 NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was used
 
 
@@ -29,8 +30,8 @@ class Launch:
     block_rows: int
     block_tokens: int
     tile_keys: int
-    num_programs: int  # for each head of the cache and each split
-    num_splits: int
+    num_programs: int  # for each head of the cache
+    is_split: bool
     least_tiles: int  # per split
     is_decode: bool
     num_warps: int
@@ -49,82 +50,100 @@ def plan_launch(
 ) -> Launch:
     """Choose few, wide programs for prefill and narrow ones for decode, and decide on split
     contexts.
-
-    Contexts are split where there are too few programs. They are also split where some are long:
-    the others may be short, and a step takes as long as its longest context.
-
-    Sizes are chosen from what the compiler reports for compute capability 8.0 and 9.0: no register
-    spills, loads of keys and values one tile ahead, and shared memory that each device has. A
-    multiprocessor of an H200 runs one prefill program of 128 rows, or three decode programs.
     """
-    group = shape.num_heads // shape.num_kv_heads
-    rows = max(16, triton.next_power_of_2(group))
-    is_decode = metadata.max_query_len == 1
-    if (
-        not is_decode
-    ):  # long chunks fill wide tiles; a mix of many decodes with a chunk would waste them
-        rows = max(
-            rows, 128 if num_tokens >= 64 * metadata.num_seqs and shape.head_dim <= 128 else 64
-        )
+    heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
     head_pad = max(16, triton.next_power_of_2(shape.head_dim))
-    tile_bytes = 16384 if is_decode or has_warp_groups else 8192
-    tile_keys = max(
-        16, min(128 if is_decode else 64, tile_bytes // (head_pad * max(element_size, 2)))
-    )  # 8 bits: as 16
-    if is_exact:  # float32 without tensor cores: registers bound the tile
-        rows = max(16, triton.next_power_of_2(group))
-        tile_keys = max(16, min(32, 2048 // head_pad))
-    block_tokens = rows // group
-    num_programs = (
-        metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
-    )
-    programs = max(1, num_programs * shape.num_kv_heads)
+    is_decode = metadata.max_query_len == 1
+    rows = max(16, triton.next_power_of_2(group))
+    if not is_decode and not is_exact:
+        rows_a_multiprocessor = num_tokens * shape.num_heads / num_multiprocessors
+        is_wide = has_warp_groups and element_size == 2 and rows_a_multiprocessor >= 256
+        rows = max(rows, _prompt_rows(shape, num_tokens, metadata.num_seqs, is_wide=is_wide))
+    block_tokens = 1 if is_decode else rows // group
+    blocks = metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
     reach = metadata.max_seq_len
     if metadata.window is not None:
         reach = min(reach, metadata.window + min(block_tokens, metadata.max_query_len))
-    room = MAX_PARTIAL_BYTES // max(num_tokens * shape.num_heads * head_pad * 4, 1)
-    num_splits, tokens_a_split = _split(
-        reach, programs, num_multiprocessors,
+    spare, tokens_a_split = _split(
+        reach, blocks, num_multiprocessors / heads,
         is_alone=metadata.num_seqs == 1, is_decode=is_decode,
     )  # fmt: skip
+    bytes_a_program = heads * block_tokens * group * head_pad * 4
+    room = min(MAX_PARTIAL_BYTES // bytes_a_program, MAX_COUNTERS // heads)
+    spare = max(0, min(spare, room - blocks))
+    if is_exact:  # float32 without tensor cores: registers bound the tile
+        tile_keys, num_warps = min(32, 2048 // head_pad), 8 if rows * head_pad >= 8192 else 4
+    elif is_decode and rows == 16:
+        is_many = blocks * heads >= MANY_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors
+        tile_keys, num_warps = _decode_tile(
+            head_pad, element_size, is_split=spare > 0, is_many=is_many
+        )
+    else:
+        tile_bytes = 16384 if is_decode or has_warp_groups else 8192
+        tile_keys = min(128 if is_decode else 64, tile_bytes // (head_pad * 2))
+        num_warps = 16 if rows == 256 else 8 if rows * head_pad >= 4096 else 4
+    tile_keys = max(16, tile_keys)
     return Launch(
         block_rows=rows,
         block_tokens=block_tokens,
         tile_keys=tile_keys,
-        num_programs=num_programs,
-        num_splits=max(1, min(num_splits, room, MAX_SPLITS)),
+        num_programs=blocks + spare,
+        is_split=spare > 0,
         least_tiles=-(-tokens_a_split // tile_keys),
         is_decode=is_decode,
-        num_warps=8 if rows * head_pad >= 64 * (128 if is_exact else 64) else 4,
+        num_warps=num_warps,
         num_stages=NUM_STAGES,
     )
 
 
-def _split(
-    reach: int, programs: int, num_multiprocessors: int, *, is_alone: bool, is_decode: bool
-) -> tuple[int, int]:
-    """Return the number of splits for contexts of up to `reach` tokens, and the fewest tokens of a
-    split.
+def _prompt_rows(shape: AttentionShape, num_tokens: int, num_seqs: int, *, is_wide: bool) -> int:
+    """Return the rows of a program: long chunks fill wide ones, decodes beside a chunk would not.
 
-    `programs` is the number of programs per split. The kernel divides each context's own length, so
-    shorter ones use fewer splits. A sequence that is alone in its step has no shorter contexts
-    beside it, so it is not split any further than it takes to fill the device.
+    256 rows spill 100 bytes a thread and are still the fastest: half as many programs read keys.
     """
-    wanted = PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors
-    to_fill = max(1, (wanted + programs // 2) // programs)  # rounded: nearly full needs no fold
-    to_shorten = min(
-        -(-reach // LONGEST_SHARE), MOST_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // programs
-    )
-    if is_alone:
-        to_shorten = 1
-    if to_fill == 1:
-        return max(1, to_shorten), TOKENS_A_LONG_SPLIT
-    tokens = TOKENS_A_SPLIT
-    if is_decode and programs * -(-reach // tokens) < wanted:
-        tokens = TOKENS_A_SHORT_SPLIT
-    return max(min(to_fill, -(-reach // tokens)), to_shorten), tokens
+    if num_tokens < 64 * num_seqs or shape.head_dim > 128:
+        return 64
+    return 256 if is_wide else 128
 
 
-def fold_warps(head_pad: int) -> int:
-    """Return the warps of the fold kernel, so that a row's splits fit in registers."""
-    return 4 if head_pad <= 128 else 8
+def _decode_tile(
+    head_pad: int, element_size: int, *, is_split: bool, is_many: bool
+) -> tuple[int, int]:
+    """Return keys of a tile and warps, the fastest of those tried on an H200.
+
+    One warp waits for no other one, but has few bytes on their way: it takes many programs.
+    """
+    tile_bytes, num_warps = 16384, 4
+    if is_split:
+        tile_bytes, num_warps = 8192, 2
+    elif is_many and element_size == 2 and head_pad <= 128:
+        tile_bytes, num_warps = 4096, 1
+    return min(128, tile_bytes // (head_pad * element_size)), num_warps
+
+
+def _split(
+    reach: int, blocks: int, multiprocessors_a_head: float, *, is_alone: bool, is_decode: bool
+) -> tuple[int, int]:
+    """Return how many programs splits of contexts make beside one for each of `blocks`, and the
+    fewest tokens of a split. No context is longer than `reach`.
+
+    Contexts are split where blocks of query tokens are too few for the device. They are also split
+    where some are long: the others may be short, and a step takes as long as its longest context.
+    The kernel divides the contexts' real lengths, so even ones that fill the device stay whole.
+    """
+    few = math.ceil(PROGRAMS_A_MULTIPROCESSOR * multiprocessors_a_head)
+    if 3 * blocks <= 2 * few:  # nearly full needs no fold
+        tokens = TOKENS_A_SHORT_SPLIT if is_decode else TOKENS_A_SPLIT
+        return (few if tokens < reach else 0), tokens
+    if reach <= LONGEST_SHARE or is_alone:  # nothing shorter is beside it
+        return 0, reach
+    many = math.ceil(MOST_PROGRAMS_A_MULTIPROCESSOR * multiprocessors_a_head)
+    return min(max(few, 2 * blocks), many), TOKENS_A_LONG_SPLIT
+
+
+def fold_sizes(num_rows: int, head_pad: int) -> tuple[int, int]:
+    """Return the rows and the splits whose results a folding program loads at once; they fit its
+    registers.
+    """
+    rows = triton.next_power_of_2(num_rows)
+    return rows, max(1, (8192 if head_pad <= 128 else 4096) // (rows * head_pad))

@@ -1,14 +1,12 @@
 """Paged attention by a Triton kernel: any block size, prefill and decode in one launch.
 
 It needs no wheel beside Triton. The launch depends only on maxima that the host has (padded tokens,
-sequences, the longest context). The kernel reads the lengths on the device, so a captured CUDA
-graph stays right for every batch that fits it. Blocks are `[kv_head, token, head_dim]`: the part of
-a block that one program reads is contiguous.
+sequences, the longest context). The kernel reads the lengths on the device and divides the work by
+them, so a captured CUDA graph stays right for every batch that fits it. Blocks are
+`[kv_head, token, head_dim]`: the part of a block that one program reads is contiguous.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import triton
@@ -20,15 +18,13 @@ from tokenmill_worker.engine.attention.base import (
     AttentionShape,
 )
 from tokenmill_worker.engine.cuda.attention.launch_plan import (
+    MAX_COUNTERS,
     MAX_PARTIAL_BYTES,
-    MAX_SPLITS,
-    fold_warps,
+    Launch,
+    fold_sizes,
     plan_launch,
 )
-from tokenmill_worker.engine.cuda.attention.triton_kernels import (
-    attend_kernel,
-    fold_kernel,
-)
+from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel
 from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -36,7 +32,7 @@ MAX_HEAD_DIM = 256
 
 
 class TritonAttention(AttentionBackend):
-    """Attention by the Triton kernels; it holds no state but properties of the device."""
+    """Attention by the Triton kernels; it holds properties of the device, and its counters."""
 
     name = "triton"
 
@@ -48,6 +44,7 @@ class TritonAttention(AttentionBackend):
         # Warp groups multiply from shared memory, which is larger here too; other devices load keys
         # to registers.
         self._has_warp_groups = properties is not None and properties.major in (9, 10)
+        self._counters: dict[torch.device, Tensor] = {}
 
     @classmethod
     def why_not(
@@ -83,10 +80,10 @@ class TritonAttention(AttentionBackend):
     def workspace_bytes(
         self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int
     ) -> int:
-        """Return the size of split results: values, with a maximum and a sum per row of at least 16
-        values.
+        """Return the size of split results, with a maximum and a sum per row of at least 16 values,
+        and of the counters.
         """
-        return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8
+        return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8 + 4 * MAX_COUNTERS
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         write_blocks(
@@ -118,14 +115,16 @@ class TritonAttention(AttentionBackend):
             is_exact=cache.dtype == torch.float32,
         )
         head_pad = max(16, triton.next_power_of_2(shape.head_dim))
-        partials, limits = _partials(query, launch.num_splits, head_pad, new)
-        grid = (launch.num_programs, shape.num_kv_heads, launch.num_splits)
-        attend_kernel[grid](
+        group = shape.num_heads // shape.num_kv_heads
+        partials, limits, counters = self._split_results(launch, shape, head_pad, query)
+        fold_rows, fold_splits = fold_sizes(launch.block_tokens * group, head_pad)
+        attend_kernel[(launch.num_programs * shape.num_kv_heads,)](
             query,
             cache,
             out,
             partials,
             limits,
+            counters,
             sinks,
             metadata.block_table,
             metadata.query_start,
@@ -133,7 +132,6 @@ class TritonAttention(AttentionBackend):
             shape.scale,
             shape.softcap or 0.0,
             metadata.num_seqs,
-            num_tokens,
             query.stride(0),
             query.stride(1),
             cache.stride(0),
@@ -141,7 +139,7 @@ class TritonAttention(AttentionBackend):
             metadata.block_table.stride(0),
             launch.least_tiles,
             NUM_HEADS=shape.num_heads,
-            GROUP=shape.num_heads // shape.num_kv_heads,
+            GROUP=group,
             HEAD_DIM=shape.head_dim,
             HEAD_PAD=head_pad,
             BLOCK_SIZE=metadata.block_size,
@@ -151,27 +149,33 @@ class TritonAttention(AttentionBackend):
             BLOCK_ROWS=launch.block_rows,
             BLOCK_TOKENS=launch.block_tokens,
             TILE_KEYS=launch.tile_keys,
-            IS_SPLIT=partials is not None,
+            IS_SPLIT=launch.is_split,
             IS_DECODE=launch.is_decode,
+            FOLD_ROWS=fold_rows,
+            FOLD_SPLITS=fold_splits,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )
-        if partials is not None:
-            fold_kernel[(num_tokens, shape.num_heads)](
-                partials,
-                limits,
-                sinks,
-                out,
-                num_tokens,
-                launch.num_splits,
-                NUM_HEADS=shape.num_heads,
-                HEAD_DIM=shape.head_dim,
-                HEAD_PAD=head_pad,
-                HAS_SINKS=sinks is not None,
-                MAX_SPLITS=MAX_SPLITS,
-                num_warps=fold_warps(head_pad),
-            )
         return out
+
+    def _split_results(
+        self, launch: Launch, shape: AttentionShape, head_pad: int, query: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+        """Return memory for split results, and the counters, which are 0 between launches.
+
+        The first call of all makes the counters: no graph is captured yet, so none makes them its
+        own.
+        """
+        device = query.device
+        if device not in self._counters:
+            self._counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+        if not launch.is_split:
+            return None, None, None
+        rows = launch.block_tokens * shape.num_heads // shape.num_kv_heads
+        size = (launch.num_programs, shape.num_kv_heads, rows)
+        partials = torch.empty((*size, head_pad), dtype=torch.float32, device=device)
+        limits = torch.empty((*size, 2), dtype=torch.float32, device=device)
+        return partials, limits, self._counters[device]
 
 
 def write_blocks(
@@ -228,21 +232,6 @@ def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
     if metadata.query_lens_host:
         return sum(metadata.query_lens_host) != num_tokens
     return metadata.max_query_len != 1
-
-
-def _partials(
-    query: Tensor, num_splits: int, head_pad: int, new: Callable[..., Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate values `[splits, num_tokens, num_heads, head_pad]`, and maximum and sum of each row.
-
-    A sum of 0 marks a split with nothing to fold. Only rows that no program writes need sums in
-    advance: `new` makes zeros where there are such rows.
-    """
-    if num_splits == 1:
-        return None, None
-    size = (num_splits, query.shape[0], query.shape[1])
-    values = torch.empty((*size, head_pad), dtype=torch.float32, device=query.device)
-    return values, new((2, *size), dtype=torch.float32, device=query.device)
 
 
 def _rows(x: Tensor) -> Tensor:
