@@ -146,6 +146,7 @@ EXCEPTIONS = {
     "worker/tokenmill_worker/consume/lua/ownership.lua": {"bell", "hands", "lanes", "vouchers"},
     "worker/tokenmill_worker/consume/lua/release.lua": {"bell", "vouchers"},
     "worker/tokenmill_worker/consume/lua/resign.lua": {"bell", "vouchers"},
+    "worker/tokenmill_worker/engine/cuda/draw_cut.py": {"lane", "lanes"},
     "worker/tokenmill_worker/engine/cuda/draw_kernel.py": {"lane", "lanes"},
     "worker/tokenmill_worker/telemetry/worker_status.py": {"findable"},
 }

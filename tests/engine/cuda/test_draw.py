@@ -22,9 +22,12 @@ from tokenmill_worker.engine.sampling.noise import gumbel_costs, race, row_keys
 from tokenmill_worker.engine.sampling.truncation import TruncationLimits, draw_sorted
 
 pytest.importorskip("triton")
-from tokenmill_worker.engine.cuda import draw, draw_kernel
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from tokenmill_worker.engine.cuda import draw, draw_cut
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted
-from tokenmill_worker.engine.cuda.draw import TILE, DeviceDraw
+from tokenmill_worker.engine.cuda.draw import DeviceDraw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -35,6 +38,20 @@ pytestmark = [
     *([pytest.mark.gpu] if DEVICE.type == "cuda" else []),
 ]
 OFF = -np.inf
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter work on small tiles, and numpy sort: Triton's network takes seconds."""
+    if is_interpreted():
+        monkeypatch.setattr(draw, "CHUNK", 256)
+        monkeypatch.setattr(draw, "TILE", 512)
+        monkeypatch.setattr(tl, "sort", sort)
+
+
+def sort(values: tl.tensor) -> tl.tensor:
+    handle = TensorHandle(np.sort(values.handle.data), values.handle.dtype)
+    return tl.tensor(handle, values.type)
 
 
 def drawing(rows: list[tuple[float, int, float, float]]) -> SamplingArrays:
@@ -150,7 +167,7 @@ def test_the_floor_is_exact_wherever_it_lies(
 def searched_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
     """Count the rows that are searched; only the interpreter tells."""
     searched: list[None] = []
-    own = draw_kernel.floor_of_row
+    own = draw_cut.floor_of_row
 
     def floor_of_row(*arguments: object) -> object:
         searched.append(None)
@@ -158,19 +175,19 @@ def searched_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
 
     with monkeypatch.context() as patch:
         if is_interpreted():
-            patch.setattr(draw_kernel, "floor_of_row", floor_of_row)
+            patch.setattr(draw_cut, "floor_of_row", floor_of_row)
         yield searched
 
 
-def test_a_vocabulary_of_several_tiles() -> None:
-    """The first of equal logits in different tiles wins a greedy row."""
-    vocab = 2 * TILE + 100
+def test_a_vocabulary_of_several_chunks() -> None:
+    """The first of equal logits in different chunks wins a greedy row."""
+    vocab = 2 * draw.CHUNK + 100
     logits, keys = (
         random_logits(4, vocab),
         row_keys(np.arange(4, dtype=np.uint64), np.arange(4) + 9),
     )
-    logits[0, [70, TILE + 3, 2 * TILE + 5]] = 50.0
-    logits[1, [TILE + 9, 2 * TILE + 5]] = 50.0
+    logits[0, [70, draw.CHUNK + 3, 2 * draw.CHUNK + 5]] = 50.0
+    logits[1, [draw.CHUNK + 9, 2 * draw.CHUNK + 5]] = 50.0
     wanted = drawing(
         [
             (0.0, vocab, 1.0, OFF),
@@ -181,7 +198,7 @@ def test_a_vocabulary_of_several_tiles() -> None:
     )
     tokens, peaks = DeviceDraw(DEVICE).draw(logits.to(DEVICE), wanted, keys)
     assert tokens.tolist() == by_torch(logits, wanted, keys)
-    assert tokens[:2].tolist() == [70, TILE + 9]
+    assert tokens[:2].tolist() == [70, draw.CHUNK + 9]
     assert torch.equal(peaks.cpu(), logits.amax(dim=1))
 
 

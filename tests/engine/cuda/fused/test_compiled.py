@@ -17,8 +17,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted  # noqa: E402
-from tokenmill_worker.engine.cuda.draw import TILE, WARPS  # noqa: E402
-from tokenmill_worker.engine.cuda.draw_kernel import draw_kernel  # noqa: E402
+from tokenmill_worker.engine.cuda.draw import CHUNK, TILE, WARPS  # noqa: E402
+from tokenmill_worker.engine.cuda.draw_cut import choose_kernel, gather_kernel  # noqa: E402
+from tokenmill_worker.engine.cuda.draw_kernel import (  # noqa: E402
+    measure_kernel,
+    pick_kernel,
+    race_kernel,
+)
 from tokenmill_worker.engine.cuda.fused.kernels import (  # noqa: E402
     gate_kernel,
     norm_kernel,
@@ -48,7 +53,9 @@ KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "
          "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32",
          "narrow": "*fp8e4nv", "scales": "*fp32",
          "row_scale": "*fp32", "row_scales": "*fp32",
-         "kept": "*fp32", "kept_tokens": "*i32", "deviations": "fp32", "eps": "fp32"}  # fmt: skip
+         "numbers": "*fp32", "winners": "*i32", "found": "*i32", "kept": "*i32",
+         "deviations": "fp32", "eps": "fp32"}  # fmt: skip
+CHUNKS = {"CHUNK": CHUNK, "CHUNKS_PAD": 32}
 
 PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
 
@@ -67,13 +74,17 @@ PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
         (gate_kernel, {"INNER": 9728, "TILE": 1024, "IS_GELU": True}, 4),
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": False, "OFFSET": 0.0, "TOKENS": 1}, 1),
         (rotate_and_write_kernel, {**HEADS, "HAS_NORM": True, "OFFSET": 0.0, "TOKENS": 8}, 4),
-        (draw_kernel, {"TILE": TILE}, WARPS),
+        (measure_kernel, {"CHUNK": CHUNK}, WARPS),
+        (race_kernel, CHUNKS, WARPS),
+        (pick_kernel, CHUNKS, WARPS),
+        (gather_kernel, {**CHUNKS, "TILE": TILE}, WARPS),
+        (choose_kernel, {"CHUNKS_PAD": 32, "TILE": TILE}, WARPS),
         (one_row_kernel, {**PRODUCT, "OUTPUTS": 16, "TILE": 256, "NUM_STAGES": 4}, 4),
         (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 16, "TILE": 128, "NUM_STAGES": 6}, 4),
     ],
     ids=[
-        *("add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate", "draw"),
-        *("one row", "few rows"),
+        *("add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate"),
+        *("measure", "race", "pick", "gather", "choose", "one row", "few rows"),
     ],
 )
 def test_compiles_without_spilling(
@@ -115,12 +126,11 @@ def test_compiles_without_spilling(
     spilled = re.search(r"(\d+) bytes spill stores", report)
     assert spilled is not None, report
     assert int(spilled[1]) == 0, report
-    if kernel in (norm_kernel, quantize_kernel, gate_kernel):
+    if kernel in (norm_kernel, quantize_kernel, gate_kernel, measure_kernel, gather_kernel):
         assert "ld.global.v4" in compiled.asm["ptx"], "loads are narrow"
-    if kernel is draw_kernel:  # 16 bytes at a time, and a tile is used while the next is under way
-        assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
+    if kernel is choose_kernel:  # a tile is used while the next is under way
         waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])
-        assert waits.count("1") == 7, "one of the seven loops over a row waits for its newest tile"
+        assert waits.count("1") == 4, "one of the four loops over a row waits for its newest tile"
     if kernel in (one_row_kernel, few_rows_kernel):
         assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "no tile is loaded ahead"
     if kernel is few_rows_kernel:

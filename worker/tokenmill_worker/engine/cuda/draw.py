@@ -1,4 +1,5 @@
-"""Samples a batch's tokens on a CUDA device in one launch, straight from the model's logits.
+"""Samples a batch's tokens on a CUDA device in two or three launches, straight from the model's
+logits.
 
 It chooses the same tokens as `noise.py` and `truncation.py` do with torch's operators, which sort
 whole rows and read them a dozen times. It never synchronises with the device, and a row's token
@@ -7,25 +8,61 @@ does not depend on its batch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 from torch import Tensor
 
-from tokenmill_worker.engine.cuda.draw_kernel import draw_kernel
+from tokenmill_worker.engine.cuda.draw_cut import choose_kernel, gather_kernel
+from tokenmill_worker.engine.cuda.draw_kernel import (
+    NUMBERS,
+    measure_kernel,
+    pick_kernel,
+    race_kernel,
+)
 from tokenmill_worker.engine.sampling.draws import SamplingArrays
 from tokenmill_worker.engine.sampling.transfer import to_device
 
-TILE = 4096
+CHUNK = 4096
 WARPS = 8
-CANDIDATES = 1024  # that the cut leaves of logits with a normal distribution
+TILE = 2048
+CANDIDATES = 768  # that the cut leaves of logits with a normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A batch's parameters on the device, and which of the three kinds of rows it has."""
+
+    scale: Tensor
+    log_min_p: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    has_greedy: bool
+    has_plain: bool
+    has_cut: bool
+
+    @classmethod
+    def of(cls, arrays: SamplingArrays, vocab: int, device: torch.device) -> _Batch:
+        is_greedy = arrays.inverse_temperature == 0.0
+        is_cut = ~is_greedy & ((arrays.top_k < vocab) | (arrays.top_p < 1.0))
+        return cls(
+            scale=to_device(arrays.inverse_temperature, device),
+            log_min_p=to_device(arrays.log_min_p, device),
+            top_p=to_device(arrays.top_p, device),
+            top_k=to_device(arrays.top_k, device),
+            has_greedy=bool(is_greedy.any()),
+            has_plain=not (is_greedy | is_cut).all(),
+            has_cut=bool(is_cut.any()),
+        )
 
 
 class DeviceDraw:
-    """Samples from logits of any type by the Triton kernel; only one thread may use an instance.
+    """Samples from logits of any type by Triton kernels; only one thread may use an instance.
 
     It keeps the last batch's parameters on the device.
     """
@@ -35,7 +72,7 @@ class DeviceDraw:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arrays: SamplingArrays | None = None
-        self._parameters: tuple[Tensor, ...] = ()
+        self._batch: _Batch | None = None
         self._keys: npt.NDArray[np.int32] | None = None
         self._keys_there: Tensor | None = None
 
@@ -46,33 +83,56 @@ class DeviceDraw:
         row.
         """
         num_rows, vocab = logits.shape
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._device)
-        peaks = torch.empty(num_rows, dtype=torch.float32, device=self._device)
+        token_ids = self._empty(num_rows, dtype=torch.int64)
+        peaks = self._empty(num_rows)
         if num_rows == 0:
             return token_ids, peaks
-        if arrays is not self._arrays:
-            numbers = (arrays.inverse_temperature, arrays.log_min_p, arrays.top_p, arrays.top_k)
-            self._parameters = tuple(to_device(array, self._device) for array in numbers)
+        if self._batch is None or arrays is not self._arrays:
+            self._batch = _Batch.of(arrays, vocab, self._device)
             self._arrays = arrays
         if keys is not self._keys:  # greedy rows pass the same object each time
             self._keys, self._keys_there = keys, to_device(np.ascontiguousarray(keys), self._device)
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        tile = min(TILE, 1 << (vocab - 1).bit_length())
-        num_cut = num_rows if _has_cuts(arrays, vocab) else 0
-        kept = torch.empty((num_cut, tile), dtype=torch.float32, device=self._device)
-        kept_tokens = torch.empty((num_cut, tile), dtype=torch.int32, device=self._device)
-        draw_kernel[(num_rows,)](
-            logits, *self._parameters, self._keys_there, kept, kept_tokens, token_ids, peaks,
-            vocab, logits.stride(0), deviations_of_cut(vocab),
-            TILE=tile, num_warps=WARPS,
-        )  # fmt: skip
+        self._launch(logits, self._batch, token_ids, peaks)
         return token_ids, peaks
 
+    def _launch(self, logits: Tensor, batch: _Batch, token_ids: Tensor, peaks: Tensor) -> None:
+        (num_rows, vocab), stride = logits.shape, logits.stride(0)
+        chunks = triton.cdiv(vocab, CHUNK)
+        sizes = {"CHUNK": CHUNK, "CHUNKS_PAD": triton.next_power_of_2(chunks)}
+        numbers = self._empty(num_rows, NUMBERS.value, chunks)
+        found = self._empty(num_rows, dtype=torch.int32)
+        measure_kernel[(chunks, num_rows)](
+            logits, batch.scale, batch.top_p, batch.top_k, numbers, found, vocab, stride,
+            CHUNK=CHUNK, num_warps=WARPS,
+        )  # fmt: skip
+        winners = self._empty(num_rows, chunks, dtype=torch.int32)
+        if batch.has_plain:
+            race_kernel[(chunks, num_rows)](
+                logits, batch.scale, batch.log_min_p, batch.top_p, batch.top_k, self._keys_there,
+                numbers, winners, vocab, stride, **sizes, num_warps=WARPS,
+            )  # fmt: skip
+        if batch.has_plain or batch.has_greedy:
+            pick_kernel[(num_rows,)](
+                logits, batch.scale, batch.top_p, batch.top_k, numbers, winners, token_ids, peaks,
+                vocab, stride, chunks, **sizes, num_warps=WARPS,
+            )  # fmt: skip
+        if batch.has_cut:
+            kept = self._empty(num_rows, TILE, dtype=torch.int32)
+            deviations = deviations_of_cut(vocab)
+            gather_kernel[(chunks, num_rows)](
+                logits, batch.scale, batch.log_min_p, batch.top_p, batch.top_k, numbers, found,
+                kept, vocab, stride, deviations, **sizes, TILE=TILE, num_warps=WARPS,
+            )  # fmt: skip
+            choose_kernel[(num_rows,)](
+                logits, batch.scale, batch.log_min_p, batch.top_p, batch.top_k, self._keys_there,
+                numbers, found, kept, token_ids, peaks, vocab, stride, deviations, chunks,
+                CHUNKS_PAD=sizes["CHUNKS_PAD"], TILE=TILE, num_warps=WARPS,
+            )  # fmt: skip
 
-def _has_cuts(arrays: SamplingArrays, vocab: int) -> bool:
-    """Return whether a row has top-k or top-p."""
-    return bool(((arrays.top_k < vocab) | (arrays.top_p < 1.0)).any())
+    def _empty(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self._device)
 
 
 @cache

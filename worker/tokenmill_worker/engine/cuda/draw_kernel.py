@@ -1,17 +1,11 @@
-"""One Triton kernel that samples a row's token from its logits: peak, floor (top-k, top-p, min-p),
-race.
+"""Triton kernels that sample each row's token from its logits, and what they share.
 
-The floor is a distance from the row's peak. Distances are not negative, so their bit patterns are
-ordered like integers. A search over the bit patterns finds the floor exactly in 16 passes, each
-testing three distances, without sorting.
+Several programs share a row, each with a chunk of the vocabulary, so that one row alone keeps much
+of the device busy. Chunks are the same in every batch, and so are a row's numbers.
 
-A program reads a row with top-k or top-p twice. The first time it finds the peak, the mean and the
-deviation of the logits. The second time it gathers the candidates: the tokens above a cut, so many
-deviations over the mean (the cut of Qrita, arXiv 2602.01518). The search goes over the candidates,
-which fit one tile. Where the floor lies below the cut, or the candidates are too many, it goes over
-the row, whose logits stay in the second-level cache. Both ways find the same floor.
-
-A program reads a greedy row once, and a row without top-k and top-p twice.
+`measure_kernel` finds each chunk's highest logit. `pick_kernel` joins them to a greedy row's token.
+A row with a temperature alone, or with min-p too, is raced by `race_kernel` in between. Those of
+`draw_cut` take the rows with top-k or top-p.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -22,8 +16,38 @@ import triton.language as tl
 INFINITY_BITS = tl.constexpr(
     0x7F800000
 )  # as an integer, +infinity follows the largest finite distance
-STAGES = tl.constexpr(3)  # a row's next two tiles are being loaded while one is read
 LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+# A chunk's numbers: its highest logit; the number, sum and sum of squares of the finite ones; and
+# the highest value of its race, or its mass if the row has top-p and no top-k.
+HIGHEST = tl.constexpr(0)
+NUMBER = tl.constexpr(1)
+TOTAL = tl.constexpr(2)
+SQUARES = tl.constexpr(3)
+OUTCOME = tl.constexpr(4)
+NUMBERS = tl.constexpr(5)
+
+
+@triton.jit
+def load_logits(row, token, vocab):
+    """Load logits as float32; beyond the vocabulary they are −∞."""
+    return tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def distances(logits, peak, scale):
+    """Compute how far below the peak each scaled logit lies."""
+    return -((logits - peak) * scale)
+
+
+@triton.jit
+def bits_of(distance):
+    """Return the distance's bits: distances are not negative, so these are ordered alike."""
+    return distance.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def is_near(distance, token, nearest, vocab):
+    return (bits_of(distance) <= nearest) & (token < vocab)
 
 
 @triton.jit
@@ -43,296 +67,137 @@ def gumbel_cost(token, first_key, second_key):
 
 
 @triton.jit
-def distances(row, token, vocab, peak, inverse_temperature):
-    """Compute how far below the peak each scaled logit lies; beyond the vocabulary that is
-    infinitely far.
-    """
-    logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    return -((logits - peak) * inverse_temperature)
+def race(distance, token, is_in, keys, vocab):
+    """Return the highest value of the tokens that are in, and its token, the first of equals."""
+    first_key = tl.load(keys).to(tl.uint32, bitcast=True)
+    second_key = tl.load(keys + 1).to(tl.uint32, bitcast=True)
+    values = tl.where(is_in, -distance - gumbel_cost(token, first_key, second_key), float("-inf"))
+    best = tl.max(values)
+    return best, tl.min(tl.where(values == best, token, vocab))
 
 
 @triton.jit
-def share(bits, bound, mass, COUNTS: tl.constexpr):
-    """Return what a token adds to the count, or to the mass, of the tokens within the distance
-    `bound`.
-    """
-    return tl.where(bits <= bound, 1.0 if COUNTS else mass, 0.0)
+def load_part(numbers, part, lane, chunks, other):
+    """Load a number of each chunk of a row, and `other` in lanes without a chunk."""
+    return tl.load(numbers + part * chunks + lane, mask=lane < chunks, other=other)
 
 
 @triton.jit
-def reach(
-    row, vocab, peak, scale, first, second, third, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr
-):
-    """Count the tokens, or sum the mass, within each of three distances (as integers) and within
-    `nearest`.
-
-    A lane's part is summed in float32, in the order of the tokens, so a larger distance never
-    yields less.
-    """
-    near = tl.zeros([TILE], tl.float32)
-    middle = tl.zeros([TILE], tl.float32)
-    far = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, vocab, TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        distance = distances(row, token, vocab, peak, scale)
-        bits = tl.where(token < vocab, distance.to(tl.int32, bitcast=True), INFINITY_BITS + 1)
-        bits = tl.where(bits <= nearest, bits, INFINITY_BITS + 1)
-        mass = tl.exp(-distance)
-        near += share(bits, first, mass, COUNTS)
-        middle += share(bits, second, mass, COUNTS)
-        far += share(bits, third, mass, COUNTS)
-    return (
-        tl.sum(near.to(tl.float64), 0),
-        tl.sum(middle.to(tl.float64), 0),
-        tl.sum(far.to(tl.float64), 0),
-    )
+def peak_of(highs):
+    """Return the row's highest logit; NaN where a logit is NaN."""
+    is_broken = tl.max((highs != highs).to(tl.int32), 0) > 0
+    highest = tl.max(tl.where(highs == highs, highs, float("-inf")), 0)
+    return tl.where(is_broken, float("nan"), highest)
 
 
 @triton.jit
-def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """Find the smallest distance (as an integer) within which `target` is reached.
-
-    Each pass quarters the range.
-    """
-    low = 0
-    high = INFINITY_BITS
-    while low < high:
-        step = (high - low + 3) // 4
-        first = tl.minimum(low + step - 1, high)
-        second = tl.minimum(low + 2 * step - 1, high)
-        third = tl.minimum(low + 3 * step - 1, high)
-        near, middle, far = reach(
-            row, vocab, peak, scale, first, second, third, nearest, COUNTS, TILE
-        )
-        missed = (
-            (near < target).to(tl.int32)
-            + (middle < target).to(tl.int32)
-            + (far < target).to(tl.int32)
-        )
-        low += step * missed
-        high = tl.minimum(low + step - 1, high)
-    return low
+def distance_of(log_min_p):
+    """Return min-p's distance, as an integer; an infinitely small logit never wins."""
+    return tl.minimum(bits_of(tl.maximum(-log_min_p, 0.0)), INFINITY_BITS - 1)
 
 
 @triton.jit
-def better(best, best_token, values, token):
-    """Return each lane's higher value, of the best so far and the new one, and its token; never
-    NaN.
-    """
-    is_better = values > best
-    return tl.where(is_better, values, best), tl.where(is_better, token, best_token)
+def has_cut(top_k, top_p, vocab):
+    """Return whether a row has top-k or top-p."""
+    return (top_k < vocab) | (top_p < 1.0)
 
 
 @triton.jit
-def winner_of(best, best_token, vocab):
-    """Return the highest value of all lanes and its token, the first of equals; `vocab` if no lane
-    has one.
-    """
-    highest = tl.max(best, 0)
-    return highest, tl.min(tl.where(best == highest, best_token, vocab), 0)
-
-
-@triton.jit
-def scan(row, vocab, TILE: tl.constexpr, MEASURES: tl.constexpr):
-    """Find the row's peak and its token, and whether a logit is NaN.
-
-    With MEASURES, also return the number, the mean and the deviation of its finite logits.
-    """
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    best_token = tl.zeros([TILE], tl.int32) + vocab
-    is_broken = tl.zeros([TILE], tl.int32)
-    count = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    squares = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, vocab, TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        values = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        is_broken |= (values != values).to(tl.int32)
-        best, best_token = better(best, best_token, values, token)
-        if MEASURES:
-            is_finite = tl.abs(values) < float("inf")
-            finite = tl.where(is_finite, values, 0.0)
-            count += is_finite.to(tl.float32)
-            total += finite
-            squares += finite * finite
-    peak, winner = winner_of(best, best_token, vocab)
-    number = tl.sum(count, 0)
-    mean = tl.sum(total, 0) / tl.maximum(number, 1.0)
-    variance = tl.sum(squares, 0) / tl.maximum(number, 1.0) - mean * mean
-    deviation = tl.sqrt(tl.maximum(variance, 0.0))
-    return peak, winner, tl.max(is_broken, 0), number, mean, deviation
-
-
-@triton.jit
-def gather(row, vocab, peak, scale, cut, nearest, kept, kept_tokens, TILE: tl.constexpr):
-    """Store distances and tokens of the candidates, those within `cut`, up to a tile of them.
-
-    Return their number, and the mass of all tokens within `nearest`.
-    """
-    found = 0
-    mass = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, vocab, TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        distance = distances(row, token, vocab, peak, scale)
-        bits = distance.to(tl.int32, bitcast=True)
-        is_in = ((bits <= cut) & (token < vocab)).to(tl.int32)
-        place = found + tl.cumsum(is_in, 0) - 1
-        is_kept = (is_in != 0) & (place < TILE)
-        tl.store(kept + place, distance, mask=is_kept)
-        tl.store(kept_tokens + place, token, mask=is_kept)
-        found += tl.sum(is_in, 0)
-        mass += tl.where((bits <= nearest) & (token < vocab), tl.exp(-distance), 0.0)
-    tl.debug_barrier()  # other threads read what this one has stored
-    return found, tl.sum(mass.to(tl.float64), 0)
-
-
-@triton.jit
-def within(distance, bits, bound, COUNTS: tl.constexpr):
-    """Count the candidates, or sum their mass, within the distance `bound`."""
-    return tl.sum(share(bits, bound, tl.exp(-distance), COUNTS).to(tl.float64), 0)
-
-
-@triton.jit
-def farthest_kept(distance, bits, target, nearest, COUNTS: tl.constexpr):
-    """Find among the candidates what `farthest` finds in the row."""
-    low = 0
-    high = INFINITY_BITS
-    bits = tl.where(bits <= nearest, bits, INFINITY_BITS + 1)
-    while low < high:
-        step = (high - low + 3) // 4
-        missed = 0
-        for quarter in tl.static_range(1, 4):
-            bound = tl.minimum(low + quarter * step - 1, high)
-            missed += (within(distance, bits, bound, COUNTS) < target).to(tl.int32)
-        low += step * missed
-        high = tl.minimum(low + step - 1, high)
-    return low
-
-
-@triton.jit
-def floor_of_kept(distance, bits, nearest, whole, top_k, top_p, vocab):
-    """Return the floor, by a search among the candidates.
-
-    `whole` is the mass of all tokens that min-p keeps; with top-k, the mass is that of what top-k
-    keeps.
-    """
-    if top_k < vocab:
-        wanted = top_k.to(tl.float64)
-        nearest = tl.minimum(nearest, farthest_kept(distance, bits, wanted, INFINITY_BITS, True))
-        whole = within(distance, bits, nearest, False)
-    if top_p < 1.0:
-        wanted = top_p * whole
-        nearest = tl.minimum(nearest, farthest_kept(distance, bits, wanted, nearest, False))
-    return nearest
-
-
-@triton.jit
-def floor_of_row(row, vocab, peak, scale, nearest, top_k, top_p, TILE: tl.constexpr):
-    """Return the floor, by a search over the row."""
-    if top_k < vocab:
-        wanted = top_k.to(tl.float64)
-        nearest = tl.minimum(
-            nearest, farthest(row, vocab, peak, scale, wanted, INFINITY_BITS, True, TILE)
-        )
-    if top_p < 1.0:
-        _, _, whole = reach(
-            row, vocab, peak, scale, nearest, nearest, nearest, nearest, False, TILE
-        )
-        wanted = top_p * whole
-        nearest = tl.minimum(
-            nearest, farthest(row, vocab, peak, scale, wanted, nearest, False, TILE)
-        )
-    return nearest
-
-
-@triton.jit
-def floor_of_cut(
-    row, vocab, peak, scale, kept, found, whole, nearest, cut, top_k, top_p, TILE: tl.constexpr
-):
-    """Return the floor, and the number of candidates: 0 where they are not all that may stay.
-
-    They are, if min-p keeps no other token, or if top-k or top-p is reached among them.
-    """
-    lanes = tl.arange(0, TILE)
-    distance = tl.load(kept + lanes, mask=lanes < found, other=float("inf"))
-    bits = tl.where(lanes < found, distance.to(tl.int32, bitcast=True), INFINITY_BITS + 1)
-    mass = within(distance, bits, cut, False)
-    is_reached = tl.where(top_k < vocab, found >= top_k, mass >= top_p * whole)
-    if (found <= TILE) & ((nearest <= cut) | is_reached):
-        nearest = floor_of_kept(distance, bits, nearest, whole, top_k, top_p, vocab)
-    else:
-        nearest = floor_of_row(row, vocab, peak, scale, nearest, top_k, top_p, TILE)
-        found = 0
-    return nearest, found
-
-
-@triton.jit
-def cost_of(distance, token, is_in, first_key, second_key):
-    """Return what a token adds to the race, −∞ where it is not in."""
-    return tl.where(is_in, -distance - gumbel_cost(token, first_key, second_key), float("-inf"))
-
-
-@triton.jit
-def draw_kernel(
+def measure_kernel(
     logits,  # [num_rows, vocab], rows `row_stride` apart
     inverse_temperature,  # [num_rows] float32; 0: the highest logit
-    log_min_p,  # float32; −infinity: off
     top_p,  # float64; 1 or more: off
     top_k,  # int64; vocab or more: off
-    keys,  # [num_rows, 2] int32
-    kept,  # [num_rows, TILE] float32: distances of candidates; unused without top-k and top-p
-    kept_tokens,  # [num_rows, TILE] int32
-    token_ids,  # [num_rows] int64
-    peaks,  # [num_rows] float32
+    numbers,  # [num_rows, NUMBERS, chunks] float32
+    found,  # [num_rows] int32: set to 0
     vocab,
     row_stride,
-    deviations,  # of the cut over the mean
-    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    row_id = tl.program_id(0)
-    row = logits + row_id.to(tl.int64) * row_stride
-    lanes = tl.arange(0, TILE)
+    """Store a chunk's highest logit, NaN where a logit is NaN, and what the cut needs."""
+    row_id, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     scale = tl.load(inverse_temperature + row_id)
     k, p = tl.load(top_k + row_id), tl.load(top_p + row_id)
-    is_cut = (scale != 0.0) & ((k < vocab) | (p < 1.0))
-    if is_cut:
-        peak, winner, is_broken, number, mean, deviation = scan(row, vocab, TILE, True)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = load_logits(logits + row_id.to(tl.int64) * row_stride, token, vocab)
+    numbers += row_id * NUMBERS * chunks + chunk
+    total = tl.sum(values, 0)
+    highest = tl.max(tl.where(values == values, values, float("-inf")), 0)
+    tl.store(numbers + HIGHEST * chunks, tl.where(total == total, highest, float("nan")))
+    if (scale != 0.0) & has_cut(k, p, vocab):
+        tl.store(found + row_id, 0)
+        is_finite = tl.abs(values) < float("inf")
+        finite = tl.where(is_finite, values, 0.0)
+        tl.store(numbers + NUMBER * chunks, tl.sum(is_finite.to(tl.float32), 0))
+        tl.store(numbers + TOTAL * chunks, tl.sum(finite, 0))
+        tl.store(numbers + SQUARES * chunks, tl.sum(finite * finite, 0))
+
+
+@triton.jit
+def race_kernel(
+    logits,
+    inverse_temperature,
+    log_min_p,  # float32; −infinity: off
+    top_p,
+    top_k,
+    keys,  # [num_rows, 2] int32
+    numbers,
+    winners,  # [num_rows, chunks] int32: of the chunks' races
+    vocab,
+    row_stride,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+):
+    """Race a chunk's tokens."""
+    row_id, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    scale = tl.load(inverse_temperature + row_id)
+    if (scale == 0.0) | has_cut(tl.load(top_k + row_id), tl.load(top_p + row_id), vocab):
+        return
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = load_logits(logits + row_id.to(tl.int64) * row_stride, token, vocab)
+    numbers += row_id * NUMBERS * chunks
+    lane = tl.arange(0, CHUNKS_PAD)
+    peak = peak_of(load_part(numbers, HIGHEST, lane, chunks, float("-inf")))
+    distance = distances(values, peak, scale)
+    is_in = is_near(distance, token, distance_of(tl.load(log_min_p + row_id)), vocab)
+    best, winner = race(distance, token, is_in, keys + 2 * row_id, vocab)
+    tl.store(numbers + OUTCOME * chunks + chunk, best)
+    tl.store(winners + row_id * chunks + chunk, winner)
+
+
+@triton.jit
+def pick_kernel(
+    logits,
+    inverse_temperature,
+    top_p,
+    top_k,
+    numbers,
+    winners,
+    token_ids,  # [num_rows] int64
+    peaks,  # [num_rows] float32; NaN where a logit is
+    vocab,
+    row_stride,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+):
+    """Store a row's token and peak: the race's winner, or the first token of the peak."""
+    row_id = tl.program_id(0)
+    scale = tl.load(inverse_temperature + row_id)
+    if (scale != 0.0) & has_cut(tl.load(top_k + row_id), tl.load(top_p + row_id), vocab):
+        return
+    lane = tl.arange(0, CHUNKS_PAD)
+    numbers += row_id * NUMBERS * chunks
+    highs = load_part(numbers, HIGHEST, lane, chunks, float("-inf"))
+    peak = peak_of(highs)
+    if scale == 0.0:
+        chunk = tl.min(tl.where(highs == peak, lane, chunks - 1), 0)
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        values = load_logits(logits + row_id.to(tl.int64) * row_stride, token, vocab)
+        winner = tl.min(tl.where(values == peak, token, vocab), 0)
     else:
-        peak, winner, is_broken, number, mean, deviation = scan(row, vocab, TILE, False)
-    tl.store(peaks + row_id, tl.where(is_broken > 0, float("nan"), peak))
-
-    nearest = tl.maximum(-tl.load(log_min_p + row_id), 0.0).to(tl.int32, bitcast=True)  # min-p's
-    nearest = tl.minimum(nearest, INFINITY_BITS - 1)  # an infinitely small logit never wins
-    num_kept = 0  # candidates; 0: the row was searched
-    kept += row_id.to(tl.int64) * TILE
-    kept_tokens += row_id.to(tl.int64) * TILE
-    if is_cut:
-        cut = tl.maximum((peak - mean - deviations * deviation) * scale, 0.0)
-        cut = tl.where(number <= TILE, INFINITY_BITS - 1, cut.to(tl.int32, bitcast=True))
-        found, whole = gather(
-            row, vocab, peak, scale, tl.minimum(cut, nearest), nearest, kept, kept_tokens, TILE
-        )
-        nearest, num_kept = floor_of_cut(
-            row, vocab, peak, scale, kept, found, whole, nearest, cut, k, p, TILE
-        )
-
-    if scale != 0.0:
-        first_key = tl.load(keys + 2 * row_id).to(tl.uint32, bitcast=True)
-        second_key = tl.load(keys + 2 * row_id + 1).to(tl.uint32, bitcast=True)
-        best = tl.full([TILE], float("-inf"), tl.float32)
-        best_token = tl.zeros([TILE], tl.int32) + vocab
-        if num_kept > 0:
-            token = tl.load(kept_tokens + lanes, mask=lanes < num_kept, other=0)
-            far = tl.load(kept + lanes, mask=lanes < num_kept, other=float("inf"))
-            is_in = (far.to(tl.int32, bitcast=True) <= nearest) & (lanes < num_kept)
-            values = cost_of(far, token, is_in, first_key, second_key)
-            best, best_token = better(best, best_token, values, token)
-        else:
-            for start in tl.range(0, vocab, TILE, num_stages=STAGES):
-                token = start + lanes
-                far = distances(row, token, vocab, peak, scale)
-                is_in = (far.to(tl.int32, bitcast=True) <= nearest) & (token < vocab)
-                values = cost_of(far, token, is_in, first_key, second_key)
-                best, best_token = better(best, best_token, values, token)
-        _, winner = winner_of(best, best_token, vocab)
+        outcomes = load_part(numbers, OUTCOME, lane, chunks, float("-inf"))
+        tokens = tl.load(winners + row_id * chunks + lane, mask=lane < chunks, other=vocab)
+        winner = tl.min(tl.where(outcomes == tl.max(outcomes, 0), tokens, vocab), 0)
+    tl.store(peaks + row_id, peak)
     tl.store(token_ids + row_id, tl.minimum(winner, vocab - 1).to(tl.int64))
