@@ -74,7 +74,7 @@ def products_of_tile(
 
     With a softcap the results are logits in base 2, without it they still lack their factor.
     """
-    products = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee")
+    products = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
     if HAS_SOFTCAP:
         products *= factor[:, None]
         products = softcap * (1.0 - 2.0 / (tl.exp2(products * (2.0 * LOG2_E / softcap)) + 1.0))
@@ -157,8 +157,8 @@ def attend_tiles(
         block = next_block
         next_block = blocks_of_tile(block_table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
         key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
-        at = cache + key_at[None, :] + dims[:, None]
-        keys = load_tile(at, is_key[None, :], is_dim[:, None], HEAD_DIM, HEAD_PAD, IS_FULL)
+        at = cache + key_at[:, None] + dims[None, :]
+        keys = load_tile(at, is_key[:, None], is_dim[None, :], HEAD_DIM, HEAD_PAD, IS_FULL)
         products = products_of_tile(
             queries, keys, factor, position, key_position, is_key, softcap, WINDOW, HAS_SOFTCAP,
             IS_FULL,
