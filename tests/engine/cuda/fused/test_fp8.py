@@ -52,7 +52,7 @@ def test_a_product_is_that_of_the_rounded_numbers(has_bias: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 300])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 40, 300])
 def test_a_gpus_product_is_that_of_the_rounded_numbers(num_rows: int, has_bias: bool) -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no CUDA device of capability 8.9")
