@@ -1,8 +1,8 @@
 """Linear layers of a device: products of a few rows by our kernels, larger ones by torch.
 
 With few rows a product takes as long as its weight takes to be read. On an H200 the libraries of
-torch read the weights of Llama-3-8B's layers at 58 to 100 % of a copy's speed, these kernels at 71
-to 101 %; in 8 bits at 27 to 57 and at 53 to 88 %. From 17 rows on the libraries are as fast; in 8
+torch read the weights of Llama-3-8B's layers at 58 to 100 % of a copy's speed, these kernels at 68
+to 101 %; in 8 bits at 27 to 64 and at 38 to 88 %. From 17 rows on the libraries are as fast; in 8
 bits 64 rows were the most that was measured.
 """
 
