@@ -79,6 +79,8 @@ def products_of_tile(
 def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     """Compute weights relative to the maximum so far, and the factor that rescales the earlier
     sums.
+
+    Few rows keep a sum for each key of a tile, since warps wait for each other to sum a row.
     """
     if HAS_SOFTCAP:
         factor = tl.full([products.shape[0]], 1.0, tl.float32)
@@ -86,7 +88,11 @@ def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
     weights = tl.exp2(products * factor[:, None] - shift[:, None])  # one instruction and the power
     shrink = tl.exp2(largest - shift)
-    return weights, shrink, grown, total * shrink + tl.sum(weights, 1)
+    if len(total.shape) == 2:
+        total = total * shrink[:, None] + weights
+    else:
+        total = total * shrink + tl.sum(weights, 1)
+    return weights, shrink, grown, total
 
 
 @triton.jit
