@@ -88,7 +88,7 @@ def source_of(
 ) -> ASTSource:
     group = shape.num_heads // shape.num_kv_heads
     head_pad = triton.next_power_of_2(shape.head_dim)
-    fold_rows, fold_splits = fold_sizes(launch.block_tokens * group, head_pad, launch.num_warps)
+    fold_rows, fold_splits = fold_sizes(launch.block_tokens * group, head_pad)
     constants: dict[str, object] = {
         "NUM_HEADS": shape.num_heads,
         "GROUP": group,

@@ -115,7 +115,7 @@ def _decode_tile(
     """
     tile_bytes, num_warps = 16384, 4
     if is_split:
-        tile_bytes, num_warps = 8192, 2 if head_pad <= 128 else 4
+        tile_bytes, num_warps = 8192, 2
     elif is_many and element_size == 2 and head_pad <= 128:
         tile_bytes, num_warps = 4096, 1
     return min(128, tile_bytes // (head_pad * element_size)), num_warps
@@ -141,10 +141,9 @@ def _split(
     return min(max(few, 2 * blocks), many), TOKENS_A_LONG_SPLIT
 
 
-def fold_sizes(num_rows: int, head_pad: int, num_warps: int) -> tuple[int, int]:
-    """Return the rows and the splits whose results a program loads at once when it folds.
-
-    They are 64 numbers a thread, or 32 where the values of a head take many registers themselves.
+def fold_sizes(num_rows: int, head_pad: int) -> tuple[int, int]:
+    """Return the rows and the splits whose results a folding program loads at once; they fit its
+    registers.
     """
     rows = triton.next_power_of_2(num_rows)
-    return rows, max(1, num_warps * 32 * (64 if head_pad <= 128 else 32) // (rows * head_pad))
+    return rows, max(1, (8192 if head_pad <= 128 else 4096) // (rows * head_pad))

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-SEQS = tl.constexpr(32)  # that a program looks at at once: a warp, so that no warp waits
+SEQS = tl.constexpr(128)  # sequences that a program looks at at once
 UNDIVIDED = tl.constexpr(1 << 30)  # tiles: more than any context has
 
 

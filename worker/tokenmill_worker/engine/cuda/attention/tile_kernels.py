@@ -14,16 +14,27 @@ TINY = tl.constexpr(1e-30)  # a row of zeros is divided by it
 
 
 @triton.jit
-def keys_of_tile(tile, begin, end, TILE_KEYS: tl.constexpr):
-    """Return the positions of a tile's keys; beyond [begin, end) the nearest one that is a key."""
+def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Load the block id of each key of a tile, and 0 where there is no key; the tile may be out of
+    range.
+    """
     key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-    return tl.minimum(tl.maximum(key_position, begin), end - 1)
+    is_key = (key_position >= begin) & (key_position < end)
+    return tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0)
 
 
 @triton.jit
-def load_tile(at, is_dim, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Load keys or values; without a mask where a head needs no padding."""
-    return tl.load(at, mask=is_dim, other=0.0) if HEAD_PAD != HEAD_DIM else tl.load(at)
+def load_tile(
+    at, is_key, is_dim, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, IS_FULL: tl.constexpr
+):
+    """Load keys or values; where a tile is full and a head needs no padding, without a mask."""
+    if not IS_FULL:
+        tile = tl.load(at, mask=is_key & is_dim, other=0.0)
+    elif HEAD_PAD != HEAD_DIM:
+        tile = tl.load(at, mask=is_dim, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
 
 
 @triton.jit
@@ -53,6 +64,7 @@ def products_of_tile(
     factor,
     position,
     key_position,
+    is_key,
     softcap,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -62,13 +74,13 @@ def products_of_tile(
 
     With a softcap the results are logits in base 2, without it they still lack their factor.
     """
-    products = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+    products = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee")
     if HAS_SOFTCAP:
         products *= factor[:, None]
         products = softcap * (1.0 - 2.0 / (tl.exp2(products * (2.0 * LOG2_E / softcap)) + 1.0))
         products *= LOG2_E
     if not IS_FULL:
-        is_seen = key_position[None, :] <= position[:, None]
+        is_seen = is_key[None, :] & (key_position[None, :] <= position[:, None])
         if WINDOW > 0:
             is_seen = is_seen & (key_position[None, :] > position[:, None] - WINDOW)
         products = tl.where(is_seen, products, float("-inf"))
@@ -79,8 +91,6 @@ def products_of_tile(
 def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     """Compute weights relative to the maximum so far, and the factor that rescales the earlier
     sums.
-
-    Few rows keep a sum for each key of a tile, since warps wait for each other to sum a row.
     """
     if HAS_SOFTCAP:
         factor = tl.full([products.shape[0]], 1.0, tl.float32)
@@ -88,11 +98,7 @@ def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
     weights = tl.exp2(products * factor[:, None] - shift[:, None])  # one instruction and the power
     shrink = tl.exp2(largest - shift)
-    if len(total.shape) == 2:
-        total = total * shrink[:, None] + weights
-    else:
-        total = total * shrink + tl.sum(weights, 1)
-    return weights, shrink, grown, total
+    return weights, shrink, grown, total * shrink + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -127,7 +133,7 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    IS_FULL: tl.constexpr,  # every row sees every key of every tile: no masks
+    IS_FULL: tl.constexpr,  # every row sees every key of every tile
 ):
     """Carry maxima, sums and values along a range of tiles.
 
@@ -144,25 +150,24 @@ def attend_tiles(
         values_at = values_at.to(tl.pointer_type(tl.uint16))
     # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that
     # depend on each other.
-    next_key = keys_of_tile(first_tile, begin, end, TILE_KEYS)
-    next_block = tl.load(block_table + next_key // BLOCK_SIZE)
+    next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
     for tile in range(first_tile, last_tile):
-        key, block = next_key, next_block
-        next_key = keys_of_tile(tile + 1, begin, end, TILE_KEYS)
-        next_block = tl.load(block_table + next_key // BLOCK_SIZE)
-        key_at = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * HEAD_DIM
-        at = cache + key_at[:, None] + dims[None, :]
-        keys = load_tile(at, is_dim[None, :], HEAD_DIM, HEAD_PAD)
         key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+        is_key = (key_position >= begin) & (key_position < end)
+        block = next_block
+        next_block = blocks_of_tile(block_table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
+        key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
+        at = cache + key_at[None, :] + dims[:, None]
+        keys = load_tile(at, is_key[None, :], is_dim[:, None], HEAD_DIM, HEAD_PAD, IS_FULL)
         products = products_of_tile(
-            queries, keys, factor, position, key_position, softcap, WINDOW, HAS_SOFTCAP,
+            queries, keys, factor, position, key_position, is_key, softcap, WINDOW, HAS_SOFTCAP,
             IS_FULL,
         )  # fmt: skip
         weights, shrink, largest, total = weights_of(products, factor, largest, total, HAS_SOFTCAP)
         weights = weights.to(queries.dtype)
         at = values_at + (key_at // WIDTH)[:, None] + value_dims[None, :]
         is_value = (value_dims < HEAD_DIM // WIDTH)[None, :]
-        loaded = load_tile(at, is_value, HEAD_DIM, HEAD_PAD)
+        loaded = load_tile(at, is_key[:, None], is_value, HEAD_DIM, HEAD_PAD, IS_FULL)
         if IS_PAIRED:
             loaded, odd = halves_of(loaded)
             odds = odds * shrink[:, None] + tl.dot(

@@ -117,7 +117,7 @@ class TritonAttention(AttentionBackend):
         head_pad = max(16, triton.next_power_of_2(shape.head_dim))
         group = shape.num_heads // shape.num_kv_heads
         partials, limits, counters = self._split_results(launch, shape, head_pad, query)
-        fold_rows, fold_splits = fold_sizes(launch.block_tokens * group, head_pad, launch.num_warps)
+        fold_rows, fold_splits = fold_sizes(launch.block_tokens * group, head_pad)
         attend_kernel[(launch.num_programs * shape.num_kv_heads,)](
             query,
             cache,

@@ -44,10 +44,7 @@ def attend_block(
     """Attend to a range of tiles; return maxima, sums and values of the rows."""
     IS_PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
     largest = tl.full([queries.shape[0]], float("-inf"), tl.float32)
-    HAS_FEW_ROWS: tl.constexpr = IS_DECODE and queries.shape[0] == 16
-    total = tl.zeros(
-        [queries.shape[0], TILE_KEYS] if HAS_FEW_ROWS else [queries.shape[0]], tl.float32
-    )
+    total = tl.zeros([queries.shape[0]], tl.float32)
     values = tl.zeros([queries.shape[0], HEAD_PAD // 2 if IS_PAIRED else HEAD_PAD], tl.float32)
     odds = tl.zeros_like(values)
     full_tile = first_tile
@@ -67,8 +64,6 @@ def attend_block(
     )  # fmt: skip
     if IS_PAIRED:
         values = tl.interleave(values, odds)
-    if HAS_FEW_ROWS:
-        total = tl.sum(total, 1)
     return largest, total, values
 
 
