@@ -42,6 +42,30 @@ def test_a_pool_for_one_completes_64_requests(
     assert loop.scheduler.snapshot().preemptions > 0
 
 
+@pytest.mark.parametrize("preempt", ["least_wasted", "newest"])
+def test_a_newcomer_does_not_take_the_blocks_that_it_must_leave_free(preempt: str) -> None:
+    """An admission leaves free a block for each running sequence. If the newcomer took it all the
+    same, it would be preempted by the next step, for ever.
+    """
+    loop = Loop.build(
+        make_cache(10, block_size=2, windows=(5,)),
+        is_async=True,
+        ageing_s=5.0,
+        policy="priority",
+        preempt=preempt,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+    )
+    arrivals = {0: [(22, 4, 2)], 2: [(25, 8, 2), (44, 5, 0)], 5: [(17, 5, 2)]}
+    for step in range(400):
+        for seed, (length, max_tokens, priority) in enumerate(arrivals.get(step, ()), step):
+            loop.add(long_one(f"r{seed}", seed, length, max_tokens, priority=priority))
+        loop.clock.now += 0.5
+        loop.step()
+    assert len(loop.ends) == 4
+    loop.assert_truth()
+
+
 def test_a_soft_reset_keeps_the_object_and_repeats_no_event() -> None:
     loop = Loop.build(make_cache(9), max_num_seqs=2)
     sequences = [long_one("a", 1, 8, 20), long_one("b", 2, 8, 20)]

@@ -326,5 +326,5 @@ class SequenceAdmission:
         sequence.num_computed_tokens = sequence.num_committed_tokens = num_computed
         state.start(sequence)
         step.admitted.add(sequence)
-        if not self._builder.schedule(step, sequence, may_preempt=False):
+        if not self._builder.schedule(step, sequence, is_new=True):
             raise RuntimeError(f"{sequence.request_id} was admitted and cannot run")

@@ -177,20 +177,19 @@ class StepBuilder:
         return end if self._widest is None else min(end, self._widest)
 
     def schedule(
-        self, step: StepDraft, sequence: Sequence, num_after: int = 0, may_preempt: bool = True
+        self, step: StepDraft, sequence: Sequence, num_after: int = 0, is_new: bool = False
     ) -> bool:
         """Schedule as many tokens of a running sequence as the budgets allow.
 
-        Drafts leave one token for each of `num_after` other sequences. Return False if the sequence
-        cannot run in this step.
+        Drafts leave one token for each of `num_after` other sequences. A new sequence uses the
+        blocks that its admission took: others may be kept free for sequences that run already.
+        Return False if the sequence cannot run in this step.
         """
         start = sequence.num_computed_tokens
         known = len(sequence.token_ids) + sequence.num_inflight
         if sequence.num_inflight and known - sequence.num_prompt_tokens >= sequence.max_tokens:
             return False
-        end = min(known, start + step.room)
-        if sequence.status is PREFILLING:
-            end = min(end, start + self.chunk_limit(step, sequence, start))
+        end = self._end(step, sequence, known, is_new)
         if end <= start:
             return False
         if step.reads is not None and step.items and self.read_cost(end) > step.reads:
@@ -200,7 +199,7 @@ class StepBuilder:
             reach = self._state.kv.reach(sequence, end)
             if reach > start:
                 end = reach
-            if not self._make_room(step, sequence, end, may_preempt):
+            if not self._make_room(step, sequence, end):
                 return False
         samples = end == known and sequence.num_output_tokens < sequence.max_tokens
         drafts = self._drafts(step, sequence, num_after) if samples and end - start == 1 else ()
@@ -210,6 +209,14 @@ class StepBuilder:
         if samples and sequence.status is PREFILLING:
             self._state.begin_decoding(sequence)
         return True
+
+    def _end(self, step: StepDraft, sequence: Sequence, known: int, is_new: bool) -> int:
+        """Return the position up to which the step's room and the limits let the sequence run."""
+        start = sequence.num_computed_tokens
+        end = min(known, start + step.room)
+        if sequence.status is PREFILLING:
+            end = min(end, start + self.chunk_limit(step, sequence, start))
+        return min(end, sequence.num_slots) if is_new else end
 
     def _note_starved(self, step: StepDraft, sequence: Sequence) -> None:
         """Remember a sequence that the read budget rejected; it runs first in the next step.
@@ -248,7 +255,7 @@ class StepBuilder:
 
     # ── blocks ──
 
-    def _make_room(self, step: StepDraft, sequence: Sequence, end: int, may_preempt: bool) -> bool:
+    def _make_room(self, step: StepDraft, sequence: Sequence, end: int) -> bool:
         """Allocate blocks up to `end`, preempting sequences if necessary.
 
         Return False if the sequence cannot run in this step.
@@ -256,7 +263,7 @@ class StepBuilder:
         kv = self._state.kv
         while not kv.grow(sequence, end):
             # deferred blocks are released when the step in flight ends: preempt no more for them
-            if kv.has_deferred or not may_preempt:
+            if kv.has_deferred:
                 return False
             victims = self.victims(step)
             if not victims or victims == [sequence]:
