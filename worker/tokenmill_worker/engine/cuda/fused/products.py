@@ -84,7 +84,7 @@ def multiply(
         return out
     programs = outputs // _OUTPUTS
     # a program that is alone on its multiprocessor keeps more loads under way
-    stages = 6 if programs <= num_multiprocessors(rows.device) else 4
+    stages = 6 if programs <= _num_multiprocessors(rows.device) else 4
     few_rows_kernel[(programs,)](
         rows, weight, bias, row_scales, weight_scales, out, num_rows, outputs,
         INPUTS=inputs, OUTPUTS=_OUTPUTS, ROWS=max(16, triton.next_power_of_2(num_rows)),
@@ -103,7 +103,7 @@ def _holds_tiles(device: torch.device) -> bool:
 
 
 @lru_cache
-def num_multiprocessors(device: torch.device) -> int:
+def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
