@@ -1,1 +1,1 @@
-"""Shows in one call what a lent GPU does: a chain of stages, a log each, one table at the end."""
+"""Checks a GPU machine in one call: a chain of stages, one log for each, one table at the end."""

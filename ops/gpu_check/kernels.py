@@ -41,13 +41,14 @@ EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A kernel and torch's way to the same numbers.
+    """A kernel, and torch's operators that compute the same numbers.
 
     Args:
         moved: bytes that the kernel must read and write.
-        operations: that it must do.
-        tolerance: of a difference, relative to 1 + the number; of ids, the share that differs.
-        is_timed: torch's way is timed too.
+        operations: additions and multiplications that the kernel must do.
+        tolerance: the largest difference allowed, relative to 1 + the number; for token ids, the
+            share that may differ.
+        is_timed: whether torch's operators are timed too.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A device and a type: tensors are made there, of it."""
+    """The device and the type of a check's tensors."""
 
     device: torch.device
     dtype: torch.dtype
@@ -215,7 +216,10 @@ def drawn(place: Place, shape: Shape, rows: int, *, is_greedy: bool) -> Check:
 
 
 def checks(place: Place, name: str) -> Iterator[Callable[[], Check]]:
-    """Yield what makes each check. Qwen3-4B's attention has the shape of Llama-3-8B's."""
+    """Yield functions that make the checks.
+
+    Qwen3-4B's attention has the shape of Llama-3-8B's, so it is checked once.
+    """
     shape, is_small = SHAPES[name], name == "tiny"
     if name != "qwen3-4b":
         decodes = ((2, 40),) if is_small else ((1, 16_000), (8, 1024), (32, 512), (256, 512))
@@ -237,7 +241,7 @@ def run(check: Check, place: Place, ceilings: Ceilings) -> tuple[bool, str]:
         error = float(((found - wanted).abs() / (1 + wanted.abs())).float().max())
     else:
         error = float((found != wanted).float().mean())
-    is_right = error <= check.tolerance  # false for NaN
+    is_right = error <= check.tolerance  # False if the error is NaN
     del found, wanted
     seconds = seconds_a_call([check.ours], place.device)
     rates = f"{100 * check.moved / seconds / ceilings.copied_bytes_s:.0f} % of copy"

@@ -10,13 +10,13 @@ from ops.gpu_check.timing import seconds_a_call
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LIBRARIES = ("cublas", "cublaslt")
 NAMES = ("qkv", "o", "gate and up", "down", "head")
-COLD_BYTES = 256 << 20  # copies of the weights take more than the second-level cache
+COLD_BYTES = 256 << 20  # of all copies of a weight: more than the second-level cache holds
 
 
 def products(
     shape: Shape, ceilings: Ceilings, device: torch.device, dtype: torch.dtype
 ) -> Iterator[str]:
-    """Yield a line for each product: by batch, the share of the copy's bytes per second."""
+    """Yield a line for each product: its bytes per second by batch, in percent of a copy's."""
     batches = BATCHES if device.type == "cuda" else (1, 4)
     for name, (outputs, inputs, _) in zip(NAMES, shape.products, strict=True):
         cells = []

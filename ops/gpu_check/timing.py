@@ -1,4 +1,4 @@
-"""Times work on a device without Python's launches: it is replayed as one captured CUDA graph."""
+"""Times work on a device as one replayed CUDA graph, so that Python's launches do not count."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +10,10 @@ LEAST_CALLS = 12  # in one graph
 
 
 def seconds_a_call(works: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Return the shortest time of one call; `works` take turns, so that caches hold none's input.
+    """Return the time of one call, in seconds: the mean over a replay, the best of five replays.
 
-    On a CPU nothing is captured, and each is called once.
+    `works` take turns, so that no cache still holds the input of the next call. On a CPU no graph
+    is captured, and each is called once.
     """
     turns = max(1, LEAST_CALLS // len(works))
     if device.type != "cuda":

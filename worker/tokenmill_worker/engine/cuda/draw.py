@@ -31,7 +31,7 @@ from tokenmill_worker.engine.sampling.transfer import to_device
 CHUNK = 4096
 WARPS = 8
 TILE = 2048
-CANDIDATES = 768  # that the cut leaves of logits with a normal distribution
+CANDIDATES = 768  # tokens above the cut, if logits have a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,5 +137,5 @@ class DeviceDraw:
 
 @cache
 def deviations_of_cut(vocab: int) -> float:
-    """Return how many deviations over the mean the cut lies."""
+    """Return how many standard deviations the cut lies above the mean of the logits."""
     return NormalDist().inv_cdf(1.0 - min(CANDIDATES / vocab, 0.5))

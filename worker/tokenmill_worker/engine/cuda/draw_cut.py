@@ -1,11 +1,13 @@
 """Triton kernels for rows with top-k or top-p: gather the candidates, find the floor, race.
 
-The floor is the farthest distance from the peak that top-k, top-p and min-p leave. Candidates are
-the tokens above a cut, so many deviations over the mean of the logits (the cut of Qrita, arXiv
-2602.01518). `gather_kernel` stores them, a chunk per program. `choose_kernel` sorts them and reads
-the floor off. Where the floor may lie farther than they do, or they are too many, a search goes
-over the row instead, whose logits stay in the second-level cache. Both ways find the same floor:
-masses are summed as whole units, so that a sum does not depend on its order.
+The floor is the largest distance below the row's peak at which top-k, top-p and min-p keep a token.
+
+`gather_kernel` stores the candidates: the tokens above a cut, which lies a fixed number of standard
+deviations above the mean of the row's logits (the cut of Qrita, arXiv 2602.01518). Each program
+takes one chunk of the vocabulary. `choose_kernel` sorts the candidates and reads the floor off. If
+they are too many, or the floor may lie below the cut, it searches the whole row instead, whose
+logits are still in the second-level cache. Both ways find the same floor: masses are summed as
+integers, so that a sum does not depend on its order.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -32,15 +34,15 @@ from tokenmill_worker.engine.cuda.draw_kernel import (
     race,
 )
 
-STAGES = tl.constexpr(3)  # a row's next two tiles are being loaded while one is read
-UNITS = tl.constexpr(2.0**44)  # of mass at the peak: 2¹⁸ tokens of its mass still fit 63 bits
+STAGES = tl.constexpr(3)  # two tiles of a row load while a third is read
+UNITS = tl.constexpr(2.0**44)  # mass of a token at the peak: 2¹⁸ of them fit 63 bits
 PROBES = tl.constexpr(8)
 WIDTH = tl.constexpr(8)  # tokens that a thread loads at once: 16 bytes in 16-bit types
 
 
 @triton.jit
 def units_of(distance, is_in):
-    """Return each token's mass, in whole units."""
+    """Return each token's mass, as an integer number of units."""
     return tl.where(is_in, (tl.exp(-distance) * UNITS).to(tl.int64), 0)
 
 
@@ -61,7 +63,7 @@ def reach(row, vocab, peak, scale, nearest, bounds, COUNTS: tl.constexpr, TILE: 
 def farthest(row, vocab, peak, scale, target, nearest, COUNTS: tl.constexpr, TILE: tl.constexpr):
     """Find the smallest distance (as an integer) within which the row's tokens reach `target`.
 
-    Each pass over the row tests eight distances, which part the range in nine.
+    Each pass over the row tests eight distances, which divide the range into nine parts.
     """
     low = 0
     high = INFINITY_BITS
@@ -94,8 +96,8 @@ def floor_of_row(row, vocab, peak, scale, nearest, top_k, top_p, TILE: tl.conste
 def floor_of_sorted(distance, nearest, whole, top_k, top_p, vocab, TILE: tl.constexpr):
     """Return the floor, read off the sorted candidates; lanes without one are infinitely far.
 
-    `whole` is the mass of all tokens that min-p keeps; with top-k, the mass is that of what top-k
-    keeps.
+    `whole` is the mass of all tokens that min-p keeps. With top-k it is not used: top-p then counts
+    the mass of the tokens that top-k keeps.
     """
     bits = bits_of(distance)
     if top_k < vocab:
@@ -128,7 +130,7 @@ def race_row(row, vocab, peak, scale, nearest, keys, TILE: tl.constexpr):
 def peak_and_cut(numbers, chunks, scale, deviations, CHUNKS_PAD: tl.constexpr, TILE: tl.constexpr):
     """Return a row's peak, and the distance of the cut as an integer.
 
-    So few finite logits as fit a tile need no cut.
+    A row with no more finite logits than a tile has lanes needs no cut: all are candidates.
     """
     lane = tl.arange(0, CHUNKS_PAD)
     highs = load_part(numbers, HIGHEST, lane, chunks, float("-inf"))
@@ -156,12 +158,12 @@ def gather_kernel(
     kept,  # [num_rows, TILE] int32: the candidates
     vocab,
     row_stride,
-    deviations,  # of the cut over the mean
+    deviations,  # standard deviations of the cut above the mean
     CHUNK: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store those of a chunk's tokens that are candidates."""
+    """Store the candidates of a chunk."""
     row_id, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     scale = tl.load(inverse_temperature + row_id)
     k, p = tl.load(top_k + row_id), tl.load(top_p + row_id)
@@ -226,7 +228,8 @@ def choose_kernel(
     distance = distances(load_logits(row, token, vocab), peak, scale)
     mass = tl.sum(units_of(distance, token < vocab), 0).to(tl.float64)
     is_reached = tl.where(k < vocab, number >= k, mass >= p * whole)
-    # candidates are all that may stay, if min-p keeps no other or if they reach top-k or top-p
+    # The floor is among the candidates if min-p keeps no other token, or if they reach top-k or
+    # top-p.
     if (number <= TILE) & ((nearest <= cut) | is_reached):
         nearest = floor_of_sorted(tl.sort(distance), nearest, whole, k, p, vocab, TILE)
         is_in = is_near(distance, token, nearest, vocab)
@@ -235,6 +238,6 @@ def choose_kernel(
         nearest = floor_of_row(row, vocab, peak, scale, nearest, k, p, TILE // 4)
         winner = race_row(row, vocab, peak, scale, nearest, keys, TILE // 4)
     else:
-        winner = 0  # a broken row
+        winner = 0  # a logit is NaN or the peak is infinite: the row ends with an error
     tl.store(peaks + row_id, peak)
     tl.store(token_ids + row_id, tl.minimum(winner, vocab - 1).to(tl.int64))

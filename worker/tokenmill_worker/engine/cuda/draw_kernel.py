@@ -1,11 +1,14 @@
-"""Triton kernels that sample each row's token from its logits, and what they share.
+"""Triton kernels that sample each row's token from its logits, and the functions that they share.
 
-Several programs share a row, each with a chunk of the vocabulary, so that one row alone keeps much
-of the device busy. Chunks are the same in every batch, and so are a row's numbers.
+Several programs share a row, each with a chunk of the vocabulary, so that even one row uses much of
+the device. The chunks are the same in every batch, so a row's token does not depend on its batch.
 
-`measure_kernel` finds each chunk's highest logit. `pick_kernel` joins them to a greedy row's token.
-A row with a temperature alone, or with min-p too, is raced by `race_kernel` in between. Those of
-`draw_cut` take the rows with top-k or top-p.
+1. `measure_kernel` finds the highest logit of each chunk.
+2. `race_kernel` finds the winner of each chunk, for rows with a temperature alone or with min-p.
+3. `pick_kernel` finds the row's token: the best of these winners, or at temperature 0 the first
+   token with the highest logit.
+
+Rows with top-k or top-p take the kernels of `draw_cut` in place of 2 and 3.
 """
 # Triton reads annotations of kernel arguments as types: only constants are annotated.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
@@ -68,7 +71,7 @@ def gumbel_cost(token, first_key, second_key):
 
 @triton.jit
 def race(distance, token, is_in, keys, vocab):
-    """Return the highest value of the tokens that are in, and its token, the first of equals."""
+    """Return the highest value among tokens with `is_in`, and its token, the first of equals."""
     first_key = tl.load(keys).to(tl.uint32, bitcast=True)
     second_key = tl.load(keys + 1).to(tl.uint32, bitcast=True)
     values = tl.where(is_in, -distance - gumbel_cost(token, first_key, second_key), float("-inf"))
@@ -78,7 +81,7 @@ def race(distance, token, is_in, keys, vocab):
 
 @triton.jit
 def load_part(numbers, part, lane, chunks, other):
-    """Load a number of each chunk of a row, and `other` in lanes without a chunk."""
+    """Load one number of each chunk of a row; lanes without a chunk get `other`."""
     return tl.load(numbers + part * chunks + lane, mask=lane < chunks, other=other)
 
 
@@ -114,7 +117,7 @@ def measure_kernel(
     row_stride,
     CHUNK: tl.constexpr,
 ):
-    """Store a chunk's highest logit, NaN where a logit is NaN, and what the cut needs."""
+    """Store a chunk's highest logit (NaN if a logit is NaN) and the numbers that the cut needs."""
     row_id, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     scale = tl.load(inverse_temperature + row_id)
     k, p = tl.load(top_k + row_id), tl.load(top_p + row_id)
@@ -142,13 +145,13 @@ def race_kernel(
     top_k,
     keys,  # [num_rows, 2] int32
     numbers,
-    winners,  # [num_rows, chunks] int32: of the chunks' races
+    winners,  # [num_rows, chunks] int32: the token that wins each chunk's race
     vocab,
     row_stride,
     CHUNK: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
 ):
-    """Race a chunk's tokens."""
+    """Store the winner of a chunk's race, and its value."""
     row_id, chunk, chunks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     scale = tl.load(inverse_temperature + row_id)
     if (scale == 0.0) | has_cut(tl.load(top_k + row_id), tl.load(top_p + row_id), vocab):

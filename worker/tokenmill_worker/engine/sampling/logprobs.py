@@ -1,8 +1,8 @@
 """Log-probabilities of one batch composition, after its tokens are drawn.
 
-A row asks for those of one of two distributions. "raw_logprobs": the model's own.
-"processed_logprobs": the one that the token was drawn from, after penalties, biases, masks,
-temperature and truncation. torch computes both from the logits, whatever drew the tokens.
+A row asks for one of two distributions. "raw_logprobs" is the model's own. "processed_logprobs" is
+the one that the token was drawn from, after penalties, biases, masks, temperature and truncation.
+torch computes both from the logits, also where a kernel drew the tokens.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ class ScoredRows:
     scored: Indices  # [scored]
     sampled: Indices  # [rows - scored]
     token_ids: Indices  # [scored]
-    counts: dict[int, tuple[int, int]]  # index of the item → its scored tokens, and their top
-    num_top: int  # the most that an item asks for
+    counts: dict[int, tuple[int, int]]  # index of the item → scored tokens, top tokens
+    num_top: int  # the most top tokens that an item asks for
 
     @classmethod
     def of(cls, items: Seq[ScheduledSequence]) -> ScoredRows | None:
-        """Find the rows of a plan's items; None if no token of them is scored.
+        """Find the rows of a plan's items, in the order of `InputBuilder`.
 
-        The rows are those of `InputBuilder`.
+        Returns None if no item has tokens to score.
         """
         if not any(item.num_scored for item in items):
             return None

@@ -93,11 +93,11 @@ def fold_splits(
     is_row,
     NUM_ROWS: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,  # at once
+    SPLITS: tl.constexpr,  # loaded at once
 ):
     """Fold the results of splits, in their order: return maxima, sums and values of the rows.
 
-    Other programs stored them: the loads pass by the multiprocessor's own cache.
+    The loads bypass the multiprocessor's own cache, because other programs stored the results.
     """
     ROWS: tl.constexpr = is_row.shape[0]
     rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_PAD)
@@ -134,8 +134,8 @@ def store_split(
     counters,
     sinks,
     place,  # of this split's results
-    first_place,  # of those of the block's first split
-    start,  # of the sequence's query tokens
+    first_place,  # of the results of the block's first split
+    start,  # index of the sequence's first query token
     kv_head,
     first_token,
     query_len,

@@ -10,14 +10,16 @@ import triton
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
 
 MAX_PARTIAL_BYTES = 64 << 20  # values of split results
-MAX_COUNTERS = 1 << 18  # a split block of query tokens counts its finished programs, for each head
-TOKENS_A_SPLIT = 256  # a shorter split does not pay for folding
-TOKENS_A_SHORT_SPLIT = 128  # the same, of a decode
-TOKENS_A_LONG_SPLIT = 512  # the same, where the device is full without splits
-LONGEST_SHARE = 2048  # most tokens of one program while programs of shorter contexts have finished
-PROGRAMS_A_MULTIPROCESSOR = 2  # that splits make, beside one for each block of query tokens
-MOST_PROGRAMS_A_MULTIPROCESSOR = 4  # the same, where blocks are many
-MANY_PROGRAMS_A_MULTIPROCESSOR = 4  # of one warp
+MAX_COUNTERS = 1 << 18  # of finished programs: one for each split block of query tokens and head
+# Fewest tokens of a split: folding a shorter one takes longer than it saves.
+TOKENS_A_SPLIT = 256
+TOKENS_A_SHORT_SPLIT = 128  # in a decode
+TOKENS_A_LONG_SPLIT = 512  # if the device is full without splits
+LONGEST_SHARE = 2048  # longer contexts are split even if the device is full
+# Programs that splits add for each multiprocessor, beside one for each block of query tokens.
+PROGRAMS_A_MULTIPROCESSOR = 2
+MOST_PROGRAMS_A_MULTIPROCESSOR = 4  # if there are many blocks
+MANY_PROGRAMS_A_MULTIPROCESSOR = 4  # from this many on, a program of a decode has one warp
 NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was used
 
 
@@ -97,9 +99,10 @@ def plan_launch(
 
 
 def _prompt_rows(shape: AttentionShape, num_tokens: int, num_seqs: int, *, is_wide: bool) -> int:
-    """Return the rows of a program: long chunks fill wide ones, decodes beside a chunk would not.
+    """Return the rows of a program: many for long chunks, few if most sequences have one token.
 
-    256 rows spill 100 bytes a thread and are still the fastest: half as many programs read keys.
+    A program of 256 rows spills 100 bytes of registers a thread, and is still the fastest for long
+    chunks, because the keys are read half as often as with 128 rows.
     """
     if num_tokens < 64 * num_seqs or shape.head_dim > 128:
         return 64
@@ -109,9 +112,10 @@ def _prompt_rows(shape: AttentionShape, num_tokens: int, num_seqs: int, *, is_wi
 def _decode_tile(
     head_pad: int, element_size: int, *, is_split: bool, is_many: bool
 ) -> tuple[int, int]:
-    """Return keys of a tile and warps, the fastest of those tried on an H200.
+    """Return the keys of a tile and the number of warps: the fastest of those tried on an H200.
 
-    One warp waits for no other one, but has few bytes on their way: it takes many programs.
+    A program of one warp never waits for another warp, but loads few bytes at once. It is used
+    where many programs run on each multiprocessor.
     """
     tile_bytes, num_warps = 16384, 4
     if is_split:
@@ -124,18 +128,19 @@ def _decode_tile(
 def _split(
     reach: int, blocks: int, multiprocessors_a_head: float, *, is_alone: bool, is_decode: bool
 ) -> tuple[int, int]:
-    """Return how many programs splits of contexts make beside one for each of `blocks`, and the
-    fewest tokens of a split. No context is longer than `reach`.
+    """Return how many programs splits add to the one of each block, and the fewest tokens of a
+    split. `reach` is the longest context.
 
-    Contexts are split where blocks of query tokens are too few for the device. They are also split
-    where some are long: the others may be short, and a step takes as long as its longest context.
-    The kernel divides the contexts' real lengths, so even ones that fill the device stay whole.
+    Contexts are split if there are too few blocks of query tokens to fill the device. They are also
+    split if the longest one is long: others may be short, and a step takes as long as its longest
+    context. The kernel divides the contexts' real lengths, so equal contexts that fill the device
+    stay whole.
     """
     few = math.ceil(PROGRAMS_A_MULTIPROCESSOR * multiprocessors_a_head)
-    if 3 * blocks <= 2 * few:  # nearly full needs no fold
+    if 3 * blocks <= 2 * few:  # above, the device is nearly full: folding costs more than it gains
         tokens = TOKENS_A_SHORT_SPLIT if is_decode else TOKENS_A_SPLIT
         return (few if tokens < reach else 0), tokens
-    if reach <= LONGEST_SHARE or is_alone:  # nothing shorter is beside it
+    if reach <= LONGEST_SHARE or is_alone:  # no program would wait for a longer one
         return 0, reach
     many = math.ceil(MOST_PROGRAMS_A_MULTIPROCESSOR * multiprocessors_a_head)
     return min(max(few, 2 * blocks), many), TOKENS_A_LONG_SPLIT

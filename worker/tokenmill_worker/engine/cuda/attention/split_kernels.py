@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-SEQS = tl.constexpr(128)  # sequences that a program looks at at once
+SEQS = tl.constexpr(128)  # sequences whose lengths a program loads at once
 UNDIVIDED = tl.constexpr(1 << 30)  # tiles: more than any context has
 
 
@@ -46,8 +46,8 @@ def share_of(
 ):
     """Return the most tiles that a program takes: at least `least_tiles`.
 
-    The tiles of all blocks are divided by the programs that exceed one for each block, so any
-    lengths fit the programs.
+    The tiles of all blocks are divided by the number of programs beyond one for each block. So
+    every block gets enough programs, whatever the lengths.
     """
     num_blocks, num_tiles = 0, 0
     for first in tl.range(0, num_seqs, SEQS, num_stages=1):
@@ -75,9 +75,9 @@ def find_work(
     """Return a program's sequence (−1: none), its block of query tokens, its split, and how many
     splits that block has.
 
-    A sequence's blocks have as many splits as its last one needs for at most `share` tiles each.
-    Programs with low numbers start first: they have the sequences that are split, then the other
-    ones, of each the last block first, since it sees most keys.
+    All blocks of a sequence have as many splits as its last block needs for at most `share` tiles
+    each. Programs with low numbers start first, so they take the split sequences, and of each
+    sequence its last block first, which sees most keys.
     """
     num_split, num_whole, found, start_of_found = 0, 0, 0, 0
     for first in tl.range(0, num_seqs, SEQS, num_stages=1):
@@ -125,7 +125,7 @@ def work_of(
     """Return a program's sequence (−1: none), its block of query tokens, its split, and how many
     splits that block has.
 
-    Without splits, a decode's sequences have the programs of their own numbers.
+    In a decode without splits, program i takes sequence i.
     """
     seq, block, split, splits = program, 0, 0, 1
     if IS_SPLIT:
@@ -147,7 +147,7 @@ def work_of(
 
 @triton.jit
 def divide_tiles(first_tile, last_tile, split, splits):
-    """Return a split's range of tiles, and how many splits have any; their shares are even."""
+    """Return a split's range of tiles, and how many splits have tiles; shares are equal."""
     tiles = last_tile - first_tile
     share = tl.cdiv(tiles, splits)
     first_tile += split * share

@@ -1,4 +1,4 @@
-"""Triton functions that carry attention along tiles of keys.
+"""Triton functions that compute attention tile by tile of keys.
 
 Softmax runs in base 2 over float32; the maximum and the sum are carried along the keys. A tile that
 every row sees whole needs no masks.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-TINY = tl.constexpr(1e-30)  # a row of zeros is divided by it
+TINY = tl.constexpr(1e-30)  # divisor of a row of zeros
 
 
 @triton.jit
@@ -70,9 +70,10 @@ def products_of_tile(
     HAS_SOFTCAP: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    """Multiply queries by keys: −∞ where a row does not see a key of a tile that is not full.
+    """Multiply queries by keys; a product is −∞ where the row does not see the key.
 
-    With a softcap the results are logits in base 2, without it they still lack their factor.
+    With a softcap the results are logits in base 2. Without one they are still to be multiplied by
+    `factor`.
     """
     products = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee")
     if HAS_SOFTCAP:
@@ -95,8 +96,8 @@ def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         factor = tl.full([products.shape[0]], 1.0, tl.float32)
     grown = tl.maximum(largest, tl.max(products, 1) * factor)
-    shift = tl.where(grown == float("-inf"), 0.0, grown)  # rows that have seen nothing yet
-    weights = tl.exp2(products * factor[:, None] - shift[:, None])  # one instruction and the power
+    shift = tl.where(grown == float("-inf"), 0.0, grown)  # −∞: the row has seen no key yet
+    weights = tl.exp2(products * factor[:, None] - shift[:, None])  # one multiply-add, one power
     shrink = tl.exp2(largest - shift)
     return weights, shrink, grown, total * shrink + tl.sum(weights, 1)
 
@@ -123,7 +124,7 @@ def attend_tiles(
     largest,
     total,
     values,
-    odds,  # in 8 bits: the odd dimensions of values, which then has the even ones
+    odds,  # with a cache of 8 bits: the odd dimensions; `values` then has the even ones
     softcap,
     block_stride,
     value_offset,
@@ -135,10 +136,10 @@ def attend_tiles(
     TILE_KEYS: tl.constexpr,
     IS_FULL: tl.constexpr,  # every row sees every key of every tile
 ):
-    """Carry maxima, sums and values along a range of tiles.
+    """Update maxima, sums and values by a range of tiles; return them.
 
-    Values of 8 bits are loaded in pairs, as numbers of 16 bits. The device transposes these for its
-    products, but no bytes.
+    Values of 8 bits are loaded in pairs, as numbers of 16 bits: the device transposes operands of
+    16 bits for a product, but none of 8.
     """
     IS_PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
     WIDTH: tl.constexpr = 2 if IS_PAIRED else 1  # dimensions in a number that is loaded

@@ -32,7 +32,7 @@ MAX_HEAD_DIM = 256
 
 
 class TritonAttention(AttentionBackend):
-    """Attention by the Triton kernels; it holds properties of the device, and its counters."""
+    """Attention by the Triton kernels; keeps the device's properties, and counters of splits."""
 
     name = "triton"
 
@@ -103,7 +103,7 @@ class TritonAttention(AttentionBackend):
     ) -> Tensor:
         query = _rows(query)
         num_tokens = query.shape[0]
-        new = torch.zeros if _has_rows_of_nobody(metadata, num_tokens) else torch.empty
+        new = torch.zeros if _may_have_padding(metadata, num_tokens) else torch.empty
         out = new(query.shape, dtype=query.dtype, device=query.device)
         launch = plan_launch(
             shape,
@@ -163,8 +163,8 @@ class TritonAttention(AttentionBackend):
     ) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
         """Return memory for split results, and the counters, which are 0 between launches.
 
-        The first call of all makes the counters: no graph is captured yet, so none makes them its
-        own.
+        The first call allocates the counters. It runs before any graph is captured, so they belong
+        to no graph's memory.
         """
         device = query.device
         if device not in self._counters:
@@ -223,11 +223,11 @@ def is_interpreted() -> bool:
     return not isinstance(attend_kernel, triton.runtime.JITFunction)
 
 
-def _has_rows_of_nobody(metadata: AttentionMetadata, num_tokens: int) -> bool:
+def _may_have_padding(metadata: AttentionMetadata, num_tokens: int) -> bool:
     """Return whether there may be rows of padding, which no program writes.
 
-    In a graph the host has no lengths. There, each row of a decode belongs to a sequence, and a
-    mixed step may be padded.
+    The host does not know the lengths of a step in a graph. In its decodes each row belongs to a
+    sequence; its mixed steps may have padding.
     """
     if metadata.query_lens_host:
         return sum(metadata.query_lens_host) != num_tokens

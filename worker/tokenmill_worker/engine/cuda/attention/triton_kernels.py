@@ -48,8 +48,8 @@ def attend_block(
     values = tl.zeros([queries.shape[0], HEAD_PAD // 2 if IS_PAIRED else HEAD_PAD], tl.float32)
     odds = tl.zeros_like(values)
     full_tile = first_tile
-    # Up to a prompt block's own tokens, every row sees every key. A decode has at most one tile
-    # that is not full, and a loop of its own would start its loads anew.
+    # Every row sees every key before the block's own tokens: a first loop takes these tiles without
+    # masks. A decode has at most one tile that is not full, so one loop is faster than two.
     if WINDOW == 0 and not IS_DECODE:
         full_tile = tl.maximum(tl.minimum((first_position + 1) // TILE_KEYS, last_tile), first_tile)
         largest, total, values, odds = attend_tiles(

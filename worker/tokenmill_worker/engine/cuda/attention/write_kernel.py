@@ -10,15 +10,15 @@ import triton.language as tl
 def narrowed(values, TYPE: tl.constexpr):
     """Convert keys or values to the type of the cache.
 
-    8 bits are rounded here: to nearest, ties to even, at most the largest number. A cast differs
-    between devices beyond that number and on a carry.
+    8 bits are rounded here: to nearest, ties to even, and at most to the largest number. A cast
+    would round differently on some devices, beyond the largest number and where a carry occurs.
     """
     if tl.float8e4nv == TYPE:
         bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         unit = (
             magnitude.to(tl.float32, bitcast=True) + 16384.0
-        )  # a subnormal's unit is this one's last bit
+        )  # its last bit is the unit of a subnormal
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
         kept = tl.where(
             magnitude < 0x3C800000, unit.to(tl.uint32, bitcast=True) - 0x46800000, normal

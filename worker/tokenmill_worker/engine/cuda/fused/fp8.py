@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(E4M3).max
-_MULTIPLE = 16  # of inputs and outputs, which the products of torch need
+_MULTIPLE = 16  # torch multiplies in 8 bits only if this divides inputs and outputs
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer over the rounded weight of another."""
+    """A linear layer that multiplies with another layer's weight, rounded to 8 bits."""
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__(source.in_features, source.out_features, device="meta")

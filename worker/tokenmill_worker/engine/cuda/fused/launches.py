@@ -18,7 +18,7 @@ from tokenmill_worker.engine.cuda.fused.kernels import (
     rotate_and_write_kernel,
 )
 
-LEAST_SCALE = 1e-12  # of a row in 8 bits, so that a row of zeros has one
+LEAST_SCALE = 1e-12  # of a row in 8 bits: the scale of a row of zeros must not be 0
 _GATE_TILE = 1024
 _FEW_TOKENS = 32  # up to here, one token per program keeps more of the device busy
 

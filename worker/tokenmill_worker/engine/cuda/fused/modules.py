@@ -26,7 +26,7 @@ from tokenmill_worker.engine.model.equivalence import rotate
 from tokenmill_worker.engine.model.paged_attention import PagedStep, StepHolder, step_of
 
 Tables = tuple[Tensor, Tensor]
-# by the name of a joint product: first output and outputs of each layer that it stands for
+# name of a joint product → (first output, number of outputs) of each layer that it replaces
 JointLayers = dict[str, dict[str, tuple[int, int]]]
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of products with few rows: they read a weight once, at the memory's speed.
+"""Triton kernels that multiply few rows: they read the weight once, at the memory's speed.
 
 Sums are float32. In 8 bits, a row's and an output's scale are applied to the sums.
 """
@@ -58,7 +58,7 @@ def few_rows_kernel(
     HAS_SCALES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Multiply weights, as the left side of the tensor cores, with the rows as the right side."""
+    """Multiply few rows on the tensor cores: weights are the left operand, rows the right one."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
@@ -69,7 +69,7 @@ def few_rows_kernel(
     for start in tl.range(0, INPUTS, TILE, num_stages=NUM_STAGES):
         tile = tl.load(at + start)
         right = tl.load(row_at + start, mask=is_row[None, :], other=0.0)
-        # 8 bits: tensor cores keep 14 bits of a sum, so they sum up one tile at most
+        # In 8 bits tensor cores keep 14 bits of a sum, so they add up no more than one tile.
         sums = tl.dot(tile, right, sums, input_precision="ieee", max_num_imprecise_acc=TILE)
     if HAS_SCALES:
         row_scale = tl.load(row_scales + row, mask=is_row, other=0.0)

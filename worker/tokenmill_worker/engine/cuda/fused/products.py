@@ -1,9 +1,14 @@
-"""Linear layers of a device: products of a few rows by our kernels, larger ones by torch.
+"""Linear layers of a device: our kernels multiply few rows, torch multiplies more.
 
-With few rows a product takes as long as its weight takes to be read. On an H200 the libraries of
-torch read the weights of Llama-3-8B's layers at 58 to 100 % of a copy's speed, these kernels at 68
-to 101 %; in 8 bits at 27 to 64 and at 38 to 88 %. From 17 rows on the libraries are as fast; in 8
-bits 64 rows were the most that was measured.
+A product of few rows takes as long as reading its weight. Speed of that reading on an H200, for the
+weights of Llama-3-8B's layers, as a share of a copy's speed:
+
+| | torch's libraries | these kernels |
+|---|---|---|
+| bfloat16, up to 16 rows | 58 to 100 % | 68 to 101 % |
+| 8 bits, up to 64 rows | 27 to 64 % | 38 to 88 % |
+
+In bfloat16 the libraries are as fast from 17 rows on. In 8 bits no more than 64 rows were measured.
 """
 
 from __future__ import annotations
@@ -17,15 +22,15 @@ from torch import Tensor, nn
 
 from tokenmill_worker.engine.cuda.fused.product_kernels import few_rows_kernel, one_row_kernel
 
-MOST_ROWS = {2: 16, 1: 64}  # of a product, by the bytes of a weight
-_OUTPUTS = 64  # of a program with several rows: what its tensor cores multiply at once
-_OUTPUTS_OF_ONE = 16
-_TILE_BYTES = 256  # of an output's weights, at a time; with one row twice as many
-_LEAST_SHARED_BYTES = 200 << 10  # that six tiles and 64 rows take of a multiprocessor's memory
+MOST_ROWS = {2: 16, 1: 64}  # bytes of a number of the weight → rows that our kernels take
+_OUTPUTS = 64  # of a program with several rows: tensor cores multiply these at once
+_OUTPUTS_OF_ONE = 16  # of a program with one row
+_TILE_BYTES = 256  # of one output's weights in a tile; with one row a tile has twice as many
+_LEAST_SHARED_BYTES = 200 << 10  # shared memory that six tiles and 64 rows fill
 
 
 class DeviceLinear(nn.Linear):
-    """A linear layer around a weight, which is not copied."""
+    """A linear layer that uses a given weight without a copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         outputs, inputs = weight.shape
@@ -43,7 +48,7 @@ class DeviceLinear(nn.Linear):
 
 
 def can_multiply(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether `multiply` takes these: few rows, and sizes that its tiles divide."""
+    """Return whether `multiply` takes these: few rows, and sizes that its tiles divide evenly."""
     outputs, inputs = weight.shape
     return (
         0 < len(rows) <= MOST_ROWS.get(weight.element_size(), 0)
@@ -83,7 +88,7 @@ def multiply(
         )  # fmt: skip
         return out
     programs = outputs // _OUTPUTS
-    # a program that is alone on its multiprocessor keeps more loads under way
+    # A program that has a multiprocessor to itself may load more tiles ahead.
     stages = 6 if programs <= _num_multiprocessors(rows.device) else 4
     few_rows_kernel[(programs,)](
         rows, weight, bias, row_scales, weight_scales, out, num_rows, outputs,
@@ -95,7 +100,7 @@ def multiply(
 
 @lru_cache
 def _holds_tiles(device: torch.device) -> bool:
-    """Return whether the device is of Hopper's class: others have not been measured."""
+    """Return whether the device has a Hopper's shared memory: smaller ones were not measured."""
     if device.type != "cuda":
         return False
     properties: Any = torch.cuda.get_device_properties(device)
