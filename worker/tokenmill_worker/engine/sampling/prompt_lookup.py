@@ -2,9 +2,7 @@
 does now.
 
 An index from each run of `min_match` tokens to the positions after it grows with the sequence, so a
-proposal costs a few look-ups at any length. Rejected proposals make the next ones shorter and then
-rarer, until proposals are accepted again. The result of a proposal is read from the sequence
-itself. The module is plain Python: no torch, no numpy.
+proposal costs a few look-ups at any length. Plain Python: no torch, no numpy.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from tokenmill_worker.engine.sampling.acceptance import AcceptanceLimit
 from tokenmill_worker.engine.sequence import Sequence
 
 MIN_MATCH = 3
@@ -20,7 +19,6 @@ _MAX_COMPARED = 24  # how far back a candidate's match is extended, in tokens
 _MAX_CANDIDATES = 8
 # a long prompt is indexed over several steps, so that no single step is slow
 _INDEXED_PER_CALL = 2_000
-_LONGEST_PAUSE = 256
 
 
 class NgramIndex:
@@ -88,11 +86,7 @@ def _match_length(token_ids: Seq[int], place: int) -> int:
 @dataclass(slots=True)
 class _DraftState:
     index: NgramIndex
-    budget: int  # tokens to propose next
-    pause: int = 1  # tokens without a proposal after the next failure
-    quiet_until: int = 0  # length of the sequence before which nothing is proposed
-    draft: tuple[int, ...] = ()
-    drafted_at: int = 0  # length of the sequence when the draft was made
+    limit: AcceptanceLimit
 
 
 @dataclass(slots=True)
@@ -111,43 +105,21 @@ class PromptLookup:
             return ()
         state = self._states.get(sequence)
         if state is None:
-            first = max(1, min(self.max_tokens, 4))
-            state = self._states[sequence] = _DraftState(NgramIndex(self.min_match), first)
-        token_ids = sequence.token_ids
-        self._learn(state, token_ids)
-        state.index.extend(token_ids, _INDEXED_PER_CALL)
-        if len(token_ids) < state.quiet_until or state.index.length < len(token_ids) - 1:
+            state = self._states[sequence] = _DraftState(
+                NgramIndex(self.min_match), AcceptanceLimit(self.max_tokens)
+            )
+        index, limit, token_ids = state.index, state.limit, sequence.token_ids
+        limit.learn(token_ids)
+        index.extend(token_ids, _INDEXED_PER_CALL)
+        num_allowed = limit.allowed(len(token_ids))
+        if not num_allowed or index.length < len(token_ids) - 1:
             return ()
-        state.draft = state.index.continuation(token_ids, min(state.budget, self.max_tokens))
-        state.drafted_at = len(token_ids)
-        return state.draft
+        draft = index.continuation(token_ids, num_allowed)
+        limit.note(draft, len(token_ids))
+        return draft
 
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)
 
     def __len__(self) -> int:
         return len(self._states)
-
-    def _learn(self, state: _DraftState, token_ids: Seq[int]) -> None:
-        """Compare the last draft with the tokens that came.
-
-        A fully accepted draft doubles the next one. Failures first shorten the next draft, then
-        pause.
-        """
-        draft, state.draft = state.draft, ()
-        came = token_ids[state.drafted_at : state.drafted_at + len(draft)]
-        if not draft or not came:
-            return
-        accepted = next(
-            (i for i, (a, b) in enumerate(zip(draft, came, strict=False)) if a != b), len(came)
-        )
-        if accepted == len(draft):
-            state.budget, state.pause = min(self.max_tokens, 2 * state.budget), 1
-        elif 2 * accepted >= len(draft):
-            state.pause = 1
-        elif accepted:
-            state.budget = max(1, accepted)
-        else:
-            state.budget = max(1, state.budget // 2)
-            state.quiet_until = len(token_ids) + state.pause
-            state.pause = min(_LONGEST_PAUSE, 2 * state.pause)
