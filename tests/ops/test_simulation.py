@@ -1,26 +1,32 @@
-"""The simulations: costs follow the roofline, the real scheduler serves a trace in virtual time;
+"""The simulation: costs follow the roofline, the real scheduler serves a trace in virtual time;
 calls of a queue server are counted.
 """
 
 import json
 import math
 import statistics
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.simulation import eviction, memory, mixed_layers
-from ops.benchmarks.simulation.calibration import ScriptCosts, calibrate
+from ops.benchmarks.commands.simulate import (
+    CACHE_TOKENS,
+    POLICIES,
+    PREEMPTION,
+    compare,
+    short_of_memory,
+)
 from ops.benchmarks.simulation.costs import CostModel
-from ops.benchmarks.simulation.engine import POLICIES, Outcome, SimulatedEngine, figures
+from ops.benchmarks.simulation.engine import Outcome, SimulatedEngine, figures
 from ops.benchmarks.simulation.load import Arrival, arrivals
 from ops.benchmarks.simulation.queue_load import (
     ANSWERS,
     MIXES,
     Mix,
+    ScriptCosts,
     mean_answer,
     server_s,
     tokens_s,
@@ -156,69 +162,22 @@ class TestQueueLoad:
 
 
 def test_a_short_cache_preempts_and_every_answer_is_complete() -> None:
-    trace = memory.traces(0)["64 long prompts beside 64 short"][:24]
-    preempted = []
-    for margin in (0.0, 0.2):
-        limits: dict[str, object] = {"max_num_seqs": 64, "safety_margin": margin}
-        settings = {"max_num_batched_tokens": 2_048, **limits}
-        engine = SimulatedEngine(COSTS, settings, memory.CACHE_TOKENS)
-        assert all(outcome.is_complete for outcome in engine.run(trace, until=math.inf))
-        preempted.append(engine.scheduler.stats.preemptions)
-    assert preempted[0] > preempted[1] == 0
+    trace = short_of_memory(0)["64 long prompts beside 64 short"][:24]
+    cases = {name: PREEMPTION[name] for name in ("margin 0", "margin 0.2")}
+    found = compare(trace, cases, cache_tokens=CACHE_TOKENS)
+    assert found["margin 0"]["preemptions"] > found["margin 0.2"]["preemptions"] == 0
+    assert all(figures["ttft_p99_s"] < math.inf for figures in found.values())
 
 
-@pytest.mark.parametrize(
-    ("order", "left"),
-    [("least recently used", {2, 3, 4}), ("freed last", {1, 2, 4}), ("all at once", set())],
-)
-def test_an_order_evicts_its_block(order: str, left: set[int]) -> None:
-    """Block 1 is freed in one step, 3 and 2 in the next, tail first; block 4 stays in use."""
-    pool = eviction.ORDERS[order](5)
-    for block in (1, 2, 3, 4):
-        pool.commit_hash(pool.allocate(), b"%d" % block)
-    for block in (1, 0, 3, 2):  # 0: the end of a step
-        if block:
-            pool.release(block)
-        elif isinstance(pool, eviction.FreedLast):
-            pool.end_step()
-    taken = pool.allocate()
-    assert pool.hashes[taken] is None
-    assert {block for block in (1, 2, 3, 4) if pool.hashes[block]} == (left or {4})
-
-
-def test_chats_find_most_where_the_least_recently_used_is_evicted() -> None:
-    found = {
-        name: eviction.Chats(order, 4_000, 12, seed=0).run()["found"]
-        for name, order in eviction.ORDERS.items()
-    }
-    assert max(found, key=lambda name: found[name]) == "least recently used"
-
-
-@pytest.mark.parametrize(("prompt", "answer"), [(500, 60), (12_000, 250)])
-def test_mixed_layers_hold_what_the_whole_memory_has_room_for(prompt: int, answer: int) -> None:
-    """Short sequences need most blocks for the sliding layers, long ones for the full layers."""
-    kv = mixed_layers.new_scheduler().kv
-    blocks = sum(kv.targets(prompt - 1, prompt + answer)) - kv.first_visible(0, prompt - 1)
-    room = kv.pool.num_usable // blocks
-    found = mixed_layers.serve([(prompt, answer)] * int(1.2 * room))
-    assert 0.9 * room < found["held_most"] <= 1.05 * room
-    assert found["preemptions"] == 0
-
-
-@pytest.mark.redis
-def test_costs_are_measured_on_the_real_server() -> None:
-    costs = calibrate(rounds=1)
-    for name, seconds in asdict(costs).items():
-        assert 0 <= seconds < 0.01, name
-    assert min(costs.chunk, costs.checkpoint, costs.submit) > 0
-    assert costs.opened > costs.chunk, "the server has asked for the job once, and not again"
-
-
-def test_the_command_writes_both_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
     wanted = ["--part", "engine", "--load", "0.5", "--seconds", "3", "--json", str(out)]
     assert main(["simulate", *wanted]) == 0
-    assert list(json.loads(out.read_text())["results"]["load 0.5"]) == list(POLICIES)
+    ((title, cases),) = json.loads(out.read_text())["results"].items()
+    assert "load 0.5 of 19." in title
+    assert list(cases) == list(POLICIES)
     printed = capsys.readouterr().out
     assert "H200" in printed
     assert max(map(len, printed.splitlines())) <= 80

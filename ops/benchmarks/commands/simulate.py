@@ -2,31 +2,29 @@
 
 Engine: the real scheduler on the cost model of an H200, with a bursty trace at loads around its
 capacity; our policies beside first come, first served. Memory: the same device with a small cache,
-what the settings of preemption cost, orders of eviction, and the sequences that a model with two
-kinds of layers holds. Queue: how many workers one queue server carries, counted from the cost of
-our scripts on its thread, which is measured just before.
+and what the settings of preemption cost. Queue: how many workers one queue server carries, counted
+from the cost of our scripts on its thread.
 """
 
 import argparse
-from dataclasses import asdict
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.simulation import (
-    calibration,
-    engine,
-    eviction,
-    memory,
-    mixed_layers,
-    queue_load,
-)
+from ops.benchmarks.simulation import queue_load
 from ops.benchmarks.simulation.costs import CostModel
+from ops.benchmarks.simulation.engine import SimulatedEngine, figures
+from ops.benchmarks.simulation.load import Arrival, answer_length, arrivals
 
-ENGINE_COLUMNS = {
+COSTS = CostModel()
+LIMITS: dict[str, object] = {"max_num_seqs": 256, "max_num_batched_tokens": 2_048}
+CACHE_TOKENS = 30_000  # of the small cache
+COLUMNS = {
     "goodput": ("good/s", "{:.1f}"),
-    "offered": ("of", "{:.1f}"),
     "ttft_p50_s": ("TTFT s\np50", "{:.2f}"),
     "ttft_p99_s": ("\np99", "{:.2f}"),
     "gap_p99_ms": ("gap ms\np99", "{:,.0f}"),
@@ -34,84 +32,121 @@ ENGINE_COLUMNS = {
     "bulk_done": ("bulk\ndone", "{:.0%}"),
     "preemptions": ("preempted", "{:,.0f}"),
     "recomputed": ("recomputed\ntokens", "{:,.0f}"),
-    "found": ("found in\nthe cache", "{:.0%}"),
-    "computed": ("computed\ntokens", "{:,.0f}"),
-    "held": ("held on\naverage", "{:.0f}"),
-    "held_most": ("\nat most", "{:.0f}"),
-    "steps": ("steps", "{:,.0f}"),
-}
-QUEUE_COLUMNS = {
     "unhurried": ("server's thread\na worker", "{:.1%}"),
     "full": ("… with\nfull calls", "{:.1%}"),
     "workers": ("workers\nat most", "{:.0f}"),
 }
+_FIRST_COME: dict[str, object] = {"policy": "fifo", "max_bypass": 0, "safety_margin": 0.0}
+_CHUNKED: dict[str, object] = {
+    "long_prefill_token_threshold": 1_024,
+    "max_num_partial_prefills": 0,
+    "max_long_partial_prefills": 0,
+}
+# FCFS: first come, first served. Two sizes separate the effect of its large steps from that of its
+# order.
+POLICIES: dict[str, dict[str, object]] = {
+    "fcfs, 8k": {**_FIRST_COME, "max_num_batched_tokens": 8_192},
+    "fcfs, 2k": _FIRST_COME,
+    "fifo": {"policy": "fifo", **_CHUNKED},
+    "priority": {"policy": "priority", **_CHUNKED},
+}
+PREEMPTION: dict[str, dict[str, object]] = {
+    "default": {},
+    "margin 0": {"safety_margin": 0.0},
+    "margin 0.2": {"safety_margin": 0.2},
+    "newest": {"preempt": "newest"},
+    "oldest": {"preempt": "oldest"},
+}
+
+Results = dict[str, dict[str, dict[str, float]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--load", type=float, action="append", default=[], help="share of capacity; repeatable"
+        "--load", type=float, action="append", help="share of capacity; repeatable; default: 1"
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="of virtual time")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", choices=("all", "engine", "memory", "queue"), default="all")
-    parser.add_argument(
-        "--stored-costs",
-        action="store_true",
-        help="of the queue's scripts: those in calibration.py, not measured now",
-    )
+    parser.add_argument("--part", choices=("engine", "memory", "queue"), help="default: all")
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    console = Console()
-    found: dict[str, Any] = {"results": {}}
-    if arguments.part in ("all", "engine"):
-        found["capacity"] = _engine(arguments, console, found["results"])
-    if arguments.part in ("all", "memory"):
-        _memory(arguments, console, found["results"])
-    if arguments.part in ("all", "queue"):
-        found["costs"] = _queue(arguments, console, found["results"])
-    return found
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    console, results = Console(), Results()
+    parts: dict[str, Callable[[argparse.Namespace], Results]] = {
+        "engine": _policies,
+        "memory": _small_cache,
+        "queue": lambda _: queue_load.measure(),
+    }
+    for part in [options.part] if options.part else parts:
+        with console.status(part):
+            found = parts[part](options)
+        for title, cases in found.items():
+            show(console, title, cases, COLUMNS)
+        results |= found
+    return {"results": results}
 
 
-def _engine(arguments: argparse.Namespace, console: Console, results: dict[str, Any]) -> float:
-    costs, seed, most = CostModel(), arguments.seed, arguments.max_num_seqs
-    with console.status("the engine at its capacity") as status:
-        limit = engine.capacity(costs, most, seed)
-        loads = arguments.load or engine.LOADS
-        results |= engine.measure(limit, loads, arguments.seconds, most, seed, status.update)
-    console.print(
-        f"{costs.name}: {limit:.1f} requests/s at capacity, room for "
-        f"{costs.num_cache_tokens:,} tokens; good is a first token within 1 s (interactive) or 5 s "
-        "(standard) and no gap over 0.2 or 0.5 s; bulk: done",
-        highlight=False,
-    )
-    for load, cases in results.items():
-        show(console, load, cases, ENGINE_COLUMNS)
-    return limit
+def _policies(options: argparse.Namespace) -> Results:
+    """Compare the policies at shares of the device's capacity.
+
+    Good is a first token within 1 s (interactive) or 5 s (standard) and no gap over 0.2 or 0.5 s.
+    """
+    limit, seconds = capacity(options.seed), options.seconds
+    return {
+        f"{COSTS.name}, load {load:g} of {limit:.1f} requests/s": compare(
+            arrivals(load * limit, seconds, options.seed), POLICIES, seconds, until=1.5 * seconds
+        )
+        for load in options.load or [1.0]
+    }
 
 
-def _memory(arguments: argparse.Namespace, console: Console, results: dict[str, Any]) -> None:
-    with console.status("a small cache") as status:
-        found = memory.measure(arguments.max_num_seqs, arguments.seed, status.update)
-        found |= eviction.measure(arguments.seed, status.update)
-        title = f"Gemma 3 27B, {mixed_layers.CACHE_GIB} GiB of keys and values: sequences"
-        found[title] = mixed_layers.measure(arguments.seed, status.update)
-    console.print(f"\na cache of {memory.CACHE_TOKENS:,} tokens", highlight=False)
-    for name, cases in found.items():
-        show(console, name, cases, ENGINE_COLUMNS)
-    results |= found
+def capacity(seed: int) -> float:
+    """Return the requests per second, first come, first served, when requests always wait."""
+    flood = [replace(arrival, at=0.0) for arrival in arrivals(100.0, 20.0, seed)]
+    engine = SimulatedEngine(COSTS, {**LIMITS, **POLICIES["fcfs, 8k"]})
+    return len(engine.run(flood, until=float("inf"))) / engine.now
 
 
-def _queue(
-    arguments: argparse.Namespace, console: Console, results: dict[str, Any]
-) -> dict[str, float]:
-    with console.status("what the scripts cost"):
-        costs = calibration.STORED if arguments.stored_costs else calibration.calibrate()
-    found = queue_load.measure(costs)
-    said = ", ".join(f"{name} {1e6 * seconds:.2g}" for name, seconds in asdict(costs).items())
-    console.print(f"\nµs of the queue server's thread: {said}", highlight=False)
-    for name, cases in found.items():
-        show(console, f"One queue server, {name}", cases, QUEUE_COLUMNS)
-    results |= found
-    return asdict(costs)
+def _small_cache(options: argparse.Namespace) -> Results:
+    return {
+        f"a cache of {CACHE_TOKENS:,} tokens, {name}": compare(
+            trace, PREEMPTION, cache_tokens=CACHE_TOKENS
+        )
+        for name, trace in short_of_memory(options.seed).items()
+    }
+
+
+def short_of_memory(seed: int) -> dict[str, list[Arrival]]:
+    """Return three traces whose answers outgrow the small cache."""
+    source = random.Random(f"memory/{seed}")
+    long_beside_short = [
+        Arrival(0.06 * number, prompt, 128)
+        for number in range(64)
+        for prompt in (source.randint(4_000, 7_000), source.randint(64, 256))
+    ]
+    long_answers = [Arrival(0.0, 128, answer_length(source, 8.0)) for _ in range(128)]
+    return {
+        "64 long prompts beside 64 short": long_beside_short,
+        "128 long answers": long_answers,
+        "conversations, 8 requests/s": [replace(one, rank=1) for one in arrivals(8.0, 30.0, seed)],
+    }
+
+
+def compare(
+    trace: Sequence[Arrival],
+    cases: dict[str, dict[str, object]],
+    seconds: float = 0.0,
+    until: float = float("inf"),
+    cache_tokens: int | None = None,
+) -> dict[str, dict[str, float]]:
+    """Serve the trace with each case's settings; return figures by case."""
+    results = {}
+    for name, settings in cases.items():
+        engine = SimulatedEngine(COSTS, {**LIMITS, **settings}, cache_tokens)
+        found = figures(engine.run(trace, until), seconds)
+        stats = engine.scheduler.stats
+        results[name] = found | {
+            "preemptions": stats.preemptions,
+            "recomputed": stats.recomputed_tokens,
+        }
+    return results

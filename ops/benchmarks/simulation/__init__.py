@@ -1,5 +1,5 @@
-"""Simulations in virtual time, with the real scheduler on a cost model; and what a queue server
-carries, counted.
+"""Planning past one machine: the real scheduler in virtual time on a cost model, and what a queue
+server carries, counted.
 
 No device is needed, and nothing waits.
 """

@@ -17,8 +17,8 @@ class Arrival:
     at: float
     num_prompt_tokens: int
     num_output_tokens: int
-    rank: int  # 0 interactive, 1 standard, 2 bulk
-    tenant: str
+    rank: int = 1  # 0 interactive, 1 standard, 2 bulk
+    tenant: str = "t"
 
 
 def arrivals(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
