@@ -1,1 +1,0 @@
-"""Measurements of the queue: beside other queue systems, and the memory of a bulk run."""

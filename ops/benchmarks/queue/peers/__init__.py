@@ -1,1 +1,0 @@
-"""Workers and drivers of the queues that `ops/bench queue` compares with ours."""
