@@ -1,6 +1,5 @@
 // A producer and a reader in Java 17, without libraries: submits a job and prints its tokens as they come.
-// It is ops/guides/protocol.md in code, for one server. A Redis client and a MessagePack library can replace
-// Connection and Pack.
+// It is ops/guides/protocol.md in code, for one server; Connection and Pack, at the end, have RESP and MessagePack.
 //
 //   java ops/examples/Producer.java redis://localhost:6379/0 smollm2-135m-instruct "Why is the sky blue?"
 //   java ops/examples/Producer.java redis://localhost:6379/0 smollm2-135m-instruct --read JOB
@@ -109,7 +108,7 @@ public class Producer {
 
         void follow() throws Exception {
             try (Connection channel = new Connection(url)) {
-                channel.call("SUBSCRIBE", base + "chunks:" + job); // listen first, then read: nothing falls between
+                channel.call("SUBSCRIBE", base + "chunks:" + job); // subscribe first, then read: nothing falls between
                 while (!catchUp()) {
                     while (channel.hasMessage(SILENCE_MS)) {
                         List<Object> message = list(channel.reply()); // "message", channel, chunk
@@ -184,7 +183,7 @@ public class Producer {
         return part.get("error") == null ? "" : (String) map(part.get("error")).get("message");
     }
 
-    // ---- RESP, MessagePack, and what both need ----
+    // ---- RESP and MessagePack: a Redis client and a library can replace the two classes ----
 
     static class Connection implements Closeable {
         final Socket socket;

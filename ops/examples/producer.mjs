@@ -1,5 +1,5 @@
-// A producer in another language than Python: submits a job, streams its tokens, ends with its result.
-// It is ops/guides/protocol.md in code, for one standalone server; copy it, or follow it in your own language.
+// A producer and a reader in JavaScript: submits a job, streams its tokens, prints its result.
+// It is ops/guides/protocol.md in code, for one server. Copy it, or follow it in your own language.
 //
 //   npm install ioredis @msgpack/msgpack
 //   node ops/examples/producer.mjs --queue smollm2-135m-instruct --max-tokens 64 "Why is the sky blue?"
@@ -12,7 +12,7 @@ import { decode, encode } from "@msgpack/msgpack";
 import Redis from "ioredis";
 
 const LUA = process.env.TOKENMILL_LUA ?? fileURLToPath(new URL("../../api_client/tokenmill/lua", import.meta.url));
-const SILENCE_MS = 5_000; // after so long without a message, look at the log: pub/sub may have lost it
+const SILENCE_MS = 5_000; // after this long without a message, read the log: pub/sub may have lost it
 const PAGE = 1_000;
 
 export class Producer {
@@ -21,7 +21,7 @@ export class Producer {
     [this.submitScript, this.cancelScript] = [script(lua, "submit"), script(lua, "cancel")];
     this.base = `tm:{${queue}}:`;
     this.redis = new Redis(url, { maxRetriesPerRequest: 3 });
-    this.redis.on("error", () => {}); // each command that fails says so itself
+    this.redis.on("error", () => {}); // each command that fails raises its own error
   }
 
   close() { this.redis.disconnect(); }
@@ -46,53 +46,16 @@ export class Producer {
     return String(outcome); // cancelled, cancelling, the state it ended in, or unknown
   }
 
-  /** Every chunk once and in order, to the last one, which has a status. `has`: tokens of each choice that you have. */
-  async *stream(job, has = []) {
-    const messages = new Mailbox();
-    const subscriber = this.redis.duplicate();
-    subscriber.on("error", () => {});
-    subscriber.on("messageBuffer", (_channel, message) => messages.put(decode(message)));
-    subscriber.on("ready", () => messages.put(null)); // a new connection: something may have been missed
-    try {
-      await subscriber.subscribe(`${this.base}chunks:${job}`); // first listen, then read: nothing falls between
-      const reader = new Reader(has);
-      yield* this.#catchUp(job, reader);
-      while (!reader.isOver) {
-        const chunk = await messages.take(SILENCE_MS);
-        if (chunk !== null && !reader.lacks(chunk)) yield* reader.accept(chunk);
-        else yield* this.#catchUp(job, reader); // a gap, a silence, or a new connection
-      }
-    } finally {
-      subscriber.disconnect();
-    }
-  }
-
-  /** What the log has beyond the reader; when the job is over, the rest from its result. */
-  async *#catchUp(job, reader) {
-    let start = "-";
-    while (!reader.isOver) {
-      const entries = await this.redis.xrangeBuffer(`${this.base}log:${job}`, start, "+", "COUNT", PAGE);
-      for (const [, fields] of entries) {
-        const chunk = decode(fields[1]);
-        if (!reader.lacks(chunk)) yield* reader.accept(chunk);
-      }
-      if (entries.length === PAGE) {
-        start = `(${entries[PAGE - 1][0]}`;
-        continue;
-      }
-      const ended = await this.#outcome(job);
-      if (ended !== null) yield* reader.finish(ended);
-      return;
-    }
-  }
+  /** Yields every chunk once and in order, to the last one, which has a status. `has`: tokens of each choice that you have. */
+  stream(job, has = []) { return new Reader(this, job, has).read(); }
 
   async result(job) {
     for await (const chunk of this.stream(job)) void chunk;
-    return await this.#outcome(job);
+    return await this.outcome(job);
   }
 
-  /** The result; null while the job is not over. One that ended while it waited has no more than a state at first. */
-  async #outcome(job) {
+  /** Returns the result, or null before the job's end. A job that ended while it waited has only a state and an error at first. */
+  async outcome(job) {
     const names = ["state", "settled", "result", "error_code", "error"];
     const [state, settled, packed, code, message] = await this.redis.hmgetBuffer(`${this.base}job:${job}`, ...names);
     if (state === null) throw new Error(`no job ${job}: it was never submitted here, or its record has expired`);
@@ -102,7 +65,7 @@ export class Producer {
     return { job_id: job, status: String(state), error };
   }
 
-  /** Every script has one key, the queue's meta hash, and the same two first arguments. */
+  /** Runs a script. Each has one key, the queue's meta hash, and the same two first arguments. */
   async #run(text, ...given) {
     const call = [1, `${this.base}meta`, this.base, "PUBLISH", ...given];
     try {
@@ -114,8 +77,8 @@ export class Producer {
   }
 }
 
-/** A script's text: the shared helpers and its own file, joined by one line feed. Take both from the tokenmill release
- * that your workers run, or the SHA-1 is another one and the server keeps two scripts. */
+/** Returns a script's text: common.lua, one line feed, and its own file. Take both from the release that your workers run:
+ * another text has another SHA-1. */
 function script(folder, name) {
   try {
     return ["common", name].map((part) => readFileSync(join(folder, `${part}.lua`), "utf8")).join("\n");
@@ -125,70 +88,85 @@ function script(folder, name) {
   }
 }
 
-/** Where one reader stands: how many tokens of each choice it has, and of which choices it has the end. */
+const GAP = "gap"; // earlier tokens are missing
+
+/** Reads one job by the algorithm of protocol.md. */
 class Reader {
-  isOver = false;
-  #ended = new Set();
-  #choices = 1;
+  #ended = new Set(); // choices whose end was read
 
-  constructor(has) { this.has = [...has]; }
+  constructor(producer, job, has) { Object.assign(this, { producer, job, has: [...has], log: `${producer.base}log:${job}` }); }
 
-  #has(choice) { return this.has[choice] ?? 0; }
-
-  /** Is something before this chunk missing? Of several choices each tells its end before the job's last chunk. */
-  lacks({ index, choice = 0, status, n = 1 }) {
-    this.#choices = Math.max(this.#choices, n);
-    if (status !== undefined && this.#choices > 1) return this.#ended.size < this.#choices;
-    return index > this.#has(choice);
-  }
-
-  *accept(chunk) {
-    const { index, choice = 0, token_ids: ids = [] } = chunk;
-    if (this.isOver) return;
-    const seen = this.#has(choice) - index;
-    if (seen > 0 && seen < ids.length) { // the reader begins inside a checkpoint, or a gathered chunk
-      yield* this.accept(without(seen, chunk));
-      return;
-    }
-    if (chunk.status !== undefined) this.isOver = true;
-    else if (ids.length === 0 ? this.#ended.has(choice) : seen > 0) return; // told before
-    if (chunk.finish_reason !== undefined) this.#ended.add(choice);
-    if (ids.length > 0) this.has[choice] = index + ids.length;
-    yield chunk;
-  }
-
-  /** The rest from the result, choice by choice: text_ends[i] is how many characters there are after token i. */
-  *finish({ choices = [], status, usage, error }) {
-    const n = choices.length;
-    for (const { index: choice = 0, token_ids = [], text_ends = [], text = "", finish_reason } of choices) {
-      const letters = [...text]; // a character is a code point, as in Python
-      const piece = (start, end) => letters.slice(start, end).join("");
-      for (let i = this.#has(choice); i < token_ids.length; i++) {
-        yield* this.accept({ index: i, choice, n, token_ids: [token_ids[i]], text: piece(text_ends[i - 1] ?? 0, text_ends[i]) });
+  async *read() {
+    const messages = new Mailbox();
+    const channel = this.producer.redis.duplicate();
+    channel.on("error", () => {});
+    channel.on("messageBuffer", (_channel, message) => messages.put(decode(message)));
+    channel.on("ready", () => messages.put(null)); // after a new connection the log must be read
+    try {
+      await channel.subscribe(`${this.producer.base}chunks:${this.job}`); // first subscribe, then read: nothing falls between
+      while (!(yield* this.#catchUp())) {
+        for (let chunk; (chunk = await messages.take(SILENCE_MS)) !== null; ) {
+          const taken = this.#take(chunk);
+          if (taken === GAP) break;
+          if (taken !== null) yield taken;
+          if (chunk.status !== undefined) return;
+        }
       }
-      const rest = { index: token_ids.length, text: piece(text_ends.at(-1) ?? 0), finish_reason };
-      if (n === 1) yield* this.accept({ ...rest, status, usage, error });
-      else yield* this.accept({ ...rest, choice, n });
+    } finally {
+      channel.disconnect();
     }
-    yield* this.accept({ index: this.#has(0), status, usage, error });
+  }
+
+  /** Yields what the log has beyond this reader, and after the job's end what the result has; returns whether the job has ended. */
+  async *#catchUp() {
+    for (let start = "-", entries; entries === undefined || entries.length === PAGE; ) {
+      entries = await this.producer.redis.xrangeBuffer(this.log, start, "+", "COUNT", PAGE);
+      for (const [id, [, packed]] of entries) {
+        start = `(${id}`;
+        const taken = this.#take(decode(packed));
+        if (taken === GAP) { entries = []; break; }
+        if (taken !== null) yield taken;
+      }
+    }
+    const result = await this.producer.outcome(this.job);
+    if (result === null) return false;
+    for (const { index: choice = 0, token_ids = [], ...rest } of result.choices ?? []) {
+      yield without(this.has[choice] ?? 0, { ...rest, index: 0, choice, token_ids });
+      this.has[choice] = token_ids.length;
+    }
+    yield { index: this.has[0] ?? 0, status: result.status, usage: result.usage, error: result.error };
+    return true;
+  }
+
+  /** Returns what of a chunk is new, null if nothing is, or GAP. */
+  #take(chunk) {
+    const { choice = 0, index, token_ids: ids = [], n = 1 } = chunk;
+    const had = this.has[choice] ?? 0;
+    if (chunk.status !== undefined) return (n === 1 ? index > had : this.#ended.size < n) ? GAP : chunk;
+    if (index > had) return GAP;
+    const isNew = ids.length > 0 ? index + ids.length > had : !this.#ended.has(choice);
+    if (chunk.finish_reason !== undefined) this.#ended.add(choice);
+    if (!isNew) return null;
+    if (ids.length > 0) this.has[choice] = index + ids.length;
+    return ids.length > 0 ? without(had - index, chunk) : chunk;
   }
 }
 
-/** A chunk without its first tokens. Its text ends, as Python counts them, are code points. */
-function without(told, chunk) {
-  const { token_ids, text = "", text_ends = [], logprobs } = chunk;
-  const start = text_ends[told - 1] ?? 0;
+/** Returns a chunk without its first tokens. `text_ends` counts code points, as Python does. */
+function without(num, chunk) {
+  const { index, token_ids, text = "", text_ends = [], logprobs } = chunk;
+  const start = text_ends[num - 1] ?? 0;
   return {
     ...chunk,
-    index: chunk.index + told,
-    token_ids: token_ids.slice(told),
+    index: index + num,
+    token_ids: token_ids.slice(num),
     text: [...text].slice(start).join(""),
-    text_ends: text_ends.slice(told).map((end) => end - start),
-    logprobs: logprobs?.slice(told),
+    text_ends: text_ends.slice(num).map((end) => end - start),
+    logprobs: logprobs?.slice(num),
   };
 }
 
-/** Messages in order, taken one at a time; null when none comes in time. */
+/** Holds messages in order. `take` waits for the next one, and returns null if none arrives in time. */
 class Mailbox {
   #waiting = [];
   #wake = () => {};
@@ -205,7 +183,7 @@ class Mailbox {
   }
 }
 
-/** A version 7 UUID: sorts by its time of creation. Any other text without control characters would do. */
+/** Returns a version 7 UUID, which sorts by time. Any other text without control characters works too. */
 function newJobId() {
   const bytes = randomBytes(16);
   bytes.writeUIntBE(Date.now(), 0, 6);
@@ -214,13 +192,13 @@ function newJobId() {
   return bytes.toString("hex").replace(/^(.{8})(.{4})(.{4})(.{4})(.{12})$/, "$1-$2-$3-$4-$5");
 }
 
-/** Equal for requests that ask for the same. Ours need not equal Python's, unless both retry with one key. */
+/** Returns a text that is equal for equal requests. It must equal Python's only if both share idempotency keys. */
 function fingerprint(job) {
   const { job_id, idempotency_key, created_ms, deadline_ms, not_before_ms, traceparent, ...same } = job;
   return createHash("blake2b512").update(encode(same, { sortKeys: true })).digest("hex").slice(0, 32);
 }
 
-/** For fair sharing between tenants: what the job will probably cost. */
+/** Returns the tokens that the job will probably cost, for fair sharing between tenants. */
 function estimatedTokens(job) {
   const letters = job.prompt ?? (job.messages ?? []).map((message) => message.content).join("");
   const prompt = job.prompt_ids?.length ?? Math.floor(letters.length / 4);

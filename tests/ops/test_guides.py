@@ -64,6 +64,16 @@ def test_example_bytes_decode_to_the_json_beside_them(name: str) -> None:
     assert decode(msgpack.packb(shown_json)) == decode(packed) == reference_bytes.EXAMPLES[name]
 
 
+def test_a_producer_and_a_reader_take_60_lines_each() -> None:
+    (python,) = re.findall(r"```python\n(.*?)\n```", PROTOCOL, re.DOTALL)
+    producer, rest = python.split("class Reader:")
+    reader = rest.split("texts = []")[0]
+    script = (GUIDES.parent / "examples" / "producer.mjs").read_text(encoding="utf-8")
+    (in_javascript,) = re.findall(r"^class Reader \{\n.*?^\}", script, re.DOTALL | re.MULTILINE)
+    lengths = [len(part.strip().splitlines()) for part in (producer, reader, in_javascript)]
+    assert max(lengths) <= 60, lengths
+
+
 def test_the_request_shown_is_one_that_a_worker_takes() -> None:
     request = decode_request(shown("JobRequest")[0])
     assert problems(request) == []

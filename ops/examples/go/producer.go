@@ -1,19 +1,23 @@
 // A producer and a reader in Go: submits a job and prints its tokens as they come. It is
-// ops/guides/protocol.md in code, for one server.
+// ops/guides/protocol.md in code, for one server; wire.go has RESP and MessagePack.
 //
 //	go run ops/examples/go/*.go redis://localhost:6379/0 smollm2-135m-instruct "Why is the sky blue?"
 //	go run ops/examples/go/*.go redis://localhost:6379/0 smollm2-135m-instruct --read JOB
 package main
 
 import (
+	"cmp"
 	"crypto/rand"
+	"crypto/sha1"
 	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
 	"net"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -73,6 +77,28 @@ func exit(err error) {
 }
 
 // ---- submit ----
+
+var lua = cmp.Or(os.Getenv("TOKENMILL_LUA"), "api_client/tokenmill/lua")
+
+// script runs a script of tokenmill: by its SHA-1, or with its text if the server does not have it yet.
+func (c *conn) script(name, base string, arguments ...any) (any, error) {
+	var text []string
+	for _, file := range []string{"common.lua", name + ".lua"} {
+		content, err := os.ReadFile(filepath.Join(lua, file))
+		if err != nil {
+			return nil, err
+		}
+		text = append(text, string(content))
+	}
+	script := strings.Join(text, "\n")
+	call := append([]any{1, base + "meta", base, "PUBLISH"}, arguments...)
+	sum := sha1.Sum([]byte(script))
+	answer, err := c.do("EVALSHA", append([]any{hex.EncodeToString(sum[:])}, call...)...)
+	if err != nil && strings.HasPrefix(err.Error(), "NOSCRIPT") {
+		return c.do("EVAL", append([]any{script}, call...)...)
+	}
+	return answer, err
+}
 
 // submit returns the job's id.
 func submit(address, base, prompt string) (string, error) {

@@ -1,13 +1,11 @@
-// What a Redis client and a MessagePack module would do: RESP over TCP, and the values on it.
+// RESP over TCP, and MessagePack. A Redis client and a MessagePack module can replace this file.
 package main
 
 import (
 	"bufio"
 	"bytes"
 	"cmp"
-	"crypto/sha1"
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -16,14 +14,11 @@ import (
 	"net"
 	"net/url"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 )
-
-var lua = cmp.Or(os.Getenv("TOKENMILL_LUA"), "api_client/tokenmill/lua")
 
 type conn struct {
 	net.Conn
@@ -51,26 +46,6 @@ func dial(address string) (*conn, error) {
 		return nil, err
 	}
 	return c, nil
-}
-
-// script runs a script of tokenmill: by its SHA-1, or with its text if the server does not have it yet.
-func (c *conn) script(name, base string, arguments ...any) (any, error) {
-	var text []string
-	for _, file := range []string{"common.lua", name + ".lua"} {
-		content, err := os.ReadFile(filepath.Join(lua, file))
-		if err != nil {
-			return nil, err
-		}
-		text = append(text, string(content))
-	}
-	script := strings.Join(text, "\n")
-	call := append([]any{1, base + "meta", base, "PUBLISH"}, arguments...)
-	sum := sha1.Sum([]byte(script))
-	answer, err := c.do("EVALSHA", append([]any{hex.EncodeToString(sum[:])}, call...)...)
-	if err != nil && strings.HasPrefix(err.Error(), "NOSCRIPT") {
-		return c.do("EVAL", append([]any{script}, call...)...)
-	}
-	return answer, err
 }
 
 func (c *conn) do(command string, arguments ...any) (any, error) {
