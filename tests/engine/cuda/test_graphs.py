@@ -123,7 +123,7 @@ def test_graphs_share_the_memory_of_their_logits() -> None:
 
 def test_a_step_with_drafts_has_room_for_their_rows() -> None:
     """A sequence samples a row for each draft, so there may be more rows than sequences."""
-    settings = config(max_num_seqs=3, speculative_tokens=4)
+    settings = config(max_num_seqs=3)
     graphs = GraphRunner(Recorder(), settings, 512, fake_capture)
     inputs = step([(5, 40)] * 3)
     rows = torch.arange(15)

@@ -44,22 +44,6 @@ def test_a_device_without_code_of_its_own_runs_torch_s_operators() -> None:
         device.replace_modules(nn.Linear(2, 2), config.replace(quantization="int8"))
 
 
-def test_drafts_are_not_lost_to_running_ahead(llama: Path) -> None:
-    device = CpuDevice()
-    device.is_asynchronous = True
-    on_cuda = dataclasses.replace(
-        load_model(llama, EngineConfig(model=str(llama)), CpuDevice()), device=device
-    )
-    assert resolved(EngineConfig(model="any"), on_cuda).async_batching is True
-    assert (
-        resolved(EngineConfig(model="any", speculative_tokens=3), on_cuda).async_batching is False
-    )
-    with pytest.raises(
-        EngineConfigError, match="speculative_tokens cannot be used with async_batching"
-    ):
-        EngineConfig(model="any", speculative_tokens=3, async_batching=True)
-
-
 def test_the_limits_of_a_step_follow_from_the_device_where_none_is_set(llama: Path) -> None:
     loaded = load_model(llama, EngineConfig(model=str(llama)), CpuDevice())
     gpu = CpuDevice()

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scheduler.fake_device import FakeDevice
+from tests.engine.scheduler.fake_device import FakeDevice, expected_tokens
 from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.scheduler.step_builder import MIN_DRAFTS_AHEAD
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 
 
@@ -172,12 +173,41 @@ def test_a_failed_step_takes_the_one_on_top_of_it_along() -> None:
     assert loop.device.computed == 2 * (5 + 5)
 
 
-def test_no_drafts_while_running_ahead() -> None:
-    loop = Loop.build(is_async=True, proposer=lambda sequence: (1, 2, 3))
-    loop.add(endless("a", 1, 5, 6))
+@pytest.mark.parametrize("num_right", [0, 2, 3, 5])
+def test_drafts_beside_a_step_in_flight(num_right: int) -> None:
+    """The first proposed token stands for the one in flight, and the step after drafts is missed:
+    5 right ones give 5 tokens in 2 steps.
+    """
+    truth = expected_tokens(endless("a", 1, 6, 31))
+
+    def proposer(sequence: Sequence) -> tuple[int, ...]:
+        done = sequence.num_output_tokens
+        return (*truth[done : done + num_right], 0)
+
+    loop = Loop.build(is_async=True, proposer=proposer)
+    loop.add(endless("a", 1, 6, 31))
     loop.run()
     loop.assert_truth()
-    assert not any(item.draft_ids for plan in loop.plans for item in plan.scheduled)
+    lengths = [len(item.draft_ids) for plan in loop.plans for item in plan.scheduled]
+    assert (max(lengths) > 0) == (num_right >= MIN_DRAFTS_AHEAD)
+    assert 1 not in lengths
+    if num_right == 5:
+        assert len(lengths) <= 15
+        assert loop.scheduler.snapshot().accepted_tokens >= 16
+
+
+def test_others_go_on_beside_a_sequence_whose_drafts_are_verified() -> None:
+    truth = expected_tokens(endless("a", 1, 6, 30))
+    loop = ahead(
+        endless("b", 2, 6, 30),
+        proposer=lambda s: tuple(truth[s.num_output_tokens :][:5]) if s.request_id == "a" else (),
+    )
+    loop.add(endless("a", 1, 6, 30))
+    loop.run()
+    loop.assert_truth()
+    missed = [plan for plan in loop.plans if len(plan.scheduled) == 1]
+    assert len(missed) >= 5
+    assert len(loop.plans) == 30, "b runs in every step"
 
 
 def test_an_output_of_another_step_is_refused() -> None:

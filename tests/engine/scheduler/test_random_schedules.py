@@ -29,13 +29,13 @@ SHARED = tuple(random.Random(5).randrange(1, 50) for _ in range(40))
 
 
 def oracle_proposer(sequence: Sequence) -> tuple[int, ...]:
-    """Two right drafts, then a wrong one; sometimes none."""
+    """Three right drafts, then a wrong one; sometimes none."""
     if sequence.num_tokens % 5 == 0:
         return ()
     copy = make_sequence(
-        "x", sequence.token_ids, 3, seed=sequence.seed, params=SamplingParams(ignore_eos=True)
+        "x", sequence.token_ids, 4, seed=sequence.seed, params=SamplingParams(ignore_eos=True)
     )
-    return (*expected_tokens(copy)[:2], 0 if sequence.num_tokens % 3 else 1)
+    return (*expected_tokens(copy)[:3], 0 if sequence.num_tokens % 3 else 1)
 
 
 worlds = st.fixed_dictionaries(

@@ -2,6 +2,7 @@
 work.
 """
 
+import dataclasses
 import json
 
 import msgspec
@@ -216,3 +217,8 @@ def test_structured_output_matches_its_schema():
     undrafted = msgspec.structs.replace(shape, speculate=False)
     assert engine.generate_batch([[1, 2, 3, 4]], undrafted)[0].token_ids == outputs[0].token_ids
     assert engine.stats().accepted_tokens == accepted
+    engine.runner.info = dataclasses.replace(engine.runner.info, is_asynchronous=True)
+    ahead = Engine.around(engine.runner)
+    prompts, params = [[1, 2, 3, 4], [5, 6, 7]], [shape, number]
+    assert tokens(ahead.generate_batch(prompts, params)) == tokens(outputs[:2])
+    assert ahead.stats().accepted_tokens > 3

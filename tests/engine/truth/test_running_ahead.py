@@ -5,6 +5,7 @@ On the CPU the real runner stands in for an asynchronous device: tokens stay in 
 step is finished, so planning, placeholders, feeding forward and late stops are all exercised.
 """
 
+import dataclasses
 import random
 
 import pytest
@@ -70,6 +71,21 @@ def run(engine, made):
     return received
 
 
+def with_drafts(engine, made, received):
+    """Return an engine whose proposals are four tokens to come, of which one is wrong by turns."""
+    texts = {index: made[int(index)][0] + tokens for index, (tokens, _) in received.items()}
+
+    def propose(sequence):
+        known = sequence.num_tokens
+        drafts = texts[sequence.request_id][known : known + 4]
+        if drafts and known % 3:
+            drafts[known % len(drafts)] ^= 1
+        return tuple(drafts)
+
+    engine.runner.info = dataclasses.replace(engine.runner.info, proposer=propose)
+    return Engine.around(engine.runner)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_tight", [False, True])
 def test_running_ahead_changes_no_token(folder, seed, is_tight):
@@ -78,8 +94,11 @@ def test_running_ahead_changes_no_token(folder, seed, is_tight):
     tight = 9 if "gemma3" in folder.name else 11  # little more than the longest request needs
     ahead = engine_of(folder, async_batching=True, num_blocks=tight if is_tight else 96)
     assert ahead.runner.info.is_asynchronous
+    if seed == 1:
+        ahead = with_drafts(ahead, made, plain)
     received = run(ahead, made)
     assert received == plain
+    assert (ahead.stats().accepted_tokens > 0) == (seed == 1)
     assert all(len(reasons) == 1 for _, reasons in received.values())
     stats = ahead.stats()
     assert stats.blocks_free == stats.blocks_total

@@ -172,10 +172,9 @@ class EngineConfig:
     amx: bool = setting(
         True, "use Intel's AMX, or byte dot products (CPU); without, sums are chains of float32"
     )
-    # n-gram drafts; they exclude async_batching
     speculative_tokens: int = setting(
         0,
-        "draft tokens per step, from the prompt; 0: off. Steps are then not planned ahead",
+        "most draft tokens of a sequence in a step, from its own text; 0: off",
         minimum=0,
     )
     cuda_graphs: bool | None = setting(
@@ -190,7 +189,7 @@ class EngineConfig:
     )
     async_batching: bool | None = setting(
         None,
-        "plan the next step while this one runs (default: on CUDA, without speculative tokens)",
+        "plan the next step while this one runs (default: on CUDA)",
     )
     num_threads: int | None = setting(
         None, "threads of the engine on a CPU (default: all cores)", minimum=1
@@ -258,11 +257,6 @@ class EngineConfig:
             self.max_cached_loras >= self.max_loras,
             f"max_cached_loras ({self.max_cached_loras}) must be at least "
             f"max_loras ({self.max_loras})",
-        )
-        require(
-            not (self.speculative_tokens and self.async_batching),
-            "speculative_tokens cannot be used with async_batching: "
-            "drafts follow a token that must be known",
         )
         for name in ("adapters", "async_batching"):
             require(

@@ -11,6 +11,8 @@ from tokenmill_worker.engine.sequence import Sequence
 # Given tokens whose log-probabilities one step computes at most. It limits the memory of their
 # logits, which is this many times the vocabulary.
 MAX_SCORED: Final = 256
+# Draft tokens that one step computes at most, for the same reason.
+MAX_DRAFTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)

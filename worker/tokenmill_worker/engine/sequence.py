@@ -35,9 +35,10 @@ class Sequence:
     """One choice of one request.
 
     `block_tables[g]` lists the block ids of layer group g in position order; an entry that left a
-    sliding window is NULL_BLOCK. `num_inflight` counts the tokens that launched steps have sampled
-    and not yet delivered (asynchronous batching): their ids are on the device only. The step being
-    planned or executed does not count.
+    sliding window is NULL_BLOCK. `num_inflight` is 1 while a launched step samples a token of the
+    sequence that the host does not have yet (asynchronous batching), else 0. The step being planned
+    or executed does not count. If that step has drafts of the sequence, it may give several tokens;
+    `num_computed_tokens` then counts all drafts, so that nothing more can be scheduled.
     """
 
     request_id: str

@@ -17,6 +17,7 @@ from torch import Tensor
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.device import StepInputs
+from tokenmill_worker.engine.plan import MAX_DRAFTS
 
 LARGEST_MIXED = 1024  # tokens; larger steps run longer than their launch takes
 BATCH_STEP = 32  # sequences; smaller decodes are padded to powers of two, larger ones to multiples
@@ -94,7 +95,7 @@ def most_seqs(config: EngineConfig) -> int:
 
 def most_rows(config: EngineConfig) -> int:
     """Return the sampled rows of the largest padded step, drafts included."""
-    drafted = _power_of_two(config.max_num_seqs * (1 + config.speculative_tokens))
+    drafted = _power_of_two(config.max_num_seqs + MAX_DRAFTS)
     return max(most_seqs(config), min(drafted, LARGEST_MIXED))
 
 

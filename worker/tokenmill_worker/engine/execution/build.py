@@ -144,8 +144,6 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     """Return the configuration with every "auto" resolved."""
     dtype = str(loaded.dtype).removeprefix("torch.")
     queues_work = loaded.device.is_asynchronous
-    # drafts follow tokens that the host knows
-    may_run_ahead = queues_work and not config.speculative_tokens
     return config.with_step_sizes(on_gpu=loaded.device.is_asynchronous).replace(
         dtype=dtype,
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
@@ -158,7 +156,7 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
             else config.cuda_graphs
         ),
         # the other ranks receive a token with the next plan
-        async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
+        async_batching=(queues_work if config.async_batching is None else config.async_batching)
         and not config.tensor_parallel,
     )
 

@@ -24,8 +24,7 @@ from tokenmill_worker.engine.kv.sizing import (
 from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import Probe
-from tokenmill_worker.engine.plan import MAX_SCORED
-from tokenmill_worker.engine.sampling import most_forced
+from tokenmill_worker.engine.plan import MAX_DRAFTS, MAX_SCORED
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +121,6 @@ def memory_shape(
     expert_size = _widest(getattr(text, "moe_intermediate_size", None)) or layer_size
     inner = experts * (expert_size or getattr(text, "n_inner", None) or 4 * text.hidden_size)
     graphs = loaded.device.graph_sizes(config, length)
-    num_drafts = max(config.speculative_tokens, most_forced(loaded.device.is_asynchronous))
-    rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + num_drafts))
     return MemoryShape(
         groups=loaded.groups,
         block_size=config.block_size,
@@ -134,7 +131,7 @@ def memory_shape(
         query_size=max(shape.num_heads * shape.head_dim for shape in loaded.shapes),
         vocab_size=loaded.vocab_size,
         max_num_tokens=config.max_num_batched_tokens,
-        max_num_rows=rows,
+        max_num_rows=min(config.max_num_batched_tokens, config.max_num_seqs + MAX_DRAFTS),
         max_scored_rows=min(config.max_num_batched_tokens, MAX_SCORED),
         max_num_seqs=config.max_num_seqs,
         max_model_len=length,

@@ -34,7 +34,6 @@ from tokenmill_worker.engine.sampling import (
     Sampler,
     ScoredRows,
     Scores,
-    most_forced,
 )
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -85,7 +84,6 @@ class ModelRunner:
             device.token_kernel(config),
         )
         self._drafts = Drafts(
-            most_forced(device.is_asynchronous),
             self._sampler.forced_tokens,
             PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
         )

@@ -4,7 +4,7 @@ Belongs here: parameters, penalties, noise, truncation, grammars, drafts, and lo
 given tokens. Kernels that sample belong to `cpu` and `cuda`.
 """
 
-from tokenmill_worker.engine.sampling.drafts import Drafts, most_forced
+from tokenmill_worker.engine.sampling.drafts import Drafts
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sampling.sampled import Sampled
@@ -21,5 +21,4 @@ __all__ = [
     "Sampler",
     "ScoredRows",
     "Scores",
-    "most_forced",
 ]

@@ -27,11 +27,15 @@ class AcceptanceLimit:
     _drafted_at: int = 0  # length of the sequence when the draft was made
 
     def learn(self, token_ids: Seq[int]) -> int:
-        """Compare the last draft with the tokens that came; return how many of it were accepted."""
-        draft, self._draft = self._draft, ()
-        came = token_ids[self._drafted_at : self._drafted_at + len(draft)]
-        if not draft or not came:
+        """Compare the last draft with the tokens that came; return how many of it were accepted.
+
+        It waits until all tokens of the draft, or one that differs, have come.
+        """
+        draft = self._draft
+        came = tuple(token_ids[self._drafted_at : self._drafted_at + len(draft)])
+        if not draft or (len(came) < len(draft) and came == draft[: len(came)]):
             return 0
+        self._draft = ()
         accepted = next(
             (i for i, (a, b) in enumerate(zip(draft, came, strict=False)) if a != b), len(came)
         )
@@ -52,5 +56,8 @@ class AcceptanceLimit:
         return 0 if length < self._quiet_until else min(self._next, self.max_tokens)
 
     def note(self, draft: tuple[int, ...], length: int) -> None:
-        """Remember the draft that follows the sequence's `length` tokens."""
-        self._draft, self._drafted_at = draft, length
+        """Remember the draft that follows the sequence's `length` tokens, unless the result of an
+        earlier one is still to come.
+        """
+        if not self._draft:
+            self._draft, self._drafted_at = draft, length

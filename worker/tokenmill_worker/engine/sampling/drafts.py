@@ -16,33 +16,21 @@ from tokenmill_worker.engine.sequence import Sequence
 MAX_FORCED: Final = 16  # forced tokens in one step
 
 
-def most_forced(is_asynchronous: bool) -> int:
-    """Return how many forced tokens a step of a device appends to a sequence at most.
-
-    It is none where steps are launched ahead: drafts follow tokens that the host knows.
-    """
-    return 0 if is_asynchronous else MAX_FORCED
-
-
 class Drafts:
-    """Proposes drafts for the scheduler: `forced_tokens` gives those of a grammar, of which at most
-    `max_forced` are used.
-    """
+    """Proposes drafts for the scheduler: `forced_tokens` gives those of a grammar."""
 
     def __init__(
         self,
-        max_forced: int,
         forced_tokens: Callable[[Sequence], tuple[int, ...]],
         lookup: PromptLookup | None,
     ) -> None:
-        self._max_forced = max_forced
         self._forced_tokens = forced_tokens
         self._lookup = lookup
 
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return draft tokens of a sequence whose tokens are all on the host; () for none."""
-        if self._max_forced and (forced := self._forced_tokens(sequence)):
-            return forced[: self._max_forced]
+        """Return tokens that may follow those of the sequence that the host has; () for none."""
+        if forced := self._forced_tokens(sequence):
+            return forced[:MAX_FORCED]
         return () if self._lookup is None else self._lookup(sequence)
 
     def release(self, sequence: Sequence) -> None:

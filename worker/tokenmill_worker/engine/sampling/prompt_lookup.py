@@ -100,8 +100,10 @@ class PromptLookup:
     _states: dict[Sequence, _DraftState] = field(default_factory=dict)
 
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return up to `max_tokens` draft tokens; () where nothing matches or drafts do not pay."""
-        if not sequence.params.speculate or sequence.num_inflight:
+        """Return up to `max_tokens` draft tokens, after the one in flight if there is one; () where
+        nothing matches or drafts do not pay.
+        """
+        if not sequence.params.speculate:
             return ()
         state = self._states.get(sequence)
         if state is None:
@@ -114,7 +116,7 @@ class PromptLookup:
         num_allowed = limit.allowed(len(token_ids))
         if not num_allowed or index.length < len(token_ids) - 1:
             return ()
-        draft = index.continuation(token_ids, num_allowed)
+        draft = index.continuation(token_ids, num_allowed + sequence.num_inflight)
         limit.note(draft, len(token_ids))
         return draft
 

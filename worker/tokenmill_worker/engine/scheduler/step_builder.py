@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenmill_worker.engine.plan import MAX_SCORED, ScheduledSequence
+from tokenmill_worker.engine.plan import MAX_DRAFTS, MAX_SCORED, ScheduledSequence
 from tokenmill_worker.engine.scheduler.preemption import victims_first
 from tokenmill_worker.engine.scheduler.state import DECODING, PREFILLING, SchedulerState
 from tokenmill_worker.engine.scheduler.step_time import BULK, StepTimeModel
 from tokenmill_worker.engine.sequence import Sequence
 
+# Returns tokens that may follow those of the sequence that the host has.
 Proposer = Callable[[Sequence], tuple[int, ...]]
+# Fewest drafts of a sequence whose last token is still in flight. The length that they give it is
+# unknown while the next step is planned, so it misses that step.
+MIN_DRAFTS_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -25,7 +29,8 @@ class StepDraft:
 
     `tokens` and `reads` are the remaining budgets; `reads` is None without a read budget. A
     planning phase may spend `room`: it sets `reserve` to the tokens that it leaves for later
-    phases. `scores` are the given tokens whose log-probabilities it may still compute.
+    phases. `scores` are the given tokens whose log-probabilities it may still compute, `drafts` the
+    draft tokens.
     """
 
     step_id: int
@@ -33,6 +38,7 @@ class StepDraft:
     reads: int | None = None
     reserve: int = 0
     scores: int = MAX_SCORED
+    drafts: int = MAX_DRAFTS
     items: list[ScheduledSequence] = field(default_factory=list)
     admitted: set[Sequence] = field(default_factory=set)
     has_preempted: bool = False
@@ -58,6 +64,7 @@ class StepDraft:
             )
         )  # fmt: skip
         self.scores -= num_scored
+        self.drafts -= len(draft_ids)
         sequence.num_computed_tokens = start + num_tokens
         sequence.last_step = self.step_id
         self.tokens -= num_tokens
@@ -81,14 +88,14 @@ class StepDraft:
                 del self.items[index]
                 self.tokens += item.num_tokens
                 self.scores += item.num_scored
+                self.drafts += len(item.draft_ids)
                 return
 
 
 class StepBuilder:
     """Schedules running sequences in a step, and preempts some of them where blocks run out.
 
-    `proposer` returns draft tokens. It is not used when steps are launched before the last one's
-    results.
+    `proposer` returns draft tokens; with None there are none.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class StepBuilder:
     ) -> None:
         self._state = state
         self._config = state.config
-        self._proposer = proposer if state.async_depth == 0 else None
+        self._proposer = proposer
         self._step_times = step_times
         self._starved: Sequence | None = None
         windows = state.kv.windows
@@ -119,7 +126,7 @@ class StepBuilder:
 
         The first sequence that finds no budget left is scheduled first in the next step.
         """
-        fast = self._proposer is None and step.reads is None
+        fast, proposes = step.reads is None, self._proposer is not None
         left, step_id, append = step.room, step.step_id, step.items.append
         unserved: Sequence | None = None
         for index, sequence in enumerate(decodes):
@@ -130,18 +137,25 @@ class StepBuilder:
             known = len(sequence.token_ids)
             if sequence.num_inflight:
                 known += sequence.num_inflight
-                if known - sequence.num_prompt_tokens >= sequence.max_tokens:
-                    continue  # a step in flight samples its last token
+                if known <= start or known - sequence.num_prompt_tokens >= sequence.max_tokens:
+                    continue  # a step in flight verifies its drafts, or samples its last token
             if (
                 fast
                 and known - start == 1
                 and known <= sequence.num_slots
                 and not step.has_preempted
             ):
-                append(ScheduledSequence(sequence, start, 1, True, (), sequence.epoch))
-                sequence.num_computed_tokens = known
+                drafts = (
+                    self._drafts(step, sequence, left + index + 1 - len(decodes))
+                    if proposes
+                    else ()
+                )
+                count = 1 + len(drafts)
+                append(ScheduledSequence(sequence, start, count, True, drafts, sequence.epoch))
+                sequence.num_computed_tokens = start + count
                 sequence.last_step = step_id
-                left -= 1
+                step.drafts -= len(drafts)
+                left -= count
             elif sequence.status is DECODING and sequence is not step.starved:
                 step.tokens = left + step.reserve
                 if (
@@ -202,7 +216,9 @@ class StepBuilder:
             if not self._make_room(step, sequence, end):
                 return False
         samples = end == known and sequence.num_output_tokens < sequence.max_tokens
-        drafts = self._drafts(step, sequence, num_after) if samples and end - start == 1 else ()
+        drafts: tuple[int, ...] = ()
+        if samples and end - start == 1 and sequence.status is DECODING:
+            drafts = self._drafts(step, sequence, step.room - num_after)
         step.add(sequence, end, samples, drafts)
         if step.reads is not None:
             step.reads -= self.read_cost(end)
@@ -233,25 +249,29 @@ class StepBuilder:
         if earlier is None or sequence.last_step < earlier.last_step:
             self._starved = sequence
 
-    def _drafts(self, step: StepDraft, sequence: Sequence, num_after: int) -> tuple[int, ...]:
-        """Return proposed tokens, limited by budget, answer length and free blocks."""
-        if (
-            self._proposer is None
-            or not sequence.params.speculate
-            or sequence.status is not DECODING
-        ):
+    def _drafts(self, step: StepDraft, sequence: Sequence, room: int) -> tuple[int, ...]:
+        """Return proposed tokens after the sequence's next one.
+
+        They are limited by `room` (tokens, the next one included), answer length and free blocks.
+        While that token is in flight, the first proposed one stands for it: if another comes, the
+        drafts are rejected.
+        """
+        if self._proposer is None or not sequence.params.speculate:
             return ()
-        known = sequence.num_tokens
-        room = min(step.room - 1 - num_after, sequence.max_tokens - sequence.num_output_tokens - 1)
+        ahead = sequence.num_inflight
+        least = MIN_DRAFTS_AHEAD if ahead else 1
+        known = sequence.num_tokens + ahead
+        to_come = sequence.max_tokens - (known - sequence.num_prompt_tokens)
+        room = min(room - 1, to_come - 1, step.drafts)
         if step.reads is not None:
             room = min(room, step.reads - self.read_cost(known))
-        if room <= 0:
+        if room < least:
             return ()
-        drafts = self._proposer(sequence)[:room]
-        if drafts and known + len(drafts) > sequence.num_slots:
+        drafts = self._proposer(sequence)[ahead : ahead + room]
+        if len(drafts) >= least and known + len(drafts) > sequence.num_slots:
             self._state.kv.grow(sequence, known + len(drafts))
             drafts = drafts[: max(0, sequence.num_slots - known)]
-        return drafts
+        return drafts if len(drafts) >= least else ()
 
     # ── blocks ──
 

@@ -106,16 +106,16 @@ class Grammars:
     def forced_tokens(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the next tokens of a sequence whose grammar leaves one way; else ().
 
-        The sequence's tokens must be on the host. A token that the grammar refuses is reported by
+        They follow the tokens that the host has. A token that the grammar refuses is reported by
         the next mask.
         """
-        if not sequence.is_constrained or sequence.num_inflight:
+        if not sequence.is_constrained:
             return ()
         self._wait()
         started_s = time.thread_time()
         try:
             state = self._state_of(sequence)
-            new = self._unread(sequence, state)
+            new = sequence.token_ids[sequence.num_prompt_tokens + state.num_read :]
             _read(state, new)
             forced = tuple(forced_tokens(state.matcher))
         except Exception:  # the next mask fails alike, and ends the sequence with the reason
