@@ -49,16 +49,15 @@ class Masks:
         """Exclude, in place, every token that the masks do not allow."""
         if not self.rows or self.words is None:
             return
-        at = to_device(np.array(self.rows, np.int64), logits.device)
-        words = to_device(self.words.numpy(), logits.device)
-        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[
-            :, : min(self.width, logits.shape[1])
-        ] != 0
-        part = logits[at]
-        part[:, allowed.shape[1] :] = -torch.inf  # ids that the tokenizer does not have
-        part[:, : allowed.shape[1]].masked_fill_(~allowed, -torch.inf)
-        logits[at] = part
+        width = min(self.width, logits.shape[1])
+        refused = _zero_bits(self.words, logits.device)[:, :width]
+        is_whole = len(self.rows) == logits.shape[0]
+        at = None if is_whole else to_device(np.array(self.rows, np.int64), logits.device)
+        part = logits if at is None else logits[at]
+        part[:, width:] = -torch.inf  # ids that the tokenizer does not have
+        part[:, :width].masked_fill_(refused, -torch.inf)
+        if at is not None:
+            logits[at] = part
 
 
 @dataclass(slots=True)
@@ -280,6 +279,15 @@ def _read(state: _MatcherState, new: list[int]) -> None:
                 f"token {token_id} at output position {state.num_read} is not in the grammar"
             )
         state.num_read += 1
+
+
+def _zero_bits(words: Tensor, device: torch.device) -> Tensor:
+    """Return which bits of each row's words are 0, on the device: `[rows, 32 * words]` bool."""
+    if device.type == "cpu":  # one pass of one thread, where torch would make words of all bits
+        octets = (~words).numpy().view(np.uint8)
+        return torch.from_numpy(np.unpackbits(octets, axis=1, bitorder="little").view(np.bool_))
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    return ((to_device(words.numpy(), device)[:, :, None] >> bits) & 1).flatten(1) == 0
 
 
 def _allow_only(words: Tensor, token_ids: list[int]) -> None:
