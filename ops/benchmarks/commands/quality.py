@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="int8,int4,float8_e4m3fn",
         help=(
             "compared with float32, with commas: of weights, of keys and values, or both "
-            "(int8+float8_e4m3fn); fp8 runs on a GPU, in bfloat16"
+            "(int8+float8_e4m3fn); +scales calculates scales of keys and values; "
+            "fp8 runs on a GPU, in bfloat16"
         ),
     )
     parser.add_argument("--windows", type=int, default=16, help="pieces of text")
@@ -99,7 +100,11 @@ def text_windows(model: str, count: int, length: int) -> list[list[int]]:
 def chosen(kind: str) -> dict[str, Any]:
     """Return the engine's settings that a kind stands for."""
     parts = [] if kind == "float32" else kind.split("+")
-    return {"quantization" if part in QUANTIZATIONS else "kv_dtype": part for part in parts}
+    settings: dict[str, Any] = {"calculate_kv_scales": True} if "scales" in parts else {}
+    for part in parts:
+        if part != "scales":
+            settings["quantization" if part in QUANTIZATIONS else "kv_dtype"] = part
+    return settings
 
 
 def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:

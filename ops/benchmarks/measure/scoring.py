@@ -36,7 +36,7 @@ class Scorer:
         pool = KVCachePool.allocate(
             groups, num_blocks, self._block_size, self._backend, dtype, device
         )
-        self._layers = bind_layers(groups, self._model.shapes, pool.layer)
+        self._layers = bind_layers(groups, self._model.shapes, pool.layer, self._model.kv_scales)
 
     @torch.inference_mode()
     def nll(self, token_ids: Sequence[int]) -> float:

@@ -109,15 +109,20 @@ def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize(("name", "device"), TARGETS)
-@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: f"8 bits, {case.name}")
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    [
+        pytest.param(torch.float8_e4m3fn, CASES[0], id=f"8 bits, {CASES[0].name}"),
+        pytest.param(torch.float8_e5m2, CASES[-2], id=f"8 bits, {CASES[-2].name}"),
+    ],
+)
 def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(
-    name: str, device: str, case: Case
+    name: str, device: str, dtype: torch.dtype, case: Case
 ) -> None:
-    dtype = torch.float8_e4m3fn
     backend = make_backend(name, device, case, dtype)
     problem = make_problem(case, device)
     for stored in (problem.key, problem.value):  # beyond the largest number, and the smallest
-        stored.view(-1)[:4] = torch.tensor([500.0, -1e30, 460.0, 2.0**-9])
+        stored.view(-1)[:4] = torch.tensor([6e4, -1e30, 460.0, 2.0**-9])
     result = attend(backend, problem, filled_cache(backend, problem, dtype))
     round_as_stored(problem, dtype)
     torch.testing.assert_close(result.double(), dense(problem), rtol=2e-5, atol=2e-5)
@@ -125,11 +130,13 @@ def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize(("name", "device"), TARGETS)
-def test_every_number_is_rounded_to_the_nearest_of_8_bits(name: str, device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["E4M3", "E5M2"])
+def test_every_number_is_rounded_to_the_nearest_of_8_bits(
+    name: str, device: str, dtype: torch.dtype
+) -> None:
     """Ties, subnormals, carries and what is too large; a backend's blocks hold what the others'
     do.
     """
-    dtype = torch.float8_e4m3fn
     case = Case("rounding", ((64, 64),), num_heads=1, num_kv_heads=1)
     backend = make_backend(name, device, case, dtype)
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
@@ -138,7 +145,7 @@ def test_every_number_is_rounded_to_the_nearest_of_8_bits(name: str, device: str
     each = torch.cat(
         [numbers, middles, middles.nextafter(numbers[1:]), middles.nextafter(numbers[:-1])]
     )
-    each = torch.cat([each, torch.tensor([449.0, 464.0, 1e9, -1e30])])
+    each = torch.cat([each, torch.tensor([449.0, 464.0, 57_345.0, 61_440.0, 1e9, -1e30])])
     values = torch.cat([each, torch.zeros(-len(each) % (64 * 64))]).view(-1, 64, 1, 64).to(device)
     problem = make_problem(case, device)
     metadata = metadata_of(problem, case.lens)

@@ -20,6 +20,7 @@ from tokenmill_worker.engine.types import SchedulingPolicy
 GIB = 1 << 30
 AttentionName = Literal["auto", "reference", "cpu", "triton", "flash", "torch_varlen"]
 Quantization = Literal["int8", "int4", "fp8"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 T = TypeVar("T")
 
 
@@ -84,10 +85,11 @@ class EngineConfig:
     max_memory_gib: float | None = setting(
         None, "largest size of the KV cache, also if more memory is free"
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = setting(
-        "auto",
-        "type of keys and values, also float8_e4m3fn; "
-        "auto: as the weights, float16 beside int8 and int4",
+    kv_dtype: KVDtype = setting(
+        "auto", "type of keys and values; auto: as the weights, float16 beside int8 and int4"
+    )
+    calculate_kv_scales: bool = setting(
+        False, "calculate scales of 8-bit keys and values at the start (default: the model's)"
     )
     prefix_cache: bool = setting(
         True,
@@ -259,10 +261,8 @@ class EngineConfig:
             f"max_loras ({self.max_loras})",
         )
         for name in ("adapters", "async_batching"):
-            require(
-                not (getattr(self, name) and self.tensor_parallel),
-                f"{name} cannot be used with tensor_parallel",
-            )
+            is_wrong = getattr(self, name) and self.tensor_parallel
+            require(not is_wrong, f"{name} cannot be used with tensor_parallel")
         try:
             _ = self.adapter_folders
         except ValueError as error:
@@ -288,11 +288,17 @@ class EngineConfig:
 
     def _idle_settings(self) -> list[str]:
         """Return one sentence for each setting that has no effect beside the others."""
-        long, limits = self.max_long_partial_prefills, self.prefill_limits
-        if not long or limits.threshold or limits.partial > 1:
-            return []
-        sentence = f"max_long_partial_prefills ({long}) does nothing without "
-        return [sentence + "long_prefill_token_threshold: no prompt counts as long"]
+        found, long, limits = [], self.max_long_partial_prefills, self.prefill_limits
+        if long and not limits.threshold and limits.partial <= 1:
+            sentence = f"max_long_partial_prefills ({long}) does nothing without "
+            found.append(sentence + "long_prefill_token_threshold: no prompt counts as long")
+        if self.calculate_kv_scales and not self.has_narrow_kv:
+            found.append(f"calculate_kv_scales needs 8 bits, not kv_dtype {self.kv_dtype}")
+        return found
+
+    @property
+    def has_narrow_kv(self) -> bool:
+        return self.kv_dtype in ("float8_e4m3fn", "float8_e5m2")
 
     @property
     def prefill_limits(self) -> PrefillLimits:
@@ -332,12 +338,7 @@ def _choices() -> dict[str, tuple[object, ...]]:
     """Return the allowed values of each setting that takes one of a few values."""
     found: dict[str, tuple[object, ...]] = {}
     for name, hint in get_type_hints(EngineConfig).items():
-        kinds = (
-            [hint]
-            if get_origin(hint) is Literal
-            else [kind for kind in get_args(hint) if kind is not type(None)]
-        )
-        if kinds and all(get_origin(kind) is Literal for kind in kinds):
-            missing: tuple[object, ...] = (None,) if type(None) in get_args(hint) else ()
-            found[name] = (*(value for kind in kinds for value in get_args(kind)), *missing)
+        kinds = (hint,) if get_origin(hint) is Literal else get_args(hint)
+        if kinds and all(get_origin(kind) is Literal or kind is type(None) for kind in kinds):
+            found[name] = tuple(value for kind in kinds for value in get_args(kind) or (None,))
     return found

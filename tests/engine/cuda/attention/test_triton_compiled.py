@@ -30,7 +30,7 @@ from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel 
 from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel  # noqa: E402
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}  # bytes
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1, "fp8e5": 1}  # bytes
 SHARED_MEMORY = {
     80: 99 * 1024,
     90: 227 * 1024,
@@ -136,6 +136,8 @@ NARROW = {  # keys and values of 8 bits, which older GPUs do not have
     "decode over 8 bits": (LLAMA, 1, 100, "bf16", 0, False, "fp8e4nv"),
     "split decode over 8 bits": (LLAMA, 1, 30_000, "bf16", 0, False, "fp8e4nv"),
     "prompt over 8 bits": (LLAMA, 4096, 4096, "bf16", 0, False, "fp8e4nv"),
+    "split decode over E5M2": (LLAMA, 1, 30_000, "bf16", 0, False, "fp8e5"),
+    "prompt over E5M2": (LLAMA, 4096, 4096, "bf16", 0, False, "fp8e5"),
 }
 
 
@@ -228,9 +230,10 @@ def assert_loads_are_ahead(program: str) -> None:
         assert int(waits[1]) > 0, "each tile waits for its own loads"
 
 
-def test_writing_8_bits_compiles() -> None:
+@pytest.mark.parametrize("kind", ["fp8e4nv", "fp8e5"])
+def test_writing_8_bits_compiles(kind: str) -> None:
     constants = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "HEAD_PAD": 128, "TOKENS": 4}
-    pointers = {"key": "*bf16", "value": "*bf16", "cache": "*fp8e4nv", "slots": "*i64"}
+    pointers = {"key": "*bf16", "value": "*bf16", "cache": f"*{kind}", "slots": "*i64"}
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in write_kernel.arg_names

@@ -52,11 +52,15 @@ KINDS = {**BF16, "slots": "*i64", "inverse_temperature": "*fp32", "log_min_p": "
          "top_p": "*fp64",
          "top_k": "*i64", "keys": "*i32", "token_ids": "*i64", "peaks": "*fp32",
          "narrow": "*fp8e4nv", "scales": "*fp32",
+         "key_scales": "*fp32", "value_scales": "*fp32",
          "row_scale": "*fp32", "row_scales": "*fp32",
          "numbers": "*fp32", "winners": "*i32", "found": "*i32", "kept": "*i32",
          "deviations": "fp32", "eps": "fp32"}  # fmt: skip
 CHUNKS = {"CHUNK": CHUNK, "CHUNKS_PAD": 32}
 
+ROTATE = {"HAS_NORM": False, "OFFSET": 0.0}
+NORM = {"HAS_NORM": True, "OFFSET": 0.0}
+UNSCALED = {"HAS_SCALES": False, "key_scales": None, "value_scales": None}
 PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
 
 
@@ -72,8 +76,9 @@ PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
         ),
         (gate_kernel, {"INNER": 14336, "TILE": 1024, "IS_GELU": False}, 4),
         (gate_kernel, {"INNER": 9728, "TILE": 1024, "IS_GELU": True}, 4),
-        (rotate_and_write_kernel, {**HEADS, "HAS_NORM": False, "OFFSET": 0.0, "TOKENS": 1}, 1),
-        (rotate_and_write_kernel, {**HEADS, "HAS_NORM": True, "OFFSET": 0.0, "TOKENS": 8}, 4),
+        (rotate_and_write_kernel, {**HEADS, **ROTATE, **UNSCALED, "TOKENS": 1}, 1),
+        (rotate_and_write_kernel, {**HEADS, **NORM, **UNSCALED, "TOKENS": 8}, 4),
+        (rotate_and_write_kernel, {**HEADS, **NORM, "HAS_SCALES": True, "TOKENS": 1}, 1),
         (measure_kernel, {"CHUNK": CHUNK}, WARPS),
         (race_kernel, CHUNKS, WARPS),
         (pick_kernel, CHUNKS, WARPS),
@@ -83,7 +88,7 @@ PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
         (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 16, "TILE": 128, "NUM_STAGES": 6}, 4),
     ],
     ids=[
-        *("add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate"),
+        *("add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate", "scaled"),
         *("measure", "race", "pick", "gather", "choose", "one row", "few rows"),
     ],
 )

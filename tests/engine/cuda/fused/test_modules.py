@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.engine.support import ChunkingPlanner, execute, make_sequence
 from tests.engine.truth import tiny_models
-from tokenmill_worker.engine.attention.base import stored_as
+from tokenmill_worker.engine.attention.base import KVScales, stored_as
 from tokenmill_worker.engine.config import AttentionName, EngineConfig
 from tokenmill_worker.engine.execution.build import build_runner, pick_device
 from tokenmill_worker.engine.model.equivalence import rotate
@@ -137,13 +137,14 @@ def test_one_pass_turns_queries_and_writes_the_cache() -> None:
 
 def test_one_pass_rounds_to_8_bits() -> None:
     """A rotated key may come from the other side of a tie; a value is what it was."""
-    check_one_pass(
-        Heads(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
-        True,
-        False,
-        5,
-        torch.float8_e4m3fn,
-    )
+    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16)
+    check_one_pass(heads, True, False, 5, torch.float8_e4m3fn)
+
+
+def test_one_pass_divides_by_scales_before_it_rounds() -> None:
+    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=20, rotary_dim=12)
+    scales = KVScales(*(torch.tensor(pair, device=DEVICE) for pair in ([0.25, 4.0], [2.0, 0.125])))
+    check_one_pass(heads, True, False, 5, torch.float8_e5m2, scales)
 
 
 def check_one_pass(
@@ -152,6 +153,7 @@ def check_one_pass(
     is_token_major: bool,
     num_tokens: int,
     kv_dtype: torch.dtype = torch.float32,
+    scales: KVScales | None = None,
 ) -> None:
     head_dim, rotary_dim, num_kv = heads.head_dim, heads.rotary_dim, heads.num_kv_heads
     num_packed = heads.num_heads + 2 * num_kv
@@ -172,9 +174,8 @@ def check_one_pass(
     strides = (
         (cache.stride(2), cache.stride(3)) if is_token_major else (cache.stride(3), cache.stride(2))
     )
-    out = rotate_and_write(
-        packed, heads, (angles.cos(), angles.sin()), norms, CacheTarget(cache, slots, 4, *strides)
-    )
+    target = CacheTarget(cache, slots, 4, *strides, scales)
+    out = rotate_and_write(packed, heads, (angles.cos(), angles.sin()), norms, target)
     parts = packed.view(num_tokens, num_packed, head_dim).split(
         [heads.num_heads, num_kv, num_kv], dim=1
     )
@@ -185,12 +186,14 @@ def check_one_pass(
             rms(key, norms.key_weight, 1e-6, 1.0),
         )
     query, key = (rotate(x, angles.cos(), angles.sin()) for x in (query, key))
+    if scales is not None:
+        query, (key, value) = scales.of_query(query), scales.divided(key, value)
     torch.testing.assert_close(out, query)
     held = (
         cache if is_token_major else cache.transpose(2, 3)
     ).float()  # [blocks, 2, tokens, heads, head_dim]
     blocks, offsets = slots // 4, slots % 4
-    tie = 1 / 8 if kv_dtype.itemsize == 1 else 1e-5
+    tie = torch.finfo(kv_dtype).eps if kv_dtype.itemsize == 1 else 1e-5
     torch.testing.assert_close(
         held[blocks, 0, offsets], stored_as(key, kv_dtype).float(), rtol=tie, atol=tie / 64
     )

@@ -7,6 +7,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     AttentionShape,
+    KVScales,
 )
 from tokenmill_worker.engine.attention.registry import backend_class, backend_names, choose, why_not
 from tokenmill_worker.engine.config import AttentionName
@@ -16,6 +17,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionName",
     "AttentionShape",
+    "KVScales",
     "backend_class",
     "backend_names",
     "choose",

@@ -55,6 +55,37 @@ class AttentionShape:
     softcap: float | None = None  # logits become softcap · tanh(logits / softcap)
 
 
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """Scales of a layer whose keys and values are stored in 8 bits: constants of the layer.
+
+    Keys and values are divided by their head's scale before they are stored. Queries and attended
+    values are multiplied by it, which is the same as multiplying what is read. So no attention
+    kernel knows of scales.
+    """
+
+    key: Tensor  # float32 [num_kv_heads]
+    value: Tensor  # float32 [num_kv_heads]
+
+    def divided(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is stored of keys and values `[num_tokens, num_kv_heads, head_dim]`."""
+        return key / self.key[:, None], value / self.value[:, None]
+
+    def of_query(self, query: Tensor) -> Tensor:
+        """Return the queries `[num_tokens, num_heads, head_dim]` that read stored keys."""
+        return (_by_kv_head(query, self.key) * self.key[:, None, None]).view_as(query).to(query)
+
+    def of_output(self, attended: Tensor) -> Tensor:
+        """Scale attended values `[num_tokens, num_heads, head_dim]` in place."""
+        _by_kv_head(attended, self.value).mul_(self.value[:, None, None])
+        return attended
+
+
+def _by_kv_head(states: Tensor, scales: Tensor) -> Tensor:
+    num_tokens, num_heads, head_dim = states.shape
+    return states.view(num_tokens, len(scales), num_heads // len(scales), head_dim)
+
+
 class AttentionBackend(ABC):
     """Base class of the backends; an instance holds no state but compiled kernels.
 
@@ -132,7 +163,7 @@ def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     In 8 bits, a value out of range becomes the largest number of that sign.
     """
-    if dtype == torch.float8_e4m3fn:
+    if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)  # NaN stays NaN
     return x.to(dtype)

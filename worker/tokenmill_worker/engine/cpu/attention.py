@@ -1,6 +1,6 @@
 """Paged attention on the CPU by a C++ kernel that reads blocks in place.
 
-It computes in float32 over keys and values stored as float32, bfloat16, float16 or 8 bits (E4M3).
+It computes in float32 over keys and values stored as float32, bfloat16, float16, E4M3 or E5M2.
 The bits of a row's result depend neither on its batch, nor on its chunk, nor on the number of
 threads. The one exception: where the CPU has matrix registers (AMX) and may use them, rows that
 come with many others are summed there. Those sums are as exact, but their bits differ.
@@ -33,7 +33,13 @@ from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
 log = logging.getLogger(__name__)
 
-KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+KV_TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
 MAX_HEAD_DIM = 512
 _FEW_TOKENS = 16  # below this, one thread writes as fast as several
 
@@ -46,7 +52,7 @@ class AttendArguments(ctypes.Structure):
             (name, c_void_p)
             for name in ("query", "out", "cache", "query_start", "seq_lens", "block_table", "sinks")
         ),
-        ("workspace", c_void_p),
+        *((name, c_void_p) for name in ("key_scales", "value_scales", "workspace")),
         *(
             (name, c_int64)
             for name in ("workspace_bytes", "query_stride", "query_head_stride", "block_stride")
@@ -70,6 +76,7 @@ class WriteArguments(ctypes.Structure):
             (name, c_void_p)
             for name in ("query", "key", "value", "cos", "sin", "rotated", "cache", "slots")
         ),
+        *((name, c_void_p) for name in ("key_scales", "value_scales")),
         *(
             (name, c_int64)
             for name in ("query_stride", "query_head_stride", "key_stride", "key_head_stride")

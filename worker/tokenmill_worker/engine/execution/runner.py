@@ -72,7 +72,7 @@ class ModelRunner:
         self._device = device
         self._backend = backend
         self._pool = pool
-        self._layers = bind_layers(loaded.groups, loaded.shapes, pool.layer)
+        self._layers = bind_layers(loaded.groups, loaded.shapes, pool.layer, loaded.kv_scales)
         self._offloader = Offloader(pool, host_pool, device.copy_stream())
         self._pinned = None if host_pool is None else device.pin([host_pool.blocks])
         self._inputs = InputBuilder(info.cache_config, length, device, config.max_num_seqs)

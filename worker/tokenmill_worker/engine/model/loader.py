@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.attention import AttentionShape, choose
+from tokenmill_worker.engine.attention import AttentionShape, KVScales, choose
 from tokenmill_worker.engine.cache_config import LayerGroup
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.generation_config import GenerationDefaults, read_defaults
-from tokenmill_worker.engine.model import own_attention, probe, shortened, verify
+from tokenmill_worker.engine.model import kv_scales, own_attention, probe, shortened, verify
 from tokenmill_worker.engine.model.checkpoint import quantization_of, read_checkpoint
 from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
@@ -54,6 +54,7 @@ class LoadedModel:
     keeps_rows: bool  # does the model's forward take logits_to_keep?
     # the same pass without Transformers' code around the layers
     fused_pass: FusedPass | None = None
+    kv_scales: tuple[KVScales, ...] = ()  # by layer index; (): none
 
     @property
     def vocab_size(self) -> int:
@@ -142,12 +143,13 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
     )
     with shortened.first_layers(model, layers):
         probe.check_positions(model, config.model)
+    plain = partial(_logits, model, keeps_rows)
     expected: tuple[verify.Expected, ...] = ()
     if config.verify_model:
-        plain = partial(_logits, model, keeps_rows)
         expected = verify.verify(model, plain, layers, config.model, length)
         if not expected and config.fuse and config.quantization is None and dtype == torch.float32:
             expected = verify.of_all_layers(model, layers, config.model, length)
+    scales = kv_scales.scales_of(model, plain, layers, path, config, length)
     defaults = read_defaults(config.generation_config, path)
     fused_pass = device.replace_modules(model, config)
     loaded = LoadedModel(
@@ -163,6 +165,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
         max_model_len=length,
         keeps_rows=keeps_rows,
         fused_pass=fused_pass,
+        kv_scales=scales,
     )
     if config.fuse or config.quantization is not None:
         _check_fused(loaded, layers, expected, config)

@@ -50,6 +50,12 @@ def attends_by_itself(model: nn.Module) -> bool:
     return bool(getattr(model, "attends_by_itself", False))
 
 
+def has_biases(model: nn.Module) -> bool:
+    """Return whether keys of the model, which a step has run, carry ALiBi's biases."""
+    holders = (getattr(module, "step_holder", None) for module in model.modules())
+    return any(holder.has_biases for holder in holders if holder is not None)
+
+
 def alibi_slopes(num_heads: int) -> Tensor:
     """Return the slopes `[num_heads]` of ALiBi: powers of `2^(-8/n)` for n heads, n a power of two.
 
@@ -93,6 +99,7 @@ def _attend(
     """
     query, key, value = states
     if bias is not None:
+        holder.has_biases = True
         query, key = _with_bias(query, key, bias, scale)
     assert holder.step is not None
     extras = {"mask_code": mask_code_of(window)}

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+    KVScales,
+)
 from tokenmill_worker.engine.cache_config import LayerGroup
 
 IMPLEMENTATION = "tokenmill"
@@ -71,6 +76,7 @@ class StepHolder:
     def __init__(self) -> None:
         self.step: AttentionStep | None = None
         self.positions: Tensor | None = None  # [1, num_tokens]
+        self.has_biases = False  # of ALiBi, in the keys of some layer
 
     @classmethod
     def attach(cls, model: nn.Module) -> StepHolder:
@@ -121,22 +127,29 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerBinding:
-    """Location of one layer's keys and values, and its attention shape."""
+    """Location of one layer's keys and values, its attention shape and its scales, if any."""
 
     group: int
     cache: Tensor  # [num_blocks, 2, *block_shape]
     shape: AttentionShape
+    scales: KVScales | None = None
 
 
 def bind_layers(
-    groups: Seq[LayerGroup], shapes: Seq[AttentionShape], cache_of: Callable[[int, int], Tensor]
+    groups: Seq[LayerGroup],
+    shapes: Seq[AttentionShape],
+    cache_of: Callable[[int, int], Tensor],
+    scales: Seq[KVScales] = (),
 ) -> tuple[LayerBinding, ...]:
     """Return each layer's binding, in the order of the layers.
 
-    `cache_of` returns the blocks of a group's layer, given by the indices of both.
+    `cache_of` returns the blocks of a group's layer, given by the indices of both. `scales` are
+    the layers' scales; () where they have none.
     """
     bindings = {
-        layer: LayerBinding(group, cache_of(group, index), shapes[layer])
+        layer: LayerBinding(
+            group, cache_of(group, index), shapes[layer], scales[layer] if scales else None
+        )
         for group, members in enumerate(groups)
         for index, layer in enumerate(members.layers)
     }
@@ -190,10 +203,15 @@ class PagedStep:
             query, key, value = (
                 _padded(states, binding.shape.head_dim) for states in (query, key, value)
             )
+        scales = binding.scales
+        if scales is not None:
+            query, (key, value) = scales.of_query(query), scales.divided(key, value)
         self.backend.write(key, value, binding.cache, metadata)
         attended = self.backend.attend(
             query, binding.cache, metadata, binding.shape, extras.get("s_aux")
         )
+        if scales is not None:
+            attended = scales.of_output(attended)
         return attended if key_size == value_size else attended[..., :value_size].contiguous()
 
     @property
@@ -217,8 +235,12 @@ class PagedStep:
         binding = self.layers[module.layer_idx]  # type: ignore[call-overload]
         metadata = self.metadata[binding.group]
         backend: Any = self.backend
+        scales = binding.scales
+        if scales is not None:
+            query, (key, value) = scales.of_query(query), scales.divided(key, value)
         query = backend.rope_and_write(query, key, value, *tables, binding.cache, metadata)
-        return self.backend.attend(query, binding.cache, metadata, binding.shape, sinks)
+        attended = self.backend.attend(query, binding.cache, metadata, binding.shape, sinks)
+        return attended if scales is None else scales.of_output(attended)
 
 
 def _padded(states: Tensor, head_dim: int) -> Tensor:

@@ -22,7 +22,12 @@ from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadat
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model.layer_groups import LayerKind, group_layers
-from tokenmill_worker.engine.model.paged_attention import AttentionStep, PagedStep, bind_layers
+from tokenmill_worker.engine.model.paged_attention import (
+    AttentionStep,
+    LayerBinding,
+    PagedStep,
+    bind_layers,
+)
 from tokenmill_worker.engine.model.probe import OWN, attending_with, failed
 from tokenmill_worker.engine.model.shortened import TOLERANCE, first_layers, in_float32
 
@@ -123,15 +128,12 @@ def difference(
     device = expected.prompts[0].device
     num_blocks = -(-max(len(prompt) for prompt in expected.prompts) // block_size)
     groups = group_layers(list(layers))
-
-    def empty_cache(group: int, _: int) -> Tensor:
-        shape = backend.block_shape(block_size, groups[group].num_kv_heads, groups[group].head_dim)
-        return torch.zeros(1 + num_blocks * len(expected.prompts), 2, *shape, device=device)
-
-    bindings = bind_layers(groups, [layer.shape for layer in layers], empty_cache)
+    bindings = with_empty_caches(
+        layers, backend, 1 + num_blocks * len(expected.prompts), block_size, device
+    )
     for chunks in expected.steps:
         metadata = tuple(
-            _metadata(chunks, group.window, num_blocks, block_size, device) for group in groups
+            metadata_of(chunks, group.window, num_blocks, block_size, device) for group in groups
         )
         tokens = torch.cat(
             [expected.prompts[chunk.prompt][chunk.start : chunk.stop] for chunk in chunks]
@@ -164,6 +166,23 @@ def difference(
 # ── the steps ──
 
 
+def with_empty_caches(
+    layers: Sequence[LayerKind],
+    backend: AttentionBackend,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+) -> tuple[LayerBinding, ...]:
+    """Return bindings of the layers to caches of their own, of float32 zeros."""
+    groups = group_layers(list(layers))
+
+    def cache(group: int, _: int) -> Tensor:
+        shape = backend.block_shape(block_size, groups[group].num_kv_heads, groups[group].head_dim)
+        return torch.zeros(num_blocks, 2, *shape, device=device)
+
+    return bind_layers(groups, [layer.shape for layer in layers], cache)
+
+
 def _steps(lengths: Sequence[int]) -> tuple[tuple[PromptChunk, ...], ...]:
     """Return two steps: first chunks, then the last prompt's last token beside the longer rests of
     the others.
@@ -186,7 +205,7 @@ def _steps(lengths: Sequence[int]) -> tuple[tuple[PromptChunk, ...], ...]:
     return tuple(tuple(chunks) for chunks in (first, rest) if chunks)
 
 
-def _metadata(
+def metadata_of(
     chunks: Sequence[PromptChunk],
     window: int | None,
     num_blocks: int,
@@ -235,7 +254,7 @@ def _expected(
     )
     lengths = [min(length + past, max_length) for length in _LENGTHS]
     steps = _steps(lengths)
-    prompts = _prompts(model, lengths, seed)
+    prompts = random_prompts(model, lengths, seed)
     logits: dict[tuple[int, int], Tensor] = {}
     try:
         with attending_with(model, OWN, name):
@@ -270,7 +289,7 @@ def _own_logits(model: Any, prompt: Tensor, positions: list[int]) -> Tensor:
     return (logits if "logits_to_keep" in inputs else logits[rows]).float()
 
 
-def _prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...]:
+def random_prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     """Return prompts of random tokens, without those that the configuration names."""
     config, device = model.config, next(model.parameters()).device
     parts = [config.to_dict(), config.get_text_config().to_dict()]

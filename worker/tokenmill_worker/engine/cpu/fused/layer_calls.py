@@ -196,12 +196,15 @@ class LayerCalls:
         self.write.num_tokens = self.attend.num_tokens = num_tokens
 
     def bind(self, binding: LayerBinding, metadata: AttentionMetadata) -> None:
-        """Set the layer's cache, which does not move during an engine's life."""
+        """Set the layer's cache and scales, which do not move during an engine's life."""
         cache, shape = binding.cache, binding.shape
         for arguments in (self.write, self.attend):
             arguments.cache, arguments.kv_type = cache.data_ptr(), KV_TYPES[cache.dtype]
             arguments.block_stride, arguments.value_offset = cache.stride(0), cache.stride(1)
             arguments.block_size = metadata.block_size
+            scales = binding.scales
+            arguments.key_scales = None if scales is None else scales.key.data_ptr()
+            arguments.value_scales = None if scales is None else scales.value.data_ptr()
         self.attend.window = metadata.window or 0
         self.attend.scale, self.attend.softcap = shape.scale, shape.softcap or 0.0
 

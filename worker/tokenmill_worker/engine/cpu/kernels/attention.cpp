@@ -128,8 +128,7 @@ struct Attention {
         }
     }
 
-    // What `count` rows from r on, those of one register tile, see of the tile that begins at
-    // position `base`.
+    // What `count` rows from r on, of one register tile, see of the tile that begins at `base`.
     template <class K>
     Seen see(const Unit &u, int base, const KeyTile<K> &tile, int r, int count) const {
         Seen seen;
@@ -151,7 +150,7 @@ struct Attention {
     }
 
     void load_query(const Unit &u, float *query) const {
-        const float scale = a.scale * UNIT<T>;
+        const float scale = a.scale * UNIT<T> * (a.key_scales ? a.key_scales[u.head] : 1.0f);
         for (int t = 0; t < u.num_tokens; ++t) {
             const float *from =
                 a.query + (u.token + t) * a.query_stride + u.head * group * a.query_head_stride;
@@ -171,6 +170,7 @@ struct Attention {
             sum = sum * scale + both[1];
         }
         scale = sum == 0.0f ? 0.0f : scale / sum * UNIT<T>;
+        if (a.value_scales) scale *= a.value_scales[u.head];
         for (int d = 0; d < a.head_dim; ++d) out[d] = values[d] * scale;
     }
 
@@ -334,8 +334,7 @@ struct Attention {
 
 }  // namespace
 
-// 0 when done; otherwise the workspace was too small and the number of bytes that it takes is
-// returned.
+// Returns 0 when done, or the bytes of workspace that it takes where there are fewer.
 extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, PoolThread *thread) {
     const AttendArguments &a = *arguments;
     const int64_t missing =
@@ -346,5 +345,6 @@ extern "C" int64_t tokenmill_attend_member(const AttendArguments *arguments, Poo
     if (a.kv_type == 1) Attention<bf16>(a, plan, thread).run(thread);
     if (a.kv_type == 2) Attention<f16>(a, plan, thread).run(thread);
     if (a.kv_type == 3) Attention<f8>(a, plan, thread).run(thread);
+    if (a.kv_type == 4) Attention<f8e5>(a, plan, thread).run(thread);
     return 0;
 }

@@ -28,6 +28,8 @@ template <>
 constexpr int PARTS_OF<f16> = 2;
 template <>
 constexpr int PARTS_OF<f8> = 1;
+template <>
+constexpr int PARTS_OF<f8e5> = 1;
 
 // Right factors that are made.
 template <class T>

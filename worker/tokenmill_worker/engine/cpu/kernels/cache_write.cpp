@@ -17,12 +17,13 @@ struct WriteArguments {
         *rotated;  // [num_tokens, num_heads, head_dim]: the rotated queries; may be `query` itself
     void *cache;
     const int64_t *slots;
+    const float *key_scales, *value_scales;  // [num_kv_heads] each, or null: no scales
     int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
         value_head_stride, cos_stride;
     int64_t rotated_stride;
     int64_t block_stride, value_offset;
     int32_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
-    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
+    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: E4M3, 4: E5M2
 };
 
 namespace {
@@ -45,6 +46,15 @@ INLINE void rotate(const float *from, const float *cos, const float *sin, int ro
     }
     if (to != from)
         memcpy(to + rotary_dim, from + rotary_dim, sizeof(float) * (head_dim - rotary_dim));
+}
+
+// A head's keys or values, divided by their scale if there is one.
+template <class T>
+INLINE void put_head(T *to, const float *from, int dim, const float *scale) {
+    if (scale)
+        for (int d = 0; d < dim; ++d) put(to + d, from[d] / *scale);
+    else
+        for (int d = 0; d < dim; ++d) put(to + d, from[d]);
 }
 
 // One token: computed in scratch, then committed to the cache.
@@ -74,8 +84,9 @@ struct TokenWriter {
             const float *value = a.value + token * a.value_stride + head * a.value_head_stride;
             float rotated[MOST_DIMENSIONS];
             if (a.cos) rotate(key, cos, sin, a.rotary_dim, dim, rotated), key = rotated;
-            for (int d = 0; d < dim; ++d) put(keys + head * dim + d, key[d]);
-            for (int d = 0; d < dim; ++d) put(values + head * dim + d, value[d]);
+            const bool has_scales = a.key_scales;
+            put_head(keys + head * dim, key, dim, has_scales ? a.key_scales + head : nullptr);
+            put_head(values + head * dim, value, dim, has_scales ? a.value_scales + head : nullptr);
         }
         for (int head = 0; turns_queries() && head < a.num_heads; ++head)
             rotate(a.query + token * a.query_stride + head * a.query_head_stride, cos, sin,
@@ -122,7 +133,8 @@ extern "C" int64_t tokenmill_write_member(const WriteArguments *arguments, PoolT
         case 0: write<float>(*arguments, thread); break;
         case 1: write<bf16>(*arguments, thread); break;
         case 2: write<f16>(*arguments, thread); break;
-        default: write<f8>(*arguments, thread);
+        case 3: write<f8>(*arguments, thread); break;
+        default: write<f8e5>(*arguments, thread);
     }
     return 0;
 }

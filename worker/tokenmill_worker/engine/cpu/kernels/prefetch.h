@@ -17,12 +17,13 @@ struct AttendArguments {
                          // value_offset further
     const int32_t *query_start, *seq_lens, *block_table;
     const float *sinks;  // [num_heads] or null
+    const float *key_scales, *value_scales;  // [num_kv_heads] each, or null: no scales
     char *workspace;
     int64_t workspace_bytes, query_stride, query_head_stride, block_stride, value_offset,
         table_stride;
     int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     int32_t window;   // 0: none
-    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: 8 bits
+    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: E4M3, 4: E5M2
     int32_t uses_amx;  // where a unit has more than a few rows
     float scale, softcap;  // softcap 0: none
     mutable struct Plan *plan;  // of the row that runs
@@ -38,7 +39,7 @@ class Prefetch {
         at_ = end_ = values_ = nullptr;
         bytes_left_ = a ? MOST_BYTES : 0;
         if (!a) return;
-        static const int64_t BYTES[] = {4, 2, 2, 1};
+        static const int64_t BYTES[] = {4, 2, 2, 1, 1};
         item_ = BYTES[a->kv_type];
         first_ = (int32_t)((int64_t)a->num_seqs * part / parts),
         end_seq_ = (int32_t)((int64_t)a->num_seqs * (part + 1) / parts);

@@ -54,6 +54,9 @@ struct f8 {  // E4M3: 4 bits of exponent, 3 of fraction; up to 448, no infinitie
              // (Micikevicius et al. 2022)
     uint8_t bits;
 };
+struct f8e5 {  // E5M2, the upper byte of half precision: up to 57,344, with infinities and NaNs
+    uint8_t bits;
+};
 
 INLINE vf splat(float x) {
     return x - vf{};
@@ -143,6 +146,16 @@ INLINE vf load(const f8 *p) {
     return (vf)((vu)value | ((wide & 0x80) << 24));
 #endif
 }
+INLINE vf load(const f8e5 *p) {
+#if VW == 16
+    return (vf)_mm512_cvtph_ps(
+        _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p)), 8));
+#else
+    f16 halves[VW];
+    for (int i = 0; i < VW; ++i) halves[i].bits = (uint16_t)(p[i].bits << 8);
+    return load(halves);
+#endif
+}
 
 INLINE float get(const float *p) { return *p; }
 INLINE float get(const f8 *p) {  // as load()
@@ -168,6 +181,10 @@ INLINE float get(const f16 *p) {
     bits = (magnitude >= 0x0f800000u ? (magnitude | 0x7f800000u) : bits) | sign;
     memcpy(&x, &bits, 4);
     return x;
+}
+INLINE float get(const f8e5 *p) {
+    const f16 half{(uint16_t)(p->bits << 8)};
+    return get(&half);
 }
 
 INLINE void put(float *p, float x) { *p = x; }
@@ -216,6 +233,21 @@ INLINE void put(
     uint32_t value = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
     value = magnitude < 0x3c800000 ? small - 0x46800000 : value;
     value = magnitude >= 0x43e00000 ? 0x7e : value;
+    value = magnitude > 0x7f800000 ? 0x7f : value;
+    p->bits = (uint8_t)(value | bits >> 24 & 0x80);
+}
+INLINE void put(f8e5 *p, float x) {  // as for E4M3, at most 57,344
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t magnitude = bits & 0x7fffffff;
+    float y;
+    memcpy(&y, &magnitude, 4);
+    y += 128.0f;  // a subnormal's unit is this one's last bit
+    uint32_t small;
+    memcpy(&small, &y, 4);
+    uint32_t value = ((magnitude + 0xfffff + (magnitude >> 21 & 1)) >> 21) - (112 << 2);
+    value = magnitude < 0x38800000 ? small - 0x43000000 : value;
+    value = magnitude >= 0x47600000 ? 0x7b : value;
     value = magnitude > 0x7f800000 ? 0x7f : value;
     p->bits = (uint8_t)(value | bits >> 24 & 0x80);
 }

@@ -43,11 +43,11 @@ def prepare_queries(queries, cache, scale, HAS_SOFTCAP: tl.constexpr):
 
     A product of a query and a key, times the factor, is a logit: in base 2 where there is no
     softcap. Over keys of 8 bits, bfloat16 becomes float16: the device converts E4M3 to float16 in
-    one instruction, and to bfloat16 in four. Queries are then relative to their row's largest
-    number, so none is out of range.
+    one instruction, and to bfloat16 in four; E5M2 is the upper byte of a float16. Queries are then
+    relative to their row's largest number, so none is out of range.
     """
     factor = tl.full([queries.shape[0]], scale, tl.float32)
-    if cache.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
+    if cache.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype == tl.bfloat16:
         wide = queries.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(wide), 1), TINY)
         queries = (wide / largest[:, None]).to(tl.float16)
@@ -103,10 +103,10 @@ def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def halves_of(pairs):
-    """Return the first and the second E4M3 number of each pair of bytes."""
-    first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+def halves_of(pairs, TYPE: tl.constexpr):
+    """Return the first and the second number, of 8 bits, of each pair of bytes."""
+    first = (pairs & 0xFF).to(tl.uint8).to(TYPE, bitcast=True)
+    second = (pairs >> 8).to(tl.uint8).to(TYPE, bitcast=True)
     return first.to(tl.float16), second.to(tl.float16)
 
 
@@ -141,7 +141,7 @@ def attend_tiles(
     Values of 8 bits are loaded in pairs, as numbers of 16 bits: the device transposes operands of
     16 bits for a product, but none of 8.
     """
-    IS_PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
+    IS_PAIRED: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     WIDTH: tl.constexpr = 2 if IS_PAIRED else 1  # dimensions in a number that is loaded
     dims = tl.arange(0, HEAD_PAD)
     is_dim = dims < HEAD_DIM
@@ -170,7 +170,7 @@ def attend_tiles(
         is_value = (value_dims < HEAD_DIM // WIDTH)[None, :]
         loaded = load_tile(at, is_key[:, None], is_value, HEAD_DIM, HEAD_PAD, IS_FULL)
         if IS_PAIRED:
-            loaded, odd = halves_of(loaded)
+            loaded, odd = halves_of(loaded, cache.dtype.element_ty)
             odds = odds * shrink[:, None] + tl.dot(
                 weights, odd.to(queries.dtype), input_precision="ieee"
             )

@@ -27,7 +27,13 @@ from tokenmill_worker.engine.cuda.attention.launch_plan import (
 from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel
 from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 MAX_HEAD_DIM = 256
 
 

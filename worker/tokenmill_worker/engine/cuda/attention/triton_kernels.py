@@ -42,7 +42,7 @@ def attend_block(
     IS_DECODE: tl.constexpr,
 ):
     """Attend to a range of tiles; return maxima, sums and values of the rows."""
-    IS_PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
+    IS_PAIRED: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     largest = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
     values = tl.zeros([queries.shape[0], HEAD_PAD // 2 if IS_PAIRED else HEAD_PAD], tl.float32)

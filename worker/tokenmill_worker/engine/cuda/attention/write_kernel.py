@@ -13,19 +13,23 @@ def narrowed(values, TYPE: tl.constexpr):
     8 bits are rounded here: to nearest, ties to even, and at most to the largest number. A cast
     would round differently on some devices, beyond the largest number and where a carry occurs.
     """
-    if tl.float8e4nv == TYPE:
+    if TYPE.primitive_bitwidth == 8:
+        IS_E5M2: tl.constexpr = tl.float8e5 == TYPE
+        SHIFT: tl.constexpr = 21 if IS_E5M2 else 20  # of the fraction
+        BIAS: tl.constexpr = 448 if IS_E5M2 else 960
+        UNIT: tl.constexpr = 128.0 if IS_E5M2 else 16384.0  # its last bit: a subnormal's unit
+        UNIT_BITS: tl.constexpr = 0x43000000 if IS_E5M2 else 0x46800000
+        NORMAL: tl.constexpr = 0x38800000 if IS_E5M2 else 0x3C800000  # the smallest
+        LARGEST: tl.constexpr = 0x47600000 if IS_E5M2 else 0x43E00000
         bits = values.to(tl.float32).to(tl.uint32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
-        unit = (
-            magnitude.to(tl.float32, bitcast=True) + 16384.0
-        )  # its last bit is the unit of a subnormal
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-        kept = tl.where(
-            magnitude < 0x3C800000, unit.to(tl.uint32, bitcast=True) - 0x46800000, normal
-        )
-        kept = tl.where(magnitude >= 0x43E00000, 0x7E, kept)
+        unit = magnitude.to(tl.float32, bitcast=True) + UNIT
+        normal = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
+        normal = (normal >> SHIFT) - BIAS
+        kept = tl.where(magnitude < NORMAL, unit.to(tl.uint32, bitcast=True) - UNIT_BITS, normal)
+        kept = tl.where(magnitude >= LARGEST, 0x7B if IS_E5M2 else 0x7E, kept)
         kept = tl.where(magnitude > 0x7F800000, 0x7F, kept)
-        result = (kept | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        result = (kept | ((bits >> 24) & 0x80)).to(tl.uint8).to(TYPE, bitcast=True)
     else:
         result = values.to(TYPE)
     return result

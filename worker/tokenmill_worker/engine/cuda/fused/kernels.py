@@ -120,12 +120,14 @@ def turn_head(
     sin,
     is_token,
     eps,
+    factor,  # of the result, with scales
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """Norm a head, rotate it by halves and store it; dimensions beyond the two halves are only
     normed.
@@ -145,6 +147,8 @@ def turn_head(
         high = high * scale * weights_of_head(weight, OFFSET, HALF, HALF, HALF_PAD)
         if REST > 0:
             rest = rest * scale * weights_of_head(weight, OFFSET, 2 * HALF, REST, REST_PAD)
+    if HAS_SCALES:
+        low, high, rest = low * factor, high * factor, rest * factor
     low_cos = load_head(cos, is_token, 0, HALF, HALF_PAD)
     high_cos = load_head(cos, is_token, HALF, HALF, HALF_PAD)
     low_sin = load_head(sin, is_token, 0, HALF, HALF_PAD)
@@ -163,6 +167,8 @@ def rotate_and_write_kernel(
     cos,  # [num_tokens, 2 · HALF]
     sin,
     slots,
+    key_scales,  # [NUM_KV_HEADS], or none
+    value_scales,
     query_weight,
     key_weight,
     eps,
@@ -181,11 +187,16 @@ def rotate_and_write_kernel(
     REST_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Rotate and store a few tokens of one head per program: a query head, or a key head with its
     value head.
+
+    With scales, queries are multiplied by their key head's; keys and values are divided by theirs.
     """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    factor = 1.0
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1)
     is_token = token < num_tokens
@@ -194,15 +205,21 @@ def rotate_and_write_kernel(
     source = row + head * HEAD_DIM
     if head < NUM_HEADS:
         target = out + (token * NUM_HEADS + head) * HEAD_DIM
-        turn_head(source, target, query_weight, cos_at, sin_at, is_token, eps,
+        if HAS_SCALES:
+            factor = tl.load(key_scales + head // GROUP)
+        turn_head(source, target, query_weight, cos_at, sin_at, is_token, eps, factor,
                   HEAD_DIM, HALF, HALF_PAD, REST_PAD,
-                  HAS_NORM, OFFSET)  # fmt: skip
+                  HAS_NORM, OFFSET, HAS_SCALES)  # fmt: skip
     else:
         slot = tl.load(slots + token, mask=is_token, other=0).to(tl.int64)
         kept = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
         kept += (head - NUM_HEADS).to(tl.int64) * head_stride
-        turn_head(source, kept, key_weight, cos_at, sin_at, is_token, eps,
+        if HAS_SCALES:
+            factor = 1.0 / tl.load(key_scales + head - NUM_HEADS)
+        turn_head(source, kept, key_weight, cos_at, sin_at, is_token, eps, factor,
                   HEAD_DIM, HALF, HALF_PAD, REST_PAD,
-                  HAS_NORM, OFFSET)  # fmt: skip
+                  HAS_NORM, OFFSET, HAS_SCALES)  # fmt: skip
         values = load_head(source + NUM_KV_HEADS * HEAD_DIM, is_token, 0, HEAD_DIM, HEAD_PAD)
+        if HAS_SCALES:
+            values /= tl.load(value_scales + head - NUM_HEADS)
         store_head(kept + value_offset, values, is_token, 0, HEAD_DIM, HEAD_PAD)

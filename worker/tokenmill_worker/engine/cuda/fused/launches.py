@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tokenmill_worker.engine.attention import KVScales
 from tokenmill_worker.engine.cuda.fused.kernels import (
     gate_kernel,
     norm_kernel,
@@ -45,8 +46,8 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class CacheTarget:
-    """A layer's cache view and the slots of a step's tokens; strides are in elements, within a
-    block.
+    """A layer's cache view and scales, and the slots of a step's tokens; strides are in elements,
+    within a block.
     """
 
     cache: Tensor
@@ -54,6 +55,7 @@ class CacheTarget:
     block_size: int
     token_stride: int
     head_stride: int
+    scales: KVScales | None = None
 
 
 def add_and_norm(
@@ -110,11 +112,11 @@ def rotate_and_write(
     target: CacheTarget,
 ) -> Tensor:
     """Write rotated keys and values to the cache; return the rotated queries `[num_tokens,
-    num_heads, head_dim]`.
+    num_heads, head_dim]`, multiplied by their key head's scale where there are scales.
 
     `tables` are cosines and sines, `[num_tokens, rotary_dim]`.
     """
-    num_tokens, cache = packed.shape[0], target.cache
+    num_tokens, cache, scales = packed.shape[0], target.cache, target.scales
     out = torch.empty(
         (num_tokens, heads.num_heads, heads.head_dim), dtype=packed.dtype, device=packed.device
     )
@@ -126,6 +128,7 @@ def rotate_and_write(
     grid = (triton.cdiv(num_tokens, tokens), heads.num_heads + heads.num_kv_heads)
     rotate_and_write_kernel[grid](
         packed, out, cache, cos, sin, target.slots,
+        None if scales is None else scales.key, None if scales is None else scales.value,
         packed if norms is None else norms.query_weight,
         packed if norms is None else norms.key_weight,
         0.0 if norms is None else norms.eps, num_tokens,
@@ -134,7 +137,8 @@ def rotate_and_write(
         HEAD_DIM=heads.head_dim, HEAD_PAD=triton.next_power_of_2(heads.head_dim), HALF=half,
         HALF_PAD=triton.next_power_of_2(half),
         REST_PAD=triton.next_power_of_2(max(1, heads.head_dim - 2 * half)),
-        HAS_NORM=norms is not None, OFFSET=0.0 if norms is None else norms.offset, TOKENS=tokens,
+        HAS_NORM=norms is not None, OFFSET=0.0 if norms is None else norms.offset,
+        HAS_SCALES=scales is not None, TOKENS=tokens,
         num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
     return out

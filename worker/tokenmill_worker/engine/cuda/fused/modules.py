@@ -127,10 +127,13 @@ class DeviceAttention(nn.Module):
         strides = step.backend.token_and_head_strides(binding.cache)
         if strides is None:
             return None
-        metadata = step.metadata[binding.group]
-        target = CacheTarget(binding.cache, metadata.slot_mapping, metadata.block_size, *strides)
+        metadata, scales = step.metadata[binding.group], binding.scales
+        target = CacheTarget(
+            binding.cache, metadata.slot_mapping, metadata.block_size, *strides, scales
+        )
         query = rotate_and_write(packed, self.heads, tables, self.norms, target)
-        return step.backend.attend(query, binding.cache, metadata, binding.shape)
+        attended = step.backend.attend(query, binding.cache, metadata, binding.shape)
+        return attended if scales is None else scales.of_output(attended)
 
     def _attend_by_parts(self, packed: Tensor, tables: Tables, step: Any) -> Tensor:
         heads = self.heads
