@@ -14,7 +14,7 @@ PARTS = {
     "way": ("way",),
 }
 FORMS = tuple(PARTS)
-TEST_PROCESSES = 12  # fewer than a lent machine has cores: kernels are compiled in threads too
+TEST_PROCESSES = 12  # fewer than the machine has cores: kernels are compiled in threads too
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
     *("--steps", "4", "--prefill", "64", "--context", "20", "--long", "70"),

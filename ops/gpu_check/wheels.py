@@ -1,4 +1,4 @@
-"""Packages that a lent GPU machine lacks: fetched here as wheels, unpacked there without pip.
+"""Packages that a GPU machine without network lacks: fetched here, unpacked there without pip.
 
 The machine has Python 3.12, torch, transformers, triton, pytest and rich, and no network.
 """

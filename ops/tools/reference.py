@@ -77,8 +77,8 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "This page lists every setting of the worker, the engine and the background tasks, with"
-        " its type and default.",
+        "With this page you can set up the worker, the engine and the background tasks: it lists"
+        " every setting, with its type and default.",
         f"`{COMMAND}` writes it from `worker/tokenmill_worker/settings/`;"
         " a test fails when it is stale.",
         "",

@@ -64,6 +64,14 @@ def test_example_bytes_decode_to_the_json_beside_them(name: str) -> None:
     assert decode(msgpack.packb(shown_json)) == decode(packed) == reference_bytes.EXAMPLES[name]
 
 
+@pytest.mark.parametrize("page", sorted(GUIDES.glob("*.md")), ids=lambda page: page.stem)
+def test_a_guide_opens_with_what_the_reader_will_have(page: Path) -> None:
+    start = page.read_text(encoding="utf-8").split("\n\n")[1]
+    assert re.match(r"(At the end of|After|With) this page |In five minutes you ", start) or (
+        "After this page you " in start
+    )
+
+
 def test_a_producer_and_a_reader_take_60_lines_each() -> None:
     (python,) = re.findall(r"```python\n(.*?)\n```", PROTOCOL, re.DOTALL)
     producer, rest = python.split("class Reader:")
