@@ -34,13 +34,10 @@ TOOLS = [
 ]
 SCHEMAS = {"weather": CITY, "now": {"type": "object", "maxProperties": 0}}
 TOGETHER = 48  # jobs in the worker at once
-OTHER_FORMS = ("xml", "pythonic", "deepseek")
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["hermes", *(pytest.param(form, marks=pytest.mark.slow) for form in OTHER_FORMS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["hermes", "xml", "pythonic", "deepseek"])
 async def test_streamed_calls_join_to_valid_recorded_ones(
     redis_url: str, tmp_path: Path, form: str, rounds: int
 ) -> None:

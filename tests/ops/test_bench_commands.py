@@ -104,6 +104,7 @@ def until(start: str, lines: Iterator[str]) -> Iterator[str]:
             return
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = [
@@ -138,6 +139,7 @@ def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path
     )
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = measure(tmp_path, "service", "--workload", str(workload))

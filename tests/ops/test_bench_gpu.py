@@ -41,6 +41,7 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "
         "--attention", "reference", "--attention", "flash"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_whole_command_on_a_tiny_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -128,6 +128,7 @@ def test_a_long_table_is_cut_in_its_longest_outcome() -> None:
     assert lines[4] == "wordy: ok (2.0 s, 55 more lines in its log)"
 
 
+@pytest.mark.slow
 def test_failures_are_printed_as_they_happen(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(
         "def test_good(): pass\ndef test_bad(): assert 1 == 2, 'uneven'\n"

@@ -61,6 +61,7 @@ def test_the_packages_are_hidden(bare: dict[str, str]) -> None:
         run([sys.executable, "-c", "import redis"], bare)
 
 
+@pytest.mark.slow
 def test_the_tests_are_found(bare: dict[str, str]) -> None:
     pytest.importorskip("triton")
     found = run([str(ROOT / "ops" / "gpu-test"), "-m", "", "--collect-only"], bare)
@@ -72,6 +73,7 @@ def test_the_tests_are_found(bare: dict[str, str]) -> None:
         assert f"test_{name}" in found
 
 
+@pytest.mark.slow
 def test_what_a_cpu_can_run_of_them_passes(bare: dict[str, str]) -> None:
     pytest.importorskip("triton")
     chosen = ["-m", "", "-k", "test_devices or test_offloader or fails_by_itself or window"]
@@ -80,6 +82,7 @@ def test_what_a_cpu_can_run_of_them_passes(bare: dict[str, str]) -> None:
     assert "could not import 'xgrammar'" in printed
 
 
+@pytest.mark.slow
 def test_the_benchmark_and_the_stages_of_gpu_check_start(bare: dict[str, str]) -> None:
     pytest.importorskip("triton")
     printed = run([sys.executable, "-m", "ops.benchmarks", "gpu", "--help"], bare)

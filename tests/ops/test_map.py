@@ -1,14 +1,14 @@
-"""The map of rooms is that of the tree, names each room and its imports, and refuses a cycle."""
+"""The map of rooms names each room and its imports, and refuses a cycle.
 
+`ops/check` holds the page against the tree.
+"""
+
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ops.tools import map as rooms
-
-
-def test_the_page_has_the_map_of_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rooms.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_a_stale_page_is_reported_and_rewritten(
@@ -17,6 +17,7 @@ def test_a_stale_page_is_reported_and_rewritten(
     page = tmp_path / "architecture.md"
     page.write_text(f"before\n{rooms.BEGIN}\nold\n{rooms.END}\nafter\n")
     monkeypatch.setattr(rooms, "PAGE", page)
+    monkeypatch.setattr(rooms, "drawn", cache(rooms.drawn))
     assert rooms.main(["--check"]) == 1
     assert "python ops/tools/map.py" in capsys.readouterr().out
     assert rooms.main([]) == 0

@@ -119,6 +119,7 @@ def test_the_client_s_wheel_holds_neither_worker_nor_migrations(
     assert {name.partition("/")[0] for name in files} == {"tokenmill", "tokenmill_schemas"}
 
 
+@pytest.mark.slow
 def test_an_application_with_modules_of_the_folders_names_uses_client_and_worker(
     wheel: Path, application: Path, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ print(tokenmill_worker.__file__, tokenmill_migrations.__file__)
     assert (application / "a.db").exists()
 
 
+@pytest.mark.slow
 def test_the_client_alone_serves_an_application(
     client_wheel: Path, application: Path, tmp_path: Path
 ) -> None:

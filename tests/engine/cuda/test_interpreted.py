@@ -72,6 +72,7 @@ def without_fast() -> list[str]:
     return [word for name in FAST[3:] for word in ("--deselect", name)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels() -> None:
     pytest.importorskip("triton")

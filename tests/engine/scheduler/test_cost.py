@@ -80,6 +80,7 @@ def test_the_batch_costs_in_proportion() -> None:
     assert large <= 8 * small
 
 
+@pytest.mark.slow
 def test_ending_a_large_backlog_is_not_quadratic() -> None:
     loop = filled("priority", 20_000)
     for index in range(19_990):

@@ -141,6 +141,7 @@ def test_one_openmp_runtime_in_the_process(
     assert runtimes == [str(loaded_openmp())]
 
 
+@pytest.mark.slow
 def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
     """sentencepiece maps a runtime of its own, before or after torch."""
     if (
@@ -164,6 +165,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     assert cache_folder(tmp_path) == tmp_path / "kernels"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in SOURCES.glob("*.cpp")))
 @pytest.mark.parametrize("march", ["sapphirerapids", "icelake-server", "x86-64"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")

@@ -12,6 +12,7 @@ from tests.engine.sampling.helpers import CPU, ToyModel, draw_to_end
 from tests.text.chat.test_tools import FORMATS
 from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarError
 from tokenmill_worker.engine.sequence import Sequence
@@ -70,7 +71,10 @@ def drawn(
 ) -> list[int]:
     params = SamplingParams(temperature=1.0, response_format=wanted)
     sequence = Sequence("r", [1, 2, 3, *resumed], 3, params, seed=seed)
-    sampler, model = Sampler(len(VOCAB), CPU, frozenset({EOS}), compiler), Caller(len(VOCAB), 64)
+    sampler, model = (
+        Sampler(len(VOCAB), CPU, frozenset({EOS}), compiler, DrawKernel()),
+        Caller(len(VOCAB), 64),
+    )
     return draw_to_end(sampler, model, sequence, EOS)
 
 

@@ -18,6 +18,7 @@ from tokenmill_schemas.chat import Message
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult
+from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.model.vocabulary import vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engine.sequence import Sequence
@@ -87,7 +88,10 @@ def read(form: AnswerForm, ids: abc.Sequence[int]) -> tuple[ChoiceResult, JobOut
 def drawn(compiler: GrammarCompiler, params: SamplingParams, seed: int) -> list[int]:
     params = SamplingParams(temperature=1.0, response_format=params.response_format)
     sequence = Sequence("r", [1, 2, 3], 3, params, seed=seed)
-    sampler, model = Sampler(EOS + 1, CPU, frozenset({EOS}), compiler), Caller(EOS + 1, 64)
+    sampler, model = (
+        Sampler(EOS + 1, CPU, frozenset({EOS}), compiler, DrawKernel()),
+        Caller(EOS + 1, 64),
+    )
     return draw_to_end(sampler, model, sequence, EOS)
 
 
