@@ -158,7 +158,7 @@ def test_a_step_that_succeeds_between_clears_the_engine() -> None:
 class Ahead:
     """An asynchronous runner: the launches and finishes with these numbers fail, each once."""
 
-    info = SimpleNamespace(is_asynchronous=True)
+    info = SimpleNamespace(is_asynchronous=True, draft=None)
 
     def __init__(self, launches: set[int], finishes: set[int]) -> None:
         self._launches, self._finishes = launches, finishes

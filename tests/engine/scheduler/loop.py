@@ -104,7 +104,7 @@ class FakeRunner:
         # a failed step has been launched and its result not been asked for
         self._has_failed = False
         self._num_failures = 0
-        self.info = SimpleNamespace(is_asynchronous=loop.is_async)
+        self.info = SimpleNamespace(is_asynchronous=loop.is_async, draft=None)
         self.known: set[Sequence] = set()  # launched and not released: a runner keeps rows for them
         self._released: list[Sequence] = []
 

@@ -6,6 +6,9 @@ read *kernel blocks* of `block_size` tokens, which are the parts of a block:
 
     5 sliding layers   │ 16 tokens of 5 layers                                     │
     1 full layer       │ 16 tokens │ 16 tokens │ 16 tokens │ 16 tokens │ 16 tokens │
+
+The layers of a draft model lie beside those of one group: a kernel block holds the same tokens of
+both models, so one block table serves both.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class LayerGroup:
     """Layers with the same KV shape that share block ids.
 
     `window` is in tokens; None: full attention. `kernel_blocks` is the number of kernel blocks in
-    one block of the pool.
+    one block of the pool. `drafts` are the groups of a draft model that lie beside these layers.
     """
 
     layers: tuple[int, ...]
@@ -32,11 +35,17 @@ class LayerGroup:
     head_dim: int
     window: int | None = None
     kernel_blocks: int = 1
+    drafts: tuple[LayerGroup, ...] = ()
+
+    @property
+    def own_size(self) -> int:
+        """The numbers cached per token: keys and values of the group's own layers."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim
 
     @property
     def token_size(self) -> int:
-        """The numbers cached per token: keys and values of all layers."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim
+        """The numbers cached per token, a draft model's included."""
+        return self.own_size + sum(group.own_size for group in self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,23 @@ def with_common_blocks(groups: Seq[LayerGroup]) -> tuple[LayerGroup, ...]:
     _, counts = min(found[-1:] if found[-1][0] <= _ACCEPTED_WASTE else found)
     return tuple(
         replace(group, kernel_blocks=count) for group, count in zip(groups, counts, strict=True)
+    )
+
+
+def with_drafts(
+    groups: Seq[LayerGroup], drafts: tuple[LayerGroup, ...]
+) -> tuple[LayerGroup, ...] | None:
+    """Return the groups with a draft model's groups beside the first one of full attention; None if
+    every group has a window, whose blocks are freed while a draft model may still read them.
+    """
+    host = next((index for index, group in enumerate(groups) if group.window is None), None)
+    if host is None:
+        return None
+    return with_common_blocks(
+        [
+            replace(group, drafts=drafts) if index == host else group
+            for index, group in enumerate(groups)
+        ]
     )
 
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Literal
 
 from tokenmill_schemas.generation import LogprobsMode
 from tokenmill_worker.engine.machine import total_memory
 from tokenmill_worker.engine.name_table import read_table
 from tokenmill_worker.engine.prefill_limits import PrefillLimits
+from tokenmill_worker.engine.setting_fields import choices, setting
 from tokenmill_worker.engine.types import SchedulingPolicy
 
 GIB = 1 << 30
 AttentionName = Literal["auto", "reference", "cpu", "triton", "flash", "torch_varlen"]
 Quantization = Literal["int8", "int4", "fp8"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-T = TypeVar("T")
 
 
 class EngineConfigError(ValueError):
@@ -30,17 +29,6 @@ class EngineConfigError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
-
-
-def setting(default: T, help_text: str, *, minimum: int | None = None) -> T:
-    """Return a field of EngineConfig.
-
-    Args:
-        default: the value if none is given.
-        help_text: the setting's line in `--help` and in the settings guide.
-        minimum: the smallest value allowed. None: no limit, or one in `EngineConfig.problems`.
-    """
-    return field(default=default, metadata={"help": help_text, "minimum": minimum})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +167,11 @@ class EngineConfig:
         "most draft tokens of a sequence in a step, from its own text; 0: off",
         minimum=0,
     )
+    draft_model: str | None = setting(
+        None,
+        "a smaller model with the same tokenizer, named as the model is: it drafts up to "
+        "speculative-tokens per step, beside the prompt, while that pays",
+    )
     cuda_graphs: bool | None = setting(
         None, "replay steps as CUDA graphs (default: on where CUDA is, on one rank)"
     )
@@ -217,11 +210,11 @@ class EngineConfig:
                 found.append(sentence)
 
         require(bool(self.model), "model must not be empty")
-        for name, choices in _choices().items():
+        for name, allowed in choices(EngineConfig).items():
             value = getattr(self, name)
             require(
-                value in choices,
-                f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}",
+                value in allowed,
+                f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}",
             )
         for item in dataclasses.fields(self):
             name, value, minimum = item.name, getattr(self, item.name), item.metadata["minimum"]
@@ -260,7 +253,11 @@ class EngineConfig:
             f"max_cached_loras ({self.max_cached_loras}) must be at least "
             f"max_loras ({self.max_loras})",
         )
-        for name in ("adapters", "async_batching"):
+        require(
+            not (self.draft_model and self.async_batching),
+            "draft_model cannot be used with async_batching: it drafts between two steps",
+        )
+        for name in ("adapters", "async_batching", "draft_model"):
             is_wrong = getattr(self, name) and self.tensor_parallel
             require(not is_wrong, f"{name} cannot be used with tensor_parallel")
         try:
@@ -294,6 +291,8 @@ class EngineConfig:
             found.append(sentence + "long_prefill_token_threshold: no prompt counts as long")
         if self.calculate_kv_scales and not self.has_narrow_kv:
             found.append(f"calculate_kv_scales needs 8 bits, not kv_dtype {self.kv_dtype}")
+        if self.draft_model and not self.speculative_tokens:
+            found.append("draft_model does nothing without speculative_tokens: set it to 4")
         return found
 
     @property
@@ -331,14 +330,3 @@ class EngineConfig:
 
     def replace(self, **changes: object) -> EngineConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-
-@lru_cache
-def _choices() -> dict[str, tuple[object, ...]]:
-    """Return the allowed values of each setting that takes one of a few values."""
-    found: dict[str, tuple[object, ...]] = {}
-    for name, hint in get_type_hints(EngineConfig).items():
-        kinds = (hint,) if get_origin(hint) is Literal else get_args(hint)
-        if kinds and all(get_origin(kind) is Literal or kind is type(None) for kind in kinds):
-            found[name] = tuple(value for kind in kinds for value in get_args(kind) or (None,))
-    return found

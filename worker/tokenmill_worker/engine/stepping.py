@@ -1,5 +1,7 @@
 """Runs steps one after the other: the scheduler plans, the runner executes, the scheduler commits.
 
+A draft model, if there is one, drafts before a step is planned.
+
 On an asynchronous device the next step is planned and launched before the last one's tokens reach
 the host.
 
@@ -47,6 +49,8 @@ class StepExecutor:
         return self._finish(*previous, StepPlan(-1, ()))
 
     def _execute(self) -> list[TokenEvent]:
+        if self._runner.info.draft is not None:
+            self._runner.info.draft(self._scheduler.lookahead)
         plan = self._scheduler.plan()
         if plan.is_empty:
             return []

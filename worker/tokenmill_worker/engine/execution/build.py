@@ -22,6 +22,7 @@ from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.lora import Adapters
 from tokenmill_worker.engine.model import model_files, probe
+from tokenmill_worker.engine.model.draft_loader import load_draft_model
 from tokenmill_worker.engine.model.loader import LoadedModel, describe_model, load_model
 from tokenmill_worker.engine.model.vocabulary import vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler
@@ -45,7 +46,7 @@ def load_model_runner(
     path = model_files.resolve(config.model, cache_dir, report, config.trust_remote_code)
     report(f"loading {config.model}", 0.0)
     loaded = load_model(path, config, pick_device(config.device), report)
-    return build_runner(loaded, config, report)
+    return build_runner(loaded, config, report, cache_dir)
 
 
 def runner_of_model(model: Any, config: EngineConfig) -> ModelRunner:
@@ -66,10 +67,12 @@ def build_runner(
     loaded: LoadedModel,
     config: EngineConfig,
     on_progress: ProgressCallback | None = None,
+    cache_dir: str | None = None,
 ) -> ModelRunner:
-    """Build a runner for a loaded model: choose attention, size and allocate the cache.
+    """Build a runner for a loaded model: choose attention, load a draft model, size and allocate
+    the cache.
 
-    Raises EngineConfigError.
+    Raises EngineConfigError, and OSError if the draft model is not found.
     """
     report = on_progress or _ignore
     device = loaded.device
@@ -88,6 +91,11 @@ def build_runner(
     config = config.replace(
         block_size=backend.block_size_of(config.block_size, device.torch_device)
     )
+    drafts = None
+    if config.draft_model is not None:
+        loaded, drafts = load_draft_model(
+            config.draft_model, loaded, config, dtype, backend, cache_dir, report
+        )
     config = with_step_that_fits(given, config, loaded, backend, dtype)
     cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
     if config.tensor_parallel:
@@ -120,7 +128,10 @@ def build_runner(
         ),
         graphed_decodes=device.graph_sizes(config, length).decodes,
     )
-    return ModelRunner(loaded, info, backend, pool, host_pool, grammars, adapters)
+    runner = ModelRunner(loaded, info, backend, pool, host_pool, grammars, adapters, drafts)
+    if runner.draft_model is not None:
+        runner.draft_model.warm_up()
+    return runner
 
 
 def pick_device(name: str) -> Device:
@@ -144,6 +155,8 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     """Return the configuration with every "auto" resolved."""
     dtype = str(loaded.dtype).removeprefix("torch.")
     queues_work = loaded.device.is_asynchronous
+    # a draft model drafts between two steps
+    may_run_ahead = queues_work and config.draft_model is None
     return config.with_step_sizes(on_gpu=loaded.device.is_asynchronous).replace(
         dtype=dtype,
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
@@ -156,7 +169,7 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
             else config.cuda_graphs
         ),
         # the other ranks receive a token with the next plan
-        async_batching=(queues_work if config.async_batching is None else config.async_batching)
+        async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
         and not config.tensor_parallel,
     )
 
@@ -196,6 +209,7 @@ def _description(config: EngineConfig, cache_config: CacheConfig, pool: KVCacheP
     return (
         f"{config.model} on {config.device}, {config.dtype}, attention {config.attention}, "
         f"{blocks} blocks of {config.block_size} tokens ({pool.num_bytes / 2**30:.2f} GiB)"
+        + (f", drafts by {config.draft_model}" if config.draft_model else "")
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engine.attention import AttentionBackend
 from tokenmill_worker.engine.device import Graphs, StepInputs
+from tokenmill_worker.engine.execution.draft_model import DraftModel
 from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
 from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.kv.offloader import Offloader
@@ -64,6 +65,7 @@ class ModelRunner:
         host_pool: KVCachePool | None = None,
         grammars: GrammarCompiler | None = None,
         adapters: Adapters | None = None,
+        draft_model: LoadedModel | None = None,
     ) -> None:
         config, device, length = info.config, loaded.device, info.max_model_len
         self._grammars = grammars
@@ -83,11 +85,18 @@ class ModelRunner:
             grammars,
             device.token_kernel(config),
         )
+        self.draft_model = (
+            None
+            if draft_model is None
+            else DraftModel(draft_model, info, backend, pool, self._sampler)
+        )
         self._drafts = Drafts(
             self._sampler.forced_tokens,
             PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
+            {} if self.draft_model is None else self.draft_model.guesses,
         )
-        self.info = replace(info, proposer=self._drafts)
+        draft = None if self.draft_model is None else self.draft_model.draft
+        self.info = replace(info, proposer=self._drafts, draft=draft)
         self._previous: PreviousTokens | None = None
         self.graphs: Graphs | None = device.graphs(self.forward, config, length)
 
@@ -164,6 +173,8 @@ class ModelRunner:
                 step.done.synchronize()
             return StepOutput(step.plan.step_id, (), (), errors, scores)
         tokens, logprobs, failed = step.sampled.finish()
+        if self.draft_model is not None:
+            self.draft_model.end(step.plan, tokens)
         errors |= {step.indices[i]: error for i, error in failed.items()}
         return StepOutput(step.plan.step_id, tokens, logprobs, errors, scores)
 
@@ -202,6 +213,8 @@ class ModelRunner:
             self._inputs.release(sequence)
             self._sampler.release(sequence)
             self._drafts.release(sequence)
+            if self.draft_model is not None:
+                self.draft_model.release(sequence)
 
     def is_alive(self) -> bool:
         """Return whether the device works; after a permanent failure every call on it fails."""

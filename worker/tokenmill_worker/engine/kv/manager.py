@@ -63,9 +63,9 @@ class KVManager:
         """Return the position (≤ end) up to which `grow` would succeed now."""
         positions = range(sequence.num_slots, end + 1)
         free = self.pool.num_free
-        return positions[bisect_right(positions, free, key=lambda p: self._lacks(sequence, p)) - 1]
+        return positions[bisect_right(positions, free, key=lambda p: self.lacks(sequence, p)) - 1]
 
-    def _lacks(self, sequence: Sequence, end: int) -> int:
+    def lacks(self, sequence: Sequence, end: int) -> int:
         """Return how many blocks the sequence lacks for the positions below `end`."""
         tables = zip(sequence.block_tables, self.block_sizes, strict=True)
         return sum(max(0, -(-end // size) - len(table)) for table, size in tables)
@@ -182,7 +182,7 @@ class KVManager:
 
         Return False, and change nothing, if the blocks do not suffice.
         """
-        if self._lacks(sequence, end) > self.pool.num_free:
+        if self.lacks(sequence, end) > self.pool.num_free:
             return False
         self._extend(sequence, [-(-end // size) for size in self.block_sizes])
         return True

@@ -44,11 +44,13 @@ class KVCachePool:
     """`blocks` is `[num_blocks, numbers_in_block]`.
 
     `groups[g]` views the same memory as group g's kernel blocks:
-    `[num_blocks · kernel_blocks, num_layers, 2, *block_shape]`.
+    `[num_blocks · kernel_blocks, num_layers, 2, *block_shape]`. So does `drafts[g]` for group g of
+    a draft model.
     """
 
     blocks: Tensor
     groups: tuple[Tensor, ...]
+    drafts: tuple[Tensor, ...] = ()
 
     @classmethod
     def allocate(
@@ -62,13 +64,19 @@ class KVCachePool:
     ) -> KVCachePool:
         numbers = numbers_in_block(groups, block_size)
         memory = device.allocate(num_blocks * numbers * dtype.itemsize).view(dtype)
-        views = []
+        views: list[Tensor] = []
+        drafts: list[Tensor] = []
         for group in groups:
-            shape = backend.block_shape(block_size, group.num_kv_heads, group.head_dim)
             count = num_blocks * group.kernel_blocks
-            filled = memory.view(count, -1)[:, : block_size * group.token_size]
-            views.append(filled.view(count, len(group.layers), 2, *shape))
-        return cls(memory.view(num_blocks, numbers), tuple(views))
+            rows = memory.view(count, -1)
+            start = 0
+            for part in (group, *group.drafts):
+                shape = backend.block_shape(block_size, part.num_kv_heads, part.head_dim)
+                stop = start + block_size * part.own_size
+                view = rows[:, start:stop].view(count, len(part.layers), 2, *shape)
+                (views if part is group else drafts).append(view)
+                start = stop
+        return cls(memory.view(num_blocks, numbers), tuple(views), tuple(drafts))
 
     def touch(self) -> None:
         """Write to every block of an empty pool, so that no later step waits for page faults."""
@@ -77,6 +85,10 @@ class KVCachePool:
     def layer(self, group: int, index: int) -> Tensor:
         """Return a view of the group's index-th layer: `[num_kernel_blocks, 2, *block_shape]`."""
         return self.groups[group][:, index]
+
+    def draft_layer(self, group: int, index: int) -> Tensor:
+        """Return the same of a draft model's layer."""
+        return self.drafts[group][:, index]
 
     @property
     def num_bytes(self) -> int:

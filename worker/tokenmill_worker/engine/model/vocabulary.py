@@ -21,6 +21,10 @@ class Vocabulary:
     encode: Callable[[str], Sequence[int]]
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
 def vocabulary(
     folder: Path, vocab_size: int, stop_token_ids: frozenset[int], trust_remote_code: bool
 ) -> Vocabulary | None:
@@ -28,8 +32,7 @@ def vocabulary(
 
     `vocab_size` is the width of the logits.
     """
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    if not has_tokenizer or importlib.util.find_spec("xgrammar") is None:
+    if not has_tokenizer(folder) or importlib.util.find_spec("xgrammar") is None:
         return None
     import xgrammar
     from transformers import AutoTokenizer
@@ -42,6 +45,31 @@ def vocabulary(
     added = (id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special)
     special = sorted({*tokenizer.all_special_ids, *added})
     return Vocabulary(info, tuple(special), _encoder(tokenizer))
+
+
+def differing_token(folder: Path, other: Path, trust_remote_code: bool) -> str | None:
+    """Say which token has another id in the other folder's tokenizer; None: none, or no tokenizer.
+
+    Tokens that were added to a vocabulary do not count: models that share one add their own.
+    """
+    folders = (folder, other)
+    if folder == other or not all(map(has_tokenizer, folders)):
+        return None
+    from transformers import AutoTokenizer
+
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(one, trust_remote_code=trust_remote_code) for one in folders
+    )
+    added, ids = ours.get_added_vocab(), theirs.get_vocab()
+    differing = (
+        (token, id_)
+        for token, id_ in ours.get_vocab().items()
+        if token not in added and ids.get(token) != id_
+    )
+    found = min(differing, key=lambda pair: pair[1], default=None)
+    if found is None:
+        return None
+    return f"{found[0]!r} is token {found[1]} here, {ids.get(found[0], 'none')} there"
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:

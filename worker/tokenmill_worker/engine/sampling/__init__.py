@@ -4,6 +4,8 @@ Belongs here: parameters, penalties, noise, truncation, grammars, drafts, and lo
 given tokens. Kernels that sample belong to `cpu` and `cuda`.
 """
 
+from tokenmill_worker.engine.sampling.acceptance import AcceptanceLimit
+from tokenmill_worker.engine.sampling.draft_gain import DraftGain
 from tokenmill_worker.engine.sampling.drafts import Drafts
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
@@ -12,6 +14,8 @@ from tokenmill_worker.engine.sampling.sampler import Layout, Sampler
 from tokenmill_worker.engine.sampling.scores import ScoredRows, Scores
 
 __all__ = [
+    "AcceptanceLimit",
+    "DraftGain",
     "Drafts",
     "GrammarCompiler",
     "GrammarError",

@@ -1,4 +1,5 @@
-"""Draft tokens of a sequence: those that its grammar forces, else those of prompt lookup.
+"""Draft tokens of a sequence: those that its grammar forces, else a draft model's, else those of
+prompt lookup.
 
 Forced tokens need no guess: where a grammar leaves one way, they are its text as the tokenizer cuts
 it. The model draws each of them all the same, so an answer is what it would have been without
@@ -7,7 +8,7 @@ drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
@@ -17,20 +18,26 @@ MAX_FORCED: Final = 16  # forced tokens in one step
 
 
 class Drafts:
-    """Proposes drafts for the scheduler: `forced_tokens` gives those of a grammar."""
+    """Proposes drafts for the scheduler: `forced_tokens` gives those of a grammar, `guesses` has
+    those of a draft model for the step that is planned.
+    """
 
     def __init__(
         self,
         forced_tokens: Callable[[Sequence], tuple[int, ...]],
         lookup: PromptLookup | None,
+        guesses: Mapping[Sequence, tuple[int, ...]],
     ) -> None:
         self._forced_tokens = forced_tokens
         self._lookup = lookup
+        self._guesses = guesses
 
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
         """Return tokens that may follow those of the sequence that the host has; () for none."""
         if forced := self._forced_tokens(sequence):
             return forced[:MAX_FORCED]
+        if guess := self._guesses.get(sequence):
+            return guess
         return () if self._lookup is None else self._lookup(sequence)
 
     def release(self, sequence: Sequence) -> None:

@@ -43,7 +43,12 @@ class Layout(NamedTuple):
     def takes_argmax(self) -> bool:
         """Return whether every row needs only its highest logit."""
         batch = self.batch
-        return batch.prepared.is_greedy and not batch.is_edited and batch.logprobs is None
+        return self.is_greedy and not batch.is_edited and batch.logprobs is None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether every row takes the highest of its logits, edited or not."""
+        return self.batch.prepared.is_greedy
 
 
 class Sampler:
@@ -143,6 +148,19 @@ class Sampler:
         `token_ids` and `peaks` are [rows].
         """
         return Sampled.start(token_ids, peaks, None, layout.spans, {})
+
+    def guess(self, logits: Tensor, layout: Layout) -> Tensor:
+        """Return the tokens `[rows]` that `sample` would draw if nothing edited the logits.
+
+        Logits of another vocabulary's width are cut, or count as impossible where they lack.
+        """
+        lacking = self.vocab_size - logits.shape[1]
+        if lacking > 0:
+            logits = torch.nn.functional.pad(logits, (0, lacking), value=-torch.inf)
+        logits = logits[:, : self.vocab_size]
+        if logits.dtype != torch.float32 and not self._takes_any_dtype:
+            logits = logits.float()
+        return layout.batch.prepared.draw(logits, layout.positions)[0]
 
     # ── what is drawn ──
 

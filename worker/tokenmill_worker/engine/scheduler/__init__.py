@@ -4,6 +4,7 @@ Belongs here: the queue, admission, budgets, preemption, commit. Which block hol
 `kv`; how a plan is executed belongs to `execution`.
 """
 
+from tokenmill_worker.engine.scheduler.lookahead import Lookahead
 from tokenmill_worker.engine.scheduler.scheduler import Scheduler
 
-__all__ = ["Scheduler"]
+__all__ = ["Lookahead", "Scheduler"]

@@ -16,6 +16,7 @@ from tokenmill_worker.engine.kv.manager import KVManager
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler.admission import num_for_urgent
 from tokenmill_worker.engine.scheduler.committer import Committer
+from tokenmill_worker.engine.scheduler.lookahead import Lookahead
 from tokenmill_worker.engine.scheduler.planner import Planner
 from tokenmill_worker.engine.scheduler.queues import (
     FifoQueue,
@@ -97,6 +98,7 @@ class Scheduler:
         self._planned_at: dict[int, float] = {}
         self._committed_at = 0.0
         self._committer = Committer(self._state)
+        self.lookahead = Lookahead(self._state)
 
     # ── requests ──
 
