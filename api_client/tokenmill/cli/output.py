@@ -46,9 +46,12 @@ def err() -> Console:
 
 
 def complain(sentence: str, kind: str = "error") -> None:
-    """Print `Error: …` on stderr, in one line."""
+    """Print `Error: …` on stderr: in one line, on a terminal wrapped between words."""
     line = Text(f"{kind.capitalize()}: ", style="bold red" if kind == "error" else "bold yellow")
-    err().print(line.append(sentence, style="not bold default"))
+    console = err()
+    console.print(
+        line.append(sentence, style="not bold default"), soft_wrap=not console.is_terminal
+    )
 
 
 def hanging(words: Text, indent: int) -> Text:

@@ -23,6 +23,21 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int, *, is_terminal: bool) -
     return file.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(("is_terminal", "num_lines"), [(True, 2), (False, 1)])
+def test_a_complaint_is_wrapped_between_words_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, num_lines: int
+) -> None:
+    file = io.StringIO()
+    console = Console(
+        file=file, width=40, force_terminal=is_terminal, color_system=None, soft_wrap=True
+    )
+    monkeypatch.setattr(output, "err", lambda: console)
+    output.complain("`tokenmill dev` starts a server and a worker")
+    lines = file.getvalue().splitlines()
+    assert len(lines) == num_lines
+    assert " ".join(map(str.strip, lines)) == "Error: `tokenmill dev` starts a server and a worker"
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 def test_a_terminal_has_one_line_for_each_row_and_ids_whole(
     monkeypatch: pytest.MonkeyPatch, width: int

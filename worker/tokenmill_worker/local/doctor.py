@@ -77,6 +77,7 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
 def _redis(settings: Settings) -> Iterator[Finding]:
     from redis.exceptions import AuthenticationError
 
+    from tokenmill.base import translate
     from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
 
     address = settings.public()["redis_url"]
@@ -89,7 +90,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         hint = "start it, or set TOKENMILL_REDIS_URL; `tokenmill dev` brings one"
         if isinstance(error, AuthenticationError):
             hint = "TOKENMILL_REDIS_URL has the user and the password: redis://user:password@host:6379/0"
-        yield Finding("redis", "error", f"{address}: {error}", hint)
+        yield Finding("redis", "error", f"{address}: {translate(error)}", hint)
         return
     try:
         yield from _redis_server(client, f"{address}, {elapsed * 1000:.1f} ms away")

@@ -98,7 +98,7 @@ def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
     marks: list[tuple[str, str] | str] = []
     if not queue.workers:
         words = "and jobs are waiting" if queue.waiting else "nothing is waiting either"
-        marks += [(" NO WORKER IS ALIVE ", "bold white on red"), f" {words}"]
+        marks += [(" NO WORKER IS ALIVE ", "bold red reverse"), f" {words}"]
     elif any(
         worker.problems for worker in queue.workers if worker.model
     ):  # a worker that is loading has no model yet
@@ -106,7 +106,7 @@ def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
     else:
         marks += [("●", "green"), f" {count(len(queue.workers), 'worker')}"]
     if queue.dead:
-        marks += ["  ", (f" {queue.dead} DEAD ", "bold white on red")]
+        marks += ["  ", (f" {queue.dead} DEAD ", "bold red reverse")]
     return marks
 
 

@@ -44,7 +44,7 @@ def trouble(message: str, since: str, last: Sequence[Look], width: int) -> Group
     """Draw the state in which the server does not answer: the error, and the last state that was
     read, marked as old.
     """
-    head = Text.assemble((" NO CONNECTION ", "bold white on red"), f"  since {since}, trying again")
+    head = Text.assemble((" NO CONNECTION ", "bold red reverse"), f"  since {since}, trying again")
     words = Text(message, style="red", overflow="fold")
     if not last:
         return Group(head, words)
