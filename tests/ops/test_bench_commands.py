@@ -18,7 +18,7 @@ from ops.benchmarks.compare.comparison import options_for
 from ops.benchmarks.measure.protocol import EngineOptions
 
 REQUESTS = [
-    {"prompt": [65 + number, 66, 67, 68 + number], "max_tokens": 5 + number} for number in range(6)
+    {"prompt": [65 + number, 66, 67, 68 + number], "max_tokens": 50 + number} for number in range(6)
 ]
 
 
@@ -50,10 +50,10 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     record = measure(tmp_path, "engine", "--workload", str(workload), "--set", "block_size=8")
     first, second = record["rounds"]["letters"]["tokenmill"]
     assert (
-        first["steps"] == second["steps"] == 10
-    )  # the prompts in one step, which gives the first of 10 tokens
+        first["steps"] == second["steps"] == 55
+    )  # the prompts in one step, which gives the first of 55 tokens
     assert first["batch_max"] == 6
-    assert first["output_tok_s"] == pytest.approx(45 / first["wall_s"])
+    assert first["output_tok_s"] == pytest.approx(315 / first["wall_s"])
     assert first["cached_tokens"] == second["cached_tokens"] == 0, (
         "a round must not find the earlier one's prompts"
     )
