@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ops.benchmarks.measure.scoring import Scorer
+from ops.benchmarks.commands.quality import measure
 from ops.model_families import trial
 from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import SamplingParams
@@ -67,15 +67,15 @@ def test_scales_of_the_checkpoint_bring_each_number_into_range(
     by_head = {"k_scale": torch.tensor(KEYS), "v_scale": torch.tensor(VALUES)[:, None, None]}
     scaled = enlarged(source, tmp_path / "scaled", by_head)
     plain = enlarged(source, tmp_path / "plain", {})
-    expected = Scorer(config(source, kind), 60).nll(IDS)
-    exact = Scorer(config(source, "float32"), 60).nll(IDS)
+    expected = measure(config(source, kind), [IDS], 1).nll
+    exact = measure(config(source, "float32"), [IDS], 1).nll
     assert expected != exact
     assert abs(expected - exact) < 0.05
     for changes in ({}, {"fuse": False}, {"attention": "reference"}):
-        found = Scorer(config(scaled, kind, **changes), 60).nll(IDS)
+        found = measure(config(scaled, kind, **changes), [IDS], 1).nll
         assert found == pytest.approx(expected, abs=2e-4), changes
-    assert abs(Scorer(config(plain, kind), 60).nll(IDS) - exact) > 0.05, "nothing overflowed"
-    calculated = Scorer(config(plain, kind, calculate_kv_scales=True), 60).nll(IDS)
+    assert abs(measure(config(plain, kind), [IDS], 1).nll - exact) > 0.05, "nothing overflowed"
+    calculated = measure(config(plain, kind, calculate_kv_scales=True), [IDS], 1).nll
     assert abs(calculated - exact) < 0.05
 
 
