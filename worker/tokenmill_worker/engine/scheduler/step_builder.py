@@ -18,8 +18,8 @@ from tokenmill_worker.engine.sequence import Sequence
 
 # Returns tokens that may follow those of the sequence that the host has.
 Proposer = Callable[[Sequence], tuple[int, ...]]
-# Fewest drafts of a sequence whose last token is still in flight. The length that they give it is
-# unknown while the next step is planned, so it misses that step.
+# Fewest drafts of a sequence where steps are planned ahead. The length that they give it is unknown
+# while the next step is planned, so it misses that step.
 MIN_DRAFTS_AHEAD = 2
 
 
@@ -146,9 +146,7 @@ class StepBuilder:
                 and not step.has_preempted
             ):
                 drafts = (
-                    self._drafts(step, sequence, left + index + 1 - len(decodes))
-                    if proposes
-                    else ()
+                    self._drafts(step, sequence, left + index - len(decodes)) if proposes else ()
                 )
                 count = 1 + len(drafts)
                 append(ScheduledSequence(sequence, start, count, True, drafts, sequence.epoch))
@@ -217,8 +215,8 @@ class StepBuilder:
                 return False
         samples = end == known and sequence.num_output_tokens < sequence.max_tokens
         drafts: tuple[int, ...] = ()
-        if samples and end - start == 1 and sequence.status is DECODING:
-            drafts = self._drafts(step, sequence, step.room - num_after)
+        if samples and (sequence.status is DECODING or not self.limits.threshold):
+            drafts = self._drafts(step, sequence, step.room - (end - start) - num_after, is_new)
         step.add(sequence, end, samples, drafts)
         if step.reads is not None:
             step.reads -= self.read_cost(end)
@@ -249,27 +247,30 @@ class StepBuilder:
         if earlier is None or sequence.last_step < earlier.last_step:
             self._starved = sequence
 
-    def _drafts(self, step: StepDraft, sequence: Sequence, room: int) -> tuple[int, ...]:
-        """Return proposed tokens after the sequence's next one.
+    def _drafts(
+        self, step: StepDraft, sequence: Sequence, room: int, is_new: bool = False
+    ) -> tuple[int, ...]:
+        """Return proposed tokens after those that the sequence holds.
 
-        They are limited by `room` (tokens, the next one included), answer length and free blocks.
-        While that token is in flight, the first proposed one stands for it: if another comes, the
-        drafts are rejected.
+        They are limited by `room` (in tokens), answer length and free blocks; a new sequence uses
+        those that it has. While the sequence's last token is in flight, the first proposed one
+        stands for it: if another comes, the drafts are rejected.
         """
         if self._proposer is None or not sequence.params.speculate:
             return ()
         ahead = sequence.num_inflight
-        least = MIN_DRAFTS_AHEAD if ahead else 1
+        least = MIN_DRAFTS_AHEAD if self._state.async_depth else 1
         known = sequence.num_tokens + ahead
         to_come = sequence.max_tokens - (known - sequence.num_prompt_tokens)
-        room = min(room - 1, to_come - 1, step.drafts)
+        room = min(room, to_come - 1, step.drafts)
         if step.reads is not None:
             room = min(room, step.reads - self.read_cost(known))
         if room < least:
             return ()
         drafts = self._proposer(sequence)[ahead : ahead + room]
         if len(drafts) >= least and known + len(drafts) > sequence.num_slots:
-            self._state.kv.grow(sequence, known + len(drafts))
+            if not is_new:
+                self._state.kv.grow(sequence, known + len(drafts))
             drafts = drafts[: max(0, sequence.num_slots - known)]
         return drafts if len(drafts) >= least else ()
 
