@@ -50,7 +50,9 @@ class Progress:
             self.close()
             print(f"[setup] {text}", file=sys.stderr, flush=True)
         elif self._is_terminal:
-            print(f"\r\033[K[setup] {text[:100]}", end="", file=sys.stderr, flush=True)
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            line = f"[setup] {text}"[: width - 1]  # a longer line would wrap, and stay
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         elif now or time.monotonic() - self._last >= PROGRESS_INTERVAL_S:
             self._last = time.monotonic()
             print(f"[setup] {text}", file=sys.stderr, flush=True)

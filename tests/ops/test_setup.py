@@ -3,8 +3,11 @@ environment is shown by everything else running in one.)
 """
 
 import fcntl
+import os
+import pty
 import subprocess
 import sys
+import termios
 import tomllib
 from importlib.metadata import requires
 from pathlib import Path
@@ -14,6 +17,18 @@ import pytest
 from ops.tools.provision import Progress, Provisioner, SetupError, notes
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_line_of_progress_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal wraps a longer line, and the next one is written below it instead of over it."""
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    with os.fdopen(end, "w", encoding="utf-8") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        Progress().show("installing " + "x" * 200)
+        written = os.read(terminal, 4096).decode()
+    os.close(terminal)
+    assert len(written.removeprefix("\r\033[K")) == 79
 
 
 @pytest.fixture

@@ -224,6 +224,11 @@ class Worker:
             gc.freeze()  # else each full collection scans all loaded objects: 0.2 s without tokens
             gc.set_threshold(10_000, 20, 20)  # else young objects are scanned every few steps
         self.ready.set()
+        log.info(
+            "Worker ready: claims jobs of queue %s at %s",
+            self.settings.queue_name,
+            self.settings.public()["redis_url"],
+        )
         await self._consumer.run()
 
     async def _patiently(self, what: Callable[[], Coroutine[Any, Any, None]]) -> bool:

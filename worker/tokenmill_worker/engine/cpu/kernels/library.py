@@ -79,9 +79,7 @@ def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain:
     if target.exists():
         return target
     started = time.monotonic()
-    log.info(
-        "Compiling the CPU kernel %r with %s (once; kept in %s)", name, toolchain.compiler, folder
-    )
+    log.info("Compiling the CPU kernel %r (once; kept in %s)", name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         for source, made in zip(sources, objects, strict=True):
