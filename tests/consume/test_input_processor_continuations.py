@@ -39,7 +39,13 @@ async def admitted(job: JobRequest, tokenizer: Tokenizer) -> AdmittedJob:
     return found
 
 
-@pytest.mark.parametrize("load", [smollm2, gemma3], ids=["bytes", "sentencepiece"])
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(smollm2, id="bytes"),
+        pytest.param(gemma3, id="sentencepiece", marks=pytest.mark.slow),
+    ],
+)
 async def test_texts_are_read_in_one_piece_with_the_prompt(load) -> None:
     tokenizer = load()
     found = await admitted(request(" blue", " dark and cold", "."), tokenizer)

@@ -92,6 +92,7 @@ async def test_an_answer_streams_and_stands_in_history_and_usage(
         await expect(page.locator("#title")).to_have_text(prompt)
 
 
+@pytest.mark.slow
 async def test_a_reload_in_mid_stream_goes_on(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:

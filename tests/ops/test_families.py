@@ -32,6 +32,7 @@ def found() -> list[Trial]:
     return list(command.run_all(list(FEW), jobs=1, time_limit_s=60, fuse=True))
 
 
+@pytest.mark.slow
 def test_none_of_a_few_families_is_wrong_or_crashes(found: list[Trial]) -> None:
     outcomes = {one.name: one.outcome for one in found}
     assert outcomes["llama"] == outcomes["stablelm"] == outcomes["bloom"] == "equal"

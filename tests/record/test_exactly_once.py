@@ -25,6 +25,7 @@ from tokenmill_worker.record.migrate import upgrade
 FAST = FinalizerLimits(record_backoff=Backoff(first_s=0.02, longest_s=0.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before-commit", "after-commit", "after-acknowledge"])
 def test_killed_at_each_moment_and_done_again(url: str, tmp_path: Path, moment: str) -> None:
     acknowledged = tmp_path / "acknowledged"
@@ -92,6 +93,7 @@ def freeze(server: PostgresServer, number: int) -> None:
         os.kill(process, number)
 
 
+@pytest.mark.slow
 @pytest.mark.postgres
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(

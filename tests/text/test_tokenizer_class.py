@@ -69,6 +69,7 @@ def test_where_transformers_has_rules_of_its_own_it_decides(folder, named):
     assert type(Tokenizer.load(where)._tokenizer).__name__ == "Qwen2Tokenizer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "gemma3-270m"])
 def test_a_real_models_tokenizer_costs_no_torch(model):
     where = str(resolve(model))

@@ -70,7 +70,7 @@ def filled(policy: str, waiting: int, running: int = 8, blocked_by: str = "rows"
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 def test_the_backlog_costs_nothing(policy: str, blocked_by: str) -> None:
     few, many = (
-        calls_of_a_step(filled(policy, waiting, blocked_by=blocked_by)) for waiting in (40, 20_000)
+        calls_of_a_step(filled(policy, waiting, blocked_by=blocked_by)) for waiting in (40, 4_000)
     )
     assert many <= few + 20
 
@@ -80,7 +80,6 @@ def test_the_batch_costs_in_proportion() -> None:
     assert large <= 8 * small
 
 
-@pytest.mark.slow
 def test_ending_a_large_backlog_is_not_quadratic() -> None:
     loop = filled("priority", 20_000)
     for index in range(19_990):

@@ -19,7 +19,13 @@ from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 ROWS = [1, 2, 5, 9, 13, 37]
 # The best there is, AVX512 with VNNI, AVX512 without, AVX2 with VNNI, AVX2 without, and the
 # narrowest
-MARCHES = ["native", "icelake-server", "x86-64-v4", "alderlake", "x86-64-v3", "x86-64"]
+MARCHES = [
+    "native",
+    "x86-64-v3",
+    "x86-64",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("icelake-server", "x86-64-v4")),
+    pytest.param("alderlake", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=MARCHES)
