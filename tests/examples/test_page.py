@@ -244,3 +244,57 @@ async def test_it_fits_a_phone(redis_url: str, backend: Backend, browser: Browse
         await ends(page, "succeeded")
         assert await page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         await expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+@pytest.mark.slow
+async def test_keys_alone_suffice_and_a_screen_reader_gets_names(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
+    """A job is asked and cancelled without a mouse, in dark mode; parts have roles and names."""
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend, color_scheme="dark")
+        await page.keyboard.type("Keys alone")  # the prompt has the focus at the start
+        await press(page, "Send")
+        await some_tokens(page, 5)
+        await press(page, "Cancel")
+        await ends(page, "cancelled")
+        await expect(page.locator("#history .name")).to_have_count(1, timeout=WAIT_MS)
+        await expect(page.locator("body")).to_match_aria_snapshot("""
+            - banner:
+              - heading "tokenmill" [level=1]
+              - status
+            - main:
+              - region "Ask":
+                - textbox "Prompt"
+                - spinbutton "Max tokens"
+                - spinbutton "Temperature"
+                - button "Send"
+              - article "Answer":
+                - heading "Keys alone" [level=2]
+                - status: cancelled
+                - paragraph
+            - complementary:
+              - region "History":
+                - heading "History" [level=2]
+                - list:
+                  - listitem:
+                    - link /Keys alone/
+              - region "Usage":
+                - heading "Usage" [level=2]
+                - table:
+                  - rowgroup:
+                    - row "Day Jobs Prompt Answer"
+        """)
+
+
+async def press(page: Page, button: str) -> None:
+    """Move the focus to a button by Tab, and press it by Enter."""
+    for _ in range(30):
+        if await page.get_by_role("button", name=button).evaluate(
+            "each => each === document.activeElement"
+        ):
+            break
+        await page.keyboard.press("Tab")
+    else:
+        pytest.fail(f"Tab does not reach {button}")
+    await page.keyboard.press("Enter")
