@@ -15,7 +15,7 @@ from tests.engine.sampling.grammar.test_masks import (
     structured,
 )
 from tests.engine.sampling.helpers import plan_item
-from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -25,9 +25,16 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler.from_vocab(VOCAB, [EOS])
 
 
-def test_forced_tokens_as_drafts_change_nothing(compiler: GrammarCompiler) -> None:
+ORDER = ResponseFormat(regex=r"name: [0-9]{2}, (true|null) or \\[\\[(a|b)\\]\\]")
+QUERY = ResponseFormat(grammar='root ::= "name: " [a-c] [a-c] ": true, " ("12" | "null") ", abc"')
+
+
+@pytest.mark.parametrize("wanted", [JSON, ORDER, QUERY], ids=["JSON", "regex", "EBNF"])
+def test_forced_tokens_as_drafts_change_nothing(
+    compiler: GrammarCompiler, wanted: ResponseFormat
+) -> None:
     for seed in range(4):
-        plain, drafted = (structured(JSON, seed, temperature=0.8) for _ in range(2))
+        plain, drafted = (structured(wanted, seed, temperature=0.8) for _ in range(2))
         run(make_sampler(compiler), [plain])
         sampler = make_sampler(compiler)
         proposed: list[tuple[int, ...]] = []
@@ -51,6 +58,8 @@ def test_a_grammar_forces_its_text_in_the_longest_tokens(compiler: GrammarCompil
     sequence.token_ids += forced
     rest = sampler.forced_tokens(sequence)
     assert len(rest) <= 1, "a name of any text may follow"
+    forced = sampler.forced_tokens(structured(ORDER))
+    assert [VOCAB[i] for i in forced] == [b"name", b":", b" "]
     assert sampler.forced_tokens(Sequence("r", [1], 1, SamplingParams(), seed=0)) == ()
 
 

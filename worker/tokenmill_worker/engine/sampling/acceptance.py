@@ -20,7 +20,7 @@ class AcceptanceLimit:
     """Call `learn` with a sequence's tokens before each draft, and `note` with the draft."""
 
     max_tokens: int
-    _next: int = _FIRST  # tokens of the next draft
+    num_next: int = _FIRST  # tokens of the next draft
     _pause: int = 1  # tokens without a draft after the next failure
     _quiet_until: int = 0  # length of the sequence before which nothing is drafted
     _draft: tuple[int, ...] = ()
@@ -40,20 +40,20 @@ class AcceptanceLimit:
             (i for i, (a, b) in enumerate(zip(draft, came, strict=False)) if a != b), len(came)
         )
         if accepted == len(draft):
-            self._next, self._pause = min(self.max_tokens, 2 * self._next), 1
+            self.num_next, self._pause = min(self.max_tokens, 2 * self.num_next), 1
         elif 2 * accepted >= len(draft):
             self._pause = 1
         elif accepted:
-            self._next = accepted
+            self.num_next = accepted
         else:
-            self._next = max(1, self._next // 2)
+            self.num_next = max(1, self.num_next // 2)
             self._quiet_until = len(token_ids) + self._pause
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
         return accepted
 
     def allowed(self, length: int) -> int:
         """Return how many tokens may be drafted now, at this length; 0 during a pause."""
-        return 0 if length < self._quiet_until else min(self._next, self.max_tokens)
+        return 0 if length < self._quiet_until else min(self.num_next, self.max_tokens)
 
     def note(self, draft: tuple[int, ...], length: int) -> None:
         """Remember the draft that follows the sequence's `length` tokens, unless the result of an

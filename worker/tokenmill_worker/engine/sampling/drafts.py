@@ -1,20 +1,17 @@
 """Draft tokens of a sequence: those that its grammar forces, else a draft model's, else those of
 prompt lookup.
 
-Forced tokens need no guess: where a grammar leaves one way, they are its text as the tokenizer cuts
-it. The model draws each of them all the same, so an answer is what it would have been without
+Forced tokens need no guess: where a grammar leaves one text, they are that text as the tokenizer
+cuts it. The model draws each of them all the same, so an answer is what it would have been without
 drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sequence import Sequence
-
-MAX_FORCED: Final = 16  # forced tokens in one step
 
 
 class Drafts:
@@ -35,7 +32,7 @@ class Drafts:
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
         """Return tokens that may follow those of the sequence that the host has; () for none."""
         if forced := self._forced_tokens(sequence):
-            return forced[:MAX_FORCED]
+            return forced
         if guess := self._guesses.get(sequence):
             return guess
         return () if self._lookup is None else self._lookup(sequence)

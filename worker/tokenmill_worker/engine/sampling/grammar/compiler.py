@@ -27,6 +27,7 @@ from tokenmill_worker.engine.sampling.grammar.json_grammar import (
     SchemaRefused,
 )
 from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
+from tokenmill_worker.engine.sampling.grammar.text_matcher import TextMatcher
 
 MAX_SOURCE_CHARS = 200_000
 TOO_MANY_STUCK = "too many grammars took too long to compile; try again later"
@@ -253,7 +254,7 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
     info = tokenizer_info
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    @functools.cache  # reading a large vocabulary takes a second, and only JSON needs it
+    @functools.cache  # reading a large vocabulary takes a second
     def schemas() -> JsonCompiler:
         return JsonCompiler(
             info.decoded_vocab, info.vocab_size, info.stop_token_ids, special_ids, encode
@@ -283,12 +284,13 @@ def _compile(tokenizer_info: Any, special_ids: Sequence[int], encode: Encode | N
                 raise GrammarError(
                     f"response_format.json_schema cannot be enforced: {refusal}"
                 ) from refusal
+        tokens_of = schemas().tokens_of  # reads the vocabulary now, not within a step
         try:
             compiled = others[kind](source)
         except Exception as error:
             raise GrammarError(
                 f"response_format.{kind} cannot be compiled: {sentence(error)}"
             ) from error
-        return lambda: xgrammar.GrammarMatcher(compiled)
+        return lambda: TextMatcher(xgrammar.GrammarMatcher(compiled), tokens_of)
 
     return compile_source

@@ -101,10 +101,14 @@ class JsonCompiler:
         from llguidance._tokenizer import TokenizerWrapper
 
         self._stops = list(stop_token_ids)
-        words = _Words(vocab, self._stops[0], special_ids, encode)
+        self._words = _Words(vocab, self._stops[0], special_ids, encode)
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(words), n_vocab=vocab_size, eos_token=self._stops
+            TokenizerWrapper(self._words), n_vocab=vocab_size, eos_token=self._stops
         )
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a text, as the model's tokenizer cuts it."""
+        return self._words(text.encode())
 
     def compile(self, source: str, *, strict: bool) -> Callable[[], JsonMatcher]:
         """Return a function that makes a matcher for each sequence.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,16 +20,18 @@ from torch import Tensor
 
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.sampling.acceptance import AcceptanceLimit
 from tokenmill_worker.engine.sampling.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
     sentence,
 )
-from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher, forced_tokens
+from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sampling.transfer import to_device
 from tokenmill_worker.engine.sequence import Sequence
 
+MAX_FORCED: Final = 16  # forced tokens in one step
 TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the step waits for it
 
 
@@ -64,6 +66,7 @@ class Masks:
 class _MatcherState:
     matcher: Any
     epoch: int
+    limit: AcceptanceLimit = field(default_factory=lambda: AcceptanceLimit(MAX_FORCED, MAX_FORCED))
     num_read: int = 0  # output tokens that the matcher has read; they do not change within an epoch
     unchecked: tuple[int, float] = (
         0,
@@ -103,10 +106,11 @@ class Grammars:
         return self._compute(tuple(items))
 
     def forced_tokens(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the next tokens of a sequence whose grammar leaves one way; else ().
+        """Return the next tokens of a sequence whose grammar leaves one text; else ().
 
-        They follow the tokens that the host has. A token that the grammar refuses is reported by
-        the next mask.
+        They follow the tokens that the host has, and are as many as the acceptance of earlier ones
+        allows: the model may cut the text of some grammars into other tokens. A token that the
+        grammar refuses is reported by the next mask.
         """
         if not sequence.is_constrained:
             return ()
@@ -116,10 +120,21 @@ class Grammars:
             state = self._state_of(sequence)
             new = sequence.token_ids[sequence.num_prompt_tokens + state.num_read :]
             _read(state, new)
-            forced = tuple(forced_tokens(state.matcher))
+            forced = self._limited(state, sequence)
         except Exception:  # the next mask fails alike, and ends the sequence with the reason
             return ()
         state.unchecked = (len(new), time.thread_time() - started_s)
+        return forced
+
+    @staticmethod
+    def _limited(state: _MatcherState, sequence: Sequence) -> tuple[int, ...]:
+        limit, length = state.limit, sequence.num_tokens
+        limit.learn(sequence.token_ids)
+        num_allowed = limit.allowed(length)
+        if not num_allowed or state.matcher.is_terminated():
+            return ()
+        forced = tuple(state.matcher.forced_tokens()[: num_allowed + sequence.num_inflight])
+        limit.note(forced, length)
         return forced
 
     def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:

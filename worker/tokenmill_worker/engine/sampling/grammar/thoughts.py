@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tokenmill_worker.engine.sampling.grammar.json_grammar import JsonMatcher
 from tokenmill_worker.engine.types import Thoughts
 
 _ALL: Final = -1  # a word of a mask that allows each of its 32 tokens
@@ -68,7 +67,10 @@ class ThoughtsMatcher:
 
     def forced_tokens(self) -> list[int]:
         """Return what the inner matcher forces behind the thoughts."""
-        return forced_tokens(self._inner) if self._phase == "behind" else []
+        if self._inner is None or self._phase != "behind" or self._inner.is_terminated():
+            return []
+        found: list[int] = self._inner.forced_tokens()
+        return found
 
     def fill_next_token_bitmask(self, words: Tensor, row: int) -> None:
         state = self._states[-1]
@@ -135,15 +137,6 @@ class ThoughtsMatcher:
             is_over = token_id == self._start and not is_forced
             return _State("inside" if is_over else "header", last, 0, closed)
         return _State("inside", last, state.spent + (not is_forced), closed)
-
-
-def forced_tokens(matcher: Any) -> list[int]:
-    """Return the tokens that must follow. Empty where several texts may, and for the matchers of
-    xgrammar, which give a text without its tokens.
-    """
-    if not isinstance(matcher, JsonMatcher | ThoughtsMatcher) or matcher.is_terminated():
-        return []
-    return matcher.forced_tokens()
 
 
 def _set(mask: Tensor, token_id: int, *, allowed: bool) -> None:
