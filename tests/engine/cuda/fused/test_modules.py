@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,18 @@ def test_a_fused_model_gives_the_same_tokens(family: str, kinds: set[str], tmp_p
     names: tuple[AttentionName, ...] = ("triton", "reference")
     for attention in names:  # in one pass; and by parts
         assert answers(fused, attention) == expected
+
+
+def test_a_fused_model_reads_what_it_stored_with_scales(tmp_path: Path) -> None:
+    """In float32, scales that are powers of two change no bit."""
+    folder = tiny_models.save("qwen3", tmp_path, num_layers=1)
+    fused = load(folder)
+    expected = answers(fused, "reference")
+    replace_modules(fused.model)
+    heads = fused.shapes[0].num_kv_heads
+    key, value = (2.0 ** torch.arange(start, start + heads, device=DEVICE) for start in (-3, 2))
+    scaled = dataclasses.replace(fused, kv_scales=(KVScales(key, value),))
+    assert answers(scaled, "triton") == answers(scaled, "reference") == expected
 
 
 def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
