@@ -237,7 +237,7 @@ def test_a_fused_model_gives_the_same_tokens(family: str, kinds: set[str], tmp_p
 
 
 def test_a_fused_model_reads_what_it_stored_with_scales(tmp_path: Path) -> None:
-    """In float32, scales that are powers of two change no bit."""
+    """Scales that are powers of two change no bit in float32."""
     folder = tiny_models.save("qwen3", tmp_path, num_layers=1)
     fused = load(folder)
     expected = answers(fused, "reference")
