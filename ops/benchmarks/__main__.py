@@ -23,7 +23,7 @@ COMMANDS = {
     "bulk": "what a bulk file costs the interactive jobs beside it",
     "interference": "what a long prompt costs running streams and a short prompt",
     "scheduler": "the cost of one plan and commit, by batch and by backlog",
-    "drafts": "what drafts of forced tokens save, and cost in free text",
+    "drafts": "what drafts of forced tokens or of a model save, and cost",
     "quality": "what rounding weights, keys and values costs: perplexity",
     "simulate": "policies in virtual time; what one queue server carries",
     "gpu": "share of the floor that the engine reaches on a CUDA device",

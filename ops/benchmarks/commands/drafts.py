@@ -1,7 +1,8 @@
-"""`ops/bench drafts`: what drafts of forced tokens save, and what they cost where none are forced.
+"""`ops/bench drafts`: what drafts save, and what they cost where they save nothing.
 
 The same jobs run with drafts and without, in turns: orders extracted into a JSON schema of eight
-fields, and the same prompts answered freely. Both give the same tokens.
+fields, whose forced tokens are drafts, and the same prompts answered freely. With `--draft-model`
+they are answered freely with a draft model and without. All give the same tokens.
 """
 
 import argparse
@@ -11,10 +12,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from ops.benchmarks.measure.draft_models import PAIRS, compare_pair
 from ops.benchmarks.measure.figures import alternate, medians
 from ops.benchmarks.measure.tables import show
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engine.model import model_files
 
 _TEXT = {"type": "string", "maxLength": 12}
 FIELDS: dict[str, object] = {
@@ -53,13 +56,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    listing = "; ".join(f"{name}: {what}" for name, what in PAIRS.items())
+    parser.add_argument(
+        "--draft-model",
+        choices=PAIRS,
+        action="append",
+        default=[],
+        help=f"pairs of models. {listing}",
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    return {"results": _of_models(options) if options.draft_model else _of_forced(options)}
+
+
+def _of_models(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
+    prompts = _prompts(options.model, options.jobs)
+
+    def measure(engine: Engine, drafts: bool) -> tuple[dict[str, float], list[tuple[int, ...]]]:
+        params = msgspec.structs.replace(WORKLOADS["free text"], speculate=drafts)
+        return _measure(engine, prompts, params)
+
+    results = {}
+    for pair in options.draft_model:
+        found = compare_pair(options.model, pair, options.max_num_seqs, options.rounds, measure)
+        title = f"{options.jobs} jobs, {options.max_num_seqs} at once, {PAIRS[pair]}"
+        show(Console(), title, found, COLUMNS | {"passes": ("draft\npasses", "{:,.0f}")})
+        results[pair] = found
+    return results
+
+
+def _of_forced(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
     engine = Engine.load(
         EngineConfig(model=options.model, dtype="float32", max_num_seqs=options.max_num_seqs)
     )
-    prompts = _prompts(engine, options.jobs)
+    prompts = _prompts(options.model, options.jobs)
     results = {
         name: _compare(engine, prompts, params, options.rounds)
         for name, params in WORKLOADS.items()
@@ -67,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for name, found in results.items():
         title = f"{options.jobs} jobs, {options.max_num_seqs} at once, {name}; the same tokens"
         show(Console(), title, found, COLUMNS)
-    return {"results": results}
+    return results
 
 
 def _compare(
@@ -89,10 +120,10 @@ def _compare(
     return found
 
 
-def _prompts(engine: Engine, count: int) -> list[list[int]]:
+def _prompts(model: str, count: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(engine.runner.info.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_files.resolve(model))
     texts = [
         f"Extract the order as JSON. Customer {number} of house {number * 7 % 13} orders "
         f"{number % 9 + 1} lamps at {number * 1.5 + 3} euros, paid by card, urgent.\n"

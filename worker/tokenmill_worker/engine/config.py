@@ -257,6 +257,10 @@ class EngineConfig:
             not (self.draft_model and self.async_batching),
             "draft_model cannot be used with async_batching: it drafts between two steps",
         )
+        require(
+            not (self.draft_model and self.max_read_tokens),
+            "draft_model cannot be used with max_read_tokens, which does not limit its passes",
+        )
         for name in ("adapters", "async_batching", "draft_model"):
             is_wrong = getattr(self, name) and self.tensor_parallel
             require(not is_wrong, f"{name} cannot be used with tensor_parallel")
