@@ -5,7 +5,6 @@ it counts.
 import argparse
 import contextlib
 import copy
-import itertools
 import json
 import time
 from pathlib import Path
@@ -23,7 +22,6 @@ from ops.benchmarks.gpu.measures import (
     decode,
     engine_of,
     gaps,
-    scatter,
     summarise,
 )
 from ops.benchmarks.gpu.models import describe, random_model
@@ -53,8 +51,7 @@ def test_the_whole_command_on_a_tiny_model(
     found = record["results"]["tiny"]
     settings = ("default", "without graphs", "without running ahead", "without fused modules",
                 "attention reference",
-                "8-bit keys and values", "uneven lengths", "scattered blocks",
-                "without the drawing kernel")  # fmt: skip
+                "8-bit keys and values", "uneven lengths")  # fmt: skip
     for setting in settings:
         decodes = {
             what: figures
@@ -257,19 +254,6 @@ def test_a_batch_that_shrank_is_no_measurement() -> None:
         options.steps = -14  # so many tokens fewer than they would make
         with pytest.raises(RuntimeError, match="2 sequences ended"):
             gaps(engine, SHAPES["tiny"], 2, options)
-
-
-def test_blocks_are_scattered_over_the_whole_pool() -> None:
-    engine, _ = engine_and_options(batch=[2], context=20)
-    with engine:
-        pool = engine.scheduler.kv.pool
-        free = pool.num_free
-        scatter(engine)
-        blocks = [pool.allocate() for _ in range(free)]
-        assert sorted(blocks) == list(range(1, free + 1))
-        assert sum(b == a + 1 for a, b in itertools.pairwise(blocks)) < free / 4
-        for block in blocks:
-            pool.release(block)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")

@@ -7,9 +7,9 @@ step is the sum of what each product and attention must take by them, counted fr
 shapes. The most important measurements come first: for every model, decode by batch size, one long
 prefill, drawn tokens, where a step's time goes, and the mixed load beside Transformers' continuous
 batching on a second model with the same weights. Then follow, for every model, 8-bit keys and
-values, uneven lengths, scattered blocks, the attention backends, and the model without graphs,
-running ahead, fused modules or the drawing kernel. The record is written after every measurement
-and names what `--limit` left no time for, so an interrupted run keeps all that it measured.
+values, uneven lengths, the attention backends, and the model without graphs, running ahead or fused
+modules. The record is written after every measurement and names what `--limit` left no time for, so
+an interrupted run keeps all that it measured.
 
 `--part way` measures the whole service (Valkey, log, pub/sub, SQL) beside the bare engine, with as
 many streams as the largest batch. It needs the packages of worker and client too.
@@ -40,14 +40,13 @@ from ops.benchmarks.gpu.measures import (
     engine_of,
     gaps,
     prefill,
-    scatter,
 )
 from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu.peer import beside
 from ops.benchmarks.gpu.session import Session
 from ops.benchmarks.measure.step_floor import SHAPES, Shape
 from ops.benchmarks.measure.tables import show
-from tokenmill_worker.engine import Engine, SamplingParams
+from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
@@ -84,9 +83,7 @@ class Case:
     name: str
     batches: Sequence[int]
     settings: dict[str, Any] = field(default_factory=dict)
-    params: SamplingParams = GREEDY
     long: int = 0
-    is_scattered: bool = False
     has_prefill: bool = False
     is_default: bool = False  # drawn tokens and profiles too
 
@@ -180,7 +177,6 @@ def vary(name: str, session: Session) -> None:
     cases = [
         Case("8-bit keys and values", [middle, largest], {"kv_dtype": "float8_e4m3fn"}),
         Case("uneven lengths", [middle], long=options.long),
-        Case("scattered blocks", [largest], is_scattered=True),
         *(
             Case(f"attention {backend}", [middle], _attention(backend), has_prefill=True)
             for backend in options.attention or ("triton", "flash", "torch_varlen", "reference")
@@ -188,7 +184,6 @@ def vary(name: str, session: Session) -> None:
         Case("without graphs", [middle], {"cuda_graphs": False}),
         Case("without running ahead", [middle], {"async_batching": False}),
         Case("without either", [middle], {"cuda_graphs": False, "async_batching": False}),
-        Case("without the drawing kernel", [middle], {"fuse": False}, DRAWN),
     ]
     loaded = describe(random_model(shape, options.device, session.dtype), base)
     for case in cases:
@@ -240,11 +235,8 @@ def measure_case(name: str, session: Session, loaded: LoadedModel, case: Case) -
                 name, f"{case.name}: {what}", lambda: measured(engine, shape, *arguments)
             )
 
-        if case.is_scattered:
-            scatter(engine)
         for batch in dict.fromkeys(case.batches):
-            rest = (ceilings, options, case.params, case.long)
-            attempt(f"decode {batch}", decode, batch, *rest)
+            attempt(f"decode {batch}", decode, batch, ceilings, options, GREEDY, case.long)
         if case.has_prefill:
             attempt("prefill", prefill, ceilings, options)
         if case.is_default:

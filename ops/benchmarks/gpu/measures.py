@@ -5,7 +5,6 @@ order of a run is in commands/gpu.py.
 """
 
 import argparse
-import random
 import statistics
 import time
 from collections import defaultdict
@@ -56,19 +55,6 @@ def headroom(prompt_tokens: int, batch: int, budget: int) -> int:
 
 def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
     return Engine.around(build_runner(loaded, config))
-
-
-def scatter(engine: Engine) -> None:
-    """Shuffle the free blocks.
-
-    Consecutive blocks of a sequence then lie anywhere in the pool, as in a service that has run for
-    a while.
-    """
-    pool = engine.scheduler.kv.pool
-    blocks = [pool.allocate() for _ in range(pool.num_free)]
-    random.Random(0).shuffle(blocks)
-    for block in blocks:
-        pool.release(block)
 
 
 def decode(
