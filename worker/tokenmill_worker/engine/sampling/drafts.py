@@ -31,7 +31,7 @@ class Drafts:
 
     def __call__(self, sequence: Sequence) -> tuple[int, ...]:
         """Return tokens that may follow those of the sequence that the host has; () for none."""
-        if forced := self._forced_tokens(sequence):
+        if sequence.is_constrained and (forced := self._forced_tokens(sequence)):
             return forced
         if guess := self._guesses.get(sequence):
             return guess

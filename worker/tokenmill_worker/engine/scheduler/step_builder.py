@@ -258,6 +258,9 @@ class StepBuilder:
         """
         if self._proposer is None or not sequence.params.speculate:
             return ()
+        drafts = self._proposer(sequence)
+        if not drafts:
+            return ()
         ahead = sequence.num_inflight
         least = MIN_DRAFTS_AHEAD if self._state.async_depth else 1
         known = sequence.num_tokens + ahead
@@ -265,9 +268,7 @@ class StepBuilder:
         room = min(room, to_come - 1, step.drafts)
         if step.reads is not None:
             room = min(room, step.reads - self.read_cost(known))
-        if room < least:
-            return ()
-        drafts = self._proposer(sequence)[ahead : ahead + room]
+        drafts = drafts[ahead : ahead + max(0, room)]
         if len(drafts) >= least and known + len(drafts) > sequence.num_slots:
             if not is_new:
                 self._state.kv.grow(sequence, known + len(drafts))
