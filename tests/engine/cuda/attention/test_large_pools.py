@@ -102,6 +102,7 @@ POINTERS = {
     **dict.fromkeys(("query_weight", "key_weight", "cache"), "*bf16"),
     **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
     "slots": "*i64", "eps": "fp32", "scale": "fp32", "softcap": "fp32",
+    "key_scales": "*fp32", "value_scales": "*fp32",
     "partials": "*fp32", "limits": "*fp32", "counters": "*i32",
 }  # fmt: skip
 CONSTANTS: dict[str, dict[str, Any]] = {
@@ -113,7 +114,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "write": {"BLOCK_SIZE": 16, "TOKENS": 4},
     "rotate and write": {
         "BLOCK_SIZE": 16, "HALF": 64, "HALF_PAD": 64, "REST_PAD": 1, "HAS_NORM": False,
-        "OFFSET": 0.0, "TOKENS": 8,
+        "HAS_SCALES": True, "OFFSET": 0.0, "TOKENS": 8,
     },
 }  # fmt: skip
 
