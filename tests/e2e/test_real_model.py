@@ -34,6 +34,7 @@ def expected_answers(max_tokens):
     return answers
 
 
+@pytest.mark.slow
 async def test_chat_answers_equal_those_of_generate(redis_url, tmp_path):
     database = database_url(tmp_path)
     model = {

@@ -174,6 +174,7 @@ def test_a_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

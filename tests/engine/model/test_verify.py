@@ -274,7 +274,9 @@ def test_a_fused_pass_without_memory_ends_the_start(
 
 
 @pytest.mark.parametrize("how", ["raises", "differs"])
-@pytest.mark.parametrize("compared", ["all layers", "first layers"])
+@pytest.mark.parametrize(
+    "compared", ["all layers", pytest.param("first layers", marks=pytest.mark.slow)]
+)
 def test_a_model_that_fused_modules_break_is_served_without(
     how: str,
     compared: str,

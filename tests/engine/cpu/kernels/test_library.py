@@ -122,6 +122,7 @@ def test_a_compiler_that_takes_the_cpu_for_an_older_one_gets_its_flags(
     assert tuning(str(compiler), "x86-64-v4", "fpu avx2 avx512f") == ()
 
 
+@pytest.mark.slow
 def test_one_openmp_runtime_in_the_process(
     tmp_path: Path, source: Path, toolchain: Toolchain
 ) -> None:
