@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import signal
 import subprocess
@@ -169,17 +170,30 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_helper_receives_its_own_faults_and_no_other_signal() -> None:
-    """A blocked fault signal ends the process at once, so no handler could report its place."""
-    run([Phase(100)], 2)
-    masks = []
-    for task in Path("/proc/self/task").iterdir():
-        fields = dict(
-            line.split(":\t", 1)
-            for line in (task / "status").read_text().splitlines()
-            if ":\t" in line
-        )
-        blocked = int(fields["SigBlk"], 16)
-        masks.append({number for number in range(1, 32) if blocked >> (number - 1) & 1})
+    """A blocked fault signal ends the process at once, so no handler could report its place.
+
+    A new process has no threads but its first one and the helpers.
+    """
+    script = """
+import json
+from pathlib import Path
+from tests.engine.cpu.kernels.test_work_stealing import Phase, run
+run([Phase(100)], 2)
+blocked = []
+for task in Path("/proc/self/task").iterdir():
+    lines = (task / "status").read_text().splitlines()
+    blocked += [int(line.split()[1], 16) for line in lines if line.startswith("SigBlk")]
+print(json.dumps(blocked))
+"""
+    root = Path(__file__).parents[4]
+    library()
+    printed = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, timeout=60, capture_output=True, check=True
+    )
+    masks = [
+        {number for number in range(1, 32) if blocked >> (number - 1) & 1}
+        for blocked in json.loads(printed.stdout)
+    ]
     helpers = [mask for mask in masks if signal.SIGTERM in mask]
     assert helpers
     for mask in helpers:
