@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "engine": "the bare engine: tokens/s, TTFT, TPOT, beside --peer NAME",
+    "engine": "the bare engine: tokens/s and first tokens, beside --peer NAME",
     "service": "the service (Valkey, log, pub/sub, SQL) beside the bare engine",
     "queue": "the queue alone, model-free: jobs/s, memory (--peer celery|arq)",
     "bulk": "what a bulk file costs the interactive jobs beside it",

@@ -6,16 +6,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 from rich.console import Console
 
-from ops.benchmarks.compare.report import Report, show_summary, turn_line
-from ops.benchmarks.compare.rounds import Measurement, Turn
-from ops.benchmarks.measure.disturbance import CoreWatch, Disturbance, wait_until_quiet
-from ops.benchmarks.measure.figures import of_round
+from ops.benchmarks.compare.report import show_results, turn_line
+from ops.benchmarks.compare.rounds import Measurement
+from ops.benchmarks.measure.disturbance import CoreWatch, wait_until_quiet
 from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 
@@ -23,37 +22,16 @@ WORKLOAD = Workload("decode", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4
 NAMES = ("tokenmill", "transformers", "vllm", "llamacpp", "static", "floor")
 
 
-def turn(
-    seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), disturbance: Disturbance | None = None
-) -> Turn:
-    answers = [list(tokens), list(tokens)]
-    measured = Round(
-        seconds,
-        answers,
-        [0.25 * seconds] * 2,
-        [seconds] * 2,
-        steps=4,
-        computed_tokens=8,
-        batch_sizes=[2],
-    )
-    return Turn(measured, of_round(WORKLOAD, measured), disturbance)
+def round_of(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Round:
+    return Round(seconds, [list(tokens)] * 2, [0.25 * seconds] * 2, batch_sizes=[2])
 
 
 def measurement(**seconds: list[float]) -> Measurement:
     found = Measurement(WORKLOAD, NAMES)
     for name in NAMES:
-        found.turns[name] = [turn(each) for each in seconds.get(name, [4.0, 4.0])]
+        for each in seconds.get(name, [4.0, 4.0]):
+            found.add(name, round_of(each))
     return found
-
-
-@pytest.fixture
-def console() -> Console:
-    return Console(width=80, file=io.StringIO())
-
-
-def text_of(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
 
 
 class TestResults:
@@ -64,81 +42,76 @@ class TestResults:
         assert found["vllm"]["ratio"] == 3.0
         assert len(both.rounds["tokenmill"]) == 3, "what was measured is kept"
         assert found["tokenmill"]["wall_s"] == 1.5
-        assert found["tokenmill"]["spread"] == pytest.approx(4.0 / 6.0)
 
-    def test_a_difference_in_any_round_counts(self, console: Console) -> None:
-        both = measurement()
-        report = Report(console, lambda _: None, rounds=2)
-        report.begin(both)
-        assert report.is_equal(lambda _: True)
-        both.turns["vllm"][1] = turn(4.0, tokens=(1, 2, 9, 4))
-        assert not report.is_equal(lambda _: True)
-        assert report.is_equal(lambda name: name != "vllm"), "of an engine that may differ"
+    def test_a_difference_in_any_round_counts(self) -> None:
+        both = Measurement(WORKLOAD, ("tokenmill", "vllm"))
+        for tokens in ((1, 2, 3, 4), (1, 2, 9, 4)):
+            both.add("tokenmill", round_of(4.0))
+            both.add("vllm", round_of(4.0, tokens))
+            assert both.results()["vllm"]["is_equal"] is (tokens[2] == 3)
         assert both.results()["vllm"]["same"] == "0/2"
-        assert both.results()["vllm"]["equal_tokens"] == 0.5
 
-    def test_floors_have_no_tokens_to_compare(self, console: Console) -> None:
-        both = measurement()
-        both.turns["floor"][0] = turn(4.0, tokens=(100, 100, 100, 100))
-        report = Report(console, lambda _: None, rounds=2)
-        report.begin(both)
-        assert report.is_equal(lambda _: True)
-        assert "same" not in both.results()["floor"]
+    def test_floors_have_no_tokens_to_compare(self) -> None:
+        both = Measurement(WORKLOAD, ("tokenmill", "floor"))
+        both.add("tokenmill", round_of(2.0))
+        both.add("floor", round_of(1.0, (100, 100, 100, 100)))
+        found = both.results()["floor"]
+        assert found["ratios"] == [0.5]
+        assert not {"same", "is_equal"} & set(found)
 
     def test_before_the_first_round_ends_there_are_no_results(self) -> None:
         assert measurement(vllm=[]).results() == {}
 
 
 class TestTables:
-    def test_six_engines_fit_in_80_columns(self, console: Console) -> None:
-        kept: list[dict[str, Any]] = []
-        report = Report(console, kept.append, rounds=2)
-        whole = measurement(tokenmill=[0.01, 0.02], transformers=[1234.5, 1000.0])
-        report.begin(whole)("tokenmill", whole.turns["tokenmill"][0])
-        report.show()
-        text = text_of(console)
+    @staticmethod
+    def printed(measured: Measurement) -> str:
+        file = io.StringIO()
+        show_results(measured, Console(width=80, file=file))
+        return file.getvalue()
+
+    def test_six_engines_fit_in_80_columns(self) -> None:
+        text = self.printed(measurement(tokenmill=[0.01, 0.02], transformers=[1234.5, 1000.0]))
         assert "…" not in text
         table = text[text.index("decode: ") : text.index("tokenmill: ")].splitlines()
         assert max(map(len, table)) <= 80
         rows = [line for line in table if line.startswith(NAMES)]
         assert [row[:13].strip() for row in rows] == list(NAMES), "a row each, none of them wrapped"
-        assert kept[-1]["complete"] is False
-        assert list(kept[-1]["results"]["decode"]) == list(NAMES)
-        assert len(kept[-1]["rounds"]["decode"]["tokenmill"]) == 2
 
-    def test_an_interrupted_workload_shows_its_finished_rounds(self, console: Console) -> None:
-        report = Report(console, lambda _: None, rounds=9)
-        part = measurement(vllm=[4.0])
-        report.begin(part)("vllm", part.turns["vllm"][0])
-        report.close()
-        assert "medians of 1 round\n" in text_of(console)
-
-    def test_the_summary_has_a_ratio_for_each_engine(self, console: Console) -> None:
-        show_summary(
-            [measurement(tokenmill=[1.0, 1.0], vllm=[1.7, 1.7], floor=[0.5, 0.5])], console
-        )
-        text = text_of(console)
-        figures = ["8.0", "4.00", "1.70", "4.00", "4.00", "0.50"]
-        assert text.splitlines()[-1].split() == ["decode", *figures]
-        assert max(map(len, text.splitlines())) <= 80
+    def test_an_interrupted_workload_shows_its_finished_rounds(self) -> None:
+        assert "medians of 1 round\n" in self.printed(measurement(vllm=[4.0]))
+        assert self.printed(measurement(vllm=[])) == ""
 
     def test_a_turn_is_printed_with_its_disturbance(self) -> None:
-        both = measurement()
-        calm, loud = (
-            turn(4.0, disturbance=Disturbance(0.01, 0.0)),
-            turn(4.0, disturbance=Disturbance(0.3, 0.02)),
-        )
-        assert turn_line(both, "vllm", calm, 3).endswith("others 1%, stolen 0%")
-        assert turn_line(both, "vllm", loud, 3).endswith("others 30%, stolen 2%  DISTURBED")
+        both = Measurement(WORKLOAD, NAMES)
+        both.add("vllm", round_of(4.0), others_share=0.01)
+        assert turn_line(both, "vllm", 3).endswith("others 1%")
+        both.add("vllm", round_of(4.0), others_share=0.3)
+        assert turn_line(both, "vllm", 3).startswith("decode 2/3  vllm")
+        assert turn_line(both, "vllm", 3).endswith("others 30%  DISTURBED")
+
+
+class Times(NamedTuple):
+    """Seconds of all cores; those of guests are counted among the user's too."""
+
+    user: float = 0.0
+    nice: float = 0.0
+    system: float = 0.0
+    idle: float = 0.0
+    iowait: float = 0.0
+    irq: float = 0.0
+    softirq: float = 0.0
+    steal: float = 0.0
+    guest: float = 0.0
 
 
 class Machine:
     """A machine whose cores and processes used as much time as is said here, in seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cores = dict.fromkeys(("user", "nice", "system", "idle", "iowait", "steal"), 0.0)
+        self.cores = Times()
         self.own = [(0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)]  # of a process and its child
-        monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(**self.cores))
+        monkeypatch.setattr(psutil, "cpu_times", lambda: self.cores)
         monkeypatch.setattr(psutil, "Process", lambda _pid: self._process(0, [self._process(1)]))
 
     def _process(self, number: int, children: Sequence[object] = ()) -> Any:
@@ -147,57 +120,35 @@ class Machine:
         )
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(monkeypatch)
-
-
 class TestCoreWatch:
-    def test_own_time_is_the_tree_s_and_the_rest_is_others(self, machine: Machine) -> None:
+    def test_own_time_is_the_tree_s_and_the_rest_is_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine = Machine(monkeypatch)
         watch = CoreWatch(7)
-        # Of 10 s: 5 idle, 1 waiting, 0.2 stolen, 3.8 busy; ours 2 and 0.8 of a child.
-        machine.cores |= {"user": 3.0, "system": 0.8, "idle": 5.0, "iowait": 1.0, "steal": 0.2}
+        assert watch.others_share() == 0.0, "no time has passed"
+        # Of 10 s: 5 idle, 1 waiting, 0.2 of the host, 3.8 busy; ours 2 and 0.8 of a child.
+        machine.cores = Times(user=3.0, system=0.8, idle=5.0, iowait=1.0, steal=0.2, guest=3.0)
         machine.own = [(1.5, 0.5, 0.0, 0.0), (0.4, 0.2, 0.1, 0.1)]
-        found = watch.read()
-        assert found is not None
-        assert (found.others, found.stolen) == pytest.approx((0.1, 0.02))
-
-    def test_a_moment_gives_no_figures(self, machine: Machine) -> None:
-        watch = CoreWatch(7)
-        machine.cores["idle"] += 0.3
-        assert watch.read() is None
+        assert watch.others_share() == pytest.approx(0.12)
 
     def test_a_real_process_is_found(self) -> None:
         busy = "import time\nend = time.monotonic() + 0.4\nwhile time.monotonic() < end: pass"
         watch = CoreWatch(os.getpid())
         subprocess.run([sys.executable, "-c", busy], check=True)
-        found = watch.read()
-        assert found is not None
-        assert 0 <= found.others <= 1
-        assert 0 <= found.stolen <= 1
+        assert 0 <= watch.others_share() <= 1
 
 
-class TestWaitUntilQuiet:
-    @staticmethod
-    def pauses(machine: Machine, busy_shares: list[float]) -> int:
-        """Count the pauses of `wait_until_quiet` if the cores are this busy at its looks, then
-        idle.
-        """
-        looks = 0
+@pytest.mark.parametrize(("busy", "looks"), [([], 1), ([50.0, 10.0], 3), ([100.0] * 99, 20)])
+def test_a_turn_waits_for_idle_cores_though_not_for_ever(
+    busy: list[float], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
 
-        def pause(seconds: float) -> None:
-            nonlocal looks
-            share = busy_shares[looks] if looks < len(busy_shares) else 0.0
-            looks += 1
-            machine.cores["user"] += share * seconds
-            machine.cores["idle"] += (1 - share) * seconds
+    def cpu_percent(interval: float) -> float:
+        asked.append(interval)
+        return busy[len(asked) - 1] if len(asked) <= len(busy) else 0.0
 
-        wait_until_quiet(pause)
-        return looks
-
-    def test_it_waits_while_another_process_computes(self, machine: Machine) -> None:
-        assert self.pauses(machine, []) == 1
-        assert self.pauses(machine, [0.5, 0.1]) == 3
-
-    def test_a_machine_that_is_never_quiet_is_measured_all_the_same(self, machine: Machine) -> None:
-        assert self.pauses(machine, [1.0] * 100) == 20
+    monkeypatch.setattr(psutil, "cpu_percent", cpu_percent)
+    wait_until_quiet()
+    assert len(asked) == looks

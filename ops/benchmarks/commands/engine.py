@@ -1,4 +1,4 @@
-"""`ops/bench engine`: tokens per second, TTFT and TPOT of the bare engine and of its peers.
+"""`ops/bench engine`: tokens per second and first tokens of the bare engine and its peers.
 
 Peers (Transformers with continuous and with static batching, vLLM, llama.cpp) serve the same file
 in the same run.

@@ -21,7 +21,7 @@ from rich.console import Console
 from ops.benchmarks.measure.figures import alternate, medians
 from ops.benchmarks.measure.tables import show
 from ops.benchmarks.peers import queue_driver
-from ops.benchmarks.peers.environments import ROOT, PeerEnvironment
+from ops.benchmarks.peers.environments import ROOT, python_with
 from ops.demonstration.stack import DemoStack
 from tokenmill import AsyncClient, Client
 from tokenmill_worker.local.child_process import GuardedProcess
@@ -55,8 +55,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     LOG.parent.mkdir(parents=True, exist_ok=True)
     with LOG.open("wb") as log, console.status("") as status:
         for name in options.peer:
-            own = PeerEnvironment(name).ensure([ARQ], status.update) if name == "arq" else None
-            systems[name] = Peer(name, own or Path(sys.executable), log)
+            is_ours = name == "celery"
+            python = Path(sys.executable) if is_ours else python_with(ARQ, name, status.update)
+            systems[name] = Peer(name, python, log)
 
         def measure_one(name: str, number: int) -> dict[str, float]:
             status.update(f"round {number + 1} of {options.rounds}: {name}")

@@ -10,18 +10,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from ops.benchmarks.compare.report import Report
-from ops.benchmarks.compare.rounds import FLOOR, Measurement, run_rounds
+from ops.benchmarks.compare.report import show_results, turn_line
+from ops.benchmarks.compare.rounds import FLOOR, Measurement
+from ops.benchmarks.measure.disturbance import CoreWatch, wait_until_quiet
+from ops.benchmarks.measure.figures import alternate
 from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
 from ops.benchmarks.peers.child import Child, ChildError, Kind
-from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, PeerEnvironment, Waiting
+from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, Waiting, python_with
 from tokenmill_worker.engine.model.model_files import BUILT_IN, resolve
 
 OURS = "tokenmill"
@@ -59,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a workload file or a shape ({', '.join(SHAPES)}); repeatable; default: decode",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of generated shapes")
     parser.add_argument(
         "--share", type=float, default=1.0, help="scale the number of requests of generated shapes"
     )
@@ -86,31 +88,75 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, ob
     engines' output.
     """
     console = Console()
-    report = Report(console, arguments.keep, arguments.rounds)
-    outcome: dict[str, object] = {"ok": False}
+    record: dict[str, Any] = {"ok": False, "results": {}, "rounds": {}, "engines": {}}
     try:
         workloads = [_workload(name, arguments) for name in arguments.workload or ["decode"]]
-        _measure(arguments, names, workloads, report, console)
-        outcome["ok"] = _is_equal(arguments, report)
+        with ExitStack() as stack, console.status("starting the engines") as status:
+            children = _start(arguments, names, stack, status.update)
+            for name, child in children.items():
+                child.wait_ready(status.update)
+                said = f"{name}: {child.description} (loaded in {child.load_s:.1f} s)"
+                console.print(said, markup=False)
+                record["engines"][name] = child.description
+            for workload in workloads:
+                _measure(workload, children, arguments, record, console, status.update)
     except (BuildError, ChildError, ValueError, OSError) as error:
         console.print(f"ops/bench: {error}", style="red", markup=False)
-        outcome["error"] = str(error)
-    finally:
-        report.close()
-    if not outcome["ok"] and "error" not in outcome:
+        return record | {"error": str(error)}
+    record["ok"] = _is_equal(arguments, record["results"])
+    if not record["ok"]:
         console.print("not every token is equal", style="red")
-    return {**report.record, **outcome}
+    return record
 
 
-def _is_equal(arguments: argparse.Namespace, report: Report) -> bool:
+def _measure(
+    workload: Workload,
+    children: Mapping[str, Child],
+    arguments: argparse.Namespace,
+    record: dict[str, Any],
+    console: Console,
+    waiting: Waiting,
+) -> None:
+    """Run all rounds of a workload, keep each turn, and print what was finished."""
+    measurement = Measurement(workload, tuple(children))
+    for name, child in children.items():
+        waiting(f"{workload.name}: {name} warms up")
+        child.run(workload.first(4, 8))
+
+    def turn(name: str, number: int) -> dict[str, float]:
+        waiting(f"{workload.name}: round {number + 1} of {arguments.rounds}, {name}")
+        wait_until_quiet()
+        watch = CoreWatch(children[name].pid)
+        measured = children[name].run(workload)
+        figures = measurement.add(name, measured, others_share=watch.others_share())
+        # kept before printed, so that the file has every printed turn
+        record["results"][workload.name] = measurement.results()
+        record["rounds"][workload.name] = measurement.rounds
+        arguments.keep({**record, "complete": False})
+        line = turn_line(measurement, name, arguments.rounds)
+        console.print(line, markup=False, soft_wrap=True)
+        return figures
+
+    try:
+        alternate(measurement.names, arguments.rounds, turn)
+    finally:
+        show_results(measurement, console)
+
+
+def _is_equal(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> bool:
     """Return whether all tokens are equal that must be: greedy ones of float32 weights."""
     if arguments.dtype != "float32" or "quantization" in settings_of(arguments.set):
         return True
-    return report.is_equal(lambda name: name != LLAMACPP)
+    return all(
+        figures.get("is_equal", True)
+        for engines in results.values()
+        for name, figures in engines.items()
+        if name != LLAMACPP
+    )
 
 
 def _workload(name: str, arguments: argparse.Namespace) -> Workload:
-    return generate(name, arguments.seed, arguments.share) if name in SHAPES else load(Path(name))
+    return generate(name, arguments.share) if name in SHAPES else load(Path(name))
 
 
 def settings_of(assignments: Iterable[str]) -> dict[str, object]:
@@ -137,44 +183,32 @@ def _options(arguments: argparse.Namespace) -> EngineOptions:
     )
 
 
-def _measure(
-    arguments: argparse.Namespace,
-    names: Sequence[str],
-    workloads: list[Workload],
-    report: Report,
-    console: Console,
-) -> None:
+def _start(
+    arguments: argparse.Namespace, names: Sequence[str], stack: ExitStack, waiting: Waiting
+) -> dict[str, Child]:
+    """Start a process for each engine; the stack ends them, and the folder of their output.
+
+    An error leaves that folder, since the output may say more.
+    """
     options = _options(arguments)
-    kept: Path | None = getattr(arguments, "logs", None)
-    # removed at the end; an error leaves them
-    logs = kept or Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))
-    with ExitStack() as stack, console.status("starting the engines") as status:
-        children = []
-        for name in names:
-            kind = _kind(name, options, status.update)
-            child = Child(kind, options_for(name, options), logs / f"{name.replace(' ', '-')}.log")
-            stack.callback(child.close)
-            children.append(child)
-        for name, child in zip(names, children, strict=True):
-            child.wait_ready(status.update)
-            console.print(
-                f"{name}: {child.description} (loaded in {child.load_s:.1f} s)", markup=False
-            )
-            report.engines[name] = child.description
-        for workload in workloads:
-            measurement = Measurement(workload, tuple(names))
-            print_turn = report.begin(measurement)
-            run_rounds(children, measurement, arguments.rounds, status.update, print_turn)
-            report.show()
-    if kept is None:
-        shutil.rmtree(logs, ignore_errors=True)
+    logs: Path | None = getattr(arguments, "logs", None)
+    if logs is None:
+        logs = Path(tempfile.mkdtemp(prefix="tokenmill-bench-"))
+        stack.push(lambda kind, *_: None if kind else shutil.rmtree(logs, ignore_errors=True))
+    children = {}
+    for name in names:
+        kind = _kind(name, options, waiting)
+        child = Child(kind, options_for(name, options), logs / f"{name.replace(' ', '-')}.log")
+        stack.callback(child.close)
+        children[name] = child
+    return children
 
 
 def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
     """Return how to run an engine; builds the peer's environment if it needs one of its own."""
     module = f"ops.benchmarks.peers.{_MODULES[name]}"
     if name == LLAMACPP:
-        return Kind(name, module, PeerEnvironment(name).ensure([XLLAMACPP_PACKAGE], waiting))
+        return Kind(name, module, python_with(XLLAMACPP_PACKAGE, name, waiting))
     if name != VLLM:
         return Kind(name, module)
     threads = options.threads or os.cpu_count() or 1
@@ -183,7 +217,7 @@ def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    python = PeerEnvironment(name).ensure([VLLM_PACKAGE], waiting)
+    python = python_with(VLLM_PACKAGE, name, waiting)
     return Kind(name, module, python, tuple(environment.items()))
 
 

@@ -66,7 +66,7 @@ def beside(
 
 def mixed_load(shape: Shape, share: float) -> Workload:
     """Generate the mixed workload, with its token ids mapped into the shape's vocabulary."""
-    workload = generate("mixed", 0, share)
+    workload = generate("mixed", share)
     requests = (
         WorkloadRequest(
             tuple(1 + token % (shape.vocab_size - 1) for token in r.prompt), r.max_tokens

@@ -1,4 +1,4 @@
-"""Computes figures from rounds: throughput, percentiles, medians, spread, equal tokens."""
+"""Computes figures from rounds: throughput, percentiles, medians, equal tokens."""
 
 import statistics
 from array import array
@@ -19,46 +19,24 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def is_reading(workload: Workload) -> bool:
-    """Return whether answers are of one token each: the speed is then that of the prompts."""
-    return workload.num_output_tokens == len(workload.requests)
-
-
 def of_round(workload: Workload, measured: Round) -> dict[str, float]:
     """Compute the figures of one round.
 
-    Tokens per second count over the whole wall time, TTFT over all requests, TPOT over the requests
-    with two tokens or more.
+    Tokens per second count over the whole wall time, the time to the first token over all requests.
     """
     num_output = sum(len(tokens) for tokens in measured.tokens)
-    tpot = [
-        (last - first) / (len(tokens) - 1)
-        for first, last, tokens in zip(
-            measured.first_s, measured.last_s, measured.tokens, strict=True
-        )
-        if len(tokens) > 1
-    ]
     figures = {
         "output_tok_s": num_output / measured.wall_s,
         "prompt_tok_s": workload.num_prompt_tokens / measured.wall_s,
         "wall_s": measured.wall_s,
         "ttft_p50_ms": 1e3 * percentile(measured.first_s, 0.5),
-        "ttft_p99_ms": 1e3 * percentile(measured.first_s, 0.99),
     }
-    if tpot:
-        figures["tpot_p50_ms"] = 1e3 * percentile(tpot, 0.5)
-        figures["tpot_p99_ms"] = 1e3 * percentile(tpot, 0.99)
     if measured.steady_tok_s is not None:
         figures["steady_tok_s"] = measured.steady_tok_s
-    if measured.steps:
-        figures["steps"] = measured.steps
-        figures["tokens_per_step"] = (measured.computed_tokens or 0) / measured.steps
     if measured.batch_sizes:
-        figures["batch_mean"] = statistics.fmean(measured.batch_sizes)
-        figures["batch_max"] = max(measured.batch_sizes)
-        figures["places_used"] = figures["batch_mean"] / figures["batch_max"]
-    if measured.cached_tokens is not None:
-        figures["cached_tokens"] = measured.cached_tokens
+        mean, largest = statistics.fmean(measured.batch_sizes), max(measured.batch_sizes)
+        figures["places"] = largest
+        figures["places_used"] = mean / largest
     if measured.latency_s:
         figures["latency_p50_ms"] = 1e3 * percentile(measured.latency_s, 0.5)
         figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
@@ -108,27 +86,3 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the median over the rounds of each figure that all of them have."""
     names = [name for name in rounds[0] if all(name in each for each in rounds)]
     return {name: statistics.median(each[name] for each in rounds) for name in names}
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return (largest − smallest) / median."""
-    median = statistics.median(values)
-    return (max(values) - min(values)) / median if median else 0.0
-
-
-def equal_requests(ours: Round, theirs: Round) -> tuple[int, int]:
-    """Return the number of requests with the same tokens, and the number of all requests."""
-    pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
-    return sum(a == b for a, b in pairs), len(pairs)
-
-
-def equal_tokens(ours: Round, theirs: Round) -> float:
-    """Return the share of positions that come before the first difference of their request."""
-    same = total = 0
-    for mine, other in zip(ours.tokens, theirs.tokens, strict=True):
-        total += max(len(mine), len(other))
-        for a, b in zip(mine, other, strict=False):
-            if a != b:
-                break
-            same += 1
-    return same / total if total else 1.0

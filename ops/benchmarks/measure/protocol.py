@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 
@@ -29,6 +29,20 @@ class EngineOptions:
     max_sequences: int = 64
     settings: dict[str, object] = field(default_factory=dict)  # settings of our engine, by name
 
+    def engine_settings(self) -> dict[str, Any]:
+        """Return all settings of our engine, by name."""
+        block_size = self.settings.get("block_size", 16)
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "num_threads": self.threads or None,
+            "max_num_batched_tokens": self.max_batch_tokens,
+            "max_num_seqs": self.max_sequences,
+            "block_size": block_size,
+            "num_blocks": self.pool_tokens // int(str(block_size)) + 1,
+            **self.settings,
+        }
+
 
 @dataclass(slots=True)
 class Round:
@@ -37,10 +51,6 @@ class Round:
     wall_s: float
     tokens: list[list[int]]  # token ids per request
     first_s: list[float]  # time of the first token, per request
-    last_s: list[float]  # time of the last token, per request
-    steps: int | None = None
-    computed_tokens: int | None = None  # tokens through the model
-    cached_tokens: int | None = None
     batch_sizes: list[int] = field(default_factory=list)  # sequences that got a token, per step
     steady_tok_s: float | None = None  # tokens per second while all requests give tokens
     # per chunk, seconds from its step's end to the subscriber

@@ -1,6 +1,7 @@
 """Counts the least time of a model's step on a device: that of what each operation must do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,15 @@ class Shape:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int = 16_384
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Read the fields of a configuration of Transformers."""
+        given: dict[str, Any] = {
+            field.name: getattr(config, field.name, None) for field in fields(cls)
+        }
+        given["head_dim"] = given["head_dim"] or config.hidden_size // config.num_attention_heads
+        return cls(**given)
 
     @property
     def products(self) -> list[tuple[int, int, int]]:

@@ -54,50 +54,43 @@ def load(path: Path) -> Workload:
     return Workload(path.stem, requests)
 
 
-def decode(source: random.Random, share: float = 1.0) -> Workload:
+Requests = tuple[WorkloadRequest, ...]
+
+
+def decode(source: random.Random, share: float) -> Requests:
     """Generate short prompts with long answers: nearly every step is a batch of decodes."""
-    return Workload(
-        "decode", tuple(WorkloadRequest(_ids(source, 16), 128) for _ in range(_count(32, share)))
-    )
+    return tuple(WorkloadRequest(_ids(source, 16), 128) for _ in range(_count(32, share)))
 
 
-def mixed(source: random.Random, share: float = 1.0) -> Workload:
+def mixed(source: random.Random, share: float) -> Requests:
     """Generate log-normal lengths, as in real traffic: medians 90 in and 45 out, clipped."""
 
-    def draw(median: float, sigma: float, low: int, high: int) -> int:
-        return max(low, min(high, round(source.lognormvariate(0.0, sigma) * median)))
+    def draw(median: float, low: int, high: int) -> int:
+        return max(low, min(high, round(source.lognormvariate(0.0, 0.9) * median)))
 
-    return Workload(
-        "mixed",
-        tuple(
-            WorkloadRequest(_ids(source, draw(90, 0.9, 16, 512)), draw(45, 0.9, 8, 256))
-            for _ in range(_count(64, share))
-        ),
+    return tuple(
+        WorkloadRequest(_ids(source, draw(90, 16, 512)), draw(45, 8, 256))
+        for _ in range(_count(64, share))
     )
 
 
-def prefix(source: random.Random, share: float = 1.0) -> Workload:
+def prefix(source: random.Random, share: float) -> Requests:
     """Generate prompts that share one long beginning and differ in a short rest."""
     shared = _ids(source, 512)
-    return Workload(
-        "prefix",
-        tuple(WorkloadRequest(shared + _ids(source, 32), 32) for _ in range(_count(64, share))),
-    )
+    return tuple(WorkloadRequest(shared + _ids(source, 32), 32) for _ in range(_count(64, share)))
 
 
-def prefill(source: random.Random, share: float = 1.0) -> Workload:
+def prefill(source: random.Random, share: float) -> Requests:
     """Generate prompts to read, with one output token each."""
-    return Workload(
-        "prefill", tuple(WorkloadRequest(_ids(source, 1024), 1) for _ in range(_count(16, share)))
-    )
+    return tuple(WorkloadRequest(_ids(source, 1024), 1) for _ in range(_count(16, share)))
 
 
-def single(source: random.Random, share: float = 1.0) -> Workload:
+def single(source: random.Random, share: float) -> Requests:
     """Generate one single stream; `share` shortens its answer."""
-    return Workload("single", (WorkloadRequest(_ids(source, 64), _count(128, share)),))
+    return (WorkloadRequest(_ids(source, 64), _count(128, share)),)
 
 
-SHAPES: dict[str, Callable[[random.Random, float], Workload]] = {
+SHAPES: dict[str, Callable[[random.Random, float], Requests]] = {
     "decode": decode,
     "mixed": mixed,
     "prefix": prefix,
@@ -106,12 +99,9 @@ SHAPES: dict[str, Callable[[random.Random, float], Workload]] = {
 }
 
 
-def generate(name: str, seed: int = 0, share: float = 1.0) -> Workload:
-    """Generate a workload.
-
-    `share` scales the number of requests, for a quick run on a slow machine.
-    """
-    return SHAPES[name](random.Random(f"{name}/{seed}"), share)
+def generate(name: str, share: float = 1.0) -> Workload:
+    """Generate a workload, the same each time; `share` scales the number of requests."""
+    return Workload(name, SHAPES[name](random.Random(f"{name}/0"), share))
 
 
 def _ids(source: random.Random, count: int) -> tuple[int, ...]:

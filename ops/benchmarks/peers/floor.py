@@ -5,27 +5,23 @@ come from memory as in the model. Queries, keys and values are one product; gate
 The tokens mean nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoConfig
 
 from ops.benchmarks.measure.protocol import serve
+from ops.benchmarks.measure.step_floor import Shape
 from ops.benchmarks.peers.ours import Tokenmill
 from tokenmill_worker.engine import Engine, EngineConfig
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
-from tokenmill_worker.engine.execution.interface import RunnerInfo
+from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engine.model.model_files import resolve
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
-from tokenmill_worker.engine.scheduler import Scheduler
-from tokenmill_worker.engine.sequence import Sequence
 
 _TOKEN = 100
-_JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MKL_ROWS = 256  # rows for which MKL packs; the packing works for any number
 
 Product = Callable[[Tensor], Tensor]
@@ -54,27 +50,10 @@ class LinearStack:
 
 
 def shapes_of(folder: Path) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of every product of one pass, in order, the head last."""
+    """Return (outputs, inputs) of every product of one pass, the head last."""
     config = AutoConfig.from_pretrained(folder).get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    head = model.get_output_embeddings()
-    shapes = [shape for module in model.modules() for shape in _products(module, head)]
-    return [*shapes, (head.out_features, head.in_features)]
-
-
-def _products(module: nn.Module, head: nn.Module) -> Iterator[tuple[int, int]]:
-    linears = {
-        name: child
-        for name, child in module.named_children()
-        if isinstance(child, nn.Linear) and child is not head
-    }
-    for names in _JOINT:
-        parts = [linears.pop(name) for name in names if name in linears]
-        if parts:
-            yield sum(part.out_features for part in parts), parts[0].in_features
-    for linear in linears.values():
-        yield linear.out_features, linear.in_features
+    *layer, head = Shape.of(config).products
+    return [(n, k) for _ in range(config.num_hidden_layers) for n, k, _ in layer] + [head[:2]]
 
 
 def _product(weight: Tensor) -> Product:
@@ -82,51 +61,17 @@ def _product(weight: Tensor) -> Product:
     return lambda x: torch.ops.mkl._mkl_linear(x, packed, weight, None, _MKL_ROWS)
 
 
-class FloorRunner:
-    """Runner with those calls of `runner.ModelRunner` that a benchmark makes."""
+class FloorRunner(SyntheticRunner):
+    """Computes a model's linear layers in each step; its tokens mean nothing."""
 
-    def __init__(
-        self, config: EngineConfig, stack: LinearStack, vocab_size: int, max_model_len: int
-    ) -> None:
-        group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
-        num_blocks = config.num_blocks or 2
-        self.info = RunnerInfo(
-            config=config,
-            cache_config=CacheConfig(
-                config.block_size, (group,), num_blocks, prefix_cache=config.prefix_cache
-            ),
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            eos_token_ids=frozenset(),
-            model_path=Path(),
-            description="linear layers alone: MKL, packed once",
-        )
-        self._stack = stack
-
-    def launch(self, plan: StepPlan) -> StepPlan:
-        return plan
+    stack: LinearStack
 
     @torch.inference_mode()
     def finish(self, plan: StepPlan) -> StepOutput:
         samples = sum(item.samples for item in plan.scheduled)
         if plan.num_tokens:
-            self._stack.run(plan.num_tokens, samples)
+            self.stack.run(plan.num_tokens, samples)
         return StepOutput(plan.step_id, ((_TOKEN,),) * samples, (None,) * samples, {})
-
-    def prepare(self, params: Any) -> None:
-        """Do nothing: no grammar needs compiling."""
-
-    def prepare_adapter(self, name: str) -> Future[str]:
-        raise ValueError("a floor has no adapters")
-
-    def release(self, sequences: Iterable[Sequence]) -> None:
-        """Do nothing: the runner keeps no state of a sequence."""
-
-    def is_alive(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Do nothing: the runner holds no resource."""
 
 
 class Floor(Tokenmill):
@@ -134,15 +79,12 @@ class Floor(Tokenmill):
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         shapes = shapes_of(resolve(config.model))
-        stack = LinearStack(shapes, config.max_num_batched_tokens)
-        runner = FloorRunner(config, stack, vocab_size=shapes[-1][0], max_model_len=1 << 20)
-        scheduler = Scheduler(
-            config,
-            runner.info.cache_config,
-            max_model_len=runner.info.max_model_len,
-            eos_token_ids=runner.info.eos_token_ids,
-        )
-        return Engine(runner, scheduler)
+        synthetic = SyntheticRunner.load(config.replace(model="synthetic?length=1000000"))
+        said = "linear layers alone: MKL, packed once"
+        info = replace(synthetic.info, vocab_size=shapes[-1][0], description=said)
+        runner = FloorRunner(info, synthetic.options)
+        runner.stack = LinearStack(shapes, config.max_num_batched_tokens)
+        return Engine.around(runner)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ class LlamaCpp:
             wall_s=wall_s,
             tokens=[tokens for tokens, _, _ in answers],
             first_s=[ended - generating_s - started for _, ended, generating_s in answers],
-            last_s=[ended - started for _, ended, _ in answers],
         )
 
     def _ask(self, request: WorkloadRequest) -> tuple[list[int], float, float]:

@@ -16,17 +16,7 @@ class Tokenmill:
         os.environ.setdefault(
             "OMP_WAIT_POLICY", "PASSIVE"
         )  # as the worker sets it for the engine's process
-        fields: dict[str, object] = {"block_size": 16, **options.settings}
-        fields.setdefault("num_blocks", options.pool_tokens // int(str(fields["block_size"])) + 1)
-        config = EngineConfig(
-            model=options.model,
-            dtype=options.dtype,  # type: ignore[arg-type]
-            max_num_batched_tokens=options.max_batch_tokens,
-            max_num_seqs=options.max_sequences,
-            num_threads=options.threads or None,
-            **fields,  # type: ignore[arg-type]
-        )
-        self._engine = self._load(config)
+        self._engine = self._load(EngineConfig(**options.engine_settings()))
         # as the worker's engine process does
         warm_up(self._engine.runner, lambda _message, _fraction: None)
         gc.collect()
@@ -40,7 +30,6 @@ class Tokenmill:
         engine = self._engine
         # otherwise a later round finds the prompts of an earlier one
         engine.scheduler.reset_prefix_cache()
-        before = engine.stats()
         params = [
             SamplingParams(temperature=0, max_tokens=r.max_tokens, ignore_eos=True)
             for r in requests
@@ -65,17 +54,12 @@ class Tokenmill:
         failed = [output.error for output in outputs if output is not None and output.error]
         if failed or None in outputs:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[:1]}")
-        after = engine.stats()
         first_s, last_s = ([times[each] for each in request_ids] for times in (first, last))
         return Round(
             wall_s=wall_s,
             tokens=[list(output.token_ids) for output in outputs if output is not None],
             first_s=first_s,
-            last_s=last_s,
             steady_tok_s=arrivals.steady_rate(first_s, last_s),
-            steps=after.steps - before.steps,
-            computed_tokens=after.computed_tokens - before.computed_tokens,
-            cached_tokens=after.cached_tokens - before.cached_tokens,
             batch_sizes=batch_sizes,
         )
 

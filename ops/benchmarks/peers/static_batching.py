@@ -1,7 +1,7 @@
 """Static batching: Transformers' `generate` on padded batches, one batch after the other.
 
 A batch has `max_sequences` requests in order of arrival and runs until its longest answer is
-complete. A request counts as answered with the step that gave its last token.
+complete.
 """
 
 import time
@@ -28,7 +28,7 @@ class StaticBatching:
         )
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
-        done = Round(0.0, [], [], [])
+        done = Round(0.0, [], [])
         started = time.perf_counter()
         for first in range(0, len(requests), self._size):
             self._run_batch(requests[first : first + self._size], started, done)
@@ -67,7 +67,6 @@ class StaticBatching:
         for request, answer in zip(requests, answers, strict=True):
             done.tokens.append(answer[: request.max_tokens])
             done.first_s.append(step_ends[0])
-            done.last_s.append(step_ends[request.max_tokens - 1])
         done.batch_sizes += [sum(r.max_tokens > step for r in requests) for step in range(most)]
 
     def close(self) -> None:

@@ -85,7 +85,6 @@ class TransformersBatching:
             wall_s=wall_s,
             tokens=[list(result.generated_tokens) for result in ordered],
             first_s=[result.timestamps[0] - started for result in ordered],
-            last_s=[result.timestamps[-1] - started for result in ordered],
         )
 
     def _wake(self, manager: Any) -> None:

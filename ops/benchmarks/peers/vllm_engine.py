@@ -36,8 +36,6 @@ class Vllm:
         engine = self._llm.llm_engine
         tokens: dict[str, list[int]] = {str(index): [] for index in range(len(requests))}
         first: dict[str, float] = {}
-        last: dict[str, float] = {}
-        batch_sizes = []
         started = time.perf_counter()
         for index, request in enumerate(requests):
             params = SamplingParams(
@@ -54,15 +52,10 @@ class Vllm:
             for output in outputs:
                 tokens[output.request_id] += output.outputs[0].token_ids
                 first.setdefault(output.request_id, now)
-                last[output.request_id] = now
-            if outputs:
-                batch_sizes.append(len(outputs))
         return Round(
             wall_s=time.perf_counter() - started,
             tokens=list(tokens.values()),
             first_s=[first[name] for name in tokens],
-            last_s=[last[name] for name in tokens],
-            batch_sizes=batch_sizes,
         )
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ All processes are on one machine and read one monotonic clock.
 
 import asyncio
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ops.benchmarks.measure.disturbance import cpu_seconds
 from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
@@ -27,6 +25,7 @@ from tokenmill import AsyncClient
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
 from tokenmill_worker.record import migrate
+from tokenmill_worker.settings import Settings, child_environment, load_settings
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0
@@ -74,10 +73,12 @@ class WholeWay:
         self.url = f"unix://{socket}"
         self.database = f"sqlite:///{folder / 'results.db'}"
         migrate.upgrade(self.database)
-        settings = os.environ | self._settings(options)
         command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
         self._worker = GuardedProcess(
-            command, at_death=signal.SIGKILL, env=settings, output=sys.stderr.buffer
+            command,
+            at_death=signal.SIGKILL,
+            env=child_environment(self._settings(options)),
+            output=sys.stderr.buffer,
         )
         self._undo.callback(self._worker.end, signal.SIGTERM)
         self._rounds = 0
@@ -91,25 +92,9 @@ class WholeWay:
         gc.freeze()  # garbage collection skips the benchmark's own objects from here on
         self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
 
-    def _settings(self, options: EngineOptions) -> dict[str, str]:
-        fields: Mapping[str, object] = {
-            "redis_url": self.url,
-            "database_url": self.database,
-            "queue": QUEUE,
-            "model": options.model,
-            "dtype": options.dtype,
-            "block_size": 16,
-            "max_num_batched_tokens": options.max_batch_tokens,
-            "max_num_seqs": options.max_sequences,
-            "num_threads": options.threads or None,
-            **options.settings,
-        }
-        pool = {"num_blocks": options.pool_tokens // int(str(fields["block_size"])) + 1}
-        given = {name: value for name, value in (pool | dict(fields)).items() if value is not None}
-        return {
-            f"TOKENMILL_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
-            for name, value in given.items()
-        }
+    def _settings(self, options: EngineOptions) -> Settings:
+        service = {"redis_url": self.url, "database_url": self.database, "queue": QUEUE}
+        return load_settings({**service, **options.engine_settings()})
 
     async def _connect(self) -> AsyncClient:
         return AsyncClient(self.url, queue=QUEUE, database=self.database)
@@ -158,7 +143,6 @@ class WholeWay:
             wall_s=wall_s,
             tokens=[reading.tokens for reading in readings],
             first_s=[first - started for first in first_s],
-            last_s=[last - started for last in last_s],
             steady_tok_s=arrivals.steady_rate(first_s, last_s),
             latency_s=self._latencies(offset, readings),
             cpu_s=cpu_s,
@@ -187,6 +171,11 @@ class WholeWay:
             "subscribers": os.getpid(),
         }
         return {part: cpu_seconds(pid) for part, pid in pids.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and all its threads, ended ones included, in seconds."""
+    return time.clock_gettime(~pid << 3 | 2)  # its CPU clock, as clock_getcpuclockid(3) builds it
 
 
 def read_notes(path: Path, offset: int) -> dict[str, Passage]:
