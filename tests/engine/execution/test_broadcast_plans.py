@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
+from tests.engine.scheduler.test_random_schedules import oracle_proposer
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.execution.tensor_parallel import BroadcastStep, PlanEncoder, rebuild
 from tokenmill_worker.engine.plan import StepPlan
@@ -24,11 +25,11 @@ def round_trip(
 
 @pytest.mark.parametrize("windows", [(None,), (None, 7)])
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
-def test_the_others_have_every_block_that_is_looked_at(
+def test_the_others_have_every_token_and_block_that_is_looked_at(
     windows: tuple[int | None, ...], num_host_blocks: int
 ) -> None:
     cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
-    loop = Loop.build(cache, max_num_batched_tokens=16, max_num_seqs=4)
+    loop = Loop.build(cache, max_num_batched_tokens=16, max_num_seqs=4, proposer=oracle_proposer)
     plans, others = PlanEncoder(), dict[int, Sequence]()
     kv, shared = loop.scheduler.kv, list(range(1, 10))
 
@@ -41,6 +42,10 @@ def test_the_others_have_every_block_that_is_looked_at(
                 mine.num_tokens,
                 mine.samples,
             )
+            known = mine.start + mine.num_tokens - mine.num_proposed
+            tokens = [*mine.sequence.token_ids[mine.start : known], *mine.forced_ids]
+            assert item.sequence.token_ids[mine.start :] == tokens
+            assert item.draft_ids == mine.draft_ids
             for group, table in enumerate(mine.sequence.block_tables):
                 first = kv.first_visible(group, mine.start)
                 assert item.sequence.block_tables[group][first:] == table[first:]
@@ -55,6 +60,7 @@ def test_the_others_have_every_block_that_is_looked_at(
         for key in plans.forget(loop.runner.take_released()):
             del others[key]
     assert loop.scheduler.stats.preemptions
+    assert any(item.forced_ids for plan in loop.plans for item in plan.scheduled)
     assert not others
 
 

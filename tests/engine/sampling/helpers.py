@@ -46,10 +46,15 @@ def make_sequence(
     return Sequence("r", [*prompt, *output], len(prompt), params, seed=seed)
 
 
-def plan_item(sequence: Sequence, drafts: tuple[int, ...] = ()) -> ScheduledSequence:
+def plan_item(
+    sequence: Sequence, drafts: tuple[int, ...] = (), forced: tuple[int, ...] = ()
+) -> ScheduledSequence:
     """Plan a decode step, or the last chunk of a prefill: only the range's end matters here."""
     start = sequence.num_tokens + sequence.num_inflight - 1
-    return ScheduledSequence(sequence, start, 1 + len(drafts), True, drafts, sequence.epoch)
+    count = 1 + len(forced) + len(drafts)
+    return ScheduledSequence(
+        sequence, start, count, True, drafts, sequence.epoch, forced_ids=forced
+    )
 
 
 class ToyModel:
@@ -69,7 +74,7 @@ class ToyModel:
 
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
         views = [
-            [*item.sequence.token_ids, *item.draft_ids[:count]]
+            [*item.sequence.token_ids, *item.forced_ids, *item.draft_ids[:count]]
             for item in items
             for count in range(1 + len(item.draft_ids))
         ]

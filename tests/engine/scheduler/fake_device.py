@@ -151,10 +151,10 @@ class FakeDevice:
     ) -> list[int]:
         sequence, end = item.sequence, item.start + item.num_tokens
         self.computed += item.num_tokens
-        known = end - len(item.draft_ids)
+        known = end - item.num_proposed
         tokens = list(sequence.token_ids[:known])
         tokens += [self._sampled[sequence, position] for position in range(len(tokens), known)]
-        tokens += item.draft_ids
+        tokens += item.forced_ids + item.draft_ids
         states, state = [], b""
         for token in tokens:
             state = chain(state, token)
@@ -167,7 +167,7 @@ class FakeDevice:
             scores[index] = self._score(item, states)
         if not item.samples:
             return []
-        return self._sample(item, states, known)
+        return self._sample(item, states, known + len(item.forced_ids))
 
     def _score(self, item: ScheduledSequence, states: list[bytes]) -> tuple[TokenLogprob, ...]:
         positions = range(item.scored_from, item.scored_from + item.num_scored)

@@ -10,7 +10,7 @@ from tests.engine.scheduler.fake_device import FakeDevice, expected_tokens
 from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.plan import Draft, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler.step_builder import MIN_DRAFTS_AHEAD
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 
@@ -180,9 +180,9 @@ def test_drafts_beside_a_step_in_flight(num_right: int) -> None:
     """
     truth = expected_tokens(endless("a", 1, 6, 31))
 
-    def proposer(sequence: Sequence) -> tuple[int, ...]:
+    def proposer(sequence: Sequence) -> Draft:
         done = sequence.num_output_tokens
-        return (*truth[done : done + num_right], 0)
+        return Draft((*truth[done : done + num_right], 0))
 
     loop = Loop.build(is_async=True, proposer=proposer)
     loop.add(endless("a", 1, 6, 31))
@@ -200,7 +200,9 @@ def test_others_go_on_beside_a_sequence_whose_drafts_are_verified() -> None:
     truth = expected_tokens(endless("a", 1, 6, 30))
     loop = ahead(
         endless("b", 2, 6, 30),
-        proposer=lambda s: tuple(truth[s.num_output_tokens :][:5]) if s.request_id == "a" else (),
+        proposer=lambda s: Draft(
+            tuple(truth[s.num_output_tokens :][:5]) if s.request_id == "a" else ()
+        ),
     )
     loop.add(endless("a", 1, 6, 30))
     loop.run()

@@ -10,7 +10,7 @@ from tests.engine.scheduler.fake_device import EOS, expected_tokens
 from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_worker.engine.plan import StepOutput
+from tokenmill_worker.engine.plan import Draft, StepOutput
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 from tokenmill_worker.engine.types import TokenEvent
 
@@ -161,9 +161,9 @@ def test_drafts_are_accepted_as_far_as_they_are_right() -> None:
     truth = expected_tokens(endless("a", 1, 6, 30))
     wrong = [(token + 1) % 50 for token in truth]
 
-    def proposer(sequence: Sequence) -> tuple[int, ...]:
+    def proposer(sequence: Sequence) -> Draft:
         done = sequence.num_output_tokens
-        return (*truth[done : done + 2], *wrong[done + 2 : done + 3])
+        return Draft((*truth[done : done + 2], *wrong[done + 2 : done + 3]))
 
     loop = Loop.build(proposer=proposer)
     loop.add(endless("a", 1, 6, 30))
@@ -177,7 +177,10 @@ def test_drafts_are_accepted_as_far_as_they_are_right() -> None:
 
 def test_drafts_use_only_what_budget_and_blocks_are_left() -> None:
     loop = Loop.build(
-        make_cache(9), proposer=lambda sequence: (1,) * 20, max_num_batched_tokens=6, max_num_seqs=2
+        make_cache(9),
+        proposer=lambda sequence: Draft((1,) * 20),
+        max_num_batched_tokens=6,
+        max_num_seqs=2,
     )
     loop.add(endless("a", 1, 3, 20), endless("b", 2, 3, 3))
     loop.run()
@@ -189,7 +192,7 @@ def test_drafts_use_only_what_budget_and_blocks_are_left() -> None:
 
 
 def test_a_request_can_refuse_drafts() -> None:
-    loop = Loop.build(proposer=lambda sequence: (1, 2))
+    loop = Loop.build(proposer=lambda sequence: Draft((1, 2)))
     params = SamplingParams(max_tokens=5, ignore_eos=True, speculate=False)
     loop.add(make_sequence("a", [3, 4], 5, params=params))
     loop.run()
@@ -197,7 +200,7 @@ def test_a_request_can_refuse_drafts() -> None:
 
 
 def test_a_stop_inside_accepted_drafts_cuts_the_rest() -> None:
-    loop = Loop.build(proposer=lambda sequence: (7, EOS, 8))
+    loop = Loop.build(proposer=lambda sequence: Draft((7, EOS, 8)))
     loop.scheduler.add([make_sequence("a", [5, 6], 9)])
     step_with(loop, 3)
     plan = loop.scheduler.plan()

@@ -21,21 +21,22 @@ from tests.engine.scheduler.fake_device import expected_tokens
 from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.plan import Draft, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import RequestError
 
 SHARED = tuple(random.Random(5).randrange(1, 50) for _ in range(40))
 
 
-def oracle_proposer(sequence: Sequence) -> tuple[int, ...]:
-    """Three right drafts, then a wrong one; sometimes none."""
+def oracle_proposer(sequence: Sequence) -> Draft:
+    """Three right drafts, of which up to two are certain, then a wrong one; sometimes none."""
     if sequence.num_tokens % 5 == 0:
-        return ()
+        return Draft()
     copy = make_sequence(
         "x", sequence.token_ids, 4, seed=sequence.seed, params=SamplingParams(ignore_eos=True)
     )
-    return (*expected_tokens(copy)[:3], 0 if sequence.num_tokens % 3 else 1)
+    drafts = (*expected_tokens(copy)[:3], 0 if sequence.num_tokens % 3 else 1)
+    return Draft(drafts, num_certain=sequence.num_tokens % 4 % 3)
 
 
 worlds = st.fixed_dictionaries(

@@ -15,6 +15,7 @@ from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.execution.build import load_model_runner
+from tokenmill_worker.engine.plan import Draft
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -72,15 +73,20 @@ def run(engine, made):
 
 
 def with_drafts(engine, made, received):
-    """Return an engine whose proposals are four tokens to come, of which one is wrong by turns."""
+    """Return an engine whose proposals are four tokens to come, of which one is wrong by turns.
+
+    Every second one declares those before it certain, unless their log-probabilities are wanted.
+    """
     texts = {index: made[int(index)][0] + tokens for index, (tokens, _) in received.items()}
 
     def propose(sequence):
         known = sequence.num_tokens
         drafts = texts[sequence.request_id][known : known + 4]
-        if drafts and known % 3:
-            drafts[known % len(drafts)] ^= 1
-        return tuple(drafts)
+        num_right = known % len(drafts) if drafts and known % 3 else len(drafts)
+        if num_right < len(drafts):
+            drafts[num_right] ^= 1
+        is_certain = known % 2 and not sequence.params.wants_logprobs
+        return Draft(tuple(drafts), num_right if is_certain else 0)
 
     engine.runner.info = dataclasses.replace(engine.runner.info, proposer=propose)
     return Engine.around(engine.runner)

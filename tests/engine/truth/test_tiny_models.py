@@ -18,6 +18,7 @@ from tests.engine.truth.expected import Expected
 from tests.engine.truth.tiny_models import FAMILIES
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.plan import Draft
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -160,14 +161,14 @@ class Oracle:
     def __init__(self, wanted: list[Expected]) -> None:
         self._texts = [one.prompt + one.answer for one in wanted]
 
-    def __call__(self, sequence: Sequence) -> tuple[int, ...]:
+    def __call__(self, sequence: Sequence) -> Draft:
         known = tuple(sequence.token_ids)
         text = next(text for text in self._texts if text[: len(known)] == known)
         drafts = list(text[len(known) : len(known) + 3])
         wrong_at = len(known) % 4
         if wrong_at < len(drafts):
             drafts[wrong_at] ^= 1
-        return tuple(drafts)
+        return Draft(tuple(drafts))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])

@@ -84,11 +84,12 @@ def run(
         active = [s for s in sequences if EOS not in s.output_ids]
         if not active:
             break
-        items = [plan_item(s, proposer(s) if callable(proposer) else ()) for s in active]
+        items = [plan_item(s, *(proposer(s) if callable(proposer) else ())) for s in active]
         sampler.prepare(items)
         tokens, _, errors = sampler.sample(model.logits(items), items).finish()
         assert errors == {}
-        for sequence, new in zip(active, tokens, strict=True):
+        for sequence, item, drawn in zip(active, items, tokens, strict=True):
+            new = item.forced_ids + drawn
             sequence.token_ids += new[: new.index(EOS) + 1] if EOS in new else new
     return [text_of(s) for s in sequences]
 
@@ -160,11 +161,11 @@ def test_drafts_right_and_wrong_change_nothing(compiler: GrammarCompiler) -> Non
 
         def propose(
             sequence: Sequence, truth: list[int] = truth, steps: list[int] = steps
-        ) -> tuple[int, ...]:
+        ) -> tuple[tuple[int, ...]]:
             position = sequence.num_output_tokens
             steps.append(position)
             coming = truth[position : position + 4]
-            return tuple(coming if len(steps) % 3 else [*coming[:1], (position * 7) % 256, EOS])
+            return (tuple(coming if len(steps) % 3 else [*coming[:1], (position * 7) % 256, EOS]),)
 
         drafted = structured(JSON, seed, temperature=0.8)
         run(make_sampler(compiler), [drafted], proposer=propose)

@@ -139,7 +139,7 @@ class InputBuilder:
         sampled: list[int] = []
         for item, first in zip(items, query_start.tolist(), strict=False):
             known = item.sequence.token_ids
-            stop = item.start + item.num_tokens - len(item.draft_ids)
+            stop = item.start + item.num_tokens - item.num_proposed
             if item.num_tokens == 1 and stop <= len(known):
                 token_ids.append(known[item.start])
                 continue
@@ -153,6 +153,7 @@ class InputBuilder:
                 packed.append(first + stop - 1 - item.start)
                 sampled.append(previous.rows[item.sequence])
                 token_ids.append(0)
+            token_ids.extend(item.forced_ids)
             token_ids.extend(item.draft_ids)
         missing = [np.array(packed, np.int64), np.array(sampled, np.int64)] if packed else []
         return np.array(token_ids, np.int64), missing

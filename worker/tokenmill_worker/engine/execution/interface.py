@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
 from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.plan import Draft, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Lookahead, Scheduler
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback
@@ -38,7 +38,7 @@ class RunnerInfo:
     description: str  # one line for the log
     can_structure: bool = False  # is response_format available?
     is_asynchronous: bool = False  # may a step be launched before the last one's tokens are known?
-    proposer: Callable[[Sequence], tuple[int, ...]] | None = None  # drafts tokens; None: off
+    proposer: Callable[[Sequence], Draft] | None = None  # drafts tokens; None: off
     # makes a draft model's drafts before a step is planned, for the proposer; None: there is none
     draft: Callable[[Lookahead], None] | None = None
     sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none

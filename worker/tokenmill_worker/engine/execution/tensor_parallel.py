@@ -101,14 +101,14 @@ class PlanEncoder:
             self._next_key += 1
         sent = known.num_blocks if known.epoch == item.epoch else (0,) * len(tables)
         known.epoch, known.num_blocks = item.epoch, tuple(map(len, tables))
-        stop = item.start + item.num_tokens - len(item.draft_ids)
+        stop = item.start + item.num_tokens - item.num_proposed
         return _BroadcastItem(
             key=known.key,
             epoch=item.epoch,
             start=item.start,
             num_tokens=item.num_tokens,
             draft_ids=item.draft_ids,
-            token_ids=tuple(sequence.token_ids[item.start : stop]),
+            token_ids=(*sequence.token_ids[item.start : stop], *item.forced_ids),
             num_blocks=sent,
             block_tables=tuple(
                 tuple(table[first:]) for table, first in zip(tables, sent, strict=True)

@@ -2,14 +2,15 @@
 prompt lookup.
 
 Forced tokens need no guess: where a grammar leaves one text, they are that text as the tokenizer
-cuts it. The model draws each of them all the same, so an answer is what it would have been without
-drafts.
+cuts it. Where it leaves one token, that token is certain. The model draws all other tokens itself,
+so an answer is what it would have been without drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tokenmill_worker.engine.plan import NO_DRAFT, Draft
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -21,7 +22,7 @@ class Drafts:
 
     def __init__(
         self,
-        forced_tokens: Callable[[Sequence], tuple[int, ...]],
+        forced_tokens: Callable[[Sequence], Draft],
         lookup: PromptLookup | None,
         guesses: Mapping[Sequence, tuple[int, ...]],
     ) -> None:
@@ -29,13 +30,13 @@ class Drafts:
         self._lookup = lookup
         self._guesses = guesses
 
-    def __call__(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return tokens that may follow those of the sequence that the host has; () for none."""
-        if sequence.is_constrained and (forced := self._forced_tokens(sequence)):
+    def __call__(self, sequence: Sequence) -> Draft:
+        """Return tokens that may follow those of the sequence that the host has."""
+        if sequence.is_constrained and (forced := self._forced_tokens(sequence)).token_ids:
             return forced
         if guess := self._guesses.get(sequence):
-            return guess
-        return () if self._lookup is None else self._lookup(sequence)
+            return Draft(guess)
+        return NO_DRAFT if self._lookup is None else Draft(self._lookup(sequence))
 
     def release(self, sequence: Sequence) -> None:
         if self._lookup is not None:

@@ -56,9 +56,14 @@ class Histories:
             )
 
     def open(
-        self, sequence: Sequence, position: int, draft_ids: tuple[int, ...]
+        self,
+        sequence: Sequence,
+        position: int,
+        draft_ids: tuple[int, ...],
+        forced_ids: tuple[int, ...] = (),
     ) -> tuple[int, int]:
-        """Write the history up to output position `position` (exclusive) and the drafts after it.
+        """Write the history up to output position `position` (exclusive), which ends with the
+        forced tokens, and the drafts after it.
 
         Returns (slot, number of distinct prompt ids). After this step the positions up to and
         including `position` are on the device.
@@ -66,9 +71,8 @@ class Histories:
         history = self._found.get(sequence)
         if history is None:
             history = self._start(sequence)
-        fresh = sequence.token_ids[sequence.num_prompt_tokens + history.known :][
-            : max(0, position - history.known)
-        ]
+        known = sequence.token_ids[sequence.num_prompt_tokens + history.known :]
+        fresh = [*known, *forced_ids][: max(0, position - history.known)]
         wanted = [*fresh, *draft_ids]
         self._outputs = _widened(self._outputs, position + len(draft_ids) + 1)
         if wanted:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_worker.engine.plan import Draft, ScheduledSequence
 from tokenmill_worker.engine.sampling.batch import SamplingBatch, build
 from tokenmill_worker.engine.sampling.draws import (
     Kernel,
@@ -88,7 +88,7 @@ class Sampler:
         """
         self._grammars.start(items)
 
-    def forced_tokens(self, sequence: Sequence) -> tuple[int, ...]:
+    def forced_tokens(self, sequence: Sequence) -> Draft:
         """Return the tokens that the sequence's grammar forces next."""
         return self._grammars.forced_tokens(sequence)
 
@@ -191,7 +191,7 @@ class Sampler:
         for item, span in zip(items, spans, strict=True):
             if span.first in penalised:
                 slot, prompt = self._histories.open(
-                    item.sequence, int(positions[span.first]), item.draft_ids
+                    item.sequence, int(positions[span.first]), item.draft_ids, item.forced_ids
                 )
                 slots.extend([slot] * span.num_rows)
                 prompts.extend([prompt] * span.num_rows)

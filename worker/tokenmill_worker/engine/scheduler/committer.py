@@ -71,7 +71,7 @@ class Committer:
                 if item.num_scored:
                     events.append(self._take_scores(item, output.scored[index]))
                 if samples:
-                    events.append(self._take_tokens(item, tokens, logprobs))
+                    events.append(self._take_tokens(item, item.forced_ids + tokens, logprobs))
                 else:
                     events += self._advance(item)
         state.counters.computed_tokens += computed
@@ -113,7 +113,9 @@ class Committer:
         tokens: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...] | None,
     ) -> TokenEvent:
-        """Append sampled tokens, commit computed positions, and finish the sequence at its end."""
+        """Append forced and sampled tokens, commit computed positions, and finish the sequence at
+        its end.
+        """
         state, sequence = self._state, item.sequence
         ids = sequence.token_ids
         is_first = len(ids) == sequence.num_prompt_tokens + sequence.num_resumed_tokens
@@ -132,7 +134,7 @@ class Committer:
                 if reason is not None:
                     break
         end = item.start + item.num_tokens
-        if item.draft_ids:
+        if item.num_proposed:
             tokens = tokens[:count]
             logprobs = logprobs and logprobs[:count]
             end -= self._settle_drafts(item, count)
@@ -160,8 +162,8 @@ class Committer:
 
         The sequence keeps their blocks for later tokens.
         """
-        rejected = len(item.draft_ids) + 1 - accepted
-        self._state.counters.draft_tokens += len(item.draft_ids)
+        rejected = item.num_proposed + 1 - accepted
+        self._state.counters.draft_tokens += item.num_proposed
         self._state.counters.accepted_tokens += accepted - 1
         item.sequence.num_computed_tokens -= rejected
         return rejected

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
-from tokenmill_worker.engine.plan import MAX_DRAFTS, MAX_SCORED, ScheduledSequence
+from tokenmill_worker.engine.plan import MAX_DRAFTS, MAX_SCORED, Draft, ScheduledSequence
 from tokenmill_worker.engine.scheduler.preemption import victims_first
 from tokenmill_worker.engine.scheduler.state import DECODING, PREFILLING, SchedulerState
 from tokenmill_worker.engine.scheduler.step_time import BULK, StepTimeModel
 from tokenmill_worker.engine.sequence import Sequence
 
 # Returns tokens that may follow those of the sequence that the host has.
-Proposer = Callable[[Sequence], tuple[int, ...]]
+Proposer = Callable[[Sequence], Draft]
 # Fewest drafts of a sequence where steps are planned ahead. The length that they give it is unknown
 # while the next step is planned, so it misses that step.
 MIN_DRAFTS_AHEAD = 2
+
+Proposed = tuple[tuple[int, ...], tuple[int, ...]]  # a scheduled sequence's forced_ids, draft_ids
+_NOTHING: Final[Proposed] = ((), ())
 
 
 @dataclass(slots=True)
@@ -50,17 +54,18 @@ class StepDraft:
         return self.tokens - self.reserve
 
     def add(
-        self, sequence: Sequence, end: int, samples: bool, draft_ids: tuple[int, ...] = ()
+        self, sequence: Sequence, end: int, samples: bool, proposed: Proposed = _NOTHING
     ) -> None:
         """Schedule the sequence up to position `end`, then its drafts; advance its counter."""
+        forced_ids, draft_ids = proposed
         start = sequence.num_computed_tokens
-        num_tokens = end - start + len(draft_ids)
+        num_tokens = end - start + len(forced_ids) + len(draft_ids)
         scored_from = max(start + 1, sequence.next_scored)
         num_scored = max(0, min(end + 1, sequence.scored_end) - scored_from)
         self.items.append(
             ScheduledSequence(
                 sequence, start, num_tokens, samples, draft_ids, sequence.epoch,
-                scored_from, num_scored,
+                scored_from, num_scored, forced_ids,
             )
         )  # fmt: skip
         self.scores -= num_scored
@@ -145,11 +150,17 @@ class StepBuilder:
                 and known <= sequence.num_slots
                 and not step.has_preempted
             ):
-                drafts = (
-                    self._drafts(step, sequence, left + index - len(decodes)) if proposes else ()
+                forced, drafts = (
+                    self._drafts(step, sequence, left + index - len(decodes))
+                    if proposes
+                    else _NOTHING
                 )
-                count = 1 + len(drafts)
-                append(ScheduledSequence(sequence, start, count, True, drafts, sequence.epoch))
+                count = 1 + len(forced) + len(drafts)
+                append(
+                    ScheduledSequence(
+                        sequence, start, count, True, drafts, sequence.epoch, forced_ids=forced
+                    )
+                )
                 sequence.num_computed_tokens = start + count
                 sequence.last_step = step_id
                 step.drafts -= len(drafts)
@@ -214,7 +225,7 @@ class StepBuilder:
             if not self._make_room(step, sequence, end):
                 return False
         samples = end == known and sequence.num_output_tokens < sequence.max_tokens
-        drafts: tuple[int, ...] = ()
+        drafts = _NOTHING
         if samples and (sequence.status is DECODING or not self.limits.threshold):
             drafts = self._drafts(step, sequence, step.room - (end - start) - num_after, is_new)
         step.add(sequence, end, samples, drafts)
@@ -249,31 +260,32 @@ class StepBuilder:
 
     def _drafts(
         self, step: StepDraft, sequence: Sequence, room: int, is_new: bool = False
-    ) -> tuple[int, ...]:
-        """Return proposed tokens after those that the sequence holds.
+    ) -> Proposed:
+        """Return the certain and the other proposed tokens after those that the sequence holds.
 
         They are limited by `room` (in tokens), answer length and free blocks; a new sequence uses
         those that it has. While the sequence's last token is in flight, the first proposed one
         stands for it: if another comes, the drafts are rejected.
         """
         if self._proposer is None or not sequence.params.speculate:
-            return ()
-        drafts = self._proposer(sequence)
+            return _NOTHING
+        drafts, num_certain = self._proposer(sequence)
         if not drafts:
-            return ()
+            return _NOTHING
         ahead = sequence.num_inflight
         least = MIN_DRAFTS_AHEAD if self._state.async_depth else 1
         known = sequence.num_tokens + ahead
         to_come = sequence.max_tokens - (known - sequence.num_prompt_tokens)
-        room = min(room, to_come - 1, step.drafts)
+        room = min(room, to_come - 1)
         if step.reads is not None:
             room = min(room, step.reads - self.read_cost(known))
-        drafts = drafts[ahead : ahead + max(0, room)]
+        num_certain = max(0, num_certain - ahead)
+        drafts = drafts[ahead : ahead + max(0, min(room, num_certain + step.drafts))]
         if len(drafts) >= least and known + len(drafts) > sequence.num_slots:
             if not is_new:
                 self._state.kv.grow(sequence, known + len(drafts))
             drafts = drafts[: max(0, sequence.num_slots - known)]
-        return drafts if len(drafts) >= least else ()
+        return (drafts[:num_certain], drafts[num_certain:]) if len(drafts) >= least else _NOTHING
 
     # ── blocks ──
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenmill_schemas.generation import ResponseFormat
-from tokenmill_worker.engine.plan import ScheduledSequence
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_worker.engine.plan import NO_DRAFT, Draft, ScheduledSequence
 from tokenmill_worker.engine.sampling.acceptance import AcceptanceLimit
 from tokenmill_worker.engine.sampling.grammar.compiler import (
     GrammarCompiler,
@@ -105,15 +105,15 @@ class Grammars:
                 return found
         return self._compute(tuple(items))
 
-    def forced_tokens(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the next tokens of a sequence whose grammar leaves one text; else ().
+    def forced_tokens(self, sequence: Sequence) -> Draft:
+        """Return the next tokens of a sequence whose grammar leaves one text; else none.
 
         They follow the tokens that the host has, and are as many as the acceptance of earlier ones
         allows: the model may cut the text of some grammars into other tokens. A token that the
         grammar refuses is reported by the next mask.
         """
         if not sequence.is_constrained:
-            return ()
+            return NO_DRAFT
         self._wait()
         started_s = time.thread_time()
         try:
@@ -121,10 +121,11 @@ class Grammars:
             new = sequence.token_ids[sequence.num_prompt_tokens + state.num_read :]
             _read(state, new)
             forced = self._limited(state, sequence)
+            num_certain = self._num_certain(state.matcher, forced, sequence.params)
         except Exception:  # the next mask fails alike, and ends the sequence with the reason
-            return ()
-        state.unchecked = (len(new), time.thread_time() - started_s)
-        return forced
+            return NO_DRAFT
+        state.unchecked = (len(new) + num_certain, time.thread_time() - started_s)
+        return Draft(forced, num_certain)
 
     @staticmethod
     def _limited(state: _MatcherState, sequence: Sequence) -> tuple[int, ...]:
@@ -136,6 +137,34 @@ class Grammars:
         forced = tuple(state.matcher.forced_tokens()[: num_allowed + sequence.num_inflight])
         limit.note(forced, length)
         return forced
+
+    def _num_certain(self, matcher: Any, token_ids: tuple[int, ...], params: SamplingParams) -> int:
+        """Count the leading tokens of which each is the only one that its mask allows.
+
+        0 where their logits matter all the same: for their log-probabilities, or because a bias or
+        `min_tokens` may exclude them.
+        """
+        if not token_ids or params.wants_logprobs or params.logit_bias or params.min_tokens:
+            return 0
+        words = self._open_masks(1)
+        count = 0
+        for token_id in token_ids:
+            if matcher.is_terminated():
+                break
+            matcher.fill_next_token_bitmask(words, 0)
+            if not _only(words[0], [token_id]) or not matcher.accept_token(token_id):
+                break
+            count += 1
+        if count:
+            matcher.rollback(count)
+        return count
+
+    def _open_masks(self, count: int) -> Tensor:
+        """Return masks [count, words] that allow every token."""
+        import xgrammar
+
+        masks: Tensor = xgrammar.allocate_token_bitmask(count, self._vocab_size)
+        return masks
 
     def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:
         """Record the step that samples each structured sequence's token.
@@ -195,15 +224,13 @@ class Grammars:
         never count. Raises GrammarError, also for a grammar that is too ambiguous: its cost grows
         with every token and would delay every step.
         """
-        import xgrammar
-
         state = self._state_of(item.sequence)
-        new = self._unread(item.sequence, state)
+        new = [*self._unread(item.sequence, state), *item.forced_ids]
         started_s = time.thread_time()
         _read(state, new)
         matcher = state.matcher
         stops = [int(i) for i in matcher.stop_token_ids]
-        words = xgrammar.allocate_token_bitmask(1 + len(item.draft_ids), self._vocab_size)
+        words = self._open_masks(1 + len(item.draft_ids))
         ends: list[int] = []
         taken = 0
         for row in range(1 + len(item.draft_ids)):
