@@ -108,15 +108,15 @@ def test_prompts_and_decodes_read_what_was_stored_with_scales(
 def test_a_checkpoint_names_its_scales_in_one_of_several_ways(
     names: tuple[str, str], expected: tuple[float, float] | None, tmp_path: Path
 ) -> None:
-    shapes = [AttentionShape(4, 2, 16, 0.25)] * 2
+    shapes = dict.fromkeys(range(2), AttentionShape(4, 2, 16, 0.25))
     tensors = {f"model.layers.1.{names[0]}": torch.tensor(2.0)}
     tensors[f"model.layers.1.{names[1]}"] = torch.tensor([3.0])
     save_file(tensors, tmp_path / "model.safetensors")
     found = kv_scales._stored(tmp_path, shapes, "MODEL")
     if expected is None:
-        assert found == []
+        assert found == {}
         return
-    assert [[side.tolist() for side in layer] for layer in found] == [
+    assert [[side.tolist() for side in layer] for layer in found.values()] == [
         [[1.0, 1.0], [1.0, 1.0]],
         [[side] * 2 for side in expected],
     ]
@@ -133,7 +133,7 @@ def test_a_checkpoint_names_its_scales_in_one_of_several_ways(
 def test_a_scale_that_cannot_be_used_is_refused(scale: Tensor, reason: str, tmp_path: Path) -> None:
     save_file({"model.layers.0.self_attn.k_scale": scale}, tmp_path / "model.safetensors")
     with pytest.raises(EngineConfigError) as caught:
-        kv_scales._stored(tmp_path, [AttentionShape(4, 2, 16, 0.25)], "MODEL")
+        kv_scales._stored(tmp_path, {0: AttentionShape(4, 2, 16, 0.25)}, "MODEL")
     words = "MODEL has no usable k_scale of layer 0 for keys and values in 8 bits: "
     assert caught.value.problems == [words + reason]
 

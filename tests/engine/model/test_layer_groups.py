@@ -17,7 +17,12 @@ from transformers.masking_utils import (
 from tokenmill_worker.engine.attention import AttentionShape
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model import probe as probing
-from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
+from tokenmill_worker.engine.model.layer_groups import (
+    LayerKind,
+    Layers,
+    describe_layers,
+    group_layers,
+)
 from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe
 
 CAUSAL, NOT_CAUSAL = -1.0, 1.0
@@ -31,9 +36,13 @@ def trait(code: float | None = CAUSAL, extras: tuple[str, ...] = ()) -> LayerTra
     return LayerTrait(AttentionShape(4, 2, 16, 0.25), code, frozenset(extras))
 
 
-def describe(traits: list[LayerTrait], length: int = 100, **config: Any) -> list[LayerKind]:
+def describe(traits: list[LayerTrait], length: int = 100, **config: Any) -> Layers:
     settings = SimpleNamespace(**{"num_hidden_layers": len(traits), **config})
     return describe_layers(Probe(layers=dict(enumerate(traits))), settings, "some-model", length)
+
+
+def windows(layers: Layers) -> list[int | None]:
+    return [layer.window for layer in layers if layer is not None]
 
 
 def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
@@ -48,14 +57,12 @@ def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
 def test_a_window_is_what_the_layers_mask_has() -> None:
     types = ["full_attention", "sliding_attention"]
     found = describe([trait(), trait(-10.0)], sliding_window=9, layer_types=types)
-    assert [layer.window for layer in found] == [None, 9]
-    assert [
-        layer.window for layer in describe([trait()], sliding_window=9, use_sliding_window=False)
-    ] == [None]
+    assert windows(found) == [None, 9]
+    assert windows(describe([trait()], sliding_window=9, use_sliding_window=False)) == [None]
 
 
 def test_a_window_that_no_mask_has_bounds_the_context() -> None:
-    assert [layer.window for layer in describe([trait()], length=9, sliding_window=9)] == [None]
+    assert windows(describe([trait()], length=9, sliding_window=9)) == [None]
     with pytest.raises(
         EngineConfigError,
         match="window of 9 tokens that layer 0 does not build: set max_model_len to",

@@ -31,9 +31,8 @@ def test_layers_lengths_and_ends_are_read(llama: Path) -> None:
     assert loaded.max_model_len == 256
     assert loaded.eos_token_ids == {2}
     assert [group.layers for group in loaded.groups] == [(0, 1, 2, 3)]
-    assert {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in loaded.shapes} == {
-        (4, 2, 16)
-    }
+    shapes = set(loaded.shapes.values())
+    assert {(one.num_heads, one.num_kv_heads, one.head_dim) for one in shapes} == {(4, 2, 16)}
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
 
 

@@ -103,6 +103,9 @@ def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Pa
         ("deepseek_v3", "smaller values"),
         ("glm4_moe_lite", ""),
         ("mimo_v2_flash", "window"),
+        ("nemotron_h", ""),  # Mamba-2, attention, experts
+        ("jamba", ""),  # Mamba, whose pass over several tokens reads no state
+        ("falcon_h1", ""),  # attention and Mamba-2 in each layer
     ],
 )
 def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(
@@ -155,7 +158,7 @@ def verified(
     """Return the difference found with these windows (-1: the model's own) in all layers."""
     loaded = load_model(folder, config(folder, verify_model=False), CpuDevice())
     by_layer = {index: group.window for group in loaded.groups for index in group.layers}
-    own = [LayerKind(shape, by_layer[index]) for index, shape in enumerate(loaded.shapes)]
+    own = [LayerKind(shape, by_layer[index]) for index, shape in loaded.shapes.items()]
     layers = own if window == -1 else [LayerKind(layer.shape, window) for layer in own]
     expected = verify._expected(loaded.model, own, "some-model", 128, seed=1)
     return verify.difference(

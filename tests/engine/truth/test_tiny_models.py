@@ -110,8 +110,18 @@ def test_small_chunks_of_several_prompts_meet_in_one_step(
         assert run(engine, wanted, join_every=1) == [one.answer for one in wanted]
 
 
-@pytest.mark.parametrize("offload", [0.0, 0.001])
-@pytest.mark.parametrize(("name", "num_blocks"), [("llama", 28), ("gemma3", 22), ("gpt_oss", 31)])
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "offload"),
+    [
+        ("llama", 28, 0.0),
+        ("llama", 28, 0.001),
+        ("gemma3", 22, 0.0),
+        ("gemma3", 22, 0.001),
+        ("gpt_oss", 31, 0.0),
+        ("gpt_oss", 31, 0.001),
+        ("qwen3_5", 28, 0.0),
+    ],
+)
 def test_preempted_sequences_go_on_with_the_same_tokens(
     name: str, num_blocks: int, offload: float, answers: Callable[[str], Answers]
 ) -> None:

@@ -103,6 +103,16 @@ FAMILIES = {
             first_k_dense_replace=1,
         )
     ),
+    "qwen3_5": Family(  # three layers with recurrent states, one that attends
+        _config(
+            "Qwen3_5TextConfig",
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        )
+    ),
     "gpt_oss": Family(
         _config(
             "GptOssConfig",

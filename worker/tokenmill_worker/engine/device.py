@@ -35,6 +35,7 @@ class StepInputs:
     metadata: tuple[AttentionMetadata, ...]  # by layer group
     # int64 [num_tokens]: slots of LoRA adapters, −1: none; None: the step needs no slots
     adapter_slots: Tensor | None = None
+    sequence_rows: tuple[int, ...] = ()  # each sequence's row, the same in all of its steps
 
 
 Forward = Callable[[StepInputs], Tensor]  # returns logits `[num_rows, vocab]`

@@ -60,9 +60,8 @@ def run(layers: Layers, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         block_size=BLOCK,
         window=None, query_lens_host=QUERY_LENS, seq_lens_host=SEQ_LENS,
     )  # fmt: skip
-    bindings = [
-        LayerBinding(0, cache[:, index], AttentionShape(4, 2, 16, 0.25)) for index in range(LAYERS)
-    ]
+    shape = AttentionShape(4, 2, 16, 0.25)
+    bindings = {index: LayerBinding(0, cache[:, index], shape) for index in range(LAYERS)}
     step = PagedStep(backend, bindings, (metadata,), rows)
     hidden = torch.randn(1, len(slots), 64, generator=generator)
     angles = torch.randn(1, len(slots), 16, generator=generator)

@@ -69,7 +69,8 @@ def through_layers(
     count = hidden.shape[1]
     backend = CpuAttention()
     cache = torch.zeros(count + 1, 2, *backend.block_shape(4, 2, 16))
-    bindings = [LayerBinding(group, cache, AttentionShape(4, 2, 16, 0.25)) for group in groups]
+    shape = AttentionShape(4, 2, 16, 0.25)
+    bindings = {index: LayerBinding(group, cache, shape) for index, group in enumerate(groups)}
     step = PagedStep(backend, bindings, (packed_as((1,) * count), packed_as((count,))), rows)
     tables = torch.ones(1, count, 16), torch.zeros(1, count, 16)
     for layer in layers:

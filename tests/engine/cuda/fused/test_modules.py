@@ -244,7 +244,7 @@ def test_a_fused_model_reads_what_it_stored_with_scales(tmp_path: Path) -> None:
     replace_modules(fused.model)
     heads = fused.shapes[0].num_kv_heads
     key, value = (2.0 ** torch.arange(start, start + heads, device=DEVICE) for start in (-3, 2))
-    scaled = dataclasses.replace(fused, kv_scales=(KVScales(key, value),))
+    scaled = dataclasses.replace(fused, kv_scales={0: KVScales(key, value)})
     assert answers(scaled, "triton") == answers(scaled, "reference") == expected
 
 

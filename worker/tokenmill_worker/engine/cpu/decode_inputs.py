@@ -63,9 +63,7 @@ class DecodeInputs:
         self._ids[:] = ids
         self._positions += 1
         self._ends += 1
-        inputs = self._inputs
-        metadata = self._count_up(items, block_tables)
-        return StepInputs(inputs.input_ids, inputs.positions, inputs.rows, metadata)
+        return replace(self._inputs, metadata=self._count_up(items, block_tables))
 
     def _count_up(
         self, items: Seq[ScheduledSequence], block_tables: BlockTables

@@ -84,7 +84,7 @@ def build_runner(
         config.attention,
         device.torch_device,
         dtype,
-        list(loaded.shapes),
+        list(loaded.shapes.values()),
         config.block_size,
         config.amx,
     )
@@ -163,8 +163,9 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         device=str(loaded.device.torch_device),
         max_model_len=loaded.max_model_len,
         # with several ranks only if asked for: no captured collective has run on a device
+        # nor has one of recurrent layers
         cuda_graphs=(
-            queues_work and not config.tensor_parallel
+            queues_work and not config.tensor_parallel and not loaded.state_bytes
             if config.cuda_graphs is None
             else config.cuda_graphs
         ),

@@ -119,7 +119,9 @@ class InputBuilder:
             )
             for group in range(len(tables))
         )
-        inputs = StepInputs(input_ids, longs[1], longs[2], metadata)
+        inputs = StepInputs(
+            input_ids, longs[1], longs[2], metadata, sequence_rows=tuple(rows.tolist())
+        )
         if layout.owner is None and len(layout.rows) == len(items):
             self._last = self._repeated_inputs(items, inputs)
         return inputs

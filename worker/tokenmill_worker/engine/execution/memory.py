@@ -28,7 +28,7 @@ from tokenmill_worker.engine.plan import MAX_DRAFTS, MAX_SCORED
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 CPU_POOL_BYTES = 4 * GIB
 SHORTEST = 256  # unasked, the length is not reduced below this many tokens
 _MEASURED_MARGIN = 1.1
@@ -66,11 +66,21 @@ def size_cache(
                 ) from error
             length = error.longest
             num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
+    if loaded.state_bytes:
+        log.info(
+            "Recurrent states take %.1f MiB for each of %d sequences; there is no prefix cache",
+            loaded.state_bytes / MIB, config.max_num_seqs,
+        )  # fmt: skip
     num_host = 0
-    if config.cpu_offload_gib:
+    if config.cpu_offload_gib and not loaded.state_bytes:
         num_host = _host_pool(config.cpu_offload_gib, shape, num_blocks, loaded.device)
     return CacheConfig(
-        config.block_size, loaded.groups, num_blocks, num_host, config.prefix_cache
+        config.block_size,
+        loaded.groups,
+        num_blocks,
+        num_host,
+        # a cached block has no state at its end
+        prefix_cache=config.prefix_cache and not loaded.state_bytes,
     ), length
 
 
@@ -128,7 +138,7 @@ def memory_shape(
         activation_bytes=loaded.dtype.itemsize,
         hidden_size=text.hidden_size,
         intermediate_size=max(inner, layer_size),
-        query_size=max(shape.num_heads * shape.head_dim for shape in loaded.shapes),
+        query_size=max(shape.num_heads * shape.head_dim for shape in loaded.shapes.values()),
         vocab_size=loaded.vocab_size,
         max_num_tokens=config.max_num_batched_tokens,
         max_num_rows=min(config.max_num_batched_tokens, config.max_num_seqs + MAX_DRAFTS),
@@ -139,11 +149,12 @@ def memory_shape(
             backend.workspace_bytes(
                 shape, config.max_num_batched_tokens, length, loaded.dtype.itemsize
             )
-            for shape in set(loaded.shapes)
+            for shape in set(loaded.shapes.values())
         ),
         num_buffer_sets=2 if config.async_batching else 1,
         graph_rows=graphs.num_rows,
         graph_tokens=graphs.num_tokens,
+        state_bytes=loaded.state_bytes,
     )
 
 

@@ -25,6 +25,7 @@ from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.lora import Adapters, refused_adapter
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import PagedStep, bind_layers
+from tokenmill_worker.engine.model.recurrent_states import StatePool
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sampling import (
     Drafts,
@@ -78,6 +79,9 @@ class ModelRunner:
         self._offloader = Offloader(pool, host_pool, device.copy_stream())
         self._pinned = None if host_pool is None else device.pin([host_pool.blocks])
         self._inputs = InputBuilder(info.cache_config, length, device, config.max_num_seqs)
+        self._states = (
+            StatePool(config.max_num_seqs, device.torch_device) if loaded.state_bytes else None
+        )
         self._sampler = Sampler(
             info.vocab_size,
             device.torch_device,
@@ -90,11 +94,12 @@ class ModelRunner:
             if draft_model is None
             else DraftModel(draft_model, info, backend, pool, self._sampler)
         )
-        self._drafts = Drafts(
+        drafts = Drafts(
             self._sampler.forced_tokens,
             PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
             {} if self.draft_model is None else self.draft_model.guesses,
         )
+        self._drafts = drafts if self._states is None else None
         draft = None if self.draft_model is None else self.draft_model.draft
         self.info = replace(info, proposer=self._drafts, draft=draft)
         self._previous: PreviousTokens | None = None
@@ -193,7 +198,13 @@ class ModelRunner:
         """Return what the pass reads besides its inputs; let it add the adapters in slots."""
         if self._adapters is not None and inputs.adapter_slots is not None:
             self._adapters.use_slots(inputs.adapter_slots, inputs.rows)
-        return PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows)
+        recurrence = None
+        if self._states is not None:
+            metadata = inputs.metadata[0]
+            recurrence = self._states.step(
+                inputs.sequence_rows, metadata.query_lens_host, metadata.seq_lens_host
+            )
+        return PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows, recurrence)
 
     # ── around the steps ──
 
@@ -212,7 +223,8 @@ class ModelRunner:
         for sequence in sequences:
             self._inputs.release(sequence)
             self._sampler.release(sequence)
-            self._drafts.release(sequence)
+            if self._drafts is not None:
+                self._drafts.release(sequence)
             if self.draft_model is not None:
                 self.draft_model.release(sequence)
 

@@ -43,6 +43,7 @@ class MemoryShape:
     num_buffer_sets: int = 1
     graph_rows: int = 0  # rows of the logits that captured graphs share; 0: no graphs
     graph_tokens: int = 0  # tokens of the largest captured step
+    state_bytes: int = 0  # recurrent states of one sequence
 
     # ── one block, one sequence ──
 
@@ -122,7 +123,8 @@ class MemoryShape:
     @property
     def fixed(self) -> int:
         steps = self.activations + self.graphs + self.logits + self.bookkeeping
-        return steps + self.histories + self.workspace_bytes
+        states = self.max_num_seqs * self.state_bytes
+        return steps + self.histories + self.workspace_bytes + states
 
 
 def solve(shape: MemoryShape, budget_bytes: int, pool_cap_bytes: int | None = None) -> int:

@@ -44,7 +44,9 @@ def load_draft_model(
     sizes = loaded.vocab_size, target.vocab_size
     if sizes[0] != sizes[1] and not (has_tokenizer(path) and has_tokenizer(target.path)):
         raise _refused(name, f"its vocabulary has {sizes[0]} tokens, the model's {sizes[1]}")
-    device, shapes = target.device.torch_device, list(loaded.shapes)
+    if loaded.state_bytes:
+        raise _refused(name, "some of its layers keep recurrent states")
+    device, shapes = target.device.torch_device, list(loaded.shapes.values())
     if reason := why_not(backend.name, device, kv_dtype, shapes, config.block_size):
         raise _refused(name, f"the model runs on attention {backend.name!r}, but {reason}")
     groups = with_drafts(target.groups, loaded.groups)

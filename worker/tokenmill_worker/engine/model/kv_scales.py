@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from tokenmill_worker.engine.attention import AttentionShape, KVScales
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.model import own_attention, verify
-from tokenmill_worker.engine.model.layer_groups import LayerKind, group_layers
+from tokenmill_worker.engine.model.layer_groups import Layers, group_layers, shapes_of
 from tokenmill_worker.engine.model.paged_attention import PagedStep
+from tokenmill_worker.engine.model.recurrent_states import RunLayer, StatePool
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,13 @@ _NAME = re.compile(r"\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|(k|v)_proj\.output_scal
 def scales_of(
     model: Any,
     forward: verify.Forward,
-    layers: Sequence[LayerKind],
+    layers: Layers,
     path: Path,
     config: EngineConfig,
     max_length: int,
-) -> tuple[KVScales, ...]:
-    """Return each layer's scales; () where keys and values are not in 8 bits or have none.
+) -> dict[int, KVScales]:
+    """Return the scales of each layer that attends, by index; none where keys and values are not in
+    8 bits or have no scales.
 
     Args:
         model: the model, on its device.
@@ -62,13 +64,13 @@ def scales_of(
             be used.
     """
     if not config.has_narrow_kv:
-        return ()
+        return {}
     if own_attention.has_biases(model):
         raise EngineConfigError([
             f"{config.model} cannot be served with kv_dtype {config.kv_dtype}: its keys carry "
             "ALiBi's biases, which 8 bits do not hold"
         ])  # fmt: skip
-    shapes = [layer.shape for layer in layers]
+    shapes = shapes_of(layers)
     device = next(model.parameters()).device
     if config.calculate_kv_scales:
         largest = torch.finfo(getattr(torch, config.kv_dtype)).max
@@ -76,13 +78,15 @@ def scales_of(
     else:
         found = _stored(path, shapes, config.model)
     if not found:
-        return ()
-    scales = tuple(KVScales(key.to(device), value.to(device)) for key, value in found)
+        return {}
+    scales = {
+        layer: KVScales(key.to(device), value.to(device)) for layer, (key, value) in found.items()
+    }
     log.info(
         "Keys and values in 8 bits have the scales %s: %s of keys, %s of values",
         "calculated now" if config.calculate_kv_scales else "of the checkpoint",
-        _span([scale.key for scale in scales]),
-        _span([scale.value for scale in scales]),
+        _span([scale.key for scale in scales.values()]),
+        _span([scale.value for scale in scales.values()]),
     )
     return scales
 
@@ -95,8 +99,10 @@ def _span(scales: list[Tensor]) -> str:
 # ── from the checkpoint ──
 
 
-def _stored(path: Path, shapes: Sequence[AttentionShape], name: str) -> list[tuple[Tensor, Tensor]]:
-    """Return the checkpoint's scales by layer; [] where it has none. A missing one is 1."""
+def _stored(
+    path: Path, shapes: Mapping[int, AttentionShape], name: str
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the checkpoint's scales by layer; none where it has none. A missing one is 1."""
     found: dict[tuple[int, str], Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -105,15 +111,15 @@ def _stored(path: Path, shapes: Sequence[AttentionShape], name: str) -> list[tup
                 for side in match[2] or match[3]:
                     found[int(match[1]), side] = tensors.get_tensor(match.string)
     if not found:
-        return []
+        return {}
     ones = torch.ones(1)
-    return [
-        (
+    return {
+        layer: (
             _checked(found.get((layer, "k"), ones), shape, f"k_scale of layer {layer}", name),
             _checked(found.get((layer, "v"), ones), shape, f"v_scale of layer {layer}", name),
         )
-        for layer, shape in enumerate(shapes)
-    ]
+        for layer, shape in shapes.items()
+    }
 
 
 def _checked(scale: Tensor, shape: AttentionShape, what: str, name: str) -> Tensor:
@@ -139,7 +145,8 @@ class _RecordingStep:
     """A step that keeps the largest absolute key and value of each layer and head."""
 
     step: PagedStep
-    largest: list[list[Tensor]]  # of keys and of values, by layer: float32 [num_kv_heads]
+    # of keys and of values, by layer: float32 [num_kv_heads]
+    largest: tuple[dict[int, Tensor], dict[int, Tensor]]
 
     def attend(
         self,
@@ -155,36 +162,46 @@ class _RecordingStep:
             kept[layer] = torch.maximum(kept[layer], states.abs().amax(dim=(0, 2)).float())
         return self.step.attend(module, query, key, value, scale, extras)
 
+    def recur(self, layer: int, run: RunLayer, hidden: Tensor) -> Tensor:
+        return self.step.recur(layer, run, hidden)
+
 
 @torch.inference_mode()
 def _calculated(
     model: Any,
     forward: verify.Forward,
-    layers: Sequence[LayerKind],
+    layers: Layers,
     length: int,
     largest_stored: float,
-) -> list[tuple[Tensor, Tensor]]:
+) -> dict[int, tuple[Tensor, Tensor]]:
     """Return each layer's scales of keys and of values, float32 `[num_kv_heads]`."""
     device = next(model.parameters()).device
-    largest = [
-        [torch.zeros(layer.shape.num_kv_heads, device=device) for layer in layers] for _ in range(2)
-    ]
+    zeros = {
+        layer: torch.zeros(shape.num_kv_heads, device=device)
+        for layer, shape in shapes_of(layers).items()
+    }
+    keys, values = zeros, dict(zeros)
     backend, num_blocks = ReferenceAttention(), -(-length // _BLOCK_SIZE)
     chunks = [verify.PromptChunk(0, 0, length, "a prompt")]
     metadata = [
         verify.metadata_of(chunks, group.window, num_blocks, _BLOCK_SIZE, device)
-        for group in group_layers(list(layers))
+        for group in group_layers(layers)
     ]
     bindings = verify.with_empty_caches(layers, backend, 1 + num_blocks, _BLOCK_SIZE, device)
-    step = _RecordingStep(PagedStep(backend, bindings, metadata), largest)
+    states = StatePool(1, device)
     positions = torch.arange(length, device=device)
     for seed in _SEEDS:
         (tokens,) = verify.random_prompts(model, [length], seed)
-        forward(tokens, positions, positions[-1:], step)
-    return [
-        (_power_of_two(key / largest_stored), _power_of_two(value / largest_stored))
-        for key, value in zip(*largest, strict=True)
-    ]
+        recurrence = states.step([0], [length], [length])
+        paged = PagedStep(backend, bindings, metadata, recurrence=recurrence)
+        forward(tokens, positions, positions[-1:], _RecordingStep(paged, (keys, values)))
+    return {
+        layer: (
+            _power_of_two(key / largest_stored),
+            _power_of_two(values[layer] / largest_stored),
+        )
+        for layer, key in keys.items()
+    }
 
 
 def _power_of_two(scales: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """Builds layer groups from the probing pass: layers whose keys and values are stored alike form a
-group.
+group. Layers that keep a recurrent state, or nothing, are in none.
 
 Layers with the same window, key heads and head size share block ids. A model whose keys and values
 the cache cannot store is refused here, with one sentence per reason.
@@ -7,6 +7,7 @@ the cache cannot store is refused here, with one sentence per reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe
 from tokenmill_worker.engine.model.probe import is_served, window_of
 
+_WITHOUT_CACHE = {"mlp", "moe"}  # types of layers without attention and without a state
 _UNSUPPORTED = {
     "position_bias": "a bias on attention logits",
     "alibi": "a bias on attention logits",
@@ -33,35 +35,46 @@ class LayerKind:
     window: int | None
 
 
-def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[LayerKind]:
-    """Return the layers by index, for sequences of up to `length` tokens.
+Layers = Sequence[LayerKind | None]  # by index; None: the layer keeps no keys and values
+
+
+def describe_layers(probe: Probe, config: Any, name: str, length: int) -> Layers:
+    """Return the layers, for sequences of up to `length` tokens.
 
     Raises EngineConfigError with one sentence for each reason that they cannot be served.
     """
     stated = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
     num_layers = int(stated or len(probe.layers))
+    types = dict(enumerate(getattr(config, "layer_types", None) or ()))
+    without_cache = {index for index, kind in types.items() if kind in _WITHOUT_CACHE}
     problems = []
-    if sorted(probe.layers) != list(range(num_layers)):
-        missing = len(set(range(num_layers)) - probe.layers.keys())
+    missing = set(range(num_layers)) - probe.layers.keys() - probe.state_bytes.keys()
+    if missing := missing - without_cache:
         problems.append(
-            f"{missing} of its {num_layers} layers do not go through Transformers' "
+            f"{len(missing)} of its {num_layers} layers do not go through Transformers' "
             "AttentionInterface"
-            if missing
-            else f"{len(probe.layers)} layers attend, its configuration says {num_layers}"
         )
+    elif max(probe.layers, default=0) >= num_layers:
+        problems.append(f"{len(probe.layers)} layers attend, its configuration says {num_layers}")
+    elif not probe.layers:
+        problems.append("none of its layers attends")
     if probe.repeated:
         problems.append(f"layer {min(probe.repeated)} runs its attention more than once")
-    problems += _config_problems(config)
+    known = without_cache | probe.state_bytes.keys()
+    problems += _config_problems(
+        config, {kind for index, kind in types.items() if index not in known}
+    )
     first: dict[str, int] = {}
     for index, trait in sorted(probe.layers.items()):
         for reason in _reasons(trait):
             first.setdefault(reason, index)
     problems += [f"layer {index} {reason}" for reason, index in first.items()]
-    layers = []
+    layers: Layers = []
     if not problems:
+        traits = map(probe.layers.get, range(num_layers))
         layers = [
-            LayerKind(trait.shape, window_of(trait.mask_code or 0.0))
-            for _, trait in sorted(probe.layers.items())
+            None if trait is None else LayerKind(trait.shape, window_of(trait.mask_code or 0.0))
+            for trait in traits
         ]
         problems = _window_problems(layers, config, length)
     if problems:
@@ -69,10 +82,17 @@ def describe_layers(probe: Probe, config: Any, name: str, length: int) -> list[L
     return layers
 
 
-def group_layers(layers: list[LayerKind]) -> tuple[LayerGroup, ...]:
-    """Group the layers; groups are in the order of their first layers."""
+def shapes_of(layers: Layers) -> dict[int, AttentionShape]:
+    """Return the attention shapes of the layers that attend, by index."""
+    return {index: layer.shape for index, layer in enumerate(layers) if layer is not None}
+
+
+def group_layers(layers: Layers) -> tuple[LayerGroup, ...]:
+    """Group the layers that attend; groups are in the order of their first layers."""
     members: dict[tuple[int, int, int | None], list[int]] = {}
     for index, layer in enumerate(layers):
+        if layer is None:
+            continue
         key = (layer.shape.num_kv_heads, layer.shape.head_dim, layer.window)
         members.setdefault(key, []).append(index)
     return with_common_blocks(
@@ -92,15 +112,13 @@ def _reasons(trait: LayerTrait) -> list[str]:
     return found
 
 
-def _config_problems(config: Any) -> list[str]:
+def _config_problems(config: Any, types: set[str]) -> list[str]:
     """Return problems that a probing pass cannot show.
 
-    These are states beside the attention, and factors that change only at long contexts.
+    These are other states beside the attention of layers of these types, and factors that change
+    only at long contexts.
     """
-    unknown = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
+    unknown = types - {"full_attention", "sliding_attention"}
     found = [f"its layers are of type {', '.join(sorted(unknown))}"] if unknown else []
     if getattr(config, "attn_temperature_tuning", False):
         found.append(
@@ -110,7 +128,7 @@ def _config_problems(config: Any) -> list[str]:
     return found
 
 
-def _window_problems(layers: list[LayerKind], config: Any, length: int) -> list[str]:
+def _window_problems(layers: Layers, config: Any, length: int) -> list[str]:
     """Return a problem if the configured window is shorter than `length` and a sliding layer's mask
     lacks it.
 
@@ -125,5 +143,5 @@ def _window_problems(layers: list[LayerKind], config: Any, length: int) -> list[
         f"its configuration has a window of {window} tokens that layer {index} does not build: "
         f"set max_model_len to at most {window}"
         for index, (layer, kind) in enumerate(zip(layers, types, strict=False))
-        if kind == "sliding_attention" and layer.window is None
+        if kind == "sliding_attention" and layer is not None and layer.window is None
     ][:1]

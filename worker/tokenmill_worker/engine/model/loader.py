@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,23 @@ from tokenmill_worker.engine.cache_config import LayerGroup
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.generation_config import GenerationDefaults, read_defaults
-from tokenmill_worker.engine.model import kv_scales, own_attention, probe, shortened, verify
+from tokenmill_worker.engine.model import (
+    kv_scales,
+    own_attention,
+    probe,
+    recurrent_layers,
+    shortened,
+    verify,
+)
 from tokenmill_worker.engine.model.checkpoint import quantization_of, read_checkpoint
-from tokenmill_worker.engine.model.layer_groups import LayerKind, describe_layers, group_layers
+from tokenmill_worker.engine.model.layer_groups import (
+    Layers,
+    describe_layers,
+    group_layers,
+    shapes_of,
+)
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
+from tokenmill_worker.engine.model.recurrent_states import STATE_SLOTS
 from tokenmill_worker.engine.types import ProgressCallback
 
 log = logging.getLogger(__name__)
@@ -46,7 +59,7 @@ class LoadedModel:
     path: Path
     device: Device
     dtype: torch.dtype
-    shapes: tuple[AttentionShape, ...]  # by layer index
+    shapes: dict[int, AttentionShape]  # by index of the layers that attend
     groups: tuple[LayerGroup, ...]
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -54,7 +67,8 @@ class LoadedModel:
     keeps_rows: bool  # does the model's forward take logits_to_keep?
     # the same pass without Transformers' code around the layers
     fused_pass: FusedPass | None = None
-    kv_scales: tuple[KVScales, ...] = ()  # by layer index; (): none
+    kv_scales: dict[int, KVScales] = field(default_factory=dict)  # by index; empty: none
+    state_bytes: int = 0  # of one sequence's recurrent states; 0: no layer is recurrent
 
     @property
     def vocab_size(self) -> int:
@@ -138,9 +152,11 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     length = resolve_length(text_config, config.max_model_len)
     own_attention.adapt(model)
-    layers = describe_layers(
-        probe.probe_layers(model, config.model), text_config, config.model, length
-    )
+    recurrent_layers.adapt(model, config.model)
+    found = probe.probe_layers(model, config.model)
+    layers = describe_layers(found, text_config, config.model, length)
+    if recurrent_layers.is_recurrent(model):
+        recurrent_layers.check_settings(config)
     with shortened.first_layers(model, layers):
         probe.check_positions(model, config.model)
     plain = partial(_logits, model, keeps_rows)
@@ -158,7 +174,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
         path=path,
         device=device,
         dtype=dtype,
-        shapes=tuple(layer.shape for layer in layers),
+        shapes=shapes_of(layers),
         groups=group_layers(layers),
         eos_token_ids=eos_token_ids(defaults, text_config),
         sampling_defaults=defaults.params,
@@ -166,6 +182,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
         keeps_rows=keeps_rows,
         fused_pass=fused_pass,
         kv_scales=scales,
+        state_bytes=STATE_SLOTS * sum(found.state_bytes.values()),
     )
     if config.fuse or config.quantization is not None:
         _check_fused(loaded, layers, expected, config)
@@ -174,7 +191,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
 
 def _check_fused(
     loaded: LoadedModel,
-    layers: list[LayerKind],
+    layers: Layers,
     expected: tuple[verify.Expected, ...],
     config: EngineConfig,
 ) -> None:
@@ -188,13 +205,15 @@ def _check_fused(
         loaded.logits(tokens, torch.arange(2, device=device), tokens[:1] + 1, Probe())
         if config.quantization is not None or loaded.dtype != torch.float32 or not expected:
             return
-        shapes = list(loaded.shapes)
+        shapes = list(loaded.shapes.values())
         backend = choose(
             config.attention, device, loaded.dtype, shapes, config.block_size, config.amx
         )
         block_size = backend.block_size_of(config.block_size, device)
+        tolerance = verify.least_tolerance(loaded.model)
         found = [
-            verify.difference(one, loaded.logits, layers, backend, block_size) for one in expected
+            verify.difference(one, loaded.logits, layers, backend, block_size, tolerance)
+            for one in expected
         ]
     except (EngineConfigError, torch.OutOfMemoryError):
         raise

@@ -8,7 +8,7 @@ mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ from tokenmill_worker.engine.attention import (
     KVScales,
 )
 from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.model.recurrent_states import LayerStates, RecurrentStep, RunLayer
 
 IMPLEMENTATION = "tokenmill"
 
@@ -42,6 +43,13 @@ class AttentionStep(Protocol):
     ) -> Tensor:
         """Return the attended queries; queries, keys and values are `[num_tokens, heads,
         head_dim]`.
+        """
+        ...
+
+    def recur(self, layer: int, run: RunLayer, hidden: Tensor) -> Tensor:
+        """Return the output of a recurrent layer, given by its index and what runs it.
+
+        Hidden states and output are `[1, num_tokens, hidden_size]`.
         """
         ...
 
@@ -137,23 +145,22 @@ class LayerBinding:
 
 def bind_layers(
     groups: Seq[LayerGroup],
-    shapes: Seq[AttentionShape],
+    shapes: Mapping[int, AttentionShape],
     cache_of: Callable[[int, int], Tensor],
-    scales: Seq[KVScales] = (),
-) -> tuple[LayerBinding, ...]:
-    """Return each layer's binding, in the order of the layers.
+    scales: Mapping[int, KVScales] | None = None,
+) -> dict[int, LayerBinding]:
+    """Return the binding of each layer that attends, by the layer's index.
 
     `cache_of` returns the blocks of a group's layer, given by the indices of both. `scales` are
-    the layers' scales; () where they have none.
+    the layers' scales; None where they have none.
     """
-    bindings = {
+    return {
         layer: LayerBinding(
             group, cache_of(group, index), shapes[layer], scales[layer] if scales else None
         )
         for group, members in enumerate(groups)
         for index, layer in enumerate(members.layers)
     }
-    return tuple(bindings[layer] for layer in range(len(bindings)))
 
 
 @runtime_checkable
@@ -174,17 +181,18 @@ class RotatingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step: the layers' bindings (the same for every step) and the metadata of each layer
-    group.
+    """One step: the bindings of the layers that attend (the same for every step) and the metadata
+    of each layer group.
 
     Only `rows` of the last layer's output are read (int64, ascending; None: all); the others need
-    not be computed.
+    not be computed. `recurrence` runs the recurrent layers, if there are any.
     """
 
     backend: AttentionBackend
-    layers: Seq[LayerBinding]
+    layers: Mapping[int, LayerBinding]
     metadata: Seq[AttentionMetadata]
     rows: Tensor | None = None
+    recurrence: RecurrentStep | None = None
 
     def attend(
         self,
@@ -214,6 +222,10 @@ class PagedStep:
             attended = scales.of_output(attended)
         return attended if key_size == value_size else attended[..., :value_size].contiguous()
 
+    def recur(self, layer: int, run: RunLayer, hidden: Tensor) -> Tensor:
+        assert self.recurrence is not None, "the step has no recurrent states"
+        return self.recurrence.recur(layer, run, hidden)
+
     @property
     def can_rotate(self) -> bool:
         """Return whether the backend rotates and writes in one pass."""
@@ -232,7 +244,8 @@ class PagedStep:
 
         `tables` are cosines and sines `[num_tokens, rotary_dim]`.
         """
-        binding = self.layers[module.layer_idx]  # type: ignore[call-overload]
+        index: Any = module.layer_idx
+        binding = self.layers[index]
         metadata = self.metadata[binding.group]
         backend: Any = self.backend
         scales = binding.scales
@@ -266,6 +279,7 @@ class Probe:
     """A step that records how each layer calls the attention function."""
 
     layers: dict[int, LayerTrait] = field(default_factory=dict)
+    state_bytes: dict[int, int] = field(default_factory=dict)  # of a sequence, by recurrent layer
     repeated: set[int] = field(default_factory=set)  # layers whose attention ran more than once
     rows: list[Tensor] | None = None  # queries, keys and values of every layer, if recorded
 
@@ -298,3 +312,11 @@ class Probe:
         given = frozenset(name for name, extra in extras.items() if extra is not None)
         self.layers[index] = LayerTrait(shape, code, given)
         return torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
+
+    def recur(self, layer: int, run: RunLayer, hidden: Tensor) -> Tensor:
+        """Run a recurrent layer on one sequence; on sequences of one token if rows are recorded."""
+        sequences = hidden if self.rows is None else hidden.transpose(0, 1)
+        states = LayerStates()
+        out = run(sequences, states)
+        self.state_bytes[layer] = states.num_bytes // len(sequences)
+        return out.view_as(hidden)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokenmill_worker.engine.model.layer_groups import LayerKind
+from tokenmill_worker.engine.model.layer_groups import Layers
 
 # share of a row's largest distance from its mean; float32 sums reordered differ by about 1e-5
 TOLERANCE = 1e-3
@@ -20,7 +20,7 @@ _NARROW_TOLERANCE = 0.1  # in 16 bits, where float32 would take too much memory
 
 
 @contextmanager
-def first_layers(model: Any, layers: Sequence[LayerKind]) -> Iterator[int]:
+def first_layers(model: Any, layers: Layers) -> Iterator[int]:
     """Keep the first layers within the context, down to one of each kind (a tiny model: all); yield
     their number.
     """

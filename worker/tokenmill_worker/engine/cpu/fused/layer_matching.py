@@ -149,7 +149,7 @@ def small_step(parts: Sequence[LayerParts]) -> PagedStep | None:
         part.attention.layer_idx: LayerBinding(0, torch.zeros(3, 2, *block), shape)
         for part in parts
     }
-    return PagedStep(backend, bindings, (two_prompts(BLOCK_SIZE),))  # type: ignore[arg-type]
+    return PagedStep(backend, bindings, (two_prompts(BLOCK_SIZE),))
 
 
 def _is_equivalent(
@@ -190,7 +190,6 @@ def _run(
     """
     if step is None:
         return None
-    bindings: dict[int, LayerBinding] = step.layers  # type: ignore[assignment]
     out = rows = random_rows(width)
     kept = rows.clone()
     try:
@@ -207,5 +206,5 @@ def _run(
     except Exception as error:
         log.debug("A layer is not fused: %s", error)
         return None
-    caches = (binding.cache for binding in bindings.values())
+    caches = (binding.cache for binding in step.layers.values())
     return (out, *caches) if isinstance(out, Tensor) and torch.equal(rows, kept) else None

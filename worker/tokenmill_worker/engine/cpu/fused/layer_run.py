@@ -49,7 +49,7 @@ class LayerRun:
             self._every.append((self._narrow, parts[-1]))
         self._layer_ids = [part.attention.layer_idx for part in parts]
         self._backend: CpuAttention | None = None
-        self._layers: Sequence[LayerBinding] | None = None
+        self._layers: Mapping[int, LayerBinding] | None = None
         self._group = 0  # the last layer's
         self._workspace = (0, 0)
         self._version = self._num_tokens = -1

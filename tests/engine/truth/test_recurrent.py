@@ -1,0 +1,68 @@
+"""A model with recurrent layers: failed steps, several choices, refused settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.config import EngineConfigError
+
+PROMPTS = [tuple(range(3, 3 + length)) for length in (5, 30, 12)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture
+def folder(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("qwen3_5")
+
+
+def load(folder: Path, **changes: Any) -> Engine:
+    settings: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    return Engine.load(
+        EngineConfig(model=str(folder), dtype="float32", device="cpu", **{**settings, **changes})
+    )
+
+
+def answers(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Any]:
+    outputs = engine.generate_batch(prompts, params)
+    assert {output.error for output in outputs} == {None}
+    return [choice.token_ids for output in outputs for choice in output.choices]
+
+
+def test_a_step_that_fails_behind_its_layers_is_repeated_from_the_states_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(folder) as engine:
+        expected = answers(engine, PROMPTS, GREEDY)
+        runner: Any = engine.runner
+        own, calls = runner.forward, iter(range(1000))
+
+        def forward(inputs: Any) -> Any:
+            logits = own(inputs)
+            if next(calls) in (2, 9):
+                raise RuntimeError("no memory for the logits")
+            return logits
+
+        monkeypatch.setattr(runner, "forward", forward)
+        assert answers(engine, PROMPTS, GREEDY) == expected
+        assert engine.stats().failed_steps == 2
+
+
+def test_choices_and_equal_prompts_have_states_of_their_own(folder: Path) -> None:
+    seeded = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=8, ignore_eos=True)
+    with load(folder) as engine:
+        first, second = answers(engine, PROMPTS[1:2], seeded)
+        assert first != second
+        assert answers(engine, PROMPTS[1:2] * 2, seeded) == [first, second] * 2
+        assert engine.stats().cached_tokens == 0
+
+
+def test_settings_that_need_more_than_a_state_are_refused(folder: Path) -> None:
+    words = "cannot be served with speculative_tokens, cpu_offload_gib: some of its layers keep"
+    with pytest.raises(EngineConfigError, match=words):
+        load(folder, speculative_tokens=3, cpu_offload_gib=0.01)

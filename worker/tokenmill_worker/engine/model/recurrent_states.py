@@ -1,0 +1,194 @@
+"""Recurrent states of sequences, and a step's pass through a recurrent layer.
+
+A layer runs by sequence, on its tokens and its state: all decodes together, each chunk of a prompt
+by itself. A state has two slots. A step reads the one that holds its first position and writes the
+other, so a step that failed can run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+STATE_SLOTS = 2  # of each state
+
+# (hidden states `[batch, num_tokens, hidden_size]`, their states) → output of the same shape
+RunLayer = Callable[[Tensor, "LayerStates"], Tensor]
+
+
+@dataclass(slots=True)
+class LayerStates:
+    """The states of some sequences in one layer, with the functions of Transformers' cache that
+    its module calls.
+
+    A state is known by its name and number; its tensor is `[batch, …]`.
+    """
+
+    tensors: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.tensors.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.tensors.get(("recurrent", state_idx))
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Keep the last inputs of a convolution; return the known ones followed by the new ones.
+
+        `conv_states` is `[batch, channels, num_tokens]`. A sequence that is shorter than the kernel
+        has zeros before it.
+        """
+        known = self.tensors.get(("conv", state_idx))
+        if known is None:
+            size = conv_kernel_size or conv_states.shape[-1]
+            missing = max(0, size - conv_states.shape[-1])
+            together = nn.functional.pad(conv_states, (missing, 0))
+        else:
+            size = known.shape[-1]
+            together = torch.cat([known, conv_states], dim=-1)
+        self.tensors["conv", state_idx] = together[..., -size:]
+        return together
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.tensors["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+
+class StatePool:
+    """The states of every layer, for `num_rows` sequences; allocated when first written."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._device = device
+        # the number of tokens that each slot has seen; −1: the slot holds nothing
+        self._seen = [[-1, -1] for _ in range(num_rows)]
+        self._tensors: dict[int, dict[tuple[str, int], Tensor]] = {}  # [2 · num_rows, …]
+
+    def step(
+        self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
+    ) -> RecurrentStep:
+        """Choose the slots of a step.
+
+        Args:
+            rows: the row of each sequence; it must be the same in all steps of the sequence.
+            query_lens: the packed tokens of each sequence.
+            seq_lens: the tokens of each sequence up to the last packed one.
+
+        Raises:
+            RuntimeError: a sequence has no state at its first packed token.
+        """
+        self._grow(1 + max(rows))
+        spans = []
+        first = 0
+        for row, length, end in zip(rows, query_lens, seq_lens, strict=True):
+            seen, start = self._seen[row], end - length
+            if start and start not in seen:
+                raise RuntimeError(
+                    f"a sequence continues at token {start}, but its states have seen {seen}"
+                )
+            read = seen.index(start) if start else 1
+            seen[1 - read] = end
+            if not start:
+                seen[read] = -1
+            source = STATE_SLOTS * row + read if start else None
+            spans.append(_Span(first, length, source, STATE_SLOTS * row + 1 - read))
+            first += length
+        return RecurrentStep(self, spans, self._device)
+
+    def load(self, layer: int, slots: Tensor) -> LayerStates:
+        tensors = self._tensors[layer].items()
+        return LayerStates({key: tensor.index_select(0, slots) for key, tensor in tensors})
+
+    def store(self, layer: int, slots: Tensor, states: LayerStates) -> None:
+        tensors = self._tensors.setdefault(layer, {})
+        for key, tensor in states.tensors.items():
+            if key not in tensors:
+                tensors[key] = tensor.new_zeros(STATE_SLOTS * len(self._seen), *tensor.shape[1:])
+            tensors[key].index_copy_(0, slots, tensor)
+
+    def _grow(self, num_rows: int) -> None:
+        missing = num_rows - len(self._seen)
+        if missing <= 0:
+            return
+        self._seen += [[-1, -1] for _ in range(missing)]
+        for tensors in self._tensors.values():
+            for key, tensor in tensors.items():
+                more = tensor.new_zeros(STATE_SLOTS * missing, *tensor.shape[1:])
+                tensors[key] = torch.cat([tensor, more])
+
+
+class _Span(NamedTuple):
+    """One sequence of a step: its packed tokens, the slot that it reads (None: it starts without a
+    state) and the slot that it writes.
+    """
+
+    first: int
+    length: int
+    source: int | None
+    target: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.length == 1 and self.source is not None
+
+
+class _Part(NamedTuple):
+    """Sequences of a step that run together: their packed tokens `[batch, num_tokens]`, the slots
+    that they read and those that they write, `[batch]`.
+    """
+
+    tokens: Tensor
+    sources: Tensor | None
+    targets: Tensor
+
+
+class RecurrentStep:
+    """Runs recurrent layers on the packed tokens of one step."""
+
+    def __init__(self, pool: StatePool, spans: Sequence[_Span], device: torch.device) -> None:
+        self._pool = pool
+        alone = [[span] for span in spans if not span.is_decode]
+        decodes = [span for span in spans if span.is_decode]
+
+        def ints(values: Any) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        self._parts = [
+            _Part(
+                ints([range(span.first, span.first + span.length) for span in together]),
+                None if together[0].source is None else ints([span.source for span in together]),
+                ints([span.target for span in together]),
+            )
+            for together in (*alone, decodes)
+            if together
+        ]
+
+    def recur(self, layer: int, run: RunLayer, hidden: Tensor) -> Tensor:
+        """Run a layer; hidden states and output are `[1, num_tokens, hidden_size]`."""
+        out = torch.empty_like(hidden)
+        for part in self._parts:
+            states = LayerStates()
+            if part.sources is not None:
+                states = self._pool.load(layer, part.sources)
+            out[0, part.tokens] = run(hidden[0, part.tokens], states)
+            self._pool.store(layer, part.targets, states)
+        return out
