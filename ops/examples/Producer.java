@@ -1,5 +1,5 @@
 // A producer and a reader in Java 17, without libraries: submits a job and prints its tokens as they come.
-// It is ops/guides/protocol.md in code, for one server; Connection and Pack, at the end, have RESP and MessagePack.
+// It is ops/guides/protocol.md in code, for one server. Connection and Pack, at the end, have RESP and MessagePack.
 //
 //   java ops/examples/Producer.java redis://localhost:6379/0 smollm2-135m-instruct "Why is the sky blue?"
 //   java ops/examples/Producer.java redis://localhost:6379/0 smollm2-135m-instruct --read JOB
@@ -14,15 +14,13 @@ import java.util.function.BiConsumer;
 public class Producer {
     static final Path LUA = Path.of(System.getenv().getOrDefault("TOKENMILL_LUA", "api_client/tokenmill/lua"));
     static final int SILENCE_MS = 5_000; // after this long without a message, read the log: pub/sub may have lost it
-    static final int MAX_TOKENS = 64, PAGE = 1_000, ATTEMPTS = 60;
-    final URI url;
+    static final int MAX_TOKENS = 64, PAGE = 1_000;
+    final Connection server;
     final String base;
-    Connection server;
 
     Producer(String url, String queue) throws IOException {
-        this.url = URI.create(url);
+        server = new Connection(URI.create(url), null);
         base = "tm:{" + queue + "}:";
-        server = new Connection(this.url);
     }
 
     public static void main(String[] arguments) throws Exception {
@@ -33,15 +31,15 @@ public class Producer {
         System.err.println("job " + job);
         Map<Integer, StringBuilder> texts = new TreeMap<>();
         PrintStream out = new PrintStream(new FileOutputStream(FileDescriptor.out), true, StandardCharsets.UTF_8);
-        Reader reader = producer.new Reader(job, (choice, text) -> {
+        Map<?, ?> end = producer.new Reader(job, (choice, text) -> {
             texts.computeIfAbsent(choice, __ -> new StringBuilder()).append(text);
             if (choice == 0) { out.print(text); out.flush(); }
-        });
-        String status = reader.read();
+        }).read();
         texts.forEach((choice, text) -> { if (choice > 0) out.print("\n[" + choice + "] " + text); });
         out.println();
-        System.err.println(status + (reader.error.isEmpty() ? "" : ": " + reader.error));
-        System.exit(status.equals("succeeded") ? 0 : 1);
+        Map<?, ?> error = map(end.get("error"));
+        System.err.println(end.get("status") + (error == null ? "" : ": " + error.get("message")));
+        System.exit(end.get("status").equals("succeeded") ? 0 : 1);
     }
 
     // ---- submit ----
@@ -52,13 +50,14 @@ public class Producer {
         List<Object> call = new ArrayList<>(List.of("1", base + "meta", base, "PUBLISH"));
         call.addAll(Arrays.asList(arguments));
         try {
-            return list(server.call("EVALSHA", hex("SHA-1", text.getBytes(StandardCharsets.UTF_8)), call));
+            return server.call("EVALSHA", hex("SHA-1", text.getBytes(StandardCharsets.UTF_8)), call);
         } catch (IllegalStateException error) {
             if (!error.getMessage().startsWith("NOSCRIPT")) throw error;
-            return list(server.call("EVAL", text, call));
+            return server.call("EVAL", text, call);
         }
     }
 
+    /** Returns the job's id. */
     String submit(String prompt, int maxTokens) throws Exception {
         Map<String, Object> request = new LinkedHashMap<>();
         request.put("messages", List.of(Map.of("role", "user", "content", prompt)));
@@ -74,184 +73,187 @@ public class Producer {
         return words.get(1);
     }
 
-    // ---- read ----
+    /** Returns the job's result, or null before its end. A job that ended while it waited has a status and an error. */
+    Map<?, ?> outcome(String job) throws Exception {
+        List<Object> record = server.call("HMGET", base + "job:" + job, "state", "settled", "result", "error");
+        if (record.get(0) == null) throw new NoSuchElementException("unknown job, or its record has expired");
+        if (record.get(1) != null) return Pack.decode(record.get(2));
+        String state = string(record.get(0)), error = string(record.get(3));
+        if (List.of("scheduled", "queued", "running").contains(state)) return null;
+        return error.isEmpty() ? Map.of("status", state) : Map.of("status", state, "error", Map.of("message", error));
+    }
 
-    enum Taken { OK, GAP, DONE }
+    // ---- read ----
 
     /** Emits each token of a job once and in order, whenever it starts and whatever pub/sub loses. */
     class Reader {
         final String job;
-        final BiConsumer<Integer, String> emit;
+        final BiConsumer<Integer, String> emit; // takes a choice and text
         final Map<Integer, Integer> has = new HashMap<>(); // choice → how many of its tokens were emitted
-        final Set<Integer> ended = new HashSet<>();
-        String status; // the job's final state
-        String error; // one sentence, or empty
+        final Set<Integer> ended = new HashSet<>(); // choices whose end was emitted
+        Map<?, ?> end; // the job's last chunk, or its result: both have `status`, and perhaps `error`
 
-        Reader(String job, BiConsumer<Integer, String> emit) {
-            this.job = job;
-            this.emit = emit;
-        }
+        Reader(String job, BiConsumer<Integer, String> emit) { this.job = job; this.emit = emit; }
 
-        /** Returns the job's final state. A lost connection is made again. */
-        String read() throws Exception {
-            for (int failures = 0; status == null; failures++) {
-                try {
-                    follow();
-                } catch (IOException error) {
-                    if (failures == ATTEMPTS) throw error;
-                    Thread.sleep(1_000);
-                    try { server = new Connection(url); } catch (IOException again) { } // the next attempt finds it
-                }
-            }
-            return status;
-        }
-
-        void follow() throws Exception {
-            try (Connection channel = new Connection(url)) {
-                channel.call("SUBSCRIBE", base + "chunks:" + job); // subscribe first, then read: nothing falls between
-                while (!catchUp()) {
-                    while (channel.hasMessage(SILENCE_MS)) {
-                        List<Object> message = list(channel.reply()); // "message", channel, chunk
-                        Taken taken = take(map(Pack.decode((byte[]) message.get(2))));
-                        if (taken == Taken.DONE) return;
-                        if (taken == Taken.GAP) break;
+        Map<?, ?> read() throws Exception {
+            // First subscribe, then read the log: no chunk is lost in between.
+            try (Connection channel = new Connection(server.url, base + "chunks:" + job)) {
+                while (end == null && !catchUp("-")) {
+                    Object message = channel.next(SILENCE_MS);
+                    while (message != null && take(Pack.decode(message)) && end == null) {
+                        message = channel.next(SILENCE_MS);
                     }
                 }
             }
+            return end;
         }
 
-        boolean catchUp() throws Exception {
-            String start = "-";
-            for (List<Object> page = null; page == null || page.size() == PAGE; ) {
-                page = list(server.call("XRANGE", base + "log:" + job, start, "+", "COUNT", PAGE));
-                for (Object entry : page) {
-                    start = "(" + string(list(entry).get(0));
-                    byte[] chunk = (byte[]) list(list(entry).get(1)).get(1); // one field, `chunk`, and its value
-                    if (take(map(Pack.decode(chunk))) == Taken.GAP) page = List.of();
-                }
+        /** Reads the log from an entry on, then the job's result. Returns whether the job has ended. */
+        boolean catchUp(String start) throws Exception {
+            List<Object> page = server.call("XRANGE", base + "log:" + job, start, "+", "COUNT", PAGE);
+            for (Object entry : page) take(Pack.decode(list(list(entry).get(1)).get(1))); // [id, ["chunk", bytes]]
+            if (page.size() == PAGE) return catchUp("(" + string(list(page.get(PAGE - 1)).get(0)));
+            end = outcome(job);
+            if (end == null) return false;
+            for (Object choice : list(end.get("choices"))) {
+                int c = number(map(choice).get("index"));
+                if (!ended.contains(c)) emit.accept(c, textFrom(map(choice), has.getOrDefault(c, 0)));
             }
-            List<Object> record =
-                list(server.call("HMGET", base + "job:" + job, "state", "settled", "result", "error"));
-            if (record.get(0) == null) throw new NoSuchElementException("unknown job, or its record has expired");
-            String state = string(record.get(0));
-            if (record.get(1) != null) {
-                Map<?, ?> result = map(Pack.decode((byte[]) record.get(2)));
-                error = errorOf(result);
-                for (Object each : list(result.get("choices"))) {
-                    Map<?, ?> choice = map(each);
-                    int c = number(choice.get("index")), had = has.getOrDefault(c, 0);
-                    emit.accept(c, from(choice, had));
-                }
-            } else if (!List.of("failed", "cancelled", "expired", "dead").contains(state)) {
-                return false;
-            } else {
-                error = record.get(3) == null ? "" : string(record.get(3)); // it ended while it waited
-            }
-            status = state;
             return true;
         }
 
-        Taken take(Map<?, ?> chunk) {
+        /** Emits what is new in a chunk. Returns false if earlier tokens are missing. */
+        boolean take(Map<?, ?> chunk) {
             int c = number(chunk.get("choice")), index = number(chunk.get("index")), had = has.getOrDefault(c, 0);
             int n = Math.max(1, number(chunk.get("n"))), tokens = list(chunk.get("token_ids")).size();
             if (chunk.get("status") != null) { // the job's last chunk
-                if (n == 1 ? index > had : ended.size() < n) return Taken.GAP;
-                emit.accept(c, from(chunk, 0));
-                error = errorOf(chunk);
-                status = (String) chunk.get("status");
-                return Taken.DONE;
+                if (n == 1 ? index > had : ended.size() < n) return false;
+                emit.accept(c, textFrom(chunk, 0));
+                end = chunk;
+                return true;
             }
-            if (index > had) return Taken.GAP;
+            if (index > had) return false;
+            boolean isNew = tokens == 0 ? !ended.contains(c) : index + tokens > had;
             if (chunk.get("finish_reason") != null) ended.add(c);
-            if (index + tokens > had) {
-                emit.accept(c, from(chunk, had - index));
+            if (isNew) {
+                emit.accept(c, textFrom(chunk, had - index));
                 has.put(c, index + tokens);
             }
-            return Taken.OK;
+            return true;
         }
     }
 
     /** Returns the text of a chunk or choice without its first `skip` tokens. `text_ends` counts code points. */
-    static String from(Map<?, ?> part, int skip) {
+    static String textFrom(Map<?, ?> part, int skip) {
         String text = Objects.requireNonNullElse((String) part.get("text"), "");
         if (skip == 0) return text;
         int end = number(list(part.get("text_ends")).get(skip - 1));
         return text.substring(text.offsetByCodePoints(0, end)); // Java counts UTF-16 units
     }
 
-    static String errorOf(Map<?, ?> part) {
-        return part.get("error") == null ? "" : (String) map(part.get("error")).get("message");
-    }
-
     // ---- RESP and MessagePack: a Redis client and a library can replace the two classes ----
 
+    /** A connection that is made again when it is lost, and with it its subscription. */
     static class Connection implements Closeable {
-        final Socket socket;
-        final BufferedInputStream in;
+        static final int ATTEMPTS = 60; // to connect again, one a second
+        final URI url;
+        final String channel; // subscribed, or null
+        Socket socket;
+        DataInputStream in;
 
-        Connection(URI url) throws IOException {
+        Connection(URI url, String channel) throws IOException {
+            this.url = url;
+            this.channel = channel;
+            open();
+        }
+
+        void open() throws IOException {
             socket = new Socket(url.getHost(), url.getPort() < 0 ? 6379 : url.getPort());
-            in = new BufferedInputStream(socket.getInputStream());
+            in = new DataInputStream(new BufferedInputStream(socket.getInputStream()));
             if (url.getUserInfo() != null) {
                 List<Object> login = new ArrayList<>(List.of(url.getUserInfo().split(":", 2)));
                 if (login.get(0).equals("")) login.remove(0); // redis://:password@host
-                call("AUTH", login);
+                send("AUTH", login);
             }
-            if (url.getPath().length() > 1) call("SELECT", url.getPath().substring(1));
+            if (url.getPath().length() > 1) send("SELECT", url.getPath().substring(1));
+            if (channel != null) send("SUBSCRIBE", channel);
         }
 
-        Object call(Object... command) throws IOException {
+        void reopen() throws IOException, InterruptedException {
+            for (int attempt = 1; ; attempt++) {
+                try {
+                    close();
+                    Thread.sleep(1_000);
+                    open();
+                    return;
+                } catch (IOException error) {
+                    if (attempt == ATTEMPTS) throw error;
+                }
+            }
+        }
+
+        /** Returns the items of the reply. Every call of the protocol may be repeated. */
+        List<Object> call(Object... command) throws IOException, InterruptedException {
+            try {
+                return list(send(command));
+            } catch (IOException lost) {
+                reopen();
+                return list(send(command));
+            }
+        }
+
+        /** Returns the next message, or null after a silence and after a new connection. */
+        Object next(int timeoutMs) throws IOException, InterruptedException {
+            try {
+                socket.setSoTimeout(timeoutMs);
+                in.mark(1);
+                in.readByte();
+                in.reset();
+                socket.setSoTimeout(0);
+                return list(reply()).get(2); // "message", channel, bytes
+            } catch (SocketTimeoutException silence) {
+                return null;
+            } catch (IOException lost) {
+                reopen();
+                return null;
+            }
+        }
+
+        Object send(Object... command) throws IOException {
             List<byte[]> parts = new ArrayList<>();
             for (Object part : command) for (Object each : part instanceof List<?> many ? many : List.of(part)) {
                 parts.add(each instanceof byte[] bytes ? bytes : each.toString().getBytes(StandardCharsets.UTF_8));
             }
             ByteArrayOutputStream out = new ByteArrayOutputStream();
-            out.writeBytes(("*" + parts.size() + "\r\n").getBytes());
+            out.writeBytes(("*" + parts.size()).getBytes());
             for (byte[] part : parts) {
-                out.writeBytes(("$" + part.length + "\r\n").getBytes());
+                out.writeBytes(("\r\n$" + part.length + "\r\n").getBytes());
                 out.writeBytes(part);
-                out.writeBytes("\r\n".getBytes());
             }
+            out.writeBytes("\r\n".getBytes());
             socket.getOutputStream().write(out.toByteArray());
             return reply();
         }
 
-        /** Returns whether a byte arrives within `timeout_ms`; `reply` then reads the message. */
-        boolean hasMessage(int timeoutMs) throws IOException {
-            socket.setSoTimeout(timeoutMs);
-            in.mark(1);
-            try {
-                if (in.read() < 0) throw new EOFException("the server closed the connection");
-                in.reset();
-                return true;
-            } catch (SocketTimeoutException silence) {
-                return false;
-            } finally {
-                socket.setSoTimeout(0);
-            }
-        }
-
         Object reply() throws IOException {
             StringBuilder line = new StringBuilder();
-            for (int c; (c = in.read()) != '\r'; line.append((char) c)) {
-                if (c < 0) throw new EOFException("the server closed the connection");
-            }
-            in.read(); // the line feed
+            for (int c; (c = in.readUnsignedByte()) != '\r'; line.append((char) c)) { }
+            in.readByte(); // the line feed
+            char kind = line.charAt(0);
             String rest = line.substring(1);
-            switch (line.charAt(0)) {
-                case '+': return rest.getBytes();
-                case '-': throw new IllegalStateException(rest);
-                case ':': return Long.parseLong(rest);
-                case '$': {
-                    int size = Integer.parseInt(rest);
-                    return size < 0 ? null : Arrays.copyOf(in.readNBytes(size + 2), size);
-                }
-                default: { // "*", an array
-                    List<Object> items = new ArrayList<>();
-                    for (int i = Integer.parseInt(rest); i > 0; i--) items.add(reply());
-                    return items;
-                }
+            if (kind == '-') throw new IllegalStateException(rest);
+            if (kind == '+') return rest.getBytes();
+            int number = Integer.parseInt(rest); // ":", an integer, or the size of "$" or "*"
+            if (kind == ':' || number < 0) return kind == ':' ? number : null;
+            if (kind == '$') {
+                byte[] text = new byte[number];
+                in.readFully(text);
+                in.readShort(); // the line's end
+                return text;
             }
+            List<Object> items = new ArrayList<>();
+            for (; number > 0; number--) items.add(reply());
+            return items;
         }
 
         public void close() throws IOException { socket.close(); }
@@ -270,10 +272,7 @@ public class Producer {
                 out.write(0xdb); out.writeInt(bytes.length); out.write(bytes);
             } else if (value instanceof Map<?, ?> map) {
                 out.write(0xdf); out.writeInt(map.size());
-                for (Map.Entry<?, ?> entry : map.entrySet()) {
-                    write(out, entry.getKey());
-                    write(out, entry.getValue());
-                }
+                for (var entry : map.entrySet()) { write(out, entry.getKey()); write(out, entry.getValue()); }
             } else if (value instanceof List<?> items) {
                 out.write(0xdd); out.writeInt(items.size());
                 for (Object item : items) write(out, item);
@@ -284,8 +283,9 @@ public class Producer {
             }
         }
 
-        static Object decode(byte[] bytes) throws IOException {
-            return read(new DataInputStream(new ByteArrayInputStream(bytes)));
+        /** Decodes a message of the protocol; each is a map with text keys. */
+        static Map<?, ?> decode(Object bytes) throws IOException {
+            return Producer.map(read(new DataInputStream(new ByteArrayInputStream((byte[]) bytes))));
         }
 
         static Object read(DataInputStream in) throws IOException {
@@ -343,7 +343,7 @@ public class Producer {
 
     static Map<?, ?> map(Object value) { return (Map<?, ?>) value; }
     static int number(Object value) { return value == null ? 0 : ((Number) value).intValue(); }
-    static String string(Object value) {
-        return value instanceof byte[] bytes ? new String(bytes, StandardCharsets.UTF_8) : (String) value;
+    static String string(Object bytes) {
+        return bytes == null ? "" : new String((byte[]) bytes, StandardCharsets.UTF_8);
     }
 }

@@ -42,8 +42,7 @@ export class Producer {
   }
 
   async cancel(job) {
-    const [outcome] = await this.#run(this.cancelScript, job);
-    return String(outcome); // cancelled, cancelling, the state it ended in, or unknown
+    return String((await this.#run(this.cancelScript, job))[0]); // cancelled, cancelling, the state it ended in, or unknown
   }
 
   /** Yields every chunk once and in order, to the last one, which has a status. `has`: tokens of each choice that you have. */
@@ -124,13 +123,13 @@ class Reader {
       for (const [id, [, packed]] of entries) {
         start = `(${id}`;
         const taken = this.#take(decode(packed));
-        if (taken === GAP) { entries = []; break; }
-        if (taken !== null) yield taken;
+        if (taken !== GAP && taken !== null) yield taken;
       }
     }
     const result = await this.producer.outcome(this.job);
     if (result === null) return false;
     for (const { index: choice = 0, token_ids = [], ...rest } of result.choices ?? []) {
+      if (this.#ended.has(choice)) continue;
       yield without(this.has[choice] ?? 0, { ...rest, index: 0, choice, token_ids });
       this.has[choice] = token_ids.length;
     }

@@ -22,10 +22,12 @@ import typer
 from ops.benchmarks import __main__ as bench
 from ops.benchmarks.compare.comparison import PEERS
 from tests.support.pages import GUIDES, ROOT, at, blocks, python_of
+from tests.support.two_choices import TEXTS, read_two_choices
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import webhooks
 from tokenmill.cli import app
 from tokenmill.testing import InMemoryQueue
+from tokenmill_schemas.keys import Keys
 
 PAGES = [ROOT / "README.md", *sorted(GUIDES.glob("*.md"))]
 
@@ -55,8 +57,14 @@ async def test_python_in_the_guides_runs(
 @pytest.mark.redis
 @pytest.mark.parametrize("max_tokens", [1, 400])
 async def test_the_reader_of_the_protocol_page_reads_what_the_result_holds(
-    max_tokens: int, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_tokens: int,
+    redis_url: str,
+    valkey: Any,
+    allowed_keys: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    allowed_keys.append("tm:{*")
     monkeypatch.chdir(ROOT)  # where the scripts are
     code = "\n".join(python_of(GUIDES / "protocol.md"))
     database = database_url(tmp_path)
@@ -85,6 +93,16 @@ async def test_the_reader_of_the_protocol_page_reads_what_the_result_holds(
                 assert again == job
         with pytest.raises(LookupError):
             await asyncio.to_thread(read, "no-such-job")
+
+    async def read_two(job: str) -> list[str]:
+        return await asyncio.to_thread(read, job, n=2)
+
+    with valkey.client() as server:
+        keys = Keys(names["QUEUE"])
+        for from_result in (False, True):
+            job = f"by-hand-{from_result}"
+            texts = await read_two_choices(server, keys, job, read_two, from_result=from_result)
+            assert texts == TEXTS
 
 
 def test_an_adapter_is_named_as_in_the_guide() -> None:

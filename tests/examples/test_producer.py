@@ -13,9 +13,11 @@ import pytest
 
 from tests.support.browser import EXAMPLES, NodeUnavailable, node
 from tests.support.lifecycle import missing
+from tests.support.two_choices import TEXTS, read_two_choices
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
 from tokenmill.transport.scripts import SUBMIT
+from tokenmill_schemas.keys import Keys
 
 pytestmark = pytest.mark.redis
 
@@ -196,6 +198,21 @@ async def test_it_fills_what_pubsub_lost(redis_url: str, database: str, valkey: 
         assert_without_gap([chunk for chunk in read if "status" not in chunk])
         assert tuple(token_ids(read)) == choice.token_ids
         assert text_of(read) == choice.text
+
+
+@pytest.mark.parametrize("from_result", [False, True])
+async def test_text_behind_the_last_token_of_a_choice_comes_once(
+    redis_url: str, valkey: Any, allowed_keys: list[str], from_result: bool
+) -> None:
+    allowed_keys.append("tm:{q}:*")
+
+    async def read(job: str) -> list[str]:
+        _, chunks, _ = await collect("--url", redis_url, "--stream", job)
+        return [text_of([c for c in chunks if c.get("choice", 0) == i]) for i in (0, 1)]
+
+    with valkey.client() as server:
+        keys = Keys(QUEUE)
+        assert await read_two_choices(server, keys, "two", read, from_result=from_result) == TEXTS
 
 
 async def test_refusals_and_cancelled_jobs_are_printed(redis_url: str, database: str) -> None:

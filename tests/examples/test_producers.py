@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.browser import EXAMPLES, ROOT
 from tests.support.lifecycle import missing
+from tests.support.two_choices import read_two_choices
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
 from tokenmill_schemas import Chunk, FinishReason, JobStatus
@@ -153,6 +154,20 @@ async def test_it_skips_what_it_has_and_reads_what_it_lacks(
         server.publish(channel, last)
         assert await reading == (0, "🌍a🎉bcd\n", [f"job {job}", "succeeded"])
     assert time.monotonic() - began < 4, "it waited for a silence instead of reading the log"
+
+
+@pytest.mark.parametrize("from_result", [False, True])
+async def test_text_behind_the_last_token_of_a_choice_comes_once(
+    redis_url: str, program: list[str], valkey: Any, allowed_keys: list[str], from_result: bool
+) -> None:
+    allowed_keys.append("tm:{q}:*")
+
+    async def read(job: str) -> tuple[int, str, list[str]]:
+        return await run(program, redis_url, QUEUE, "--read", job)
+
+    with valkey.client() as server:
+        done = await read_two_choices(server, Keys(QUEUE), "two", read, from_result=from_result)
+    assert done == (0, "a!\n[1] b?\n", ["job two", "succeeded"])
 
 
 async def test_a_refusal_and_an_unknown_job_are_printed(

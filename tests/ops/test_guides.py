@@ -76,9 +76,19 @@ def test_a_producer_and_a_reader_take_60_lines_each() -> None:
     (python,) = re.findall(r"```python\n(.*?)\n```", PROTOCOL, re.DOTALL)
     producer, rest = python.split("class Reader:")
     reader = rest.split("texts = []")[0]
-    script = (GUIDES.parent / "examples" / "producer.mjs").read_text(encoding="utf-8")
-    (in_javascript,) = re.findall(r"^class Reader \{\n.*?^\}", script, re.DOTALL | re.MULTILINE)
-    lengths = [len(part.strip().splitlines()) for part in (producer, reader, in_javascript)]
+    examples, parts = GUIDES.parent / "examples", [producer, reader]
+    for name, pattern in (
+        ("producer.mjs", r"^export class Producer \{\n(?:.*?\n)\}"),
+        ("producer.mjs", r"^class Reader \{\n(?:.*?\n)\}"),
+        ("Producer.java", r"// ---- submit ----\n(.*?)    // ---- read ----"),
+        ("Producer.java", r"    class Reader \{\n.*?\n    \}\n"),
+        ("go/producer.go", r"// ---- submit ----\n(.*?)// ---- read ----"),
+        ("go/producer.go", r"// ---- read ----\n(.*?)// textFrom "),
+    ):
+        text = (examples / name).read_text(encoding="utf-8")
+        parts += re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+    lengths = [len(part.strip().splitlines()) for part in parts]
+    assert len(lengths) == 8
     assert max(lengths) <= 60, lengths
 
 

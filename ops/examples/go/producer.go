@@ -13,9 +13,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
-	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -28,24 +26,23 @@ const (
 	silence   = 5 * time.Second // after this long without a message, read the log: pub/sub may have lost it
 	maxTokens = 64
 	page      = 1000 // log entries a call
-	attempts  = 60   // to connect again, one a second
 )
 
 func main() {
 	if len(os.Args) < 4 {
 		exit(errors.New("give URL QUEUE PROMPT, or URL QUEUE --read JOB"))
 	}
-	address, base := os.Args[1], "tm:{"+os.Args[2]+"}:"
+	p := producer{server: dial(os.Args[1]), base: "tm:{" + os.Args[2] + "}:"}
 	job := os.Args[len(os.Args)-1]
 	if os.Args[3] != "--read" {
 		var err error
-		if job, err = submit(address, base, os.Args[3]); err != nil {
+		if job, err = p.submit(os.Args[3]); err != nil {
 			exit(err)
 		}
 	}
 	fmt.Fprintln(os.Stderr, "job", job)
 	texts := map[int]string{}
-	r := reader{address: address, base: base, job: job, has: map[int]int{}, ended: map[int]bool{}}
+	r := reader{producer: p, job: job, has: map[int]int{}, ended: map[int]bool{}}
 	r.emit = func(choice int, text string) {
 		texts[choice] += text
 		if choice == 0 {
@@ -61,12 +58,12 @@ func main() {
 		}
 	}
 	fmt.Println()
-	end := r.status
-	if r.failure != "" {
-		end += ": " + r.failure
+	end := text(r.end["status"])
+	if failure, _ := r.end["error"].(map[string]any); text(failure["message"]) != "" {
+		end += ": " + text(failure["message"])
 	}
 	fmt.Fprintln(os.Stderr, end)
-	if r.status != "succeeded" {
+	if end != "succeeded" {
 		os.Exit(1)
 	}
 }
@@ -76,37 +73,35 @@ func exit(err error) {
 	os.Exit(1)
 }
 
-// ---- submit ----
-
 var lua = cmp.Or(os.Getenv("TOKENMILL_LUA"), "api_client/tokenmill/lua")
 
+// ---- submit ----
+
+type producer struct {
+	server *conn
+	base   string
+}
+
 // script runs a script of tokenmill: by its SHA-1, or with its text if the server does not have it yet.
-func (c *conn) script(name, base string, arguments ...any) (any, error) {
-	var text []string
-	for _, file := range []string{"common.lua", name + ".lua"} {
-		content, err := os.ReadFile(filepath.Join(lua, file))
-		if err != nil {
-			return nil, err
-		}
-		text = append(text, string(content))
+func (p producer) script(name string, arguments ...any) []any {
+	common, missing := os.ReadFile(filepath.Join(lua, "common.lua"))
+	own, missingToo := os.ReadFile(filepath.Join(lua, name+".lua"))
+	if err := errors.Join(missing, missingToo); err != nil {
+		p.server.err = err
 	}
-	script := strings.Join(text, "\n")
-	call := append([]any{1, base + "meta", base, "PUBLISH"}, arguments...)
+	script := string(common) + "\n" + string(own)
+	call := append([]any{1, p.base + "meta", p.base, "PUBLISH"}, arguments...)
 	sum := sha1.Sum([]byte(script))
-	answer, err := c.do("EVALSHA", append([]any{hex.EncodeToString(sum[:])}, call...)...)
-	if err != nil && strings.HasPrefix(err.Error(), "NOSCRIPT") {
-		return c.do("EVAL", append([]any{script}, call...)...)
+	reply := p.server.call("EVALSHA", append([]any{hex.EncodeToString(sum[:])}, call...)...)
+	if err := p.server.err; err != nil && strings.HasPrefix(err.Error(), "NOSCRIPT") {
+		p.server.err = nil
+		return p.server.call("EVAL", append([]any{script}, call...)...)
 	}
-	return answer, err
+	return reply
 }
 
 // submit returns the job's id.
-func submit(address, base, prompt string) (string, error) {
-	server, err := dial(address)
-	if err != nil {
-		return "", err
-	}
-	defer server.Close()
+func (p producer) submit(prompt string) (string, error) {
 	request := map[string]any{
 		"messages": []any{map[string]any{"role": "user", "content": prompt}},
 		"params":   map[string]any{"max_tokens": maxTokens},
@@ -115,163 +110,101 @@ func submit(address, base, prompt string) (string, error) {
 	job, now := rand.Text(), time.Now().UnixMilli()
 	request["job_id"], request["created_ms"] = job, now
 	cost := utf8.RuneCountInString(prompt)/4 + maxTokens
-	answer, err := server.script("submit", base, 0, 0, // the queue's own limits
+	words := p.script("submit", 0, 0, // the queue's own limits
 		job, "standard", "", fingerprint, "", string(pack(nil, request)), now, 0, 0, cost)
-	if err != nil {
-		return "", err
+	if p.server.err != nil {
+		return "", p.server.err
 	}
-	words := list(answer)
 	if words[0] != "ok" {
 		return "", fmt.Errorf("refused: %s", strings.Trim(fmt.Sprint(words), "[]"))
 	}
-	return words[1].(string), nil
+	return text(words[1]), nil
+}
+
+// outcome returns the job's result, or nil before its end. A job that ended while it waited has a status and an error.
+func (p producer) outcome(job string) map[string]any {
+	record := p.server.call("HMGET", p.base+"job:"+job, "state", "settled", "result", "error")
+	switch {
+	case p.server.err != nil:
+		return nil
+	case record[0] == nil:
+		p.server.err = errors.New("unknown job, or its record has expired")
+		return nil
+	case record[1] != nil:
+		return unpack(record[2])
+	case slices.Contains([]string{"scheduled", "queued", "running"}, text(record[0])):
+		return nil
+	}
+	return map[string]any{"status": record[0], "error": map[string]any{"message": record[3]}}
 }
 
 // ---- read ----
 
-type taken int
-
-const (
-	ok   taken = iota
-	gap        // earlier tokens are missing
-	done       // the job's last chunk
-)
-
 // reader emits each token of a job once and in order, whenever it starts and whatever pub/sub loses.
 type reader struct {
-	address, base, job string
-	emit               func(choice int, text string)
-	has                map[int]int  // by choice: how many of its tokens were emitted
-	ended              map[int]bool // choices that have ended
-	status, failure    string       // the job's final state; one sentence, or empty
+	producer
+	job   string
+	emit  func(choice int, text string)
+	has   map[int]int    // choice → how many of its tokens were emitted
+	ended map[int]bool   // choices whose end was emitted
+	end   map[string]any // the job's last chunk, or its result: both have status, and perhaps error
 }
 
-// read returns when the job has ended. A lost connection is made again.
 func (r *reader) read() error {
-	for failures := 0; ; failures++ {
-		err := r.follow()
-		var lost net.Error
-		if !errors.Is(err, io.EOF) && !errors.As(err, &lost) || failures == attempts {
-			return err
-		}
-		time.Sleep(time.Second)
-	}
-}
-
-func (r *reader) follow() error {
-	server, err := dial(r.address)
-	if err != nil {
-		return err
-	}
-	defer server.Close()
-	channel, err := dial(r.address)
-	if err != nil {
-		return err
-	}
-	defer channel.Close()
-	if _, err := channel.do("SUBSCRIBE", r.base+"chunks:"+r.job); err != nil {
-		return err // subscribe first, then read the log: nothing falls between
-	}
-	for {
-		if isOver, err := r.catchUp(server); isOver || err != nil {
-			return err
-		}
-		for state := ok; state == ok; {
-			message, err := channel.await(silence)
-			if err != nil {
-				return err
-			}
-			if message == nil {
-				break
-			}
-			chunk := unpack(list(message)[2]) // "message", channel, chunk
-			if state = r.take(chunk); state == done {
-				return nil
-			}
-		}
-	}
-}
-
-// catchUp reads the log and the job's record; it returns whether the job has ended.
-func (r *reader) catchUp(server *conn) (bool, error) {
-	for start, more := "-", true; more; {
-		answer, err := server.do("XRANGE", r.base+"log:"+r.job, start, "+", "COUNT", page)
-		if err != nil {
-			return false, err
-		}
-		entries := list(answer)
-		more = len(entries) == page
-		for _, entry := range entries {
-			id, fields := list(entry)[0].(string), list(list(entry)[1]) // one field, chunk, and its value
-			start = "(" + id
-			if r.take(unpack(fields[1])) == gap {
-				more = false
+	channel := r.server.subscribe(r.base + "chunks:" + r.job) // first subscribe, then read the log
+	defer channel.close()
+	for r.end == nil && channel.err == nil && r.catchUp("-") {
+		for message := range channel.messages(silence) { // ends after a silence, and after a new connection
+			if isWhole := r.take(unpack(message)); !isWhole || r.end != nil {
 				break
 			}
 		}
 	}
-	answer, err := server.do("HMGET", r.base+"job:"+r.job, "state", "settled", "result", "error")
-	if err != nil {
-		return false, err
-	}
-	record := list(answer)
-	state, _ := record[0].(string)
-	switch {
-	case record[0] == nil:
-		return false, errors.New("unknown job, or its record has expired")
-	case record[1] != nil:
-		result := unpack(record[2])
-		for _, each := range list(result["choices"]) {
-			choice := each.(map[string]any)
-			c := number(choice["index"])
-			r.emit(c, after(choice, r.has[c]))
-		}
-		r.failure = message(result)
-	case slices.Contains([]string{"failed", "cancelled", "expired", "dead"}, state): // it ended while it waited
-		r.failure, _ = record[3].(string)
-	default:
-		return false, nil
-	}
-	r.status = state
-	return true, nil
+	return cmp.Or(r.server.err, channel.err)
 }
 
-func (r *reader) take(chunk map[string]any) taken {
+// catchUp reads the log from an entry on, then the job's result; it returns whether the job goes on.
+func (r *reader) catchUp(start string) bool {
+	entries := r.server.call("XRANGE", r.base+"log:"+r.job, start, "+", "COUNT", page)
+	for _, entry := range entries { // id, [chunk, bytes]
+		r.take(unpack(list(list(entry)[1])[1]))
+	}
+	if len(entries) == page {
+		return r.catchUp("(" + text(list(entries[page-1])[0]))
+	}
+	r.end = r.outcome(r.job)
+	for _, choice := range parts(r.end["choices"]) {
+		if c := number(choice["index"]); !r.ended[c] {
+			r.emit(c, textFrom(choice, r.has[c]))
+		}
+	}
+	return r.end == nil && r.server.err == nil
+}
+
+// take emits what is new in a chunk; it returns false if earlier tokens are missing.
+func (r *reader) take(chunk map[string]any) bool {
 	c, index, n := number(chunk["choice"]), number(chunk["index"]), max(1, number(chunk["n"]))
-	had, tokens := r.has[c], len(list(chunk["token_ids"]))
-	if status, isLast := chunk["status"].(string); isLast {
-		if n == 1 && index > had || n > 1 && len(r.ended) < n {
-			return gap
-		}
-		r.emit(c, after(chunk, 0))
-		r.status, r.failure = status, message(chunk)
-		return done
-	}
-	if index > had {
-		return gap
+	has, tokens, isLast := r.has[c], len(list(chunk["token_ids"])), chunk["status"] != nil
+	switch { // the last chunk of several choices comes when all have ended
+	case isLast && n > 1 && len(r.ended) < n, (!isLast || n == 1) && index > has:
+		return false
+	case isLast:
+		r.emit(c, textFrom(chunk, 0))
+		r.end = chunk
+	case tokens == 0 && !r.ended[c], index+tokens > has:
+		r.emit(c, textFrom(chunk, has-index))
+		r.has[c] = index + tokens
 	}
 	if chunk["finish_reason"] != nil {
 		r.ended[c] = true
 	}
-	if index+tokens > had {
-		r.emit(c, after(chunk, had-index))
-		r.has[c] = index + tokens
-	}
-	return ok
+	return true
 }
 
-// after returns the text of a chunk or choice without its first tokens. text_ends counts code points.
-func after(part map[string]any, tokens int) string {
-	text, _ := part["text"].(string)
-	if tokens == 0 {
-		return text
+// textFrom returns the text of a chunk or choice without its first tokens. text_ends counts code points.
+func textFrom(part map[string]any, skip int) string {
+	if skip == 0 {
+		return text(part["text"])
 	}
-	return string([]rune(text)[number(list(part["text_ends"])[tokens-1]):])
-}
-
-// message returns the error's sentence, or an empty text.
-func message(part map[string]any) string {
-	failure, _ := part["error"].(map[string]any)
-	text, _ := failure["message"].(string)
-	return text
+	return string([]rune(text(part["text"]))[number(list(part["text_ends"])[skip-1]):])
 }

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"maps"
 	"math"
 	"net"
@@ -20,32 +21,114 @@ import (
 	"time"
 )
 
+const attempts = 60 // to connect again, one a second
+
+// conn is a connection that is made again when it is lost, and with it its subscription. The first error that
+// remains is kept in err; later calls return nothing, as with bufio.Scanner.
 type conn struct {
 	net.Conn
-	in *bufio.Reader
+	in      *bufio.Reader
+	address string
+	channel string // subscribed, or empty
+	err     error
 }
 
-func dial(address string) (*conn, error) {
-	u, err := url.Parse(address)
+func dial(address string) *conn {
+	c := &conn{address: address}
+	c.err = c.open()
+	return c
+}
+
+func (c *conn) subscribe(channel string) *conn {
+	other := &conn{address: c.address, channel: channel}
+	other.err = other.open()
+	return other
+}
+
+func (c *conn) open() error {
+	u, err := url.Parse(c.address)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	socket, err := net.Dial("tcp", net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "6379")))
-	if err != nil {
-		return nil, err
+	if c.Conn, err = net.Dial("tcp", net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "6379"))); err != nil {
+		return err
 	}
-	c := &conn{socket, bufio.NewReader(socket)}
+	c.in = bufio.NewReader(c.Conn)
 	if password, isSet := u.User.Password(); isSet {
 		_, err = c.do("AUTH", cmp.Or(u.User.Username(), "default"), password)
 	}
 	if database := strings.Trim(u.Path, "/"); database != "" && err == nil {
 		_, err = c.do("SELECT", database)
 	}
-	if err != nil {
-		c.Close()
-		return nil, err
+	if c.channel != "" && err == nil {
+		_, err = c.do("SUBSCRIBE", c.channel)
 	}
-	return c, nil
+	return err
+}
+
+func (c *conn) close() {
+	if c.Conn != nil {
+		c.Conn.Close()
+	}
+}
+
+// refusal is an error that the server answered.
+type refusal string
+
+func (r refusal) Error() string { return string(r) }
+
+// reopen connects again if the connection was lost, and else returns the error.
+func (c *conn) reopen(err error) error {
+	for range attempts {
+		if errors.As(err, new(refusal)) {
+			return err
+		}
+		c.close()
+		time.Sleep(time.Second)
+		if err = c.open(); err == nil {
+			return nil
+		}
+	}
+	return err
+}
+
+// call returns the items of the reply. Every call of the protocol may be repeated.
+func (c *conn) call(command string, arguments ...any) []any {
+	if c.err != nil {
+		return nil
+	}
+	reply, err := c.do(command, arguments...)
+	if err != nil {
+		if c.err = c.reopen(err); c.err == nil {
+			reply, c.err = c.do(command, arguments...)
+		}
+	}
+	return list(reply)
+}
+
+// messages yields what is published, until nothing comes for that long or the connection was made again.
+func (c *conn) messages(silence time.Duration) iter.Seq[any] {
+	return func(yield func(any) bool) {
+		for c.err == nil {
+			c.SetReadDeadline(time.Now().Add(silence))
+			_, err := c.in.Peek(1)
+			c.SetReadDeadline(time.Time{})
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				return
+			}
+			var message any
+			if err == nil {
+				message, err = c.reply()
+			}
+			if err != nil {
+				c.err = c.reopen(err)
+				return
+			}
+			if !yield(list(message)[2]) { // "message", channel, bytes
+				return
+			}
+		}
+	}
 }
 
 func (c *conn) do(command string, arguments ...any) (any, error) {
@@ -55,20 +138,6 @@ func (c *conn) do(command string, arguments ...any) (any, error) {
 		out = fmt.Appendf(out, "$%d\r\n%s\r\n", len(text), text)
 	}
 	if _, err := c.Write(out); err != nil {
-		return nil, err
-	}
-	return c.reply()
-}
-
-// await returns the next message of a subscription, or nil if none begins within that time.
-func (c *conn) await(limit time.Duration) (any, error) {
-	c.SetReadDeadline(time.Now().Add(limit))
-	_, err := c.in.Peek(1)
-	c.SetReadDeadline(time.Time{})
-	if errors.Is(err, os.ErrDeadlineExceeded) {
-		return nil, nil
-	}
-	if err != nil {
 		return nil, err
 	}
 	return c.reply()
@@ -85,7 +154,7 @@ func (c *conn) reply() (any, error) {
 	case '+':
 		return rest, nil
 	case '-':
-		return nil, errors.New(rest)
+		return nil, refusal(rest)
 	case ':':
 		return strconv.ParseInt(rest, 10, 64)
 	}
@@ -218,6 +287,21 @@ func decodeMap(in *bytes.Reader, size int) map[string]any {
 func list(value any) []any {
 	items, _ := value.([]any)
 	return items
+}
+
+// parts returns the items of an array of maps; none of nil.
+func parts(value any) []map[string]any {
+	var items []map[string]any
+	for _, item := range list(value) {
+		items = append(items, item.(map[string]any))
+	}
+	return items
+}
+
+// text returns a text; an empty one of nil.
+func text(value any) string {
+	text, _ := value.(string)
+	return text
 }
 
 // number returns an integer; 0 of nil.
