@@ -43,7 +43,7 @@ def draw(
     sampler = make_sampler(len(logits))
     output = tuple(range(2, 2 + position))
     items = [plan_item(make_sequence(params, output=output, seed=seed)) for seed in range(DRAWS)]
-    rows = torch.from_numpy(logits.astype(np.float32)).expand(DRAWS, -1)
+    rows = torch.from_numpy(logits.astype(np.float32)).repeat(DRAWS, 1)
     return sampler.sample(rows, items).token_ids.numpy()
 
 

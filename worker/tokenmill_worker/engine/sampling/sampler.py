@@ -1,7 +1,8 @@
 """The sampler: takes logits, returns one token per row, and does not wait for the device.
 
 Greedy rows take an argmax; the others are scaled, truncated and raced (see noise). Edits (biases,
-penalties, masks) are made on a copy, so that the model's log-probabilities remain. Every row of a
+penalties, masks) are made in place, or on a copy where log-probabilities are wanted, so that the
+model's remain. Every row of a
 sequence with drafts uses the noise of its own position, so a draft is accepted exactly if it is
 the token that would have been sampled there.
 """
@@ -23,8 +24,9 @@ from tokenmill_worker.engine.sampling.draws import (
     SamplingBackend,
     TorchSamplingBackend,
 )
+from tokenmill_worker.engine.sampling.grammar.bitmasks import Masks
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler
-from tokenmill_worker.engine.sampling.grammar.masks import Grammars, Masks
+from tokenmill_worker.engine.sampling.grammar.masks import Grammars
 from tokenmill_worker.engine.sampling.parameter_table import NUMBERS, ParameterTable
 from tokenmill_worker.engine.sampling.penalties import Histories, HistoryIndex
 from tokenmill_worker.engine.sampling.sampled import RowSpan, Sampled
@@ -119,7 +121,10 @@ class Sampler:
     def sample(
         self, logits: Tensor, items: Seq[ScheduledSequence], layout: Layout | None = None
     ) -> Sampled:
-        """Sample a token for each row; `layout` is that of the items, if it exists already."""
+        """Sample a token for each row; `layout` is that of the items, if it exists already.
+
+        `logits` [rows, vocab] may be overwritten.
+        """
         spans, positions, batch = layout or self.lay_out(items)
         if logits.shape[0] != len(positions):
             raise ValueError(
@@ -131,7 +136,7 @@ class Sampler:
         history = self._history_index(batch, items, spans, positions)
         work, errors = raw, {}
         if batch.is_edited:
-            work = raw.clone()
+            work = raw if batch.logprobs is None else raw.clone()
             errors = self._edit(work, batch, items, positions, history)
         token_ids, peaks = batch.prepared.draw(work, positions)
         if history is not None:

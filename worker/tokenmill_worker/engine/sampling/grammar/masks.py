@@ -14,13 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.plan import NO_DRAFT, Draft, ScheduledSequence
 from tokenmill_worker.engine.sampling.acceptance import AcceptanceLimit
+from tokenmill_worker.engine.sampling.grammar.bitmasks import Masks, allow_only, is_only
 from tokenmill_worker.engine.sampling.grammar.compiler import (
     GrammarCompiler,
     GrammarError,
@@ -28,38 +28,10 @@ from tokenmill_worker.engine.sampling.grammar.compiler import (
 )
 from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher
 from tokenmill_worker.engine.sampling.sampled import Sampled
-from tokenmill_worker.engine.sampling.transfer import to_device
 from tokenmill_worker.engine.sequence import Sequence
 
 MAX_FORCED: Final = 16  # forced tokens in one step
 TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the step waits for it
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """Bit masks of the rows that have a grammar: bit t of a row's words allows token t, for t below
-    `width`.
-    """
-
-    rows: tuple[int, ...] = ()
-    words: Tensor | None = None  # [len(rows), words] int32, on the host
-    width: int = 0
-    errors: dict[int, str] = field(default_factory=dict)  # by item
-    complete: frozenset[int] = frozenset()  # rows whose grammar allows nothing but the end
-
-    def apply(self, logits: Tensor) -> None:
-        """Exclude, in place, every token that the masks do not allow."""
-        if not self.rows or self.words is None:
-            return
-        width = min(self.width, logits.shape[1])
-        refused = _zero_bits(self.words, logits.device)[:, :width]
-        is_whole = len(self.rows) == logits.shape[0]
-        at = None if is_whole else to_device(np.array(self.rows, np.int64), logits.device)
-        part = logits if at is None else logits[at]
-        part[:, width:] = -torch.inf  # ids that the tokenizer does not have
-        part[:, :width].masked_fill_(refused, -torch.inf)
-        if at is not None:
-            logits[at] = part
 
 
 @dataclass(slots=True)
@@ -152,7 +124,7 @@ class Grammars:
             if matcher.is_terminated():
                 break
             matcher.fill_next_token_bitmask(words, 0)
-            if not _only(words[0], [token_id]) or not matcher.accept_token(token_id):
+            if not is_only(words[0], [token_id]) or not matcher.accept_token(token_id):
                 break
             count += 1
         if count:
@@ -235,10 +207,10 @@ class Grammars:
         taken = 0
         for row in range(1 + len(item.draft_ids)):
             if matcher.is_terminated():
-                _allow_only(words[row], stops)
+                allow_only(words[row], stops)
             else:
                 matcher.fill_next_token_bitmask(words, row)
-            if item.sequence.params.min_tokens and _only(words[row], stops):
+            if item.sequence.params.min_tokens and is_only(words[row], stops):
                 ends.append(row)
             if row == len(item.draft_ids):
                 break
@@ -321,27 +293,3 @@ def _read(state: _MatcherState, new: list[int]) -> None:
                 f"token {token_id} at output position {state.num_read} is not in the grammar"
             )
         state.num_read += 1
-
-
-def _zero_bits(words: Tensor, device: torch.device) -> Tensor:
-    """Return which bits of each row's words are 0, on the device: `[rows, 32 * words]` bool."""
-    if device.type == "cpu":  # one pass of one thread, where torch would make words of all bits
-        octets = (~words).numpy().view(np.uint8)
-        return torch.from_numpy(np.unpackbits(octets, axis=1, bitorder="little").view(np.bool_))
-    bits = torch.arange(32, dtype=torch.int32, device=device)
-    return ((to_device(words.numpy(), device)[:, :, None] >> bits) & 1).flatten(1) == 0
-
-
-def _allow_only(words: Tensor, token_ids: list[int]) -> None:
-    words.zero_()
-    view = words.numpy().view(np.uint32)
-    for token_id in token_ids:
-        view[token_id // 32] |= np.uint32(1 << (token_id % 32))
-
-
-def _only(words: Tensor, token_ids: list[int]) -> bool:
-    rest = words.clone()
-    view = rest.numpy().view(np.uint32)
-    for token_id in token_ids:
-        view[token_id // 32] &= np.uint32(~(1 << (token_id % 32)) & 0xFFFFFFFF)
-    return not view.any()
