@@ -1,8 +1,8 @@
 """Recurrent states of sequences, and a step's pass through a recurrent layer.
 
-A layer runs by sequence, on its tokens and its state: all decodes together, each chunk of a prompt
-by itself. A state has two slots. A step reads the one that holds its first position and writes the
-other, so a step that failed can run again.
+A layer runs by sequence, on its tokens and its state. Sequences of equal lengths run together: all
+decodes, and prompts that begin, or go on, with as many tokens. A state has two slots. A step reads
+the one that holds its first position and writes the other, so a step that failed can run again.
 """
 
 from __future__ import annotations
@@ -146,17 +146,14 @@ class _Span(NamedTuple):
     source: int | None
     target: int
 
-    @property
-    def is_decode(self) -> bool:
-        return self.length == 1 and self.source is not None
-
 
 class _Part(NamedTuple):
-    """Sequences of a step that run together: their packed tokens `[batch, num_tokens]`, the slots
-    that they read and those that they write, `[batch]`.
+    """Sequences of a step that run together: their packed tokens, `batch` of equal lengths, the
+    slots that they read and those that they write, `[batch]`.
     """
 
-    tokens: Tensor
+    tokens: slice | Tensor  # those of the first sequence, then those of the next, …
+    batch: int
     sources: Tensor | None
     targets: Tensor
 
@@ -166,29 +163,43 @@ class RecurrentStep:
 
     def __init__(self, pool: StatePool, spans: Sequence[_Span], device: torch.device) -> None:
         self._pool = pool
-        alone = [[span] for span in spans if not span.is_decode]
-        decodes = [span for span in spans if span.is_decode]
-
-        def ints(values: Any) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        self._parts = [
-            _Part(
-                ints([range(span.first, span.first + span.length) for span in together]),
-                None if together[0].source is None else ints([span.source for span in together]),
-                ints([span.target for span in together]),
-            )
-            for together in (*alone, decodes)
-            if together
-        ]
+        together: dict[tuple[int, bool], list[_Span]] = {}
+        for span in spans:
+            together.setdefault((span.length, span.source is None), []).append(span)
+        self._parts = [_part(members, device) for members in together.values()]
 
     def recur(self, layer: int, run: RunLayer, hidden: Tensor) -> Tensor:
         """Run a layer; hidden states and output are `[1, num_tokens, hidden_size]`."""
-        out = torch.empty_like(hidden)
+        rows = hidden[0]
+        if len(self._parts) == 1:
+            return self._run(layer, run, rows, self._parts[0])[None]
+        out = torch.empty_like(rows)
         for part in self._parts:
-            states = LayerStates()
-            if part.sources is not None:
-                states = self._pool.load(layer, part.sources)
-            out[0, part.tokens] = run(hidden[0, part.tokens], states)
-            self._pool.store(layer, part.targets, states)
-        return out
+            out[part.tokens] = self._run(layer, run, rows, part)
+        return out[None]
+
+    def _run(self, layer: int, run: RunLayer, rows: Tensor, part: _Part) -> Tensor:
+        """Run a layer on a part's tokens; return its output `[tokens of the part, hidden_size]`."""
+        states = LayerStates()
+        if part.sources is not None:
+            states = self._pool.load(layer, part.sources)
+        out = run(rows[part.tokens].view(part.batch, -1, rows.shape[-1]), states)
+        self._pool.store(layer, part.targets, states)
+        return out.flatten(0, 1)
+
+
+def _part(spans: Sequence[_Span], device: torch.device) -> _Part:
+    first, length, source, _ = spans[0]
+
+    def ints(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    tokens: slice | Tensor = slice(first, first + len(spans) * length)
+    if any(span.first != first + index * length for index, span in enumerate(spans)):
+        tokens = ints([token for span in spans for token in range(span.first, span.first + length)])
+    return _Part(
+        tokens,
+        len(spans),
+        None if source is None else ints([span.source for span in spans]),
+        ints([span.target for span in spans]),
+    )
