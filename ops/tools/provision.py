@@ -84,7 +84,7 @@ class Provisioner:
             if self.stamp.exists() and self.stamp.read_text(encoding="utf-8") == wanted:
                 return  # another setup finished while this one waited
             self.stamp.unlink(missing_ok=True)
-            for line in notes(os.environ):
+            for line in notes(os.environ, has_torch=self._has_torch()):
                 self._progress.show(line, whole=True)
             self.log.write_text("", encoding="utf-8")
             self._make_environment()
@@ -161,6 +161,9 @@ class Provisioner:
         )
         command = [str(self.venv / "bin" / "python"), "-W", "ignore", "-c", tries, *STARTUP_MODULES]
         self._step("compiling what a start imports", command, environment)
+
+    def _has_torch(self) -> bool:
+        return any(self.venv.glob("lib/python*/site-packages/torch-*.dist-info"))
 
     def _torch_brings_triton(self) -> bool:
         names = (
@@ -270,11 +273,13 @@ class Provisioner:
             yield
 
 
-def notes(environment: Mapping[str, str]) -> list[str]:
-    """Return notes to show before a large download: its size, and what this machine lacks."""
+def notes(environment: Mapping[str, str], *, has_torch: bool) -> list[str]:
+    """Return notes to show before the work: the size of a large download, and what this machine
+    lacks. An environment that has torch is only refreshed, without a large download.
+    """
     path = environment.get("PATH", os.defpath)
     lines = []
-    if not environment.get("TORCH_WHEEL"):
+    if not environment.get("TORCH_WHEEL") and not has_torch:
         lines.append(
             "downloads about 3 GB: pip's torch for Linux comes with CUDA, and .venv takes 5 GB"
         )

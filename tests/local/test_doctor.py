@@ -85,6 +85,19 @@ def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: s
     assert (before, after) == (["error"], ["ok", "ok"])
 
 
+def test_a_server_that_cannot_be_reached_is_named_once() -> None:
+    address = "127.0.0.1:1"
+    settings = load_settings(
+        {"redis_url": f"redis://{address}/0", "database_url": f"postgresql://{address}/t"}
+    )
+    redis, sql = (finding.words for finding in examine(settings, servers_only=True))
+    assert redis == f"cannot reach Redis at {address}: Connection refused"
+    assert sql.count("127.0.0.1") == 1
+    assert doctor._with_address("redis://at/0", "Redis refuses this user") == (
+        "redis://at/0: Redis refuses this user"
+    )
+
+
 def test_long_findings_wrap_between_words_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

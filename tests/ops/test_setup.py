@@ -115,13 +115,14 @@ def test_a_finished_environment_is_left_alone_at_once(checkout: Path) -> None:
 
 
 def test_what_is_downloaded_and_what_is_missing_is_printed_first(tmp_path: Path) -> None:
-    def printed(**environment: str) -> str:
-        return "\n".join(notes({"PATH": str(tmp_path), **environment}))
+    def printed(has_torch: bool = False, **environment: str) -> str:
+        return "\n".join(notes({"PATH": str(tmp_path), **environment}, has_torch=has_torch))
 
     assert "about 3 GB" in printed()
     assert "no GPU here: TORCH_WHEEL=" in printed()
     assert "no g++ here" in printed()
     assert "GB" not in printed(TORCH_WHEEL="/wheels/torch.whl")
+    assert "GB" not in printed(has_torch=True)
     for name in ("g++", "nvidia-smi"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)

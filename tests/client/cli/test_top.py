@@ -91,9 +91,18 @@ def test_headings_name_what_is_counted_and_short_ones_are_explained() -> None:
     assert re.search(
         r"1,834 tokens/s +jobs: +120 running +1,234,579 waiting +812 in/s +9.5 out/s", text
     )
-    assert text.splitlines()[-1].rstrip() == (
-        "+n waits in worker · TTFT to first token · ITL between tokens · HITS cache hits"
-    )
+    legend = "+n waits · TTFT to first token · ITL between tokens · HITS cache hits"
+    assert text.splitlines()[-1].rstrip() == legend
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_live_view_names_the_key_that_ends_it(width: int) -> None:
+    look, console = Look(now_ms=NOW_MS, clock="12:00:00", queue=BUSY), Console(width=width)
+    views = [draw_all([look] * n, width, is_live=True) for n in (1, 2)]
+    for view in (*views, trouble("refused", "12:00:05", [look], width), trouble("no", "", [], 80)):
+        with console.capture() as captured:
+            console.print(view)
+        assert captured.get().rstrip().endswith("q quits")
 
 
 def test_the_tables_show_the_use_of_each_tenant() -> None:

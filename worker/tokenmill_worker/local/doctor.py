@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from rich.text import Text
@@ -90,7 +92,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         hint = "start it, or set TOKENMILL_REDIS_URL; `tokenmill dev` brings one"
         if isinstance(error, AuthenticationError):
             hint = "TOKENMILL_REDIS_URL has the user and the password: redis://user:password@host:6379/0"
-        yield Finding("redis", "error", f"{address}: {translate(error)}", hint)
+        yield Finding("redis", "error", _with_address(address, str(translate(error))), hint)
         return
     try:
         yield from _redis_server(client, f"{address}, {elapsed * 1000:.1f} ms away")
@@ -104,6 +106,13 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         )
     finally:
         client.close()
+
+
+def _with_address(address: str, words: str) -> str:
+    """Return an error's words, behind the address unless they name the server already."""
+    host = urlsplit(address).hostname
+    is_named = host is not None and re.search(rf'\bat "?{re.escape(host)}\b', words)
+    return words if is_named else f"{address}: {words}"
 
 
 def _redis_server(client: Any, where: str) -> Iterator[Finding]:
@@ -196,7 +205,7 @@ def _sql(settings: Settings) -> Iterator[Finding]:
             yield Finding("sql", "ok", f"{engine.dialect.name} {_dotted(engine)} at {address}")
     except sqlalchemy.exc.SQLAlchemyError as error:
         hint = "start it, or set TOKENMILL_DATABASE_URL"
-        yield Finding("sql", "error", f"{address}: {sentence_of(error)}", hint)
+        yield Finding("sql", "error", _with_address(address, sentence_of(error)), hint)
         return
     finally:
         engine.dispose()

@@ -92,7 +92,7 @@ def _watch(clients: Sequence[Client], interval: float, rows: int) -> None:
                         for look, before in zip(looks, last or looks, strict=True)
                     ]
                     since = ""
-                    live.update(draw_all(last, console.width), refresh=True)
+                    live.update(draw_all(last, console.width, is_live=True), refresh=True)
                 except QueueUnavailable as error:
                     since = since or time.strftime("%H:%M:%S")
                     live.update(trouble(str(error), since, last, console.width), refresh=True)

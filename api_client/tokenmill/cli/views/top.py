@@ -20,6 +20,7 @@ from tokenmill_schemas.control import WorkerStatus
 
 WIDE = 120  # width from which less important columns are shown
 MAX_TENANTS = 8
+QUIT_KEY = "q quits"
 CLASS_STYLES = {"interactive": "bold cyan", "standard": "default", "bulk": "dim"}
 
 
@@ -37,7 +38,7 @@ class Look:
     finished_per_s: float | None = None
 
 
-def draw(look: Look, width: int) -> Group:
+def draw(look: Look, width: int, *, is_live: bool = False) -> Group:
     parts: list[RenderableType] = [
         _head(look, width),
         Text(),
@@ -49,16 +50,19 @@ def draw(look: Look, width: int) -> Group:
         parts += [Text(), tenants(look.queue.tenants, width)]
     if look.jobs:
         parts += [Text(), _jobs(look, width)]
-    return Group(*parts, Text(), legend(width))
+    return Group(*parts, Text(), legend(width, is_live=is_live))
 
 
-def legend(width: int) -> Text:
-    """Return the meaning of the short headings in the table of workers."""
-    words = "+n waits in worker · TTFT to first token · ITL between tokens · HITS cache hits"
-    wide = "BATCH running/most +waiting · TTFT to first token · ITL between tokens "
-    wide += "(median · 95 %) · HITS cache hits · q quits"
+def legend(width: int, *, is_live: bool = False) -> Text:
+    """Return the meaning of the short headings in the table of workers, and the key that ends a
+    live view.
+    """
+    words = "+n waits · TTFT to first token · ITL between tokens · HITS cache hits"
+    if width >= WIDE:
+        words = "BATCH running/most +waiting · TTFT to first token · ITL between tokens "
+        words += "(median · 95 %) · HITS cache hits"
     return Text(
-        wide if width >= WIDE else words,
+        f"{words} · {QUIT_KEY}" if is_live else words,
         style="dim",
         overflow="ellipsis",
         no_wrap=True,

@@ -13,6 +13,7 @@ from rich.text import Text
 from tokenmill.cli.output import seconds
 from tokenmill.cli.views.top import (
     CLASS_STYLES,
+    QUIT_KEY,
     WIDE,
     Look,
     age_style,
@@ -25,9 +26,9 @@ from tokenmill.cli.views.top import (
 )
 
 
-def draw_all(looks: Sequence[Look], width: int) -> RenderableType:
+def draw_all(looks: Sequence[Look], width: int, *, is_live: bool = False) -> RenderableType:
     if len(looks) == 1:
-        return draw(looks[0], width)
+        return draw(looks[0], width, is_live=is_live)
     parts: list[RenderableType] = [_overview(looks, width)]
     for look in looks:
         parts += [
@@ -37,7 +38,7 @@ def draw_all(looks: Sequence[Look], width: int) -> RenderableType:
         parts += workers(look, width)
         if [tenant.tenant for tenant in look.queue.tenants] not in ([], [""]):
             parts += [Text(), tenants(look.queue.tenants, width)]
-    return Group(*parts, Text(), legend(width))
+    return Group(*parts, Text(), legend(width, is_live=is_live))
 
 
 def trouble(message: str, since: str, last: Sequence[Look], width: int) -> Group:
@@ -47,9 +48,9 @@ def trouble(message: str, since: str, last: Sequence[Look], width: int) -> Group
     head = Text.assemble((" NO CONNECTION ", "bold red reverse"), f"  since {since}, trying again")
     words = Text(message, style="red", overflow="fold")
     if not last:
-        return Group(head, words)
+        return Group(head, words, Text(), Text(QUIT_KEY, style="dim"))
     old = Text(f"as it was at {last[0].clock}:", style="dim")
-    return Group(head, words, Text(), old, Text(), draw_all(last, width))
+    return Group(head, words, Text(), old, Text(), draw_all(last, width, is_live=True))
 
 
 def _overview(looks: Sequence[Look], width: int) -> RenderableType:
