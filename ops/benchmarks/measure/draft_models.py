@@ -1,20 +1,14 @@
-"""Compares an engine with a draft model with the same engine without it, on the same jobs.
+"""Makes pairs of a model and a draft model out of one model.
 
-The draft models are made of one model: itself, its first two layers, and, for one that is much
-smaller than its model, itself beside a copy of three times its depth whose further layers add
-nothing.
+The draft model is the model itself, its first two layers, or, for one that is much smaller than its
+model, itself beside a copy of three times its depth whose further layers add nothing.
 """
 
 import copy
-import itertools
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ops.benchmarks.measure.figures import alternate, medians
-from tokenmill_worker.engine import Engine, EngineConfig
-from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.model import model_files
 from tokenmill_worker.engine.sampling import DraftGain
 
@@ -23,13 +17,9 @@ PAIRS = {
     "cut": "its first two layers draft: few drafts are right, all are cheap",
     "deep": "it drafts for a copy of three times its depth: all drafts are right, at a third",
 }
-WITHOUT, LOOKUP, MODEL, ALWAYS = "without", "prompt lookup", "draft model", "always drafting"
-SPECULATIVE_TOKENS = 4
-
-Measure = Callable[[Engine, bool], tuple[dict[str, float], list[tuple[int, ...]]]]
 
 
-class _Closed(DraftGain):
+class Closed(DraftGain):
     """Allows no drafts."""
 
     def begin(self, num_sequences: int) -> bool:
@@ -37,48 +27,7 @@ class _Closed(DraftGain):
         return False
 
 
-def compare_pair(
-    name: str, pair: str, max_num_seqs: int, rounds: int, measure: Measure
-) -> dict[str, dict[str, float]]:
-    """Return the figures without drafts, with prompt lookup alone, and with the draft model too,
-    stopped where it does not pay or always drafting.
-
-    `measure(engine, drafts)` runs the jobs. Raises RuntimeError if the answers differ.
-    """
-    with tempfile.TemporaryDirectory(prefix="tokenmill-drafts-") as folder:
-        target, draft = _models(name, pair, Path(folder))
-        engine = Engine.load(
-            EngineConfig(
-                model=target, draft_model=draft, speculative_tokens=SPECULATIVE_TOKENS,
-                dtype="float32", max_num_seqs=max_num_seqs, verify_model=False,
-            )
-        )  # fmt: skip
-    assert isinstance(engine.runner, ModelRunner)
-    drafts = engine.runner.draft_model
-    assert drafts is not None
-    gains = {
-        WITHOUT: _Closed(),
-        LOOKUP: _Closed(),
-        MODEL: DraftGain(),
-        ALWAYS: DraftGain(clock=itertools.repeat(0.0).__next__),
-    }
-    answers: dict[str, list[tuple[int, ...]]] = {}
-
-    def run(case: str, _number: int) -> dict[str, float]:
-        drafts.gain, before = gains[case], drafts.num_passes
-        figures, answers[case] = measure(engine, case != WITHOUT)
-        return figures | {"passes": drafts.num_passes - before}
-
-    alternate(list(gains), 1, run)  # warms up
-    found = {case: medians(done) for case, done in alternate(list(gains), rounds, run).items()}
-    if any(given != answers[WITHOUT] for given in answers.values()):
-        raise RuntimeError("drafts changed an answer")
-    for case in (MODEL, ALWAYS):
-        found[case]["ratio"] = found[case]["tok_s"] / found[LOOKUP]["tok_s"]
-    return found
-
-
-def _models(name: str, pair: str, folder: Path) -> tuple[str, str]:
+def make(name: str, pair: str, folder: Path) -> tuple[str, str]:
     """Make the models of a pair; return the names of the model and of its draft model."""
     if pair == "own":
         return name, name
