@@ -1,9 +1,9 @@
 """`ops/bench simulate`: simulates in virtual time what this machine cannot measure.
 
-Engine: the real scheduler on the cost model of an H200, with a bursty trace at loads around its
-capacity; our policies beside first come, first served. Memory: the same device with a small cache,
-and what the settings of preemption cost. Queue: how many workers one queue server carries, counted
-from the cost of our scripts on its thread.
+Engine: the real scheduler on the cost model of an H200, with a bursty trace at its capacity; our
+policies beside first come, first served. Memory: the same device with a small cache, and what the
+settings of preemption cost. Queue: how many workers one queue server carries, counted from the cost
+of our scripts on its thread.
 """
 
 import argparse
@@ -15,12 +15,11 @@ from typing import Any
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.simulation import queue_load
-from ops.benchmarks.simulation.costs import CostModel
+from ops.benchmarks.simulation import costs, queue_load
 from ops.benchmarks.simulation.engine import SimulatedEngine, figures
 from ops.benchmarks.simulation.load import Arrival, answer_length, arrivals
 
-COSTS = CostModel()
+SECONDS = 60.0  # in which requests arrive, of virtual time
 LIMITS: dict[str, object] = {"max_num_seqs": 256, "max_num_batched_tokens": 2_048}
 CACHE_TOKENS = 30_000  # of the small cache
 COLUMNS = {
@@ -29,7 +28,6 @@ COLUMNS = {
     "ttft_p99_s": ("\np99", "{:.2f}"),
     "gap_p99_ms": ("gap ms\np99", "{:,.0f}"),
     "tokens_s": ("tok/s", "{:,.0f}"),
-    "bulk_done": ("bulk\ndone", "{:.0%}"),
     "preemptions": ("preempted", "{:,.0f}"),
     "recomputed": ("recomputed\ntokens", "{:,.0f}"),
     "unhurried": ("server's thread\na worker", "{:.1%}"),
@@ -62,57 +60,49 @@ Results = dict[str, dict[str, dict[str, float]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--load", type=float, action="append", help="share of capacity; repeatable; default: 1"
-    )
-    parser.add_argument("--seconds", type=float, default=120.0, help="of virtual time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=("engine", "memory", "queue"), help="default: all")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console, results = Console(), Results()
-    parts: dict[str, Callable[[argparse.Namespace], Results]] = {
+    parts: dict[str, Callable[[int], Results]] = {
         "engine": _policies,
         "memory": _small_cache,
-        "queue": lambda _: queue_load.measure(),
+        "queue": lambda _seed: queue_load.measure(),
     }
     for part in [options.part] if options.part else parts:
         with console.status(part):
-            found = parts[part](options)
+            found = parts[part](options.seed)
         for title, cases in found.items():
             show(console, title, cases, COLUMNS)
         results |= found
     return {"results": results}
 
 
-def _policies(options: argparse.Namespace) -> Results:
-    """Compare the policies at shares of the device's capacity.
+def _policies(seed: int) -> Results:
+    """Compare the policies at the device's capacity.
 
     Good is a first token within 1 s (interactive) or 5 s (standard) and no gap over 0.2 or 0.5 s.
     """
-    limit, seconds = capacity(options.seed), options.seconds
-    return {
-        f"{COSTS.name}, load {load:g} of {limit:.1f} requests/s": compare(
-            arrivals(load * limit, seconds, options.seed), POLICIES, seconds, until=1.5 * seconds
-        )
-        for load in options.load or [1.0]
-    }
+    limit = capacity(seed)
+    title = f"{costs.NAME}, {limit:.1f} requests/s, its capacity"
+    return {title: compare(arrivals(limit, SECONDS, seed), POLICIES, SECONDS)}
 
 
 def capacity(seed: int) -> float:
     """Return the requests per second, first come, first served, when requests always wait."""
     flood = [replace(arrival, at=0.0) for arrival in arrivals(100.0, 20.0, seed)]
-    engine = SimulatedEngine(COSTS, {**LIMITS, **POLICIES["fcfs, 8k"]})
-    return len(engine.run(flood, until=float("inf"))) / engine.now
+    engine = SimulatedEngine({**LIMITS, **POLICIES["fcfs, 8k"]})
+    return len(engine.run(flood)) / engine.now
 
 
-def _small_cache(options: argparse.Namespace) -> Results:
+def _small_cache(seed: int) -> Results:
     return {
         f"a cache of {CACHE_TOKENS:,} tokens, {name}": compare(
             trace, PREEMPTION, cache_tokens=CACHE_TOKENS
         )
-        for name, trace in short_of_memory(options.seed).items()
+        for name, trace in short_of_memory(seed).items()
     }
 
 
@@ -136,14 +126,13 @@ def compare(
     trace: Sequence[Arrival],
     cases: dict[str, dict[str, object]],
     seconds: float = 0.0,
-    until: float = float("inf"),
     cache_tokens: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Serve the trace with each case's settings; return figures by case."""
     results = {}
     for name, settings in cases.items():
-        engine = SimulatedEngine(COSTS, {**LIMITS, **settings}, cache_tokens)
-        found = figures(engine.run(trace, until), seconds)
+        engine = SimulatedEngine({**LIMITS, **settings}, cache_tokens)
+        found = figures(engine.run(trace), seconds)
         stats = engine.scheduler.stats
         results[name] = found | {
             "preemptions": stats.preemptions,

@@ -11,14 +11,13 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from ops.benchmarks.simulation.costs import CostModel
+from ops.benchmarks.simulation.costs import seconds
 from ops.benchmarks.simulation.load import answer_length
 from tokenmill_worker.consume.consumer import MAX_AT_ONCE
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE
 from tokenmill_worker.settings import Settings
 
-DEVICE = CostModel()
 RECORD_GROUP = Settings.model_construct().record_group
 
 
@@ -103,7 +102,7 @@ def tokens_s(mix: Mix) -> float:
     decodes, new = mix.num_sequences, mix.prompt_tokens * mix.num_sequences / mean_answer()
     read = decodes * mix.context
     pairs = read + new * mix.prompt_tokens / 2
-    return decodes / DEVICE.seconds(round(decodes + new), decodes, round(read + new), round(pairs))
+    return decodes / seconds(round(decodes + new), decodes, round(read + new), round(pairs))
 
 
 def server_s(mix: Mix, answers: Answers, costs: ScriptCosts, *, is_full: bool) -> float:
