@@ -73,19 +73,14 @@ def _count(text: str) -> int:
 
 def _run(module: ModuleType, name: str, argv: list[str]) -> int:
     parser = _Parser(prog=f"ops/bench {name}", description=COMMANDS[name])
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the figures here; - is standard output"
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     module.add_arguments(parser)
     options = parser.parse_args(argv)
     head = {"command": name, "arguments": argv, "machine": machine(), "at": time.time()}
     options.keep = lambda partial: _write(options.json, {**head, **partial})
     try:
         result = module.run(options)
-        record = {**head, **result}
-        if options.json == "-":
-            print(json.dumps(_finite(record), allow_nan=False))
-        _write(options.json, record)
+        _write(options.json, {**head, **result})
     except KeyboardInterrupt:
         print("ops/bench: interrupted", file=sys.stderr)
         return 130
@@ -94,7 +89,7 @@ def _run(module: ModuleType, name: str, argv: list[str]) -> int:
 
 def _write(target: str | None, record: dict[str, object]) -> None:
     """Replace the file atomically, so that an interrupted run leaves a complete file."""
-    if target is None or target == "-":
+    if target is None:
         return
     path = Path(target)
     beside = path.with_name(f".{path.name}.{os.getpid()}")

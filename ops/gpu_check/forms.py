@@ -18,7 +18,7 @@ TEST_PROCESSES = 12  # fewer than the machine has cores: kernels are compiled in
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
     *("--steps", "4", "--prefill", "64", "--context", "20", "--long", "70"),
-    *("--attention", "reference", "--share", "0.05", "--rounds", "1"),
+    *("--share", "0.05", "--rounds", "1"),
 ]  # fmt: skip
 
 

@@ -172,7 +172,7 @@ def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
     assert min(*ours.values(), *celery.values()) > 0
     assert set(ours) == set(celery)
-    assert "whole way, jobs/s" in capsys.readouterr().out
+    assert "whole way" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -203,7 +203,9 @@ def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     assert small["long_ttft_ms"] > small["short_ttft_ms"]
     assert whole["silence_ms"] >= whole["long_ttft_ms"] * 0.9, "one step reads the long prompt"
-    assert "short prompt" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "short one's" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 @pytest.mark.redis
@@ -217,7 +219,6 @@ def test_bulk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("jobs alone", "both"):
         assert cases[name]["jobs"] == 3
         assert 0 < cases[name]["first_ms_p50"] <= cases[name]["first_ms_p99"]
-        assert 0 <= cases[name]["queue_ms_p50"] <= cases[name]["first_ms_p99"]
     # the count of tokens lags by a second, which is longer than three jobs take
     assert cases["both"]["tokens_s"] >= 0
     assert cases.get("the file alone", {"tokens_s": 1})["tokens_s"] > 0, "without: the file ended"

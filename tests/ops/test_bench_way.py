@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ops.benchmarks.__main__ import main
+from ops.benchmarks.compare.rounds import Measurement
 from ops.benchmarks.gpu.models import random_model
 from ops.benchmarks.gpu.whole_way import saved, shares, short_beside_long
+from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.step_floor import SHAPES
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from tests.ops.test_bench_gpu import TINY, engine_and_options
 from tokenmill_worker.text.tokenizer import Tokenizer
 
@@ -37,17 +39,15 @@ def test_a_saved_model_has_a_tokenizer_of_all_its_tokens() -> None:
 
 
 def test_the_services_share_is_that_of_the_time_in_which_all_streams_run() -> None:
-    def record(*rates: dict[str, float]) -> dict[str, Any]:
-        whole, bare = ([rate] for rate in rates)
-        results = {"whole way": whole[0], "tokenmill": {**bare[0], "ratio": 0.9}}
-        return {
-            "results": {"streams": results},
-            "rounds": {"streams": {"whole way": whole, "tokenmill": bare}},
-        }
-
-    found = shares(record({"steady_tok_s": 97.0}, {"steady_tok_s": 100.0}))
-    assert (found["share_of_engine"], found["of_all"]) == (0.97, 0.9)
-    assert "share_of_engine" not in shares(record({}, {"steady_tok_s": 100.0}))
+    requests = (WorkloadRequest((5,), 2),)
+    rounds = Measurement(Workload("streams", requests), ("whole way", "tokenmill"))
+    rounds.add("whole way", Round(2.0, [[7, 7]], [0.1], steady_tok_s=97.0))
+    rounds.add("tokenmill", Round(1.8, [[7, 7]], [0.1], steady_tok_s=100.0))
+    found = shares(rounds.results())
+    assert (found["share_of_engine"], found["of_all"]) == (0.97, pytest.approx(0.9))
+    rounds.add("whole way", Round(2.0, [[7, 7]], [0.1]))
+    rounds.add("tokenmill", Round(1.8, [[7, 7]], [0.1], steady_tok_s=100.0))
+    assert "share_of_engine" not in shares(rounds.results())
 
 
 @pytest.mark.slow

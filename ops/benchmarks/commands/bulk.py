@@ -2,8 +2,7 @@
 
 One worker and private servers run three phases: interactive jobs alone, one after the other; the
 same jobs while `tokenmill bulk run` works on a file in a process of its own; then the file alone.
-Interactive jobs are streamed. Measured are the time to the first token, at the client, and how much
-of it a job waited until a worker claimed it.
+Interactive jobs are streamed. Measured is the time to the first token, at the client.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ COLUMNS = {
     "jobs": ("jobs", "{:.0f}"),
     "first_ms_p50": ("first token\nms p50", "{:.1f}"),
     "first_ms_p99": ("\np99", "{:.1f}"),
-    "queue_ms_p50": ("until claimed\nms p50", "{:.1f}"),
-    "queue_ms_p99": ("\np99", "{:.1f}"),
     "tokens_s": ("the file\ntokens/s", "{:.1f}"),
 }
 
@@ -122,7 +119,7 @@ class _BulkFile:
 
 def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int) -> dict[str, float]:
     """Run jobs one after the other, and return their figures."""
-    first_ms, queue_ms = [], []
+    first_ms = []
     with Client(stack.redis_url, queue=stack.queue) as client:
         for number in range(count):
             began = time.monotonic()
@@ -135,12 +132,10 @@ def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int) ->
             chunks = client.stream(job, timeout=300)
             next(chunk for chunk in chunks if chunk.token_ids)
             first_ms.append((time.monotonic() - began) * 1000)
-            queue_ms.append(float(client.result(job, timeout=300).usage.queue_ms))
+            client.result(job, timeout=300)
             time.sleep(arguments.pause)
     return {
         "jobs": float(count),
         "first_ms_p50": percentile(first_ms, 0.5),
         "first_ms_p99": percentile(first_ms, 0.99),
-        "queue_ms_p50": percentile(queue_ms, 0.5),
-        "queue_ms_p99": percentile(queue_ms, 0.99),
     }

@@ -7,9 +7,9 @@ step is the sum of what each product and attention must take by them, counted fr
 shapes. The most important measurements come first: for every model, decode by batch size, one long
 prefill, drawn tokens, where a step's time goes, and the mixed load beside Transformers' continuous
 batching on a second model with the same weights. Then follow, for every model, 8-bit keys and
-values, uneven lengths, the attention backends, and the model without graphs, running ahead or fused
-modules. The record is written after every measurement and names what `--limit` left no time for, so
-an interrupted run keeps all that it measured.
+values, the attention backends, and the engine without graphs or running ahead. The record is
+written after every measurement and names what `--limit` left no time for, so an interrupted run
+keeps all that it measured.
 
 `--part way` measures the whole service (Valkey, log, pub/sub, SQL) beside the bare engine, with as
 many streams as the largest batch. It needs the packages of worker and client too.
@@ -22,31 +22,21 @@ transformers, rich and msgspec runs it without an installation of ours:
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from operator import ge, le
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from ops.benchmarks.gpu.measures import (
-    DRAWN,
-    GREEDY,
-    configure,
-    decode,
-    engine_of,
-    gaps,
-    prefill,
-)
+from ops.benchmarks.gpu.measures import Probe, configure, engine_of
 from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu.peer import beside
 from ops.benchmarks.gpu.session import Session
 from ops.benchmarks.measure.step_floor import SHAPES, Shape
 from ops.benchmarks.measure.tables import show
-from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
@@ -61,31 +51,20 @@ COLUMNS = {
     "of_all": ("of all", "{:.1%}"),
     "short_ttft_steps": ("steps to a first token", "{:.0f}"),
 }
-# prefix of the results' names, the measured key, its target, and whether that is the least or most
-GOALS: dict[str, tuple[str, float, Callable[[float, float], bool]]] = {
-    "default: decode": ("share_of_floor", 0.85, ge),
-    "default: prefill": ("share_of_floor", 0.65, ge),
-    "mixed": ("times_transformers", 3.0, ge),
-    "whole way": ("share_of_engine", 0.97, ge),
-    "short beside long": ("short_ttft_steps", 3.0, le),
+# What the part `settings` measures: one setting changed at a time.
+CHANGES: dict[str, dict[str, Any]] = {
+    "8-bit keys and values": {"kv_dtype": "float8_e4m3fn"},
+    "attention triton": {"attention": "triton"},
+    "attention flash": {"attention": "flash", "block_size": PAGED_BLOCK},
+    "attention torch_varlen": {"attention": "torch_varlen", "block_size": PAGED_BLOCK},
+    "attention reference": {"attention": "reference"},
+    "without graphs": {"cuda_graphs": False},
+    "without running ahead": {"async_batching": False},
+    "without either": {"cuda_graphs": False, "async_batching": False},
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """An engine with some settings, and what is measured on it.
-
-    Args:
-        batches: sizes of the decodes.
-        long: length of one of the sequences, if not 0.
-    """
-
-    name: str
-    batches: Sequence[int]
-    settings: dict[str, Any] = field(default_factory=dict)
-    long: int = 0
-    has_prefill: bool = False
-    is_default: bool = False  # drawn tokens and profiles too
+Wanted = tuple[str] | tuple[str, int]  # a measurement of a Probe, and its batch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,12 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--context", type=int, default=512, help="tokens of each decoding sequence")
     parser.add_argument(
-        "--long", type=int, default=16_000, help="tokens of the one long sequence among short ones"
+        "--long", type=int, default=16_000, help="half the tokens of the prompt beside a short one"
     )
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument(
-        "--attention", action="append", help="a backend to compare; repeatable; default: all"
-    )
     parser.add_argument(
         "--part",
         action="append",
@@ -147,16 +123,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(name: str, session: Session) -> None:
     """Measure the engine with its default settings."""
-    options, shape = session.options, SHAPES[name]
-    loaded = describe(random_model(shape, options.device, session.dtype), configure(shape, options))
-    case = Case("default", options.batch, has_prefill=True, is_default=True)
-    measure_case(name, session, loaded, case)
+    batches = session.options.batch
+    smallest, largest = min(batches), max(batches)
+    wanted = [*_decodes(*batches), ("prefill",), ("drawn", largest), ("profile", smallest)]
+    if largest != smallest:
+        wanted.append(("profile", largest))
+    measure_case(name, session, _load(name, session), "default", {}, wanted)
 
 
 def contend(name: str, session: Session) -> None:
     """Measure the mixed load on the engine and on its peer."""
-    options, shape = session.options, SHAPES[name]
-    loaded = describe(random_model(shape, options.device, session.dtype), configure(shape, options))
+    options, shape, loaded = session.options, SHAPES[name], _load(name, session)
 
     def keep(found: dict[str, Any]) -> None:
         session.keep(name, "mixed", found)
@@ -171,28 +148,18 @@ def contend(name: str, session: Session) -> None:
 
 def vary(name: str, session: Session) -> None:
     """Measure the same model with one thing changed at a time."""
-    options, shape = session.options, SHAPES[name]
-    base = configure(shape, options)
-    middle, largest = sorted(options.batch)[len(options.batch) // 2], max(options.batch)
-    cases = [
-        Case("8-bit keys and values", [middle, largest], {"kv_dtype": "float8_e4m3fn"}),
-        Case("uneven lengths", [middle], long=options.long),
-        *(
-            Case(f"attention {backend}", [middle], _attention(backend), has_prefill=True)
-            for backend in options.attention or ("triton", "flash", "torch_varlen", "reference")
-        ),
-        Case("without graphs", [middle], {"cuda_graphs": False}),
-        Case("without running ahead", [middle], {"async_batching": False}),
-        Case("without either", [middle], {"cuda_graphs": False, "async_batching": False}),
-    ]
-    loaded = describe(random_model(shape, options.device, session.dtype), base)
-    for case in cases:
-        measure_case(name, session, loaded, case)
-    del loaded
-    forget()
-    plain = describe(random_model(shape, options.device, session.dtype), base.replace(fuse=False))
-    batches = [min(options.batch), middle]
-    measure_case(name, session, plain, Case("without fused modules", batches, has_prefill=True))
+    batches = sorted(session.options.batch)
+    middle, largest = batches[len(batches) // 2], batches[-1]
+    loaded = _load(name, session)
+    for change, settings in CHANGES.items():
+        wanted = _decodes(middle, largest) if "kv_dtype" in settings else _decodes(middle)
+        if "attention" in settings:
+            wanted.append(("prefill",))
+        measure_case(name, session, loaded, change, settings, wanted)
+
+
+def _decodes(*batches: int) -> list[Wanted]:
+    return [("decode", batch) for batch in dict.fromkeys(batches)]
 
 
 def serve(name: str, session: Session) -> None:
@@ -221,34 +188,29 @@ def _written(name: str, session: Session, shape: Shape, stack: ExitStack) -> Pat
     return folder
 
 
-def _attention(backend: str) -> dict[str, Any]:
-    block = PAGED_BLOCK if backend in ("flash", "torch_varlen") else 16
-    return {"attention": backend, "block_size": block}
+def _load(name: str, session: Session) -> LoadedModel:
+    options, shape = session.options, SHAPES[name]
+    model = random_model(shape, options.device, session.dtype)
+    return describe(model, configure(shape, options))
 
 
-def measure_case(name: str, session: Session, loaded: LoadedModel, case: Case) -> None:
-    options, shape, ceilings = session.options, SHAPES[name], session.ceilings
-
-    def work(engine: Engine) -> None:
-        def attempt(what: str, measured: Callable[..., Any], *arguments: Any) -> None:
-            session.attempt(
-                name, f"{case.name}: {what}", lambda: measured(engine, shape, *arguments)
-            )
-
-        for batch in dict.fromkeys(case.batches):
-            attempt(f"decode {batch}", decode, batch, ceilings, options, GREEDY, case.long)
-        if case.has_prefill:
-            attempt("prefill", prefill, ceilings, options)
-        if case.is_default:
-            largest = max(case.batches)
-            attempt(f"drawn {largest}", decode, largest, ceilings, options, DRAWN)
-            for batch in sorted({min(case.batches), largest}):
-                attempt(f"profile {batch}", gaps, batch, options)
+def measure_case(
+    name: str,
+    session: Session,
+    loaded: LoadedModel,
+    case: str,
+    settings: dict[str, Any],
+    wanted: list[Wanted],
+) -> None:
+    """Measure an engine with these settings."""
+    options, shape = session.options, SHAPES[name]
 
     def inside() -> dict[str, Any]:
-        settings = {**case.settings, "long": case.long}
         with engine_of(loaded, configure(shape, options, **settings)) as engine:
-            work(engine)
+            probe = Probe(engine, shape, session.ceilings, options)
+            for what, *batch in wanted:
+                work = partial(getattr(probe, what), *batch)
+                session.attempt(name, f"{case}: {' '.join(map(str, (what, *batch)))}", work)
             graphs = getattr(engine.runner, "graphs", None)
             return {
                 "engine": engine.runner.info.description,
@@ -257,7 +219,7 @@ def measure_case(name: str, session: Session, loaded: LoadedModel, case: Case) -
                 "fused": fused_modules(loaded.model),
             }
 
-    session.attempt(name, case.name, inside)
+    session.attempt(name, case, inside)
     forget()
 
 
@@ -276,19 +238,5 @@ def _show(console: Console, record: dict[str, Any]) -> None:
                 }
                 columns = {"ms": ("ms a step", "{:.3f}"), "share": ("share", "{:.1%}")}
                 show(console, f"{name}, {what}", rows, columns)
-    for line in goals(record):
-        console.print(line, markup=False, highlight=False)
     for what, reason in record["left_out"].items():
         console.print(f"left out: {what}: {reason}", markup=False)
-
-
-def goals(record: dict[str, Any]) -> list[str]:
-    """Return a line for each measured goal: reached or missed, the figure and the target."""
-    return [
-        f"goal {'reached' if is_reached(figures[figure], goal) else 'missed'}: {name}, {what}: "
-        f"{figure.replace('_', ' ')} {figures[figure]:.2f}, aimed at {goal:.2f}"
-        for name, found in record["results"].items()
-        for what, figures in found.items()
-        for beginning, (figure, goal, is_reached) in GOALS.items()
-        if what.startswith(beginning) and figure in figures
-    ]

@@ -17,21 +17,19 @@ from ops.benchmarks.measure.figures import alternate, medians
 from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 
-SHOWN = {
-    "tpot_before_ms": "streams, ms per token before",
-    "tpot_during_ms": "streams, ms per token during the prefill",
-    "silence_ms": "longest silence of a stream, ms",
-    "short_ttft_ms": "short prompt's time to first token, ms",
-    "short_ttft_steps": "… in steps",
-    "long_ttft_ms": "long prompt's time to first token, ms",
+STREAMS, LONG, SHORT = 8, 2048, 16  # streams, and tokens of both prompts
+COLUMNS = {
+    "tpot_before_ms": ("ms a token\nbefore", "{:.1f}"),
+    "tpot_during_ms": ("\nmeanwhile", "{:.1f}"),
+    "silence_ms": ("longest\nsilence", "{:.1f}"),
+    "short_ttft_ms": ("short one's\nfirst, ms", "{:.1f}"),
+    "short_ttft_steps": ("\nin steps", "{:.1f}"),
+    "long_ttft_ms": ("long one's\nfirst, ms", "{:.1f}"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--long", type=int, default=2048, help="tokens of the long prompt")
-    parser.add_argument("--short", type=int, default=16)
     parser.add_argument(
         "--chunk", type=int, action="append", help="max_num_batched_tokens; repeatable"
     )
@@ -42,41 +40,41 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     chunks = options.chunk or [128, 512]
     engines = {f"{chunk} tokens": _engine(options, chunk) for chunk in chunks}
     for engine in engines.values():
-        measure(engine, options, -1)  # warms up
+        measure(engine, -1)  # warms up
     rounds = alternate(
-        list(engines), options.rounds, lambda case, number: measure(engines[case], options, number)
+        list(engines), options.rounds, lambda case, number: measure(engines[case], number)
     )
     cases = {case: medians(done) for case, done in rounds.items()}
     title = (
-        f"{options.streams} streams, a prompt of {options.long} tokens, then one of "
-        f"{options.short}; steps of at most"
+        f"{STREAMS} streams, a prompt of {LONG} tokens, then one of {SHORT}, by the size of a step"
     )
-    columns = {name: (words, "{:.1f}") for name, words in SHOWN.items()}
-    show(Console(), title, cases, columns, turned=True)
+    show(Console(), title, cases, COLUMNS)
     return {"results": {"interference": cases}, "rounds": {"interference": rounds}}
 
 
 def _engine(options: argparse.Namespace, chunk: int) -> Engine:
-    blocks = (options.long + options.short + 64 + options.streams * 256) // 16 + options.streams + 8
     config = EngineConfig(
         model=options.model,
         dtype="float32",
-        num_blocks=blocks,
+        num_blocks=(LONG + SHORT + 64 + STREAMS * 256) // 16 + STREAMS + 8,
         max_num_batched_tokens=chunk,
         prefix_cache=False,
     )
     return Engine.load(config)
 
 
-def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, float]:
+def measure(
+    engine: Engine, seed: int, num_streams: int = STREAMS, num_long: int = LONG
+) -> dict[str, float]:
+    """Measure once; the prompts' tokens follow from the seed."""
     forever = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
     streams = set(
-        engine.add_requests([_prompt(16, 7 * seed + n) for n in range(options.streams)], forever)
+        engine.add_requests([_prompt(16, 7 * seed + n) for n in range(num_streams)], forever)
     )
     before = _watch(engine, streams, 12)
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     started = time.perf_counter()
-    (long,) = engine.add_requests([_prompt(options.long, seed)], once)
+    (long,) = engine.add_requests([_prompt(num_long, seed)], once)
     short, arrived = "", 0.0
     during: list[float] = []
     first: dict[str, tuple[float, int]] = {}
@@ -91,7 +89,7 @@ def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str,
                 first.setdefault(event.request_id, (now, len(during)))
         if not short:
             arrived = last = time.perf_counter()
-            (short,) = engine.add_requests([_prompt(options.short, seed + 1)], once)
+            (short,) = engine.add_requests([_prompt(SHORT, seed + 1)], once)
     for stream in streams:
         engine.cancel(stream)
     while engine.has_work:

@@ -26,8 +26,6 @@ QUANTIZATIONS = ("int8", "int4", "fp8")
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
 COLUMNS = {
     "perplexity": ("perplexity", "{:.3f}"),
-    "nll": ("loss", "{:.4f}"),
-    "ratio": ("×\nfloat32", "{:.4f}"),
     "equal_tokens": ("tokens before\na difference", "{:.1%}"),
 }
 
@@ -118,8 +116,6 @@ def _figures(one: Measured, exact: Measured) -> dict[str, float]:
     same = sum(map(_common, one.answers, exact.answers))
     return {
         "perplexity": math.exp(one.nll),
-        "nll": one.nll,
-        "ratio": math.exp(one.nll - exact.nll),
         "equal_tokens": same / sum(len(answer) for answer in exact.answers),
     }
 

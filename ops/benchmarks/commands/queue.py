@@ -6,6 +6,8 @@ on a channel of the job, read every result. Rounds alternate; figures are median
 stored in SQLite too, in one transaction with the usage; the other systems keep theirs in Valkey.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import signal
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import redis
 from rich.console import Console
@@ -27,11 +29,11 @@ from tokenmill import AsyncClient, Client
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
 
-SHOWN = {
-    "submit_one_jobs_s": "submitted one by one, jobs/s",
-    "submit_many_jobs_s": "submitted together, jobs/s",
-    "jobs_s": "whole way, jobs/s",
-    "bytes_per_job": "memory of a waiting job, bytes",
+COLUMNS = {
+    "submit_one_jobs_s": ("submitted singly\njobs/s", ""),
+    "submit_many_jobs_s": ("together\njobs/s", ""),
+    "jobs_s": ("whole way\njobs/s", ""),
+    "bytes_per_job": ("a waiting job\nbytes", ""),
 }
 ARQ = "arq==0.28.0"
 QUEUE = "bench"
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
-    systems: dict[str, QueueSystem] = {"tokenmill": Tokenmill()}
+    systems: dict[str, Tokenmill | Peer] = {"tokenmill": Tokenmill()}
     LOG.parent.mkdir(parents=True, exist_ok=True)
     with LOG.open("wb") as log, console.status("") as status:
         for name in options.peer:
@@ -66,19 +68,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rounds = alternate(list(systems), options.rounds, measure_one)
     results = {name: medians(done) for name, done in rounds.items()}
     title = f"{options.jobs} jobs of {options.tokens} tokens, one worker; medians of rounds"
-    show(Console(), title, results, {key: (words, "") for key, words in SHOWN.items()}, turned=True)
+    show(Console(), title, results, COLUMNS)
     return {"results": {"queue": results}, "rounds": {"queue": rounds}}
 
 
-class QueueSystem(Protocol):
-    def submit(self, how: str, url: str, jobs: int, tokens: int) -> float:
-        """Submit jobs, `one` by one or `many` together; return the seconds taken."""
-
-    def whole_way(self, jobs: int, tokens: int) -> float:
-        """Return the seconds from the first submit to the last result."""
-
-
-def measure(system: QueueSystem, jobs: int, tokens: int) -> dict[str, float]:
+def measure(system: Tokenmill | Peer, jobs: int, tokens: int) -> dict[str, float]:
     """Run one round of one system."""
     with _server() as server, redis.Redis.from_url(server.url) as probe:
         few = max(1, jobs // 4)
@@ -99,13 +93,14 @@ def _server() -> ValkeyServer:
     return ValkeyServer(at_death=signal.SIGKILL)
 
 
-def _used_memory(probe: "redis.Redis") -> float:
+def _used_memory(probe: redis.Redis) -> float:
     found: Any = probe.info("memory")
     return float(found["used_memory"])
 
 
 class Tokenmill:
     def submit(self, how: str, url: str, jobs: int, tokens: int) -> float:
+        """Submit jobs, `one` by one or `many` together; return the seconds taken."""
         with Client(url, queue=QUEUE) as client:
             started = time.perf_counter()
             if how == "many":
@@ -116,6 +111,7 @@ class Tokenmill:
             return time.perf_counter() - started
 
     def whole_way(self, jobs: int, tokens: int) -> float:
+        """Return the seconds from the first submit to the last result."""
         with DemoStack("synthetic", QUEUE, ROOM) as stack:
             stack.start(lambda _: None)
             asyncio.run(_run_all(stack, WARM_UP, tokens))

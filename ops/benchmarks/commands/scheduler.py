@@ -2,8 +2,6 @@
 
 There is no model; the step's result is made up. The cost must grow with the batch and not with the
 backlog. Times are CPU time of the thread, so that other processes do not count.
-
-    ops/bench scheduler [--policy fifo] [--steps 200] [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,16 +20,18 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.types import SchedulingPolicy
 
 RUNNING = (8, 64, 256, 1024)
 WAITING = (0, 1_000, 100_000)
+STEPS = 200
 PROMPT = 64
 BLOCK = 16
 
 
-def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, float]:
+def measure(running: int, waiting: int) -> dict[str, float]:
     """Measure plan + commit with `running` decoding sequences: median and p99, in microseconds."""
-    blocks_each = (PROMPT + steps + 64) // BLOCK + 2
+    blocks_each = (PROMPT + STEPS + 64) // BLOCK + 2
     num_blocks = 1 + running * blocks_each
     config = EngineConfig(
         model="none",
@@ -39,20 +39,20 @@ def measure(running: int, waiting: int, policy: str, steps: int) -> dict[str, fl
         num_blocks=num_blocks,
         max_num_batched_tokens=max(4096, 2 * running),
         max_num_seqs=running,
-        policy=policy,  # type: ignore[arg-type]
+        policy=SchedulingPolicy.FIFO,
         safety_margin=0.0,
         max_waiting=1_000_000,
     )
     cache = CacheConfig(BLOCK, (LayerGroup((0,), 1, 64),), num_blocks)
     scheduler = Scheduler(config, cache, max_model_len=100_000, eos_token_ids=frozenset({1}))
-    scheduler.add([_sequence(index, steps + 64) for index in range(running)])
+    scheduler.add([_sequence(index, STEPS + 64) for index in range(running)])
     while scheduler.snapshot().generated_tokens < running:
         _step(scheduler)
     scheduler.add([_sequence(running + index, 100) for index in range(waiting)])
     gc.collect()
     gc.disable()
     try:
-        times = sorted(_step(scheduler) for _ in range(steps))
+        times = sorted(_step(scheduler) for _ in range(STEPS))
     finally:
         gc.enable()
     return {
@@ -88,20 +88,18 @@ def _step(scheduler: Scheduler) -> float:
     return time.thread_time() - executed + planned - started
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", default="fifo", choices=["fifo", "prefill_first", "priority"])
-    parser.add_argument("--steps", type=int, default=200)
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    """Add none: the sizes are those of the results."""
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
+def run(_options: argparse.Namespace) -> dict[str, object]:
     results = {
         f"{waiting:,} waiting": {
-            f"{running:,} running": measure(running, waiting, options.policy, options.steps)
-            for running in RUNNING
+            f"{running:,} running": measure(running, waiting) for running in RUNNING
         }
         for waiting in WAITING
     }
-    title = f"plan + commit of one step, {options.policy}, µs: median (99th percentile)"
+    title = "plan + commit of one step, µs: median (99th percentile)"
     cases = {
         waiting: {
             running: f"{figures['median_us']:,.0f} ({figures['p99_us']:,.0f})"
@@ -111,4 +109,4 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     }
     columns = {running: (running, "") for running in next(iter(cases.values()))}
     show(Console(), title, cases, columns)
-    return {"policy": options.policy, "steps": options.steps, "results": results}
+    return {"results": results}

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, object]:
+def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """Measure these engines and compare the first with each of the others.
 
     `arguments.keep` receives the results so far after every turn. An interrupted or failed run

@@ -41,6 +41,8 @@ class Measurement:
         for name in self.names[1:]:
             ratios = self.ratios(name, "output_tok_s")
             found[name] |= {"ratio": statistics.median(ratios), "ratios": ratios}
+            if steady := self.ratios(name, "steady_tok_s"):
+                found[name]["steady_ratio"] = statistics.median(steady)
             if name != FLOOR:
                 equal = self._num_equal(name)
                 found[name] |= {"same": f"{equal}/{len(self.workload.requests)}"}

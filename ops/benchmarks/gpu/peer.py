@@ -5,12 +5,12 @@ process and on its device.
 """
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from ops.benchmarks.compare.rounds import Measurement
 from ops.benchmarks.gpu.measures import configure, engine_of
 from ops.benchmarks.gpu.models import random_model
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine
@@ -77,27 +77,23 @@ def mixed_load(shape: Shape, share: float) -> Workload:
 
 
 def take_turns(
-    contenders: dict[str, MeasuredEngine],
+    contenders: Mapping[str, MeasuredEngine],
     load: Workload,
     rounds: int,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Return our tokens per second, theirs, the ratio, and the share of equal answers.
+    """Return our tokens per second, how many times the peer's they are, and the equal answers.
 
     In half precision the best two tokens may tie, so answers may differ.
     """
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    answers: dict[str, list[list[int]]] = {}
-    found: dict[str, Any] = {"peer": contenders["transformers"].description, "rounds": rates}
+    measurement = Measurement(load, tuple(contenders))
+    found: dict[str, Any] = {"peer": contenders["transformers"].description}
     for _ in range(rounds):
         for name, contender in contenders.items():
-            measured = contender.run(load.requests)
-            rates[name].append(sum(map(len, measured.tokens)) / measured.wall_s)
-            answers[name] = measured.tokens
-            if len(answers) == len(contenders):
-                ours, theirs = (statistics.median(rates[name]) for name in contenders)
-                equal = sum(a == b for a, b in zip(*answers.values(), strict=True))
-                found |= {"tokens_s": ours, "times_transformers": ours / theirs}
-                found["equal_answers"] = equal / len(load.requests)
-            keep(found)
-    return found
+            measurement.add(name, contender.run(load.requests))
+            if results := measurement.results():
+                theirs = results["transformers"]
+                found |= {"tokens_s": results["tokenmill"]["output_tok_s"]}
+                found |= {"times_transformers": theirs["ratio"], "same": theirs["same"]}
+            keep(found | {"rounds": measurement.rounds})
+    return found | {"rounds": measurement.rounds}

@@ -8,7 +8,6 @@ its own. Both load it at once and then take turns with the same requests, as in 
 import argparse
 import json
 import shutil
-import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from ops.benchmarks.measure.step_floor import Shape
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 STEP_TOKENS = 2048  # as a worker's default on CUDA
-SHORT_PROMPT, STREAMS = 16, 32  # beside the long prompt
+STREAMS = 32  # beside the long prompt
 MEMORY = Path("/dev/shm")
 LOAD = "streams"
 
@@ -32,17 +31,16 @@ def short_beside_long(
 ) -> dict[str, float]:
     """Measure a short prompt that arrives one step behind a prompt of twice `options.long`."""
     streams = min(STREAMS, max(options.batch) - 2)  # both prompts find a place beside them
-    asked = argparse.Namespace(streams=streams, long=2 * options.long, short=SHORT_PROMPT)
-    tokens = asked.long + asked.short + asked.streams * 512
+    tokens = 2 * options.long + interference.SHORT + streams * 512
     config = configure(
         shape,
         options,
-        num_blocks=tokens // 16 + 2 * asked.streams,
+        num_blocks=tokens // 16 + 2 * streams,
         max_num_batched_tokens=min(STEP_TOKENS, options.long),
     )
     with engine_of(loaded, config) as engine:
-        interference.measure(engine, asked, 0)  # compiles, captures graphs
-        return interference.measure(engine, asked, 1)
+        interference.measure(engine, 0, streams, 2 * options.long)  # compiles, captures graphs
+        return interference.measure(engine, 1, streams, 2 * options.long)
 
 
 @contextmanager
@@ -97,23 +95,17 @@ def compare(
         record = comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS])
     if error := record.get("error"):
         raise RuntimeError(str(error))
-    return shares(record)
+    return shares(record["results"][LOAD])
 
 
-def shares(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what of the engine's tokens per second the service reaches: medians of the rounds.
+def shares(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what of the engine's tokens per second the service reaches.
 
-    `share_of_engine` counts while all streams run. It is left out if they never did at once.
+    `share_of_engine` counts while all streams run. It is left out if in a round they never did.
     `of_all` counts from the first submit to the last stream's end, SQL's commit included.
     """
-    names = (comparison.WHOLE_WAY, comparison.OURS)
-    whole, bare = (record["results"][LOAD][name] for name in names)
+    whole, bare = results[comparison.WHOLE_WAY], results[comparison.OURS]
     found: dict[str, Any] = {"of_all": bare["ratio"], "whole_way": whole, "bare": bare}
-    rates = [
-        [figures.get("steady_tok_s") for figures in record["rounds"][LOAD][name]] for name in names
-    ]
-    if all(each for rounds in rates for each in rounds):
-        ratios = [mine / theirs for mine, theirs in zip(*rates, strict=True)]
-        found |= {"tokens_s": whole["steady_tok_s"], "engine_tokens_s": bare["steady_tok_s"]}
-        found |= {"share_of_engine": statistics.median(ratios), "shares": ratios}
+    if "steady_tok_s" in whole and "steady_tok_s" in bare:
+        found |= {"tokens_s": whole["steady_tok_s"], "share_of_engine": bare["steady_ratio"]}
     return found

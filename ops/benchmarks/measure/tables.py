@@ -13,26 +13,15 @@ Figures = Mapping[str, object]  # numbers, and words of a case, by figure
 Columns = Mapping[str, tuple[str, str]]  # heading and format of each figure, in order
 
 
-def show(
-    console: Console, title: str, cases: Mapping[str, Figures], columns: Columns, *,
-    turned: bool = False,
-) -> None:  # fmt: skip
-    """Print a table with a row for each case; figures that no case has are left out.
-
-    Args:
-        turned: prints a row for each figure and a column for each case.
-    """
+def show(console: Console, title: str, cases: Mapping[str, Figures], columns: Columns) -> None:
+    """Print a table with a row for each case; figures that no case has are left out."""
     shown = {name: column for name, column in columns.items() if _any_has(cases, name)}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in cases if turned else (heading for heading, _ in shown.values()):
+    for heading, _ in shown.values():
         table.add_column(heading, justify="right", no_wrap=True)
-    if turned:
-        for name, (heading, spec) in shown.items():
-            table.add_row(heading, *(_cell(figures.get(name), spec) for figures in cases.values()))
-    else:
-        for case, figures in cases.items():
-            table.add_row(case, *(_cell(figures.get(n), spec) for n, (_, spec) in shown.items()))
+    for case, figures in cases.items():
+        table.add_row(case, *(_cell(figures.get(n), spec) for n, (_, spec) in shown.items()))
     console.print(f"\n{title}", highlight=False, soft_wrap=True)
     console.print(table)
 
