@@ -101,6 +101,17 @@ def test_metrics_count_a_finished_job() -> None:
     assert "acme" not in text  # no tenant is a label
 
 
+def test_the_first_job_of_each_end_shows_as_an_increase() -> None:
+    metrics = Metrics("q", "tiny")
+    for name, labels in (
+        ("jobs_finished_total", {"priority": "bulk", "status": "failed"}),
+        ("jobs_finished_total", {"priority": "standard", "status": "dead"}),
+        ("request_success_total", {"finished_reason": "cancelled"}),
+    ):
+        wanted = {"queue": "q", "model_name": "tiny", **labels}
+        assert metrics.registry.get_sample_value(f"tokenmill:{name}", wanted) == 0.0, labels
+
+
 def test_errors_are_counted_by_code() -> None:
     metrics = Metrics("q", "tiny")
     for error in (None, JobError("engine_error", "broken"), JobError("engine_error", "again")):

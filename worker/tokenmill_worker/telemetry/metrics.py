@@ -10,11 +10,14 @@ service does not control.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from tokenmill_schemas.result import JobResult
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import Priority
+from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_worker.telemetry.instruments import (
     PREFIX,
     CallbackCollector,
@@ -74,9 +77,12 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(ConstLabels(self._inner, {"queue": queue, "model_name": model_name}))
         # requests, in vLLM's names
+        # Counters of known labels start at 0, so that the first event shows as an increase.
         self.success = self._counter(
             "request_success_total", "Requests that ended, by reason", ("finished_reason",)
         )
+        for finish_reason in FinishReason:
+            self.success.labels(finish_reason.value)
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "Time from creation to the first token", _SECONDS
         )
@@ -124,6 +130,9 @@ class Metrics:
         self.jobs = self._counter(
             "jobs_finished_total", "Jobs recorded, by status", ("status", "priority")
         )
+        for status, priority in product(JobStatus, Priority):
+            if status.is_final:
+                self.jobs.labels(status.value, priority.value)
         self.errors = self._counter(
             "job_errors_total", "Jobs recorded with an error, by its code", ("code",)
         )
@@ -138,7 +147,6 @@ class Metrics:
         self.left = self._counter(
             "jobs_left_total", "Jobs that left this worker unfinished, by reason", ("reason",)
         )
-        # exist from the start, so that the first one shows as an increase
         for reason in ("handed_over", "crash", "retry", "lost"):
             self.left.labels(reason)
         self.refusals = self._counter(
