@@ -82,7 +82,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     from tokenmill.base import translate
     from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
 
-    address = settings.public()["redis_url"]
+    address = str(settings.public()["redis_url"])
     try:
         client = connect(settings.redis_url, Link(timeout_s=3, connect_timeout_s=3))
         started = time.time()
