@@ -77,13 +77,12 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "With this page you can set up the worker, the engine and the background tasks: it lists"
-        " every setting, with its type and default.",
-        f"`{COMMAND}` writes it from `worker/tokenmill_worker/settings/`;"
-        " a test fails when it is stale.",
+        "With this page you can set up the worker, the engine and the background tasks: it lists",
+        f"every setting, with its type and default. `{COMMAND}` writes it from",
+        "`worker/tokenmill_worker/settings/`; a test fails when it is stale.",
         "",
-        "- Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is"
-        f" `{PREFIX}MAX_NUM_SEQS`.",
+        "- Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is",
+        f"  `{PREFIX}MAX_NUM_SEQS`.",
         "- Flags win over variables, variables over defaults. There is no settings file.",
         "- A misspelt or impossible setting stops the start. All problems are listed together.",
         "- Durations are in seconds. `none` unsets a setting.",
