@@ -32,6 +32,7 @@ _SPAN_S: Final = 15.0
 # Colours mean: done, failed (red), waiting for something (yellow).
 _THEME: Final = Theme(
     {
+        "bar.back": "bright_black",  # rich's own grey is almost black, also on a light background
         "bar.complete": "green",
         "bar.finished": "green",
         "progress.percentage": "default",
