@@ -26,7 +26,8 @@ def step(pool: StatePool, *sequences: tuple[int, int, list[float]]) -> list[floa
     lens = [len(one) for one in tokens]
     ends = [start + length for start, length in zip(starts, lens, strict=True)]
     packed = torch.tensor([token for one in tokens for token in one])[None, :, None]
-    return pool.step(rows, lens, ends).recur(LAYER, add_up, packed).flatten().tolist()
+    keys = [bytes([start]) for start in starts]
+    return pool.step(rows, lens, ends, keys).recur(LAYER, add_up, packed).flatten().tolist()
 
 
 def test_each_sequence_continues_from_its_own_state() -> None:
@@ -42,7 +43,21 @@ def test_a_step_can_run_again() -> None:
     step(pool, (0, 0, [1.0]))
     assert step(pool, (0, 1, [2.0])) == step(pool, (0, 1, [2.0])) == [3]
     assert step(pool, (0, 2, [3.0])) == [6]
-    with pytest.raises(RuntimeError, match=r"continues at token 1, but its states have seen"):
+    with pytest.raises(RuntimeError, match="has no recurrent states at token 1"):
+        step(pool, (0, 1, [2.0]))
+
+
+def test_a_released_row_has_no_state_and_checkpoints_outlive_their_sequences() -> None:
+    pool = StatePool(2, torch.device("cpu"), num_checkpoints=2)
+    step(pool, (0, 0, [1.0, 2.0]), (1, 0, [7.0]))
+    pool.keep(0, 2, bytes([2]))
+    pool.keep(1, 1, bytes([1]))
+    pool.release(0)
+    assert step(pool, (0, 2, [4.0]), (1, 2, [5.0])) == [7, 8]  # both after 1.0 and 2.0
+    pool.keep(0, 3, bytes([3]))  # in place of the other one, which no sequence has read lately
+    assert [pool.has_checkpoint(bytes([key])) for key in (1, 2, 3)] == [False, True, True]
+    pool.release(0)
+    with pytest.raises(RuntimeError, match="has no recurrent states at token 1"):
         step(pool, (0, 1, [2.0]))
 
 

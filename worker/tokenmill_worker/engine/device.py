@@ -36,6 +36,7 @@ class StepInputs:
     # int64 [num_tokens]: slots of LoRA adapters, −1: none; None: the step needs no slots
     adapter_slots: Tensor | None = None
     sequence_rows: tuple[int, ...] = ()  # each sequence's row, the same in all of its steps
+    recurrence: Any = None  # runs the recurrent layers; None: the model has none
 
 
 Forward = Callable[[StepInputs], Tensor]  # returns logits `[num_rows, vocab]`

@@ -74,6 +74,7 @@ class Sequence:
     # Written by the scheduler only.
     # computed by steps that succeeded; num_computed_tokens also counts steps in flight
     num_committed_tokens: int = 0
+    checkpoints: tuple[int, ...] = ()  # positions at which its recurrent states are to be kept
     num_slots: int = 0  # tokens that the blocks of every group can hold now
     last_step: int = -1  # the newest step that may write its blocks
     host_tables: list[list[int]] = field(

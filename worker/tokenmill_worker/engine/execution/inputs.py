@@ -75,10 +75,12 @@ class InputBuilder:
         self._last: RepeatedInputs | None = None  # the previous step, if it was a decode
         self._grow(num_rows)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> int | None:
+        """Free the sequence's row and return it, if it has one."""
         row = self._rows.pop(sequence, None)
         if row is not None:
             self._free.append(row)
+        return row
 
     def build(self, plan: StepPlan, previous: PreviousTokens | None = None) -> StepInputs:
         """Build the tensors of a step; on a CPU they are valid until the next call."""

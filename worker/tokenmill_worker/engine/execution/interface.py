@@ -41,6 +41,8 @@ class RunnerInfo:
     proposer: Callable[[Sequence], Draft] | None = None  # drafts tokens; None: off
     # makes a draft model's drafts before a step is planned, for the proposer; None: there is none
     draft: Callable[[Lookahead], None] | None = None
+    # whether recurrent states after the block with this hash are kept; None: there are none
+    has_state: Callable[[bytes], bool] | None = None
     sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
     # sequences and longest context of the decodes to capture at the start
     graphed_decodes: tuple[tuple[int, int], ...] = ()
@@ -117,6 +119,7 @@ def build_scheduler(info: RunnerInfo) -> Scheduler:
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
         proposer=info.proposer,
+        has_state=info.has_state,
         async_depth=1 if info.is_asynchronous else 0,
     )
     longest = scheduler.max_model_len

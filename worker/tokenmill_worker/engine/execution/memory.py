@@ -24,6 +24,7 @@ from tokenmill_worker.engine.kv.sizing import (
 from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import Probe
+from tokenmill_worker.engine.model.recurrent_states import STATE_SLOTS
 from tokenmill_worker.engine.plan import MAX_DRAFTS, MAX_SCORED
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ def size_cache(
             num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
     if loaded.state_bytes:
         log.info(
-            "Recurrent states take %.1f MiB for each of %d sequences; there is no prefix cache",
-            loaded.state_bytes / MIB, config.max_num_seqs,
+            "Recurrent states of %.1f MiB: %d for each of %d sequences",
+            loaded.state_bytes / MIB, _slots_of_states(config), config.max_num_seqs,
         )  # fmt: skip
     num_host = 0
     if config.cpu_offload_gib and not loaded.state_bytes:
@@ -79,8 +80,7 @@ def size_cache(
         loaded.groups,
         num_blocks,
         num_host,
-        # a cached block has no state at its end
-        prefix_cache=config.prefix_cache and not loaded.state_bytes,
+        config.prefix_cache,
     ), length
 
 
@@ -154,8 +154,13 @@ def memory_shape(
         num_buffer_sets=2 if config.async_batching else 1,
         graph_rows=graphs.num_rows,
         graph_tokens=graphs.num_tokens,
-        state_bytes=loaded.state_bytes,
+        state_bytes=_slots_of_states(config) * loaded.state_bytes,
     )
+
+
+def _slots_of_states(config: EngineConfig) -> int:
+    """Return how many recurrent states there are for each sequence, a checkpoint included."""
+    return STATE_SLOTS + config.prefix_cache
 
 
 def _pool_cap(config: EngineConfig, device: Device, shape: MemoryShape) -> int | None:

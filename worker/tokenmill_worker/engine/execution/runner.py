@@ -20,12 +20,12 @@ from tokenmill_worker.engine.device import Graphs, StepInputs
 from tokenmill_worker.engine.execution.draft_model import DraftModel
 from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
 from tokenmill_worker.engine.execution.interface import RunnerInfo
+from tokenmill_worker.engine.execution.recurrence import recurrent_states_for
 from tokenmill_worker.engine.kv.offloader import Offloader
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.lora import Adapters, refused_adapter
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import PagedStep, bind_layers
-from tokenmill_worker.engine.model.recurrent_states import StatePool
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.sampling import (
     Drafts,
@@ -79,9 +79,7 @@ class ModelRunner:
         self._offloader = Offloader(pool, host_pool, device.copy_stream())
         self._pinned = None if host_pool is None else device.pin([host_pool.blocks])
         self._inputs = InputBuilder(info.cache_config, length, device, config.max_num_seqs)
-        self._states = (
-            StatePool(config.max_num_seqs, device.torch_device) if loaded.state_bytes else None
-        )
+        self._states = recurrent_states_for(loaded, info)
         self._sampler = Sampler(
             info.vocab_size,
             device.torch_device,
@@ -101,7 +99,8 @@ class ModelRunner:
         )
         self._drafts = drafts if self._states is None else None
         draft = None if self.draft_model is None else self.draft_model.draft
-        self.info = replace(info, proposer=self._drafts, draft=draft)
+        has_state = None if self._states is None else self._states.pool.has_checkpoint
+        self.info = replace(info, proposer=self._drafts, draft=draft, has_state=has_state)
         self._previous: PreviousTokens | None = None
         self.graphs: Graphs | None = device.graphs(self.forward, config, length)
 
@@ -121,6 +120,8 @@ class ModelRunner:
         if not plan.scheduled:
             return InFlightStep(plan, (), None, self._device.end_of_queue())
         inputs, graphs = self._adapted(plan, self._inputs.build(plan, previous))
+        if self._states is not None:
+            inputs = self._states.added(plan, inputs)
         indices = tuple(index for index, item in enumerate(plan.scheduled) if item.samples)
         items = [plan.scheduled[index] for index in indices]
         self._sampler.prepare(items)
@@ -133,6 +134,8 @@ class ModelRunner:
             sampled = self._argmax(inputs, layout)
         if sampled is None:
             logits = self.forward(inputs) if graphs is None else graphs.run(inputs)
+            if self._states is not None:
+                self._states.keep(plan, inputs)
             if scored is not None:
                 logits, scores = scored.take(logits, self.info.vocab_size)
             if layout is None:
@@ -198,13 +201,9 @@ class ModelRunner:
         """Return what the pass reads besides its inputs; let it add the adapters in slots."""
         if self._adapters is not None and inputs.adapter_slots is not None:
             self._adapters.use_slots(inputs.adapter_slots, inputs.rows)
-        recurrence = None
-        if self._states is not None:
-            metadata = inputs.metadata[0]
-            recurrence = self._states.step(
-                inputs.sequence_rows, metadata.query_lens_host, metadata.seq_lens_host
-            )
-        return PagedStep(self._backend, self._layers, inputs.metadata, inputs.rows, recurrence)
+        return PagedStep(
+            self._backend, self._layers, inputs.metadata, inputs.rows, inputs.recurrence
+        )
 
     # ── around the steps ──
 
@@ -221,7 +220,9 @@ class ModelRunner:
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            self._inputs.release(sequence)
+            row = self._inputs.release(sequence)
+            if self._states is not None and row is not None:
+                self._states.pool.release(row)
             self._sampler.release(sequence)
             if self._drafts is not None:
                 self._drafts.release(sequence)

@@ -120,6 +120,10 @@ class BlockPool:
             self.hashes[block] = content
             self.reserved[block] = owner
 
+    def is_reserved(self, key: bytes) -> bool:
+        """Return whether the block with this hash is still to be filled."""
+        return self.cached.get(key) in self.reserved
+
     def commit_hash(self, block: int, content: bytes) -> None:
         """Mark the block as filled: its reserved hash counts now, or `content` is registered."""
         if block in self.reserved:

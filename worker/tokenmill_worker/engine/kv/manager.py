@@ -12,6 +12,8 @@ succeeded. Generated blocks get their hashes when they are committed. Copies are
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 
 from tokenmill_worker.engine.cache_config import CacheConfig, most_blocks
@@ -20,8 +22,9 @@ from tokenmill_worker.engine.kv.host_tier import HostTier
 from tokenmill_worker.engine.kv.prefix_cache import (
     BlockHasher,
     CachedPrefix,
+    deepest_visible,
     first_visible_block,
-    longest_hit,
+    longest_prefix,
 )
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
@@ -33,7 +36,13 @@ class KVManager:
     """
 
     def __init__(
-        self, cache: CacheConfig, *, model_key: str, max_chunk: int, safety_margin: float
+        self,
+        cache: CacheConfig,
+        *,
+        model_key: str,
+        max_chunk: int,
+        safety_margin: float,
+        has_state: Callable[[bytes], bool] | None = None,
     ) -> None:
         self.block_size = cache.block_size  # of hashed blocks; those of a group are its multiples
         self.block_sizes = cache.block_sizes
@@ -45,11 +54,12 @@ class KVManager:
         self.hasher = BlockHasher(cache.block_size, model_key)
         # in flight or being planned; a reserved block whose owner last ran before it has stalled
         self.oldest_step = 0
+        # whether recurrent states after the block with this hash are kept; None: there are none
+        self.has_state = has_state
         self.margin = int(safety_margin * self.pool.num_usable)
         # tokens of a step that a sliding table has room for; in a small pool they are a part of it
         self._chunk = min(max_chunk, self.pool.num_usable * self.block_size // 4)
-        # (step, block): released when the step is over
-        self._deferred: deque[tuple[int, int]] = deque()
+        self._deferred: deque[tuple[int, int]] = deque()  # (step, block): released after the step
         self.tracks_every_token = any(window is not None for window in self.windows)
 
     # ── what would fit ──
@@ -90,11 +100,13 @@ class KVManager:
         if not self.prefix_cache:
             return CachedPrefix(0)
         self.hasher.extend(sequence)
-        limit = sequence.num_skippable
-        sizes = enumerate(self.block_sizes)
-        keys = [self.keys(sequence, group, 0, limit // size) for group, size in sizes]
-        found = longest_hit(limit, keys, self._is_present, self.windows, self.block_sizes)
-        return CachedPrefix(found, self._pending(keys, found))
+        limit, sizes = sequence.num_skippable, self.block_sizes
+        keys = [self.keys(sequence, group, 0, limit // size) for group, size in enumerate(sizes)]
+        hit = longest_prefix(limit, keys, self._is_present, self.windows, sizes, self.has_state)
+        if not self.pool.reserved:
+            return hit
+        pending = deepest_visible(hit.num_tokens, keys, self.pool.is_reserved, self.windows, sizes)
+        return replace(hit, pending=pending)
 
     def _is_present(self, key: bytes) -> bool:
         """Return whether a block is on device or host, or filled by a step in flight."""
@@ -108,19 +120,6 @@ class KVManager:
         block = self.pool.cached.get(key)
         owner = None if block is None else self.pool.reserved.get(block)
         return owner is not None and owner.last_step >= self.oldest_step
-
-    def _pending(self, keys: list[list[bytes]], found: int) -> bytes | None:
-        """Return the key of the deepest block of the prefix that is still to be filled."""
-        cached, reserved = self.pool.cached, self.pool.reserved
-        if not reserved:
-            return None
-        pending = [
-            (index * size, key)
-            for group, size in enumerate(self.block_sizes)
-            for index, key in enumerate(keys[group][: found // size], start=1)
-            if index > self.first_visible(group, found) and cached.get(key) in reserved
-        ]
-        return max(pending, default=(0, None))[1]
 
     # ── taking blocks ──
 
@@ -140,6 +139,7 @@ class KVManager:
         for host_block in (-1 - entry for entry in chain(*prefixes) if entry < 0):
             self.tier.pin(host_block)
         self._fill(sequence, hit.num_tokens, prefixes)
+        sequence.checkpoints = hit.checkpoints
         return True
 
     def _entry(self, key: bytes) -> int:

@@ -17,6 +17,7 @@ from math import lcm
 from tokenmill_worker.engine.sequence import Sequence
 
 _DIGEST_BYTES = 32
+_LEAST_SAVED = 64  # tokens: a checkpoint that saves fewer costs more than it gives
 
 Present = Callable[[bytes], bool]
 
@@ -29,10 +30,12 @@ class CachedPrefix:
     the last token is always computed, because its logits are needed. A prompt that is cached whole
     therefore computes its last block again, and no block is ever copied within the device.
     `pending` is the key of the deepest block of the prefix that a step in flight still has to fill.
+    `checkpoints` are positions at which the sequence's recurrent states are worth keeping.
     """
 
     num_tokens: int
     pending: bytes | None = None
+    checkpoints: tuple[int, ...] = ()
 
 
 class BlockHasher:
@@ -118,6 +121,61 @@ def longest_hit(
                 agreed = agreed and shorter == found
                 found = shorter
     return found
+
+
+def longest_prefix(
+    limit: int,
+    keys: list[list[bytes]],
+    has: Present,
+    windows: list[int | None],
+    block_sizes: list[int],
+    has_state: Present | None,
+) -> CachedPrefix:
+    """Return the longest usable prefix, as `longest_hit`, and where to keep recurrent states.
+
+    A model with such states uses a prefix at whose end they are kept. Those of a prompt's end serve
+    a conversation's next turn. Those at the end of the cached blocks serve the prompts that share
+    only these (the idea is Marconi's, arXiv 2411.19379).
+
+    Args:
+        has_state: whether the states after the block with this key are kept, of the first group;
+            None: the model has none.
+    """
+    found = longest_hit(limit, keys, has, windows, block_sizes)
+    if has_state is None:
+        return CachedPrefix(found)
+    unit = lcm(*block_sizes)
+    start = next(
+        (
+            end
+            for end in range(found, 0, -unit)
+            if has_state(keys[0][end // block_sizes[0] - 1])
+            and longest_hit(end, keys, has, windows, block_sizes) == end
+        ),
+        0,
+    )
+    wanted = sorted({found, limit // unit * unit})
+    kept = tuple(end for end in wanted if end - start >= _LEAST_SAVED)
+    return CachedPrefix(start, checkpoints=kept)
+
+
+def deepest_visible(
+    found: int,
+    keys: list[list[bytes]],
+    has: Present,
+    windows: list[int | None],
+    block_sizes: list[int],
+) -> bytes | None:
+    """Return the key of the deepest block, of those that a prefix of `found` tokens takes from the
+    cache, for which `has` is true.
+    """
+    matches = [
+        (index * size, key)
+        for own, window, size in zip(keys, windows, block_sizes, strict=True)
+        for index, key in enumerate(own[: found // size], start=1)
+        if index > first_visible_block(found, window, size) and has(key)
+    ]
+    return max(matches, default=(0, None))[1]
 
 
 def _longest_sliding_hit(

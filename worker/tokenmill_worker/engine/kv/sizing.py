@@ -43,7 +43,7 @@ class MemoryShape:
     num_buffer_sets: int = 1
     graph_rows: int = 0  # rows of the logits that captured graphs share; 0: no graphs
     graph_tokens: int = 0  # tokens of the largest captured step
-    state_bytes: int = 0  # recurrent states of one sequence
+    state_bytes: int = 0  # recurrent states of one sequence, checkpoints included
 
     # ── one block, one sequence ──
 

@@ -40,7 +40,6 @@ from tokenmill_worker.engine.model.layer_groups import (
     shapes_of,
 )
 from tokenmill_worker.engine.model.paged_attention import AttentionStep, Probe, register
-from tokenmill_worker.engine.model.recurrent_states import STATE_SLOTS
 from tokenmill_worker.engine.types import ProgressCallback
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class LoadedModel:
     # the same pass without Transformers' code around the layers
     fused_pass: FusedPass | None = None
     kv_scales: dict[int, KVScales] = field(default_factory=dict)  # by index; empty: none
-    state_bytes: int = 0  # of one sequence's recurrent states; 0: no layer is recurrent
+    state_bytes: int = 0  # of one recurrent state of every layer; 0: no layer is recurrent
 
     @property
     def vocab_size(self) -> int:
@@ -182,7 +181,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
         keeps_rows=keeps_rows,
         fused_pass=fused_pass,
         kv_scales=scales,
-        state_bytes=STATE_SLOTS * sum(found.state_bytes.values()),
+        state_bytes=sum(found.state_bytes.values()),
     )
     if config.fuse or config.quantization is not None:
         _check_fused(loaded, layers, expected, config)

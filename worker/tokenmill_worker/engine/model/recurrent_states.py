@@ -3,10 +3,12 @@
 A layer runs by sequence, on its tokens and its state. Sequences of equal lengths run together: all
 decodes, and prompts that begin, or go on, with as many tokens. A state has two slots. A step reads
 the one that holds its first position and writes the other, so a step that failed can run again.
+Checkpoints are kept for the prefix cache.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,16 +77,28 @@ class LayerStates:
 
 
 class StatePool:
-    """The states of every layer, for `num_rows` sequences; allocated when first written."""
+    """The states of every layer: two slots for each of `num_rows` sequences, and checkpoints, which
+    are states that later sequences with the same tokens continue from. Allocated when first
+    written.
+    """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, num_checkpoints: int = 0) -> None:
         self._device = device
         # the number of tokens that each slot has seen; −1: the slot holds nothing
         self._seen = [[-1, -1] for _ in range(num_rows)]
-        self._tensors: dict[int, dict[tuple[str, int], Tensor]] = {}  # [2 · num_rows, …]
+        # slots of checkpoints by the hash of their tokens, the least recently used first
+        self._checkpoints: OrderedDict[bytes, int] = OrderedDict()
+        self._num_checkpoints = num_checkpoints
+        self._read: set[int] = set()  # checkpoints that the newest step reads
+        # by layer and state: [num_checkpoints + STATE_SLOTS · num_rows, …]
+        self._tensors: dict[int, dict[tuple[str, int], Tensor]] = {}
 
     def step(
-        self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
+        self,
+        rows: Sequence[int],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        keys: Sequence[bytes | None] | None = None,
     ) -> RecurrentStep:
         """Choose the slots of a step.
 
@@ -92,27 +106,80 @@ class StatePool:
             rows: the row of each sequence; it must be the same in all steps of the sequence.
             query_lens: the packed tokens of each sequence.
             seq_lens: the tokens of each sequence up to the last packed one.
+            keys: the hash of each sequence's tokens before the first packed one, if it is known.
 
         Raises:
             RuntimeError: a sequence has no state at its first packed token.
         """
         self._grow(1 + max(rows))
+        self._read.clear()
         spans = []
         first = 0
-        for row, length, end in zip(rows, query_lens, seq_lens, strict=True):
-            seen, start = self._seen[row], end - length
-            if start and start not in seen:
-                raise RuntimeError(
-                    f"a sequence continues at token {start}, but its states have seen {seen}"
-                )
-            read = seen.index(start) if start else 1
-            seen[1 - read] = end
-            if not start:
-                seen[read] = -1
-            source = STATE_SLOTS * row + read if start else None
-            spans.append(_Span(first, length, source, STATE_SLOTS * row + 1 - read))
+        for row, length, end, key in zip(
+            rows, query_lens, seq_lens, keys or [None] * len(rows), strict=True
+        ):
+            source, written = self._source(row, end - length, key)
+            self._seen[row][written] = end
+            spans.append(_Span(first, length, source, self._slot(row, written)))
             first += length
         return RecurrentStep(self, spans, self._device)
+
+    def _source(self, row: int, start: int, key: bytes | None) -> tuple[int | None, int]:
+        """Return the slot that holds the state at `start` (None: there is no token before it), and
+        which of the row's slots is written.
+        """
+        seen = self._seen[row]
+        if start and start in seen:
+            read = seen.index(start)
+            return self._slot(row, read), 1 - read
+        seen[:] = [-1, -1]
+        if not start:
+            return None, 0
+        source = None if key is None else self._checkpoints.get(key)
+        if source is None:
+            raise RuntimeError(f"a sequence has no recurrent states at token {start}")
+        self._read.add(source)
+        return source, 0
+
+    def _slot(self, row: int, index: int) -> int:
+        return self._num_checkpoints + STATE_SLOTS * row + index
+
+    def release(self, row: int) -> None:
+        """Forget the states of a row, which another sequence may take."""
+        if row < len(self._seen):
+            self._seen[row] = [-1, -1]
+
+    # ── checkpoints ──
+
+    def has_checkpoint(self, key: bytes) -> bool:
+        """Return whether the states after these tokens are kept; they become the newest."""
+        if key not in self._checkpoints:
+            return False
+        self._checkpoints.move_to_end(key)
+        return True
+
+    def keep(self, row: int, end: int, key: bytes) -> None:
+        """Keep the states that a row has after `end` tokens, in place of the least recently used.
+
+        Checkpoints that the newest step reads stay: it may have to run again.
+        """
+        if self.has_checkpoint(key):
+            return
+        target = len(self._checkpoints)
+        if target == self._num_checkpoints:
+            oldest = next(
+                (old for old, slot in self._checkpoints.items() if slot not in self._read), None
+            )
+            if oldest is None:
+                return
+            target = self._checkpoints.pop(oldest)
+        self._checkpoints[key] = target
+        source = self._slot(row, self._seen[row].index(end))
+        for tensors in self._tensors.values():
+            for tensor in tensors.values():
+                tensor[target] = tensor[source]
+
+    # ── a layer's states ──
 
     def load(self, layer: int, slots: Tensor) -> LayerStates:
         tensors = self._tensors[layer].items()
@@ -122,7 +189,8 @@ class StatePool:
         tensors = self._tensors.setdefault(layer, {})
         for key, tensor in states.tensors.items():
             if key not in tensors:
-                tensors[key] = tensor.new_zeros(STATE_SLOTS * len(self._seen), *tensor.shape[1:])
+                num_slots = self._slot(len(self._seen), 0)
+                tensors[key] = tensor.new_zeros(num_slots, *tensor.shape[1:])
             tensors[key].index_copy_(0, slots, tensor)
 
     def _grow(self, num_rows: int) -> None:

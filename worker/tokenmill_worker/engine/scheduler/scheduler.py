@@ -57,6 +57,7 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         clock: Callable[[], float] = time.time,
         proposer: Proposer | None = None,
+        has_state: Callable[[bytes], bool] | None = None,
         async_depth: int = 0,
         ageing_s: float = 30.0,
     ) -> None:
@@ -66,6 +67,7 @@ class Scheduler:
             model_key=f"{config.model}/{config.dtype}",
             max_chunk=config.max_num_batched_tokens,
             safety_margin=config.safety_margin,
+            has_state=has_state,
         )
         # A sequence's last token needs no slot: it is never computed.
         self.max_model_len = max_model_len = min(

@@ -194,6 +194,8 @@ class StepBuilder:
     def chunk_limit(self, step: StepDraft, sequence: Sequence, start: int) -> int:
         """Return how many tokens of the sequence the step may prefill, whatever room it has."""
         limit = self.limits.threshold or sequence.num_tokens + sequence.num_inflight - start
+        if sequence.checkpoints and self.limits.is_chunked:
+            limit = min([limit, *(end - start for end in sequence.checkpoints if end > start)])
         return min(limit, step.scorable(sequence, start)) if sequence.is_scoring else limit
 
     def read_cost(self, end: int) -> int:
