@@ -123,9 +123,8 @@ def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any])
 
 def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    scrape = yaml.safe_load((ROOT / "ops/deploy/prometheus/prometheus.yml").read_text())[
-        "scrape_configs"
-    ]
+    prometheus = yaml.safe_load((ROOT / "ops/deploy/prometheus/prometheus.yml").read_text())
+    scrape = prometheus["scrape_configs"]
     workers, *others = (
         scrape[0]["dns_sd_configs"][0],
         *(job["static_configs"][0]["targets"][0] for job in scrape[1:]),
@@ -139,8 +138,9 @@ def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
         assert f":{port}/healthz" in services[host]["healthcheck"]["test"][-1]
     source = yaml.safe_load(
         (ROOT / "ops/deploy/grafana/provisioning/datasources/prometheus.yml").read_text()
-    )
-    assert source["datasources"][0]["url"] == "http://prometheus:9090"
+    )["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["jsonData"]["timeInterval"] == prometheus["global"]["scrape_interval"]
     provider = yaml.safe_load(
         (ROOT / "ops/deploy/grafana/provisioning/dashboards/tokenmill.yml").read_text()
     )["providers"][0]
