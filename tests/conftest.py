@@ -6,6 +6,7 @@ the keys it left on the server are checked against the list of those that may st
 """
 
 import contextlib
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator
@@ -59,6 +60,19 @@ def _length(item: pytest.Item) -> tuple[float, bool]:
     """Return the sort key of a test: its time limit (s), and if a mark says that it takes long."""
     limit = item.get_closest_marker("timeout")
     return (float(limit.args[0]) if limit else 0.0, any(map(item.get_closest_marker, _LONG)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector away from the loaded modules and tests, while they are loaded and
+    later: they stay, and each full collection would walk a million objects.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # the order is random until here
