@@ -1,7 +1,5 @@
 """Imports without a worker: resuming one submits no second window of its open jobs."""
 
-import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,13 @@ from tokenmill import Client
 from tokenmill.bulk import (
     Batch,
     BatchOptions,
+    BatchProgress,
     BatchState,
     BatchStore,
     RunLimits,
     Totals,
     cancel_batch,
+    feeder,
     import_batch,
     new_batch,
     open_store,
@@ -36,11 +36,22 @@ def no_worker_writes_down_what_was_cancelled(allowed_keys: list[str]) -> None:
     allowed_keys.append("tm:{q}:*")
 
 
-def stop_after(seconds: float) -> Callable[[Any], None]:
-    until = time.monotonic() + seconds
+@pytest.fixture(autouse=True)
+def polls_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll every 20 ms instead of 200, and write the batch's record each time."""
+    monkeypatch.setattr(feeder, "POLL_S", 0.02)
+    monkeypatch.setattr(feeder, "SYNC_S", 0.02)
 
-    def on_progress(_: Any) -> None:
-        if time.monotonic() > until:
+
+def stop_at_a_standstill() -> Callable[[BatchProgress], None]:
+    """Interrupt the run when ten reports in a row have named the same open and ended jobs."""
+    seen: list[BatchProgress] = []
+
+    def on_progress(progress: BatchProgress) -> None:
+        if seen and (progress.in_flight, progress.totals) != (seen[0].in_flight, seen[0].totals):
+            seen.clear()
+        seen.append(progress)
+        if progress.in_flight and len(seen) >= 10:
             raise Interrupted
 
     return on_progress
@@ -53,7 +64,7 @@ def begin(client: Client, store: BatchStore, path: Path, **options: Any) -> Batc
             store,
             path,
             options=BatchOptions(**options),
-            limits=RunLimits(WINDOW, on_progress=stop_after(1.2)),
+            limits=RunLimits(WINDOW, on_progress=stop_at_a_standstill()),
         )
     return store.newest(1)[0]
 
@@ -61,7 +72,11 @@ def begin(client: Client, store: BatchStore, path: Path, **options: Any) -> Batc
 def go_on(client: Client, store: BatchStore, path: Path, batch: Batch) -> Batch:
     with pytest.raises(Interrupted):
         import_batch(
-            client, store, path, batch=batch, limits=RunLimits(WINDOW, on_progress=stop_after(1.2))
+            client,
+            store,
+            path,
+            batch=batch,
+            limits=RunLimits(WINDOW, on_progress=stop_at_a_standstill()),
         )
     return store.get(batch.id)
 
@@ -131,13 +146,13 @@ def _interrupt_when_full(progress: Any) -> None:
         raise Interrupted
 
 
-async def test_out_of_time_it_names_only_lines_without_a_job(
-    any_client: Client, store: BatchStore, tmp_path: Path
+def test_out_of_time_it_names_only_lines_without_a_job(
+    any_client: Client, store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 25)
-    batch = await asyncio.to_thread(begin, any_client, store, path, completion_window="3s")
-    await asyncio.sleep(2)
-    ended = await asyncio.to_thread(import_batch, any_client, store, path, batch=batch)
+    batch = begin(any_client, store, path, completion_window="60s")
+    monkeypatch.setattr(feeder, "now_ms", lambda: batch.expires_ms)
+    ended = import_batch(any_client, store, path, batch=batch)
     assert ended.state is BatchState.IN_PROGRESS  # of what waits in the queue
     assert [bad.line for bad in store.rejected(batch.id)] == list(range(WINDOW + 1, 26))
     end(any_client, batch, range(1, WINDOW + 1))
@@ -249,6 +264,6 @@ def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
             store,
             path,
             options=BatchOptions(),
-            limits=RunLimits(1000, on_progress=stop_after(4)),
+            limits=RunLimits(1000, on_progress=stop_at_a_standstill()),
         )
     assert 10 <= any_client.depth().num_queued <= 20
