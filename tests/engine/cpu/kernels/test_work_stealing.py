@@ -172,13 +172,16 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_helper_receives_its_own_faults_and_no_other_signal() -> None:
     """A blocked fault signal ends the process at once, so no handler could report its place.
 
-    A new process has no threads but its first one and the helpers.
+    A new process has no threads but its first one and the helpers. All signals of a thread are
+    blocked until it has begun: then helpers count units.
     """
     script = """
 import json
 from pathlib import Path
 from tests.engine.cpu.kernels.test_work_stealing import Phase, run
-run([Phase(100)], 2)
+begun = Phase(8, commits=True, stalls_at=3)  # stands still until the helper does its unit
+run([begun, Phase(40)], 2)
+assert begun.stalled.value > 1
 blocked = []
 for task in Path("/proc/self/task").iterdir():
     lines = (task / "status").read_text().splitlines()
