@@ -64,13 +64,18 @@ class ToyModel:
 
     def __init__(self, vocab_size: int, memory: int = 2, spread: float = 3.0) -> None:
         self.vocab_size, self.memory, self.spread = vocab_size, memory, spread
+        self._favours = torch.zeros(vocab_size)
+        self.favour(self._favours)
+
+    def favour(self, values: Tensor) -> None:
+        """Change what is added to the logits `[vocab_size]` of every position; here nothing."""
 
     def row(self, token_ids: list[int]) -> Tensor:
         digest = hashlib.blake2b(repr(token_ids[-self.memory :]).encode(), digest_size=8).digest()
         values = np.random.default_rng(int.from_bytes(digest, "little")).normal(
             size=self.vocab_size
         )
-        return torch.from_numpy((values * self.spread).astype(np.float32))
+        return torch.from_numpy((values * self.spread).astype(np.float32)) + self._favours
 
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
         views = [

@@ -42,15 +42,13 @@ def compiler() -> GrammarCompiler:
 class Caller(ToyModel):
     """Random logits that favour marks, ends and brackets."""
 
-    def row(self, token_ids):
-        values = super().row(token_ids)
+    def favour(self, values):
         values[EOS] += 3.0
         values[[ord("\n"), ord(","), SPECIAL["<｜tool▁call▁begin｜>"]]] += 3.0
         values[[ord(c) for c in '"}]']] += 4.0
         values[FIRST_MARK:EOS] += 4.0
         values[128:256] -= 100.0
         values["▁".encode()[0]] += 100.0  # the second call's mark differs here from the last one
-        return values
 
 
 def answer(

@@ -44,12 +44,10 @@ ANSWER: dict[str, object] = {
 class Caller(ToyModel):
     """Random logits that favour marks and ends."""
 
-    def row(self, token_ids: list[int]) -> Tensor:
-        values = super().row(token_ids)
+    def favour(self, values: Tensor) -> None:
         values[256:] += 5.0
         values[[ord(c) for c in '"}c']] += 3.0
         values[128:256] -= 100.0
-        return values
 
 
 @pytest.fixture(scope="module")
