@@ -14,13 +14,18 @@ from tokenmill.errors import TokenmillError
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "ops" / "guides" / "errors.md").read_text(encoding="utf-8")
 PACKAGES = ("api_client/tokenmill", "schemas/tokenmill_schemas", "worker/tokenmill_worker")
-MODULES = {
-    path: ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in (ROOT / package).rglob("*.py")
-}
 CODE = re.compile(r"[a-z]+(_[a-z]+)*")
 GAP = "…"
+
+
+@functools.cache
+def modules() -> list[ast.Module]:
+    """Return all modules of the packages, parsed when the first test asks for them."""
+    return [
+        ast.parse(path.read_text(encoding="utf-8"))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    ]
 
 
 def carriers() -> dict[str, tuple[int, str | None]]:
@@ -29,7 +34,7 @@ def carriers() -> dict[str, tuple[int, str | None]]:
     A class has a code if its fields or the arguments of its `__init__` have the name `code`.
     """
     found = {}
-    for module in MODULES.values():
+    for module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.ClassDef):
                 names, default = parameters(node)
@@ -57,7 +62,7 @@ def text_of(node: ast.AST | None) -> str | None:
 def constants() -> dict[str, str]:
     """Return the texts that modules assign to a name in capitals."""
     found = {}
-    for module in MODULES.values():
+    for module in modules():
         for node in module.body:
             target = (
                 node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -72,7 +77,7 @@ def codes() -> set[str]:
     """Return every code that the source puts into an error."""
     classes, named = carriers(), constants()
     found = {default for _, default in classes.values() if default}
-    for module in MODULES.values():
+    for module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.Call):
                 found |= set(codes_of(node, classes, named))
@@ -97,7 +102,7 @@ def codes_of(
 def sentences() -> list[str]:
     """Return the texts of the source; what a format string inserts is a gap."""
     found = []
-    for module in MODULES.values():
+    for module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.JoinedStr):
                 parts = [text_of(part) for part in node.values]
@@ -171,7 +176,7 @@ EXPLAINED_BY_ITSELF = (
 def raised() -> set[str]:
     """Return the sentences with which the source makes one of these errors."""
     found = set()
-    for module in MODULES.values():
+    for module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in COMPLETE:
                 for value in node.args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tokenmill_worker.settings import ENGINE_FIELDS, Settings, load_settings
 ROOT = Path(__file__).parents[2]
 
 
+@functools.cache
 def read_names() -> set[str]:
     """Return attributes read from names like settings or config, or from `self` in both classes."""
     found: set[str] = set()
@@ -41,17 +43,13 @@ def _attributes(tree: ast.Module, *, with_self: bool) -> Iterator[str]:
             yield node.attr
 
 
-# What only becomes part of a value that is compared or shown as a whole.
-READ_NAMES = read_names()
-
-
 @pytest.mark.parametrize("name", sorted(Settings.model_fields))
 def test_every_setting_is_read(name: str) -> None:
-    assert name in READ_NAMES, f"nothing in worker/ reads the setting {name}"
+    assert name in read_names(), f"nothing in worker/ reads the setting {name}"
 
 
 def test_the_search_can_fail() -> None:
-    assert "max_wishes" not in READ_NAMES
+    assert "max_wishes" not in read_names()
     assert set(
         _attributes(ast.parse("self.a; settings.b; self._settings.c; x.d"), with_self=False)
     ) == {"b", "c"}
