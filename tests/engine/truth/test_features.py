@@ -180,6 +180,7 @@ def test_a_step_that_fails_once_changes_nothing(folder, undisturbed):
     assert engine.stats().failed_steps == 1
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(300)
 def test_structured_output_matches_its_schema():
