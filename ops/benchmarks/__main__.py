@@ -6,7 +6,6 @@ A module is imported only when its command is chosen, so that listing the comman
 import argparse
 import importlib
 import json
-import math
 import os
 import platform
 import signal
@@ -14,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 COMMANDS = {
     "engine": "the bare engine: tokens/s and first tokens, beside --peer NAME",
@@ -52,27 +51,8 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(f"ops.benchmarks.commands.{name}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Rejects an `int` option below 1, unless its default is 0.
-
-    A default of 0 has a meaning of its own (a seed, all threads), so such an option accepts any
-    integer.
-    """
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        if options.get("type") is int and options.get("default") != 0:
-            options["type"] = _count
-        return super().add_argument(*names, **options)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1 on")
-    return int(text)
-
-
 def _run(module: ModuleType, name: str, argv: list[str]) -> int:
-    parser = _Parser(prog=f"ops/bench {name}", description=COMMANDS[name])
+    parser = argparse.ArgumentParser(prog=f"ops/bench {name}", description=COMMANDS[name])
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     module.add_arguments(parser)
     options = parser.parse_args(argv)
@@ -93,34 +73,17 @@ def _write(target: str | None, record: dict[str, object]) -> None:
         return
     path = Path(target)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(_finite(record), indent=1, allow_nan=False), encoding="utf-8")
+    beside.write_text(json.dumps(record, indent=1), encoding="utf-8")
     beside.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, since JSON has neither: a value that never came is null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def machine() -> dict[str, object]:
     """Return what to record with figures: CPU, number of cores, Python version and system."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if "model name" in line
-        ]
-        model = names[0] if names else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": model,
-        "cores": cores,
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "system": platform.platform(),
     }

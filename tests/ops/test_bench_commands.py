@@ -58,14 +58,6 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "medians of 2 rounds" in printed
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "x"])
-def test_a_count_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["queue", "--jobs", value])
-    assert ended.value.code == 2
-    assert f"argument --jobs: {value} is no whole number from 1 on" in capsys.readouterr().err
-
-
 def test_ourselves_with_other_settings() -> None:
     given = EngineOptions(model="a-model", settings={"quantization": "int8", "block_size": 32})
     names = ("tokenmill", "unquantised", "wide", "no-prefix-cache")

@@ -6,6 +6,7 @@ import json
 import math
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from ops.benchmarks.measure.figures import (
 from ops.benchmarks.measure.protocol import EngineOptions, Round
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
 from ops.benchmarks.peers import environments
-from ops.benchmarks.peers.child import Child, ChildError, Kind
+from ops.benchmarks.peers.child import Child, ChildError
 from ops.benchmarks.peers.environments import BuildError, python_with
 
 SMALL = Workload("small", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 2)))
@@ -155,15 +156,14 @@ serve(Parrot)
 """
 
     @pytest.fixture
-    def kind(self, tmp_path: Path) -> Kind:
+    def start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Child]:
         (tmp_path / "parrot.py").write_text(self.MODULE)
-        root = str(Path(__file__).parents[2])
-        return Kind(
-            "parrot", "parrot", Path(sys.executable), (("PYTHONPATH", f"{root}:{tmp_path}"),)
-        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        log = tmp_path / "log"
+        return lambda model: Child("parrot", "parrot", EngineOptions(model), log)
 
-    def test_answers_and_goes(self, kind: Kind, tmp_path: Path) -> None:
-        child = Child(kind, EngineOptions("any"), tmp_path / "log")
+    def test_answers_and_goes(self, start: Callable[[str], Child], tmp_path: Path) -> None:
+        child = start("any")
         child.wait_ready(lambda _: None)
         assert child.description == "repeats its options"
         assert child.run(SMALL).tokens == [[1, 2, 3], [4]]
@@ -174,12 +174,12 @@ serve(Parrot)
         ]
         assert child._process.returncode == 0
 
-    def test_errors_become_a_sentence(self, kind: Kind, tmp_path: Path) -> None:
-        child = Child(kind, EngineOptions("none"), tmp_path / "log")
+    def test_errors_become_a_sentence(self, start: Callable[[str], Child]) -> None:
+        child = start("none")
         with pytest.raises(ChildError, match="there is no such model"):
             child.wait_ready(lambda _: None)
         child.close()
-        child = Child(kind, EngineOptions("any"), tmp_path / "log")
+        child = start("any")
         child.wait_ready(lambda _: None)
         with pytest.raises(ChildError, match="it broke"):
             child.run(Workload("bad", (WorkloadRequest((1,), 99),)))

@@ -9,6 +9,7 @@ these figures follow `--chunk`.
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -68,27 +69,23 @@ def measure(
 ) -> dict[str, float]:
     """Measure once; the prompts' tokens follow from the seed."""
     forever = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
-    streams = set(
-        engine.add_requests([_prompt(16, 7 * seed + n) for n in range(num_streams)], forever)
-    )
-    before = _watch(engine, streams, 12)
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    started = time.perf_counter()
+    prompts = [_prompt(16, 7 * seed + number) for number in range(num_streams)]
+    streams = engine.add_requests(prompts, forever)
+    steps = _steps(engine)
+    before = [next(steps)[0] for _ in range(12)]
+    started = arrived = time.perf_counter()
     (long,) = engine.add_requests([_prompt(num_long, seed)], once)
-    short, arrived = "", 0.0
+    short = ""
     during: list[float] = []
     first: dict[str, tuple[float, int]] = {}
-    last = started
     while long not in first or short not in first:
-        events = engine.step()
-        now = time.perf_counter()
-        during.append(now - last)
-        last = now
-        for event in events:
-            if event.token_ids:
-                first.setdefault(event.request_id, (now, len(during)))
+        seconds, given = next(steps)
+        during.append(seconds)
+        for request in given:
+            first.setdefault(request, (time.perf_counter(), len(during)))
         if not short:
-            arrived = last = time.perf_counter()
+            arrived = time.perf_counter()
             (short,) = engine.add_requests([_prompt(SHORT, seed + 1)], once)
     for stream in streams:
         engine.cancel(stream)
@@ -104,17 +101,14 @@ def measure(
     }
 
 
-def _watch(engine: Engine, streams: set[str], steps: int) -> list[float]:
-    """Run steps and return the seconds of each; only the streams may get tokens."""
-    taken, last = [], time.perf_counter()
-    for _ in range(steps):
+def _steps(engine: Engine) -> Iterator[tuple[float, set[str]]]:
+    """Run steps; yield the seconds since the last one's end, and the requests with a token."""
+    last = time.perf_counter()
+    while True:
         given = {event.request_id for event in engine.step() if event.token_ids}
         now = time.perf_counter()
-        taken.append(now - last)
+        yield now - last, given
         last = now
-        if not given <= streams:
-            raise RuntimeError("a token of nobody's")
-    return taken
 
 
 def _prompt(count: int, seed: int) -> tuple[int, ...]:

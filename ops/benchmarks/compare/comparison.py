@@ -7,7 +7,6 @@ affects all alike; the ratio is the result. Greedy float32 answers must be equal
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from ops.benchmarks.measure.disturbance import CoreWatch, wait_until_quiet
 from ops.benchmarks.measure.figures import alternate
 from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
-from ops.benchmarks.peers.child import Child, ChildError, Kind
+from ops.benchmarks.peers.child import Child, ChildError
 from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, Waiting, python_with
 from tokenmill_worker.engine.model.model_files import BUILT_IN, resolve
 
@@ -32,7 +31,6 @@ WHOLE_WAY = "whole way"
 VLLM = "vllm"
 LLAMACPP = "llamacpp"  # it rounds activations, so its tokens may differ
 STATIC = "static"  # Transformers' generate on padded batches
-XLLAMACPP_PACKAGE = "xllamacpp==2026.10.11549"
 # Our engine with other settings, whatever `--set` says; None is the default.
 VARIANTS: dict[str, dict[str, object]] = {
     "unquantised": {"quantization": None},
@@ -50,6 +48,7 @@ _MODULES = {
     LLAMACPP: "llamacpp_server",
     FLOOR: "floor",
 }
+_PACKAGES = {VLLM: VLLM_PACKAGE, LLAMACPP: "xllamacpp==2026.10.11549"}  # not in our environment
 PEERS = tuple(name for name in _MODULES if name not in (OURS, WHOLE_WAY))
 
 
@@ -197,28 +196,18 @@ def _start(
         stack.push(lambda kind, *_: None if kind else shutil.rmtree(logs, ignore_errors=True))
     children = {}
     for name in names:
-        kind = _kind(name, options, waiting)
-        child = Child(kind, options_for(name, options), logs / f"{name.replace(' ', '-')}.log")
-        stack.callback(child.close)
-        children[name] = child
+        log = logs / f"{name.replace(' ', '-')}.log"
+        children[name] = _child(name, options, log, waiting)
+        stack.callback(children[name].close)
     return children
 
 
-def _kind(name: str, options: EngineOptions, waiting: Waiting) -> Kind:
-    """Return how to run an engine; builds the peer's environment if it needs one of its own."""
-    module = f"ops.benchmarks.peers.{_MODULES[name]}"
-    if name == LLAMACPP:
-        return Kind(name, module, python_with(XLLAMACPP_PACKAGE, name, waiting))
-    if name != VLLM:
-        return Kind(name, module)
-    threads = options.threads or os.cpu_count() or 1
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "4",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    python = python_with(VLLM_PACKAGE, name, waiting)
-    return Kind(name, module, python, tuple(environment.items()))
+def _child(name: str, options: EngineOptions, log: Path, waiting: Waiting) -> Child:
+    """Start an engine's process; builds the peer's environment if it needs one of its own."""
+    module, given = f"ops.benchmarks.peers.{_MODULES[name]}", options_for(name, options)
+    if package := _PACKAGES.get(name):
+        return Child(name, module, given, log, python_with(package, name, waiting))
+    return Child(name, module, given, log)
 
 
 def options_for(name: str, options: EngineOptions) -> EngineOptions:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +24,39 @@ class ChildError(RuntimeError):
     """The engine's process ended or reported an error; one sentence, and the path of its log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Describes how to run one engine: the module, and a Python that has the packages it needs."""
-
-    name: str
-    module: str
-    python: Path = Path(sys.executable)
-    environment: tuple[tuple[str, str], ...] = ()
-
-
 class Child:
     """Process of one engine.
 
     The constructor returns at once; `wait_ready` waits until the model is loaded.
+
+    Args:
+        module: serves the engine by the protocol.
+        python: has the packages that the module needs.
     """
 
-    def __init__(self, kind: Kind, options: EngineOptions, log: Path) -> None:
-        self.kind = kind
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        options: EngineOptions,
+        log: Path,
+        python: Path = Path(sys.executable),
+    ) -> None:
+        self.name = name
         self.description = ""
         self.load_s = 0.0
         self._log = log
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, **dict(kind.environment)}
+        variables = {**os.environ, "PYTHONPATH": path}
         if options.threads:
-            environment["OMP_NUM_THREADS"] = str(options.threads)
+            variables["OMP_NUM_THREADS"] = str(options.threads)
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                guarded_command([str(kind.python), "-m", kind.module]),
+                guarded_command([str(python), "-m", module]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environment,
+                env=variables,
                 text=True,
             )
         self._send(json.dumps(asdict(options)))
@@ -66,7 +67,7 @@ class Child:
         return self._process.pid
 
     def wait_ready(self, waiting: Callable[[str], None]) -> None:
-        waiting(f"{self.kind.name}: loading the model")
+        waiting(f"{self.name}: loading the model")
         answer = self._receive()
         self.description, self.load_s = answer["ready"], answer["load_s"]
 
@@ -103,12 +104,11 @@ class Child:
             raise self._died()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise ChildError(f"{self.kind.name}: {answer['error']} (its output: {self._log})")
+            raise ChildError(f"{self.name}: {answer['error']} (its output: {self._log})")
         return answer
 
     def _died(self) -> ChildError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return ChildError(
-            f"{self.kind.name} ended: {lines[-1] if lines else 'no output'} (its output: "
-            f"{self._log})"
+            f"{self.name} ended: {lines[-1] if lines else 'no output'} (its output: {self._log})"
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tokenmill_worker.app import Worker
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.process.host import EngineProcess
 from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import GenerationRequest
@@ -27,66 +28,48 @@ from tokenmill_worker.telemetry import configure_logging
 NOTED_SEED = 4711
 
 
-def job_of(request_id: str) -> str:
-    return request_id.rpartition("/")[0]
+class StampingHost(EngineProcess):
+    """Notes into a file the tokens of selected jobs."""
 
-
-class NoteWriter:
-    """Times noted by one worker; `write` clears what it has written."""
-
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, config: EngineConfig, cache_dir: str | None, file: TextIO) -> None:
+        super().__init__(config, cache_dir)
         self._file = file
         self._so_far: dict[str, int] = {}  # number of tokens so far, by noted request
         self._tokens: list[tuple[float, str, int]] = []
 
-    def submitted(self, requests: Iterable[GenerationRequest]) -> None:
-        for request in requests:
-            if request.params.seed == NOTED_SEED:
-                self._so_far[request.request_id] = 0
-
-    def frame(self, frame: Frame) -> None:
-        for event in frame.events:
-            if event.token_ids and (request := event.request_id) in self._so_far:
-                self._so_far[request] += len(event.token_ids)
-                self._tokens.append((frame.ended_s, request, self._so_far[request]))
-
-    def write(self) -> None:
-        self._file.writelines(
-            f"{end} {job_of(request)} {count}\n" for end, request, count in self._tokens
-        )
-        self._file.flush()
-        self._tokens.clear()
-
-
-class StampingHost(EngineProcess):
-    notes: NoteWriter
-
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         requests = tuple(requests)
-        self.notes.submitted(requests)
+        self._so_far |= {r.request_id: 0 for r in requests if r.params.seed == NOTED_SEED}
         super().submit(requests)
 
     async def frames(self) -> AsyncIterator[Frame]:
         was_idle = False
         async for frame in super().frames():
-            self.notes.frame(frame)
+            for event in frame.events:
+                if event.token_ids and (request := event.request_id) in self._so_far:
+                    self._so_far[request] += len(event.token_ids)
+                    self._tokens.append((frame.ended_s, request, self._so_far[request]))
             yield frame
             is_idle = frame.stats is not None and not frame.stats.num_running
             if is_idle and was_idle:
-                self.notes.write()
+                self._write_notes()
             was_idle = is_idle
+
+    def _write_notes(self) -> None:
+        self._file.writelines(
+            f"{end} {request.rpartition('/')[0]} {count}\n" for end, request, count in self._tokens
+        )
+        self._file.flush()
+        self._tokens.clear()
 
 
 def main() -> int:
     settings = load_settings()
     configure_logging(settings.log_level, settings.log_format)
     with Path(sys.argv[1]).open("a", encoding="ascii", buffering=1 << 20) as file:
-        notes = NoteWriter(file)
 
         def make_host() -> StampingHost:
-            host = StampingHost(settings.engine_config(), cache_dir=settings.cache_dir)
-            host.notes = notes
-            return host
+            return StampingHost(settings.engine_config(), settings.cache_dir, file)
 
         worker = Worker(settings, make_host, has_process=True)
         return asyncio.run(worker.serve())

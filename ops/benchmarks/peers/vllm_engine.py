@@ -4,6 +4,7 @@ Imports only the standard library and vLLM. `model` is a folder, because only ou
 resolve model names; the parent does so.
 """
 
+import os
 import time
 
 from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
@@ -12,6 +13,12 @@ from ops.benchmarks.measure.workload_files import WorkloadRequest
 
 class Vllm:
     def __init__(self, options: EngineOptions) -> None:
+        threads = options.threads or os.cpu_count() or 1
+        os.environ |= {
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
         from vllm import LLM, __version__  # type: ignore[import-not-found,unused-ignore]
 
         self._llm = LLM(
