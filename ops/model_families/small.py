@@ -171,6 +171,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ALiBi": {"alibi": True},
     "ALiBi, multi-query": {"alibi": True, "multi_query": True},
     "new decoder": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "temperature tuning": {"floor_scale": 4, "attn_scale": 1.0},
     "full layers only": {"layer_types": ["full_attention"] * LAYERS},
 }
 

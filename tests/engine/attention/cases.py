@@ -19,6 +19,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionShape,
     stored_as,
 )
+from tokenmill_worker.engine.cache_config import Window, first_visible
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -34,7 +35,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 64
     block_size: int = 16
-    window: int | None = None
+    window: Window | None = None
     softcap: float | None = None
     has_sinks: bool = False
     scale: float | None = None
@@ -43,7 +44,10 @@ class Case:
     @property
     def shape(self) -> AttentionShape:
         scale = self.scale or self.head_dim**-0.5
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, scale, self.softcap)
+        is_chunked = self.window is not None and self.window.is_chunked
+        return AttentionShape(
+            self.num_heads, self.num_kv_heads, self.head_dim, scale, self.softcap, is_chunked
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,8 @@ def metadata_of(
     query_lens = [query_len for query_len, _ in lens]
     table = table.clone()
     for row, (query_len, seq_len) in zip(table, lens, strict=True):
-        if (
-            case.window is not None
-        ):  # blocks that no query of this step or a later one sees are gone
-            row[: max(0, seq_len - query_len - case.window + 1) // case.block_size] = 0
+        # blocks that no query of this step or a later one sees are gone
+        row[: first_visible(seq_len - query_len, case.window) // case.block_size] = 0
     return AttentionMetadata(
         query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in lens], dtype=torch.int32, device=device),
@@ -170,10 +172,13 @@ def dense(problem: Problem) -> Tensor:
         logits = torch.einsum("qhd,khd->hqk", query, key) * case.shape.scale
         if case.softcap is not None:
             logits = case.softcap * torch.tanh(logits / case.softcap)
-        distance = (
-            torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)[None, :]
-        )
-        hidden = (distance < 0) | (distance >= (case.window or seq_len + 1))
+        queries = torch.arange(seq_len - query_len, seq_len)[:, None]
+        keys = torch.arange(seq_len)[None]
+        hidden = keys > queries
+        if case.window is not None:
+            size = case.window.size
+            is_far = (keys // size < queries // size) if case.window.is_chunked else False
+            hidden |= (queries - keys >= size) | is_far
         weights = logits.masked_fill(hidden.to(logits.device), -torch.inf).exp()
         total = weights.sum(-1, keepdim=True)
         if problem.sinks is not None:

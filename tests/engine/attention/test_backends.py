@@ -20,9 +20,11 @@ from tests.engine.attention.cases import (
 )
 from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionShape, stored_as
 from tokenmill_worker.engine.attention.registry import backend_class, backend_names
+from tokenmill_worker.engine.cache_config import Window
 
 RAGGED = ((1, 70), (17, 17), (1, 1), (19, 51), (1, 300), (2, 290), (34, 150))
 SHORT = ((1, 40), (17, 17), (5, 60))
+CHUNKS_OF_24, CHUNKS_OF_256 = (Window(size, is_chunked=True) for size in (24, 256))
 
 CASES = [
     Case("grouped", RAGGED, num_heads=9, num_kv_heads=3),
@@ -40,28 +42,37 @@ CASES = [
     Case("blocks of 32", RAGGED, block_size=32),
     Case("blocks of 64", RAGGED, block_size=64),
     Case("head 80, blocks of 8", SHORT, head_dim=80, block_size=8),
-    Case("window", RAGGED, window=24),
-    Case("window of 1", SHORT, window=1),
-    Case("wide window, blocks of 8", RAGGED, window=129, block_size=8),
-    Case("window across tiles", ((1, 600), (40, 580)), window=300),
+    Case("window", RAGGED, window=Window(24)),
+    Case("window of 1", SHORT, window=Window(1)),
+    Case("wide window, blocks of 8", RAGGED, window=Window(129), block_size=8),
+    Case("window across tiles", ((1, 600), (40, 580)), window=Window(300)),
+    Case("chunks", RAGGED, window=CHUNKS_OF_24),
+    Case("chunks across tiles", ((1, 600), (120, 600), (1, 512)), window=CHUNKS_OF_256),
+    Case("chunks, softcap and sinks", SHORT, window=CHUNKS_OF_24, softcap=5.0, has_sinks=True),
     Case("softcap", RAGGED, softcap=5.0),
     Case("sinks", RAGGED, has_sinks=True),
-    Case("sinks and window", RAGGED, has_sinks=True, window=16),
+    Case("sinks and window", RAGGED, has_sinks=True, window=Window(16)),
     Case(
-        "all at once", RAGGED, window=40, softcap=20.0, has_sinks=True, head_dim=96, block_size=32
+        "all at once",
+        RAGGED,
+        window=Window(40),
+        softcap=20.0,
+        has_sinks=True,
+        head_dim=96,
+        block_size=32,
     ),
     Case("other scale", SHORT, scale=0.3),
 ]
 HALF_CASES = [
     Case("bf16", RAGGED, dtype=torch.bfloat16),
     Case("fp16", RAGGED, dtype=torch.float16),
-    Case("bf16, head 128, window", RAGGED, head_dim=128, window=24, dtype=torch.bfloat16),
+    Case("bf16, head 128, window", RAGGED, head_dim=128, window=Window(24), dtype=torch.bfloat16),
     Case("fp16, blocks of 256", RAGGED, block_size=256, dtype=torch.float16),
     Case(
         "bf16, blocks of 256, window, sinks",
         RAGGED,
         block_size=256,
-        window=50,
+        window=Window(50),
         has_sinks=True,
         dtype=torch.bfloat16,
     ),

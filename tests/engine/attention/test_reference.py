@@ -17,11 +17,12 @@ from tests.engine.attention.cases import (
 )
 from tokenmill_worker.engine.attention import reference
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.cache_config import Window
 
 
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("window", [None, Window(30)])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_long_chunks_attend_in_pieces(window: int | None, has_sinks: bool) -> None:
+def test_long_chunks_attend_in_pieces(window: Window | None, has_sinks: bool) -> None:
     problem = make_problem(
         Case("pieces", ((90, 100), (1, 40), (33, 33)), window=window, has_sinks=has_sinks)
     )

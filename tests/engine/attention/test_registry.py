@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.Mo
     reason = why_not("flash", cuda, half, [SHAPE], 16)
     assert reason is not None
     assert "256" in reason
+
+
+def test_chunked_attention_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = flash.FlashLibrary(3, lambda: None, lambda: None)
+    monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    shapes = [SHAPE, replace(SHAPE, is_chunked=True)]
+    reason = why_not("flash", torch.device("cuda"), torch.bfloat16, shapes, 16)
+    assert reason == "flash-attn 3 has no chunked attention"
+    assert why_not("triton", torch.device("cuda"), torch.bfloat16, shapes, 16) is None
 
 
 def test_one_layer_that_a_backend_cannot_serve_is_enough() -> None:

@@ -23,6 +23,7 @@ from tests.engine.attention.cases import (
 )
 from tests.engine.attention.test_backends import CASES
 from tokenmill_worker.engine.attention.base import AttentionShape, stored_as
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 
@@ -63,7 +64,7 @@ def one_by_one(backend: CpuAttention, case: Case) -> tuple[Tensor, Tensor]:
     "case",
     [
         Case("grouped", LENS, num_heads=9, num_kv_heads=3),
-        Case("window and softcap", LENS, window=100, softcap=8.0),
+        Case("window and softcap", LENS, window=Window(100), softcap=8.0),
         Case("blocks of 8", LENS, block_size=8),
         Case("head 72 and sinks", LENS, head_dim=72, has_sinks=True),
         Case("half", LENS, dtype=torch.float16),

@@ -18,6 +18,7 @@ from tests.engine.attention.cases import (
     with_threads,
 )
 from tokenmill_worker.engine.attention.base import AttentionShape
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels
 
@@ -29,8 +30,22 @@ CASES = [
     Case(
         "wide heads, one for eight", LENS, num_heads=16, num_kv_heads=2, head_dim=128, block_size=32
     ),
-    Case("window, softcap and sinks", LENS, head_dim=96, window=203, softcap=8.0, has_sinks=True),
-    Case("a window within a panel", ((200, 600), (97, 640)), num_heads=6, num_kv_heads=2, window=7),
+    Case(
+        "window, softcap and sinks",
+        LENS,
+        head_dim=96,
+        window=Window(203),
+        softcap=8.0,
+        has_sinks=True,
+    ),
+    Case(
+        "a window within a panel",
+        ((200, 600), (97, 640)),
+        num_heads=6,
+        num_kv_heads=2,
+        window=Window(7),
+    ),
+    Case("chunks", LENS, window=Window(100, is_chunked=True)),
     Case(
         "more queries a key than a unit has rows",
         ((3, 300), (40, 50)),

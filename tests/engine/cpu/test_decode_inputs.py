@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup, Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.execution.inputs import InputBuilder
@@ -20,7 +20,9 @@ from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 SIZE = 4
 PARTS = 3  # kernel blocks in a block of the first group
 CONFIG = CacheConfig(
-    SIZE, (LayerGroup((0,), 1, 8, kernel_blocks=PARTS), LayerGroup((1,), 1, 8, window=6)), 1000
+    SIZE,
+    (LayerGroup((0,), 1, 8, kernel_blocks=PARTS), LayerGroup((1,), 1, 8, window=Window(6))),
+    1000,
 )
 CPU = CpuDevice()
 

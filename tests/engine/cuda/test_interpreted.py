@@ -26,7 +26,7 @@ FAST = (
     ATTENTION,
     SPLITS,
     LARGE,
-    *(f"{CASE}[{name}-triton]" for name in ("many heads a group", "window of 1")),
+    *(f"{CASE}[{name}-triton]" for name in ("many heads a group", "window of 1", "chunks")),
     *(
         f"{BACKENDS}::test_every_number_is_rounded_to_the_nearest_of_8_bits[{kind}-triton]"
         for kind in ("E4M3", "E5M2")

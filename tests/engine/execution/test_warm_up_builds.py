@@ -21,6 +21,7 @@ import torch
 
 from tests.engine.lora.support import engine_with
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import padded_shape
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
@@ -85,7 +86,7 @@ def warmed(**changes: Any) -> list[Lens]:
     return steps
 
 
-def metadata_of(lens: Lens, window: int | None) -> AttentionMetadata:
+def metadata_of(lens: Lens, window: Window | None) -> AttentionMetadata:
     empty = torch.zeros(len(lens), dtype=torch.int32)
     longest = max(context for _, context in lens)
     return AttentionMetadata(
@@ -94,7 +95,7 @@ def metadata_of(lens: Lens, window: int | None) -> AttentionMetadata:
 
 
 def builds_of(
-    steps: Iterable[Lens], shape: AttentionShape, window: int | None, element_size: int
+    steps: Iterable[Lens], shape: AttentionShape, window: Window | None, element_size: int
 ) -> set[Launch]:
     """Return the launches, reduced to what a build depends on."""
     builds = set()
@@ -116,13 +117,13 @@ def service() -> Iterable[Lens]:
         yield ((chunk, max(chunk, context)), *((1, context),) * (num_seqs - 1))
 
 
-@pytest.mark.parametrize("window", [None, 128, 1024])
+@pytest.mark.parametrize("window", [None, Window(128), Window(1024)])
 @pytest.mark.parametrize("element_size", [1, 2, 4])
 @pytest.mark.parametrize(
     "shape", [LLAMA, SMOLLM, GEMMA, MULTI_HEAD], ids=["llama", "smollm", "gemma", "multi-head"]
 )
 def test_no_build_is_left_for_the_service(
-    shape: AttentionShape, element_size: int, window: int | None
+    shape: AttentionShape, element_size: int, window: Window | None
 ) -> None:
     needed = builds_of(service(), shape, window, element_size)
     assert needed <= builds_of(warmed(), shape, window, element_size)

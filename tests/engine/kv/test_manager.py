@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scheduler.loop import make_cache, make_sequence
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.kv.manager import KVManager
 from tokenmill_worker.engine.kv.prefix_cache import CachedPrefix
 from tokenmill_worker.engine.sequence import Sequence
@@ -12,7 +13,7 @@ from tokenmill_worker.engine.sequence import Sequence
 
 def manager(
     num_blocks: int = 20,
-    windows: tuple[int | None, ...] = (None,),
+    windows: tuple[int | Window | None, ...] = (None,),
     host: int = 0,
     margin: float = 0.0,
     kernel_blocks: tuple[int, ...] = (1, 1),
@@ -121,6 +122,25 @@ def test_blocks_leave_a_window_as_it_moves() -> None:
     assert 0 not in full
     assert kv.pool.num_free == 38 - 6 - 3
     assert len(kv.pool.cached) == 12, "freed and still findable"
+
+
+def test_blocks_of_a_chunk_are_freed_when_the_next_begins() -> None:
+    kv = manager(windows=(None, Window(8, is_chunked=True)))
+    sequence = admitted(kv, "a", 25)
+    full, chunked = sequence.block_tables
+    kv.advance(sequence, 7)  # the query at 7 sees 0..7
+    assert all(chunked)
+    kv.advance(sequence, 8)  # 8
+    assert [index for index, block in enumerate(chunked) if not block] == [0, 1]
+    assert kv.grow(sequence, 25)
+    kv.advance(sequence, 24)
+    assert not any(chunked[:6])
+    assert all(full)
+    kv.free(sequence, in_flight=False)
+    again = make_sequence("again", sequence.token_ids[:21])
+    assert kv.find(again).num_tokens == 20
+    assert kv.allocate(again, kv.find(again), None)
+    assert [bool(block) for block in again.block_tables[1]] == [False] * 4 + [True] * 2
 
 
 def test_a_sliding_group_takes_only_what_one_step_can_reach() -> None:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup, Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.kv.offloader import Offloader, runs
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
-GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=4, kernel_blocks=2))
+GROUPS = (LayerGroup((0, 2), 2, 4), LayerGroup((1,), 1, 8, window=Window(4), kernel_blocks=2))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 

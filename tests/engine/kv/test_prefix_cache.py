@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.scheduler.loop import make_sequence
+from tokenmill_worker.engine.cache_config import Window, first_visible
 from tokenmill_worker.engine.kv.prefix_cache import (
     BlockHasher,
     first_visible_block,
@@ -66,13 +67,22 @@ def test_growing_hashes_only_what_is_new() -> None:
 
 def test_the_window_counts_the_query_itself() -> None:
     assert first_visible_block(8, None, 4) == 0
-    assert first_visible_block(8, 5, 4) == 1  # sees 4..8
-    assert first_visible_block(8, 6, 4) == 0  # sees 3..8
-    assert first_visible_block(2, 100, 4) == 0
+    assert first_visible_block(8, Window(5), 4) == 1  # sees 4..8
+    assert first_visible_block(8, Window(6), 4) == 0  # sees 3..8
+    assert first_visible_block(2, Window(100), 4) == 0
+
+
+def test_a_chunk_begins_at_a_multiple_of_its_size() -> None:
+    chunks = Window(6, is_chunked=True)
+    positions = (0, 5, 6, 11, 12, 19)
+    assert [first_visible(position, chunks) for position in positions] == [0, 0, 6, 6, 12, 18]
+
+
+CHUNKS = [Window(size, is_chunked=True) for size in (2, 3, 8)]
 
 
 def brute_force(
-    present: list[set[int]], windows: list[int | None], limit: int, sizes: list[int]
+    present: list[set[int]], windows: list[Window | None], limit: int, sizes: list[int]
 ) -> int:
     for end in range(limit, 0, -1):
         if all(
@@ -88,7 +98,7 @@ def brute_force(
     groups=st.lists(
         st.tuples(
             st.sets(st.integers(0, 19)),
-            st.sampled_from([None, 1, 2, 4, 5, 9, 17]),
+            st.sampled_from([None, *map(Window, (1, 2, 4, 5, 9, 17)), *CHUNKS]),
             st.sampled_from([1, 2, 3]),
         ),
         min_size=1,
@@ -98,7 +108,7 @@ def brute_force(
     block_size=st.sampled_from([1, 4]),
 )
 def test_the_longest_hit_of_mixed_groups(
-    groups: list[tuple[set[int], int | None, int]], limit: int, block_size: int
+    groups: list[tuple[set[int], Window | None, int]], limit: int, block_size: int
 ) -> None:
     present, windows = [group[0] for group in groups], [group[1] for group in groups]
     sizes = [block_size * group[2] for group in groups]

@@ -18,6 +18,7 @@ from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.cache_config import (
     CacheConfig,
     LayerGroup,
+    Window,
     numbers_in_block,
     with_common_blocks,
 )
@@ -34,7 +35,7 @@ from tokenmill_worker.engine.sampling import ScoredRows
 from tokenmill_worker.engine.sequence import Sequence
 
 FULL = LayerGroup((0, 1, 2), 2, 16)
-SLIDING = LayerGroup((3, 4, 5, 6, 7), 2, 16, window=100)
+SLIDING = LayerGroup((3, 4, 5, 6, 7), 2, 16, window=Window(100))
 BIG = LayerGroup((8,), 8, 32)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import LayerGroup, with_common_blocks
+from tokenmill_worker.engine.cache_config import LayerGroup, Window, with_common_blocks
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 
@@ -36,7 +36,7 @@ def test_a_pool_takes_its_memory_when_it_is_touched() -> None:
 def test_the_groups_share_the_memory_block_by_block(block_size: int) -> None:
     """A group writes to its kernel blocks of some blocks, and other blocks stay as they were."""
     groups = with_common_blocks(
-        [LayerGroup(tuple(range(11)), 2, 8, window=9), LayerGroup((11, 12), 2, 8)]
+        [LayerGroup(tuple(range(11)), 2, 8, window=Window(9)), LayerGroup((11, 12), 2, 8)]
     )
     pool = KVCachePool.allocate(
         groups, 6, block_size, ReferenceAttention(), torch.bfloat16, CpuDevice()

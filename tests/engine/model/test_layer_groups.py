@@ -15,6 +15,7 @@ from transformers.masking_utils import (
 )
 
 from tokenmill_worker.engine.attention import AttentionShape
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model import probe as probing
 from tokenmill_worker.engine.model.layer_groups import (
@@ -23,12 +24,12 @@ from tokenmill_worker.engine.model.layer_groups import (
     describe_layers,
     group_layers,
 )
-from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe
+from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe, mask_code_of
 
 CAUSAL, NOT_CAUSAL = -1.0, 1.0
 
 
-def kind(window: int | None = None, heads: int = 2) -> LayerKind:
+def kind(window: Window | None = None, heads: int = 2) -> LayerKind:
     return LayerKind(AttentionShape(4, heads, 16, 0.25), window)
 
 
@@ -41,14 +42,16 @@ def describe(traits: list[LayerTrait], length: int = 100, **config: Any) -> Laye
     return describe_layers(Probe(layers=dict(enumerate(traits))), settings, "some-model", length)
 
 
-def windows(layers: Layers) -> list[int | None]:
+def windows(layers: Layers) -> list[Window | None]:
     return [layer.window for layer in layers if layer is not None]
 
 
 def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
-    groups = group_layers([kind(8), kind(8), kind(), kind(8), kind(), kind(heads=1)])
+    near, chunk = Window(8), Window(8, is_chunked=True)
+    groups = group_layers([kind(near), kind(chunk), kind(), kind(near), kind(), kind(heads=1)])
     assert [(group.layers, group.window, group.num_kv_heads) for group in groups] == [
-        ((0, 1, 3), 8, 2),
+        ((0, 3), near, 2),
+        ((1,), chunk, 2),
         ((2, 4), None, 2),
         ((5,), None, 1),
     ]
@@ -56,8 +59,8 @@ def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
 
 def test_a_window_is_what_the_layers_mask_has() -> None:
     types = ["full_attention", "sliding_attention"]
-    found = describe([trait(), trait(-10.0)], sliding_window=9, layer_types=types)
-    assert windows(found) == [None, 9]
+    found = describe([trait(), trait(mask_code_of(Window(9)))], sliding_window=9, layer_types=types)
+    assert windows(found) == [None, Window(9)]
     assert windows(describe([trait()], sliding_window=9, use_sliding_window=False)) == [None]
 
 
@@ -71,13 +74,18 @@ def test_a_window_that_no_mask_has_bounds_the_context() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 4096])
-def test_the_window_of_a_mask_is_found(window: int) -> None:
-    sliding = sliding_window_causal_mask_function(window)
-    mask = probing._coded_mask(1, 2, 2, sliding, local_size=window)
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_window_of_a_mask_is_found(window: int, is_chunked: bool) -> None:
+    function = (
+        chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int64))
+        if is_chunked
+        else sliding_window_causal_mask_function(window)
+    )
+    mask = probing._coded_mask(1, 2, 2, function, local_size=window)
     code = probing.mask_code(nn.Module(), mask[:, :, :1])
     assert code is not None
     assert probing.is_served(code)
-    assert probing.window_of(code) == window
+    assert probing.window_of(code) == Window(window, is_chunked and window > 1)
     full = probing.mask_code(nn.Module(), probing._coded_mask(1, 2, 2, causal_mask_function))
     assert full is not None
     assert probing.is_served(full)
@@ -89,7 +97,7 @@ def test_the_window_of_a_mask_is_found(window: int) -> None:
     [
         (lambda _batch, _head, query, key: key >= 0 * query, None),
         (lambda _batch, _head, query, key: (key <= query) | (query == 1), None),
-        (chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), 4),
+        (chunked_causal_mask_function(4, torch.ones(1, dtype=torch.int64)), 4),
         (sliding_window_causal_mask_function(5), 4),
     ],
 )
@@ -118,15 +126,10 @@ def test_a_mask_of_the_models_own_is_distinguished_from_those_it_was_given() -> 
         (
             [trait(), trait(NOT_CAUSAL)],
             {},
-            "layer 1 has an attention mask that is neither causal nor a sliding window",
+            "layer 1 has an attention mask that is not causal, sliding or chunked",
         ),
         ([trait(None)], {}, "layer 0 makes an attention mask of its own"),
         ([trait()], {"layer_types": ["linear_attention"]}, "layers are of type linear_attention"),
-        (
-            [trait()],
-            {"attn_temperature_tuning": True},
-            "attn_temperature_tuning scales queries by positions",
-        ),
     ],
 )
 def test_what_the_cache_cannot_keep_is_refused_in_one_sentence(

@@ -11,6 +11,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from ops.model_families import small, trial
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.model import own_attention
@@ -64,4 +65,7 @@ def test_a_local_layer_frees_the_blocks_before_its_window(tmp_path: Path) -> Non
     small.build("gpt_neo").save_pretrained(tmp_path)
     settings = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", fuse=False)
     groups = load_model(tmp_path, settings, CpuDevice()).groups
-    assert [group.window for group in groups] == [None, small.configuration("gpt_neo").window_size]
+    assert [group.window for group in groups] == [
+        None,
+        Window(small.configuration("gpt_neo").window_size),
+    ]

@@ -20,6 +20,7 @@ from torch import nn
 from ops.model_families import small, trial
 from tokenmill_worker.engine.attention import AttentionShape
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.model import probe, shortened, verify
@@ -58,13 +59,12 @@ def refusal(folder: Path, **changes: Any) -> str:
             "a window of 8 tokens that layer 0 does not build: set max_model_len to at most 8",
         ),
         ("doge", "", "layer 0 makes an attention mask of its own"),
-        ("bert", "", "layer 0 has an attention mask that is neither causal nor a sliding window"),
+        ("bert", "", "layer 0 has an attention mask that is not causal, sliding or chunked"),
         (
             "gemma3_text",
             "bidirectional",
-            "layer 0 has an attention mask that is neither causal nor a sliding window",
+            "layer 0 has an attention mask that is not causal, sliding or chunked",
         ),
-        ("llama4_text", "full layers only", "attn_temperature_tuning scales queries by positions"),
         ("xglm", "", "XGLMForCausalLM does not go through Transformers' AttentionInterface"),
     ],
 )
@@ -153,24 +153,24 @@ def test_the_difference_is_float_noise(name: str, folder_of: Callable[[str], Pat
 
 
 def verified(
-    folder: Path, window: int | None = -1, tolerance: float = shortened.TOLERANCE
+    folder: Path, *windows: Window | None, tolerance: float = shortened.TOLERANCE
 ) -> str | None:
-    """Return the difference found with these windows (-1: the model's own) in all layers."""
+    """Return the difference found with this window in all layers; none given: the model's own."""
     loaded = load_model(folder, config(folder, verify_model=False), CpuDevice())
     by_layer = {index: group.window for group in loaded.groups for index in group.layers}
     own = [LayerKind(shape, by_layer[index]) for index, shape in loaded.shapes.items()]
-    layers = own if window == -1 else [LayerKind(layer.shape, window) for layer in own]
+    layers = [LayerKind(layer.shape, *windows) for layer in own] if windows else own
     expected = verify._expected(loaded.model, own, "some-model", 128, seed=1)
     return verify.difference(
         expected, loaded.logits, layers, ReferenceAttention(), tolerance=tolerance
     )
 
 
-@pytest.mark.parametrize("window", [None, 10, 12])
+@pytest.mark.parametrize("window", [None, Window(10), Window(12), Window(11, True)])
 def test_a_window_that_is_off_by_one_shows(
-    window: int | None, folder_of: Callable[[str], Path]
+    window: Window | None, folder_of: Callable[[str], Path]
 ) -> None:
-    assert verified(folder_of("mistral"), 11) is None
+    assert verified(folder_of("mistral"), Window(11)) is None
     difference = verified(folder_of("mistral"), window)
     assert difference is not None
     assert difference.startswith(("a decode", "a later chunk", "the first chunk"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from tokenmill_schemas.generation import TokenLogprob
-from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.cache_config import CacheConfig, first_visible
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 
@@ -183,8 +183,7 @@ class FakeDevice:
     ) -> None:
         sequence = item.sequence
         window, size = self.cache.groups[group].window, self.cache.block_sizes[group]
-        first = 0 if window is None else max(0, item.start - window + 1)
-        for position in range(first, item.start):
+        for position in range(first_visible(item.start, window), item.start):
             block, own = table[position // size], bytes((group,)) + states[position]
             if block == NULL_BLOCK or self._device[block][position % size] != own:
                 name = f"{sequence.request_id}/{sequence.choice}"

@@ -19,7 +19,7 @@ from tests.engine.scheduler.fake_device import (
 )
 from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
+from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup, Window
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
@@ -42,13 +42,17 @@ class Clock:
 def make_cache(
     num_blocks: int = 64,
     block_size: int = 4,
-    windows: tuple[int | None, ...] = (None,),
+    windows: tuple[int | Window | None, ...] = (None,),
     num_host_blocks: int = 0,
     prefix_cache: bool = True,
     kernel_blocks: tuple[int, ...] = (1, 1, 1),
 ) -> CacheConfig:
-    """Make a cache with a group for each window, and that many blocks for each group."""
-    kinds = enumerate(zip(windows, kernel_blocks, strict=False))
+    """Make a cache with a group for each window, and that many blocks for each group.
+
+    A number is the size of a sliding window.
+    """
+    made = [Window(window) if isinstance(window, int) else window for window in windows]
+    kinds = enumerate(zip(made, kernel_blocks, strict=False))
     groups = tuple(LayerGroup((index,), 1, 1, *kind) for index, kind in kinds)
     count = len(groups)
     return CacheConfig(

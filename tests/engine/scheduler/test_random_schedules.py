@@ -21,6 +21,7 @@ from tests.engine.scheduler.fake_device import expected_tokens
 from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.plan import Draft, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import RequestError
@@ -45,7 +46,11 @@ worlds = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 2, 4]),
         "windows": st.one_of(
             st.just((None,)),
-            st.lists(st.one_of(st.none(), st.integers(2, 9)), min_size=1, max_size=3).map(tuple),
+            st.lists(
+                st.one_of(st.none(), st.builds(Window, st.integers(2, 9), st.booleans())),
+                min_size=1,
+                max_size=3,
+            ).map(tuple),
         ),
         "kernel_blocks": st.sampled_from([(1, 1, 1), (1, 1, 1), (1, 3, 2), (2, 1, 5)]),
         "num_host_blocks": st.sampled_from([0, 0, 3, 12]),

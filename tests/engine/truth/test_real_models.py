@@ -16,6 +16,7 @@ from tests.engine.truth import expected
 from tests.engine.truth.expected import Expected
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.model.model_files import ModelNotFoundError, resolve
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -183,7 +184,10 @@ def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
     folder, wanted = gemma3
     assert min(one.gap for one in wanted) > expected.CLEAR_GAP / 4
     with make_gemma(folder, attention=attention, fuse=fuse) as engine:
-        assert [group.window for group in engine.runner.info.cache_config.groups] == [512, None]
+        assert [group.window for group in engine.runner.info.cache_config.groups] == [
+            Window(512),
+            None,
+        ]
         assert answers_of(engine, wanted, [2] * len(wanted)) == [one.answer for one in wanted]
 
 
@@ -195,7 +199,10 @@ def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
     """
     prompt = tuple(gemma3_ids[:30])
     with make_gemma(narrow_gemma3, attention="cpu", fuse=True, num_blocks=20) as engine:
-        assert [group.window for group in engine.runner.info.cache_config.groups] == [64, None]
+        assert [group.window for group in engine.runner.info.cache_config.groups] == [
+            Window(64),
+            None,
+        ]
         output = engine.get_result(ask(engine, prompt, 160))
         assert engine.capacity().free_blocks == 19, "a window's blocks that are passed come back"
     assert output is not None

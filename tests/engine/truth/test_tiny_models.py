@@ -135,7 +135,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
         assert (stats.blocks_swapped_in > 0) == (offload > 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral", "llama4"])
 def test_cached_prefixes_give_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
     folder, wanted = answers(name)
     with make_engine(folder) as engine:
@@ -181,7 +181,7 @@ class Oracle:
         return Draft(tuple(drafts))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "llama4"])
 def test_drafts_right_and_wrong_change_no_token(
     name: str, answers: Callable[[str], Answers]
 ) -> None:

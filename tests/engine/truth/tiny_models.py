@@ -113,6 +113,20 @@ FAMILIES = {
             linear_value_head_dim=16,
         )
     ),
+    "llama4": Family(  # chunks of 10 tokens; full layers scale queries by position / 5
+        _config(
+            "Llama4TextConfig",
+            head_dim=16,
+            intermediate_size_mlp=96,
+            num_local_experts=4,
+            interleave_moe_layer_step=2,
+            no_rope_layers=[1, 0, 1, 1],
+            attention_chunk_size=10,
+            floor_scale=5,
+            attn_scale=1.0,
+        ),
+        num_groups=2,
+    ),
     "gpt_oss": Family(
         _config(
             "GptOssConfig",

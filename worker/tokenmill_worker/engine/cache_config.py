@@ -23,17 +23,36 @@ _ACCEPTED_WASTE = 1 / 8  # of a block
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Limits a query to the last `size` tokens of its sequence, its own included.
+
+    A chunked window (Llama 4) limits it to its own chunk: chunks have `size` tokens, counted from
+    the sequence's start.
+    """
+
+    size: int
+    is_chunked: bool = False
+
+
+def first_visible(position: int, window: Window | None) -> int:
+    """Return the first position that the query at `position` sees; None: it sees all up to it."""
+    if window is None or position < window.size:
+        return 0
+    return position - (position % window.size if window.is_chunked else window.size - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers with the same KV shape that share block ids.
 
-    `window` is in tokens; None: full attention. `kernel_blocks` is the number of kernel blocks in
-    one block of the pool. `drafts` are the groups of a draft model that lie beside these layers.
+    Without a `window`, attention is full. `kernel_blocks` is the number of kernel blocks in one
+    block of the pool. `drafts` are the groups of a draft model that lie beside these layers.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
-    window: int | None = None
+    window: Window | None = None
     kernel_blocks: int = 1
     drafts: tuple[LayerGroup, ...] = ()
 
@@ -117,10 +136,10 @@ def numbers_in_block(groups: Seq[LayerGroup], block_size: int) -> int:
     return -(-largest // unit) * unit
 
 
-def most_blocks(window: int | None, chunk: int, block_size: int, num_tokens: int) -> int:
+def most_blocks(window: Window | None, chunk: int, block_size: int, num_tokens: int) -> int:
     """Return the most blocks that a group ever needs for one sequence of `num_tokens`.
 
-    In a sliding group these are the blocks that `chunk` tokens, computed in one step, attend to.
+    With a window these are the blocks that `chunk` tokens, computed in one step, attend to.
     """
     whole = -(-num_tokens // block_size)
-    return whole if window is None else min(whole, -(-(window - 1 + chunk) // block_size) + 1)
+    return whole if window is None else min(whole, -(-(window.size - 1 + chunk) // block_size) + 1)

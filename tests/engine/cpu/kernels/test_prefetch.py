@@ -20,7 +20,7 @@ ROWS = count(1)
 
 def fetched(
     tables: Sequence[Sequence[int]], lengths: Sequence[int], *, parts: int = 2,
-    calls: int = 4096, window: int = 0,
+    calls: int = 4096, window: int = 0, is_chunked: bool = False,
     kv_type: int = 0,
 ) -> Counter[tuple[str, int]]:  # fmt: skip
     """Count the fetches of each block's keys and values.
@@ -38,7 +38,8 @@ def fetched(
         num_seqs=len(tables),
         table_stride=table.shape[1], block_stride=2 * BLOCK, value_offset=BLOCK,
         num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM, block_size=BLOCK_SIZE, window=window, kv_type=kv_type,
+        head_dim=HEAD_DIM, block_size=BLOCK_SIZE, window=window,
+        is_chunked=is_chunked, kv_type=kv_type,
     )  # fmt: skip
     addresses = (c_void_p * (parts * calls * 4))()
     lines_of = compiled("prefetch_lines").lines_of
@@ -79,6 +80,8 @@ def test_a_common_prompt_once_for_each_thread() -> None:
 def test_a_window_leaves_out_what_is_behind_it() -> None:
     assert fetched([[1, 2, 3, 4]], [64], window=17) == blocks(3, 4)
     assert fetched([[1, 2, 3, 4]], [64], window=64) == blocks(1, 2, 3, 4)
+    assert fetched([[1, 2, 3, 4]], [49], window=48, is_chunked=True) == blocks(4)
+    assert fetched([[1, 2, 3, 4]], [48], window=48, is_chunked=True) == blocks(1, 2, 3)
 
 
 def test_it_goes_on_where_it_was_left_and_ends_at_its_limit() -> None:

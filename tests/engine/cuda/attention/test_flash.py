@@ -21,6 +21,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.cuda.attention.flash import FlashAttention, FlashLibrary, flash_refusal
 from tokenmill_worker.engine.cuda.attention.token_major import without_garbage
 from tokenmill_worker.engine.cuda.attention.torch_varlen import (
@@ -35,8 +36,8 @@ CASES = [
     Case("ragged", RAGGED, num_heads=6, num_kv_heads=3, block_size=256),
     Case("decodes", DECODES, block_size=256),
     Case("multi-head", RAGGED, num_heads=2, num_kv_heads=2, block_size=256),
-    Case("window", RAGGED, window=30, block_size=256),
-    Case("window of decodes", DECODES, window=30, block_size=256),
+    Case("window", RAGGED, window=Window(30), block_size=256),
+    Case("window of decodes", DECODES, window=Window(30), block_size=256),
     Case("sinks", RAGGED, has_sinks=True, block_size=256),
     Case("sinks of decodes", DECODES, has_sinks=True, block_size=256),
 ]

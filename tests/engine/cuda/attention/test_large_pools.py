@@ -107,7 +107,8 @@ POINTERS = {
 }  # fmt: skip
 CONSTANTS: dict[str, dict[str, Any]] = {
     "attend": {
-        "GROUP": 4, "BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False,
+        "GROUP": 4, "BLOCK_SIZE": 16, "WINDOW": 0, "IS_CHUNKED": False,
+        "HAS_SOFTCAP": False, "HAS_SINKS": False,
         "BLOCK_ROWS": 16, "BLOCK_TOKENS": 4, "TILE_KEYS": 64, "IS_SPLIT": True, "IS_DECODE": False,
         "FOLD_ROWS": 16, "FOLD_SPLITS": 4, "sinks": None,
     },

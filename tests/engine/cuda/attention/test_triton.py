@@ -22,6 +22,7 @@ from tests.engine.attention.cases import (
     round_as_stored,
 )
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.cache_config import Window
 
 pytest.importorskip("triton")
 from tokenmill_worker.engine.cuda.attention.launch_plan import Launch, plan_launch
@@ -40,8 +41,13 @@ SPLIT_CASES = [
     Case("split decodes", ((1, 300), (1, 3), (1, 270))),
     Case("three splits", ((1, 700), (1, 3))),
     Case(
-        "split decodes, window, sinks", ((1, 400), (1, 3)), window=300, has_sinks=True, block_size=8
+        "split decodes, window, sinks",
+        ((1, 400), (1, 3)),
+        window=Window(300),
+        has_sinks=True,
+        block_size=8,
     ),
+    Case("split decodes, chunks", ((1, 900), (1, 513)), window=Window(512, is_chunked=True)),
     Case(
         "split chunk, softcap",
         ((2, 290), (1, 20)),
@@ -254,7 +260,7 @@ def test_a_decode_has_one_program_for_each_sequence_and_head() -> None:
 def test_a_window_bounds_what_is_split() -> None:
     """A program's tokens decide on splits, not the step's."""
     shape, empty = AttentionShape(32, 8, 128, 0.1), torch.zeros(1, dtype=torch.int32)
-    metadata = AttentionMetadata(empty, empty, empty, empty, 256, 32_768, 16, 128)
+    metadata = AttentionMetadata(empty, empty, empty, empty, 256, 32_768, 16, Window(128))
     assert not is_split(metadata, shape, 256)
 
 

@@ -96,6 +96,7 @@ def source_of(
         "HEAD_PAD": head_pad,
         "BLOCK_SIZE": 16,
         "WINDOW": window,
+        "IS_CHUNKED": False,
         "HAS_SOFTCAP": bool(shape.softcap),
         "HAS_SINKS": has_sinks,
         "BLOCK_ROWS": launch.block_rows,

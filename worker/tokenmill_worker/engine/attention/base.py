@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenmill_worker.engine.cache_config import Window
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -35,7 +37,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     block_size: int
-    window: int | None  # a query at position p sees positions (p - window, p]; None: all up to p
+    window: Window | None  # which positions a query sees; None: all up to its own
     query_lens_host: tuple[int, ...] = ()
     seq_lens_host: tuple[int, ...] = ()
 
@@ -53,6 +55,7 @@ class AttentionShape:
     head_dim: int
     scale: float
     softcap: float | None = None  # logits become softcap · tanh(logits / softcap)
+    is_chunked: bool = False  # the metadata's window is chunked, which not every backend serves
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionShape,
     stored_as,
 )
+from tokenmill_worker.engine.cache_config import Window, first_visible
 
 # decodes share one batch while the longest is at most this much longer than the shortest
 MAX_PADDING = 1.25
@@ -154,12 +155,12 @@ def _plan(metadata: AttentionMetadata, max_tokens: int) -> list[_Share]:
 
 
 def _by_length(
-    decodes: list[int], seq_lens: tuple[int, ...], window: int | None, max_tokens: int
+    decodes: list[int], seq_lens: tuple[int, ...], window: Window | None, max_tokens: int
 ) -> list[list[int]]:
     groups: list[list[int]] = []
     shortest = 0
-    for i in sorted(decodes, key=lambda i: seq_lens[i]):
-        length = min(seq_lens[i], window or seq_lens[i])
+    num_visible = {i: seq_lens[i] - first_visible(seq_lens[i] - 1, window) for i in decodes}
+    for i, length in sorted(num_visible.items(), key=lambda item: item[1]):
         is_similar = length <= max(shortest * MAX_PADDING, shortest + PADDING_SLACK)
         if groups and is_similar and length * (len(groups[-1]) + 1) <= max_tokens:
             groups[-1].append(i)
@@ -174,7 +175,7 @@ def _plan_decodes(
 ) -> _Share:
     device = metadata.seq_lens.device
     ends = [seq_lens[i] for i in group]
-    firsts = [max(0, end - metadata.window) if metadata.window else 0 for end in ends]
+    firsts = [first_visible(end - 1, metadata.window) for end in ends]
     length = max(end - first for end, first in zip(ends, firsts, strict=True))
     first = torch.tensor(firsts, device=device)[:, None]
     last = torch.tensor(ends, device=device)[:, None] - 1
@@ -193,12 +194,13 @@ def _plan_chunk(
     """Plan one sequence's prefill chunk: queries at positions [seq_len - num_queries, seq_len)."""
     device = metadata.seq_lens.device
     first_query = seq_len - num_queries
-    first = max(0, first_query - metadata.window + 1) if metadata.window else 0
+    first = first_visible(first_query, metadata.window)
     positions = torch.arange(first, seq_len, device=device)
     queries = torch.arange(first_query, seq_len, device=device)[:, None]
     visible = positions <= queries
-    if metadata.window:
-        visible &= positions > queries - metadata.window
+    if metadata.window is not None:
+        firsts = [first_visible(query, metadata.window) for query in range(first_query, seq_len)]
+        visible &= positions >= torch.tensor(firsts, device=device)[:, None]
     blocks, offsets = _places(metadata, metadata.block_table[i : i + 1], positions[None])
     return _Share(
         slice(start, start + num_queries),

@@ -27,6 +27,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.program import Caller
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
@@ -62,10 +63,18 @@ class AttendArguments(ctypes.Structure):
             (name, c_int32)
             for name in ("num_tokens", "num_seqs", "num_heads", "num_kv_heads", "head_dim")
         ),
-        *((name, c_int32) for name in ("block_size", "window", "kv_type", "uses_amx")),
+        *(
+            (name, c_int32)
+            for name in ("block_size", "window", "is_chunked", "kv_type", "uses_amx")
+        ),
         *((name, c_float) for name in ("scale", "softcap")),
         ("plan", c_void_p),  # set by the kernel
     ]
+
+    def set_window(self, window: Window | None) -> None:
+        """Set which positions a query sees."""
+        self.window = 0 if window is None else window.size
+        self.is_chunked = window is not None and window.is_chunked
 
 
 class WriteArguments(ctypes.Structure):
@@ -217,12 +226,12 @@ class CpuAttention(AttentionBackend):
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=metadata.block_size,
-            window=metadata.window or 0,
             kv_type=KV_TYPES[cache.dtype],
             uses_amx=self.uses_amx,
             scale=shape.scale,
             softcap=shape.softcap or 0.0,
         )
+        arguments.set_window(metadata.window)
         self.use_workspace(arguments, 0)
         missing = self._attend(arguments)
         if missing:

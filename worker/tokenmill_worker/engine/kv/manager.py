@@ -57,7 +57,7 @@ class KVManager:
         # whether recurrent states after the block with this hash are kept; None: there are none
         self.has_state = has_state
         self.margin = int(safety_margin * self.pool.num_usable)
-        # tokens of a step that a sliding table has room for; in a small pool they are a part of it
+        # tokens of a step that fit a table with a window; in a small pool they are a part of it
         self._chunk = min(max_chunk, self.pool.num_usable * self.block_size // 4)
         self._deferred: deque[tuple[int, int]] = deque()  # (step, block): released after the step
         self.tracks_every_token = any(window is not None for window in self.windows)
@@ -246,7 +246,7 @@ class KVManager:
     def targets(self, start: int, num_tokens: int) -> list[int]:
         """Return the length of each group's table for `num_tokens`, of which `start` are computed.
 
-        A sliding table extends only as far as one step reaches.
+        A table with a window extends only as far as one step reaches.
         """
         found = []
         for group, (window, size) in enumerate(zip(self.windows, self.block_sizes, strict=True)):

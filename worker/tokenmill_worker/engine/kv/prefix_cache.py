@@ -14,6 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import lcm
 
+from tokenmill_worker.engine.cache_config import Window, first_visible
 from tokenmill_worker.engine.sequence import Sequence
 
 _DIGEST_BYTES = 32
@@ -79,26 +80,23 @@ def root_hash(model_key: str, generation: int, cache_salt: str, adapter: str = "
     return digest.digest()
 
 
-def first_visible_block(position: int, window: int | None, block_size: int) -> int:
-    """Return the index of the first block that the query at `position` attends to.
-
-    The query sees `window` tokens, itself included; None: all tokens.
-    """
-    return 0 if window is None else max(0, position - window + 1) // block_size
+def first_visible_block(position: int, window: Window | None, block_size: int) -> int:
+    """Return the index of the first block that the query at `position` attends to."""
+    return first_visible(position, window) // block_size
 
 
 def longest_hit(
     limit: int,
     keys: list[list[bytes]],
     has: Present,
-    windows: list[int | None],
+    windows: list[Window | None],
     block_sizes: list[int],
 ) -> int:
     """Return how many leading tokens (≤ limit) can be taken from the cache in every layer group.
 
     The result is a whole number of blocks of every group. A full-attention group needs all of these
-    blocks, a sliding group only those that the next query sees. For a shorter prefix a sliding
-    group needs other blocks, so the search repeats until all groups agree.
+    blocks, a group with a window only those that the next query sees. For a shorter prefix it needs
+    other blocks, so the search repeats until all groups agree.
 
     Args:
         keys: by group, of all its blocks up to `limit`.
@@ -117,7 +115,7 @@ def longest_hit(
         agreed = True
         for own, window, size in groups:
             if window is not None:
-                shorter = _longest_sliding_hit(found, own, has, window, size, unit)
+                shorter = _longest_visible_hit(found, own, has, window, size, unit)
                 agreed = agreed and shorter == found
                 found = shorter
     return found
@@ -127,7 +125,7 @@ def longest_prefix(
     limit: int,
     keys: list[list[bytes]],
     has: Present,
-    windows: list[int | None],
+    windows: list[Window | None],
     block_sizes: list[int],
     has_state: Present | None,
 ) -> CachedPrefix:
@@ -163,7 +161,7 @@ def deepest_visible(
     found: int,
     keys: list[list[bytes]],
     has: Present,
-    windows: list[int | None],
+    windows: list[Window | None],
     block_sizes: list[int],
 ) -> bytes | None:
     """Return the key of the deepest block, of those that a prefix of `found` tokens takes from the
@@ -178,13 +176,13 @@ def deepest_visible(
     return max(matches, default=(0, None))[1]
 
 
-def _longest_sliding_hit(
-    limit: int, keys: list[bytes], has: Present, window: int, block_size: int, unit: int
+def _longest_visible_hit(
+    limit: int, keys: list[bytes], has: Present, window: Window, block_size: int, unit: int
 ) -> int:
-    """Return how many leading tokens (≤ limit), in whole units, a sliding group can take.
+    """Return how many leading tokens (≤ limit), in whole units, a group with a window can take.
 
-    Search from the right for the first run of cached blocks that covers the window of the query
-    after it.
+    Search from the right for the first run of cached blocks that covers what the query after it
+    sees.
     """
     end, index = limit, limit // block_size - 1
     while index >= first_visible_block(end, window, block_size):

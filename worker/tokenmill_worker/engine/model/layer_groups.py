@@ -8,16 +8,17 @@ the cache cannot store is refused here, with one sentence per reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill_worker.engine.attention import AttentionShape
-from tokenmill_worker.engine.cache_config import LayerGroup, with_common_blocks
+from tokenmill_worker.engine.cache_config import LayerGroup, Window, with_common_blocks
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe
 from tokenmill_worker.engine.model.probe import is_served, window_of
 
 _WITHOUT_CACHE = {"mlp", "moe"}  # types of layers without attention and without a state
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}  # types of layers
 _UNSUPPORTED = {
     "position_bias": "a bias on attention logits",
     "alibi": "a bias on attention logits",
@@ -32,7 +33,7 @@ class LayerKind:
     """Attention shape and window of one layer, as the cache and the attention backend need them."""
 
     shape: AttentionShape
-    window: int | None
+    window: Window | None
 
 
 Layers = Sequence[LayerKind | None]  # by index; None: the layer keeps no keys and values
@@ -61,9 +62,9 @@ def describe_layers(probe: Probe, config: Any, name: str, length: int) -> Layers
     if probe.repeated:
         problems.append(f"layer {min(probe.repeated)} runs its attention more than once")
     known = without_cache | probe.state_bytes.keys()
-    problems += _config_problems(
-        config, {kind for index, kind in types.items() if index not in known}
-    )
+    unknown = {kind for index, kind in types.items() if index not in known} - _ATTENDING
+    if unknown:
+        problems.append(f"its layers are of type {', '.join(sorted(unknown))}")
     first: dict[str, int] = {}
     for index, trait in sorted(probe.layers.items()):
         for reason in _reasons(trait):
@@ -72,10 +73,7 @@ def describe_layers(probe: Probe, config: Any, name: str, length: int) -> Layers
     layers: Layers = []
     if not problems:
         traits = map(probe.layers.get, range(num_layers))
-        layers = [
-            None if trait is None else LayerKind(trait.shape, window_of(trait.mask_code or 0.0))
-            for trait in traits
-        ]
+        layers = [None if trait is None else _kind(trait) for trait in traits]
         problems = _window_problems(layers, config, length)
     if problems:
         raise EngineConfigError([f"{name} cannot be served: {problem}" for problem in problems[:3]])
@@ -89,7 +87,7 @@ def shapes_of(layers: Layers) -> dict[int, AttentionShape]:
 
 def group_layers(layers: Layers) -> tuple[LayerGroup, ...]:
     """Group the layers that attend; groups are in the order of their first layers."""
-    members: dict[tuple[int, int, int | None], list[int]] = {}
+    members: dict[tuple[int, int, Window | None], list[int]] = {}
     for index, layer in enumerate(layers):
         if layer is None:
             continue
@@ -103,28 +101,17 @@ def group_layers(layers: Layers) -> tuple[LayerGroup, ...]:
     )
 
 
+def _kind(trait: LayerTrait) -> LayerKind:
+    window = window_of(trait.mask_code or 0.0)
+    return LayerKind(replace(trait.shape, is_chunked=bool(window and window.is_chunked)), window)
+
+
 def _reasons(trait: LayerTrait) -> list[str]:
     found = [f"needs {what}" for extra, what in _UNSUPPORTED.items() if extra in trait.extras]
     if trait.mask_code is None:
         found.append("makes an attention mask of its own")
     elif not is_served(trait.mask_code):
-        found.append("has an attention mask that is neither causal nor a sliding window")
-    return found
-
-
-def _config_problems(config: Any, types: set[str]) -> list[str]:
-    """Return problems that a probing pass cannot show.
-
-    These are other states beside the attention of layers of these types, and factors that change
-    only at long contexts.
-    """
-    unknown = types - {"full_attention", "sliding_attention"}
-    found = [f"its layers are of type {', '.join(sorted(unknown))}"] if unknown else []
-    if getattr(config, "attn_temperature_tuning", False):
-        found.append(
-            "attn_temperature_tuning scales queries by positions that the model counts over the "
-            "whole step"
-        )
+        found.append("has an attention mask that is not causal, sliding or chunked")
     return found
 
 

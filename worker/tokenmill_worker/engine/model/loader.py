@@ -25,6 +25,7 @@ from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.generation_config import GenerationDefaults, read_defaults
 from tokenmill_worker.engine.model import (
+    counted_positions,
     kv_scales,
     own_attention,
     probe,
@@ -151,6 +152,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     length = resolve_length(text_config, config.max_model_len)
     own_attention.adapt(model)
+    counted_positions.adapt(model)
     recurrent_layers.adapt(model, config.model)
     found = probe.probe_layers(model, config.model)
     layers = describe_layers(found, text_config, config.model, length)

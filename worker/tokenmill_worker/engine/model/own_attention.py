@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.model.paged_attention import StepHolder, mask_code_of
 
 _BIAS_DIMENSIONS = 8  # two are used; attention kernels take head sizes that are multiples of 8
@@ -86,7 +87,7 @@ def _attend(
     states: tuple[Tensor, Tensor, Tensor],
     scale: float,
     bias: Tensor | None = None,
-    window: int | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Attend through the step.
 
@@ -189,7 +190,7 @@ def _gpt_j(
 def _gpt_neo(
     module: Any, holder: StepHolder, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, None]:
-    window = module.config.window_size if module.attention_type == "local" else None
+    window = Window(module.config.window_size) if module.attention_type == "local" else None
     return _by_head(module, holder, (query, key, value), 1.0, window), None
 
 
@@ -198,7 +199,7 @@ def _by_head(
     holder: StepHolder,
     states: tuple[Tensor, ...],
     scale: float,
-    window: int | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Attend with states `[1, heads, num_tokens, head_dim]`, and return the same form."""
     query, key, value = (part[0].transpose(0, 1).to(states[2].dtype) for part in states)

@@ -23,7 +23,7 @@ from tokenmill_worker.engine.attention import (
     AttentionShape,
     KVScales,
 )
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.cache_config import LayerGroup, Window
 from tokenmill_worker.engine.model.recurrent_states import LayerStates, RecurrentStep, RunLayer
 
 IMPLEMENTATION = "tokenmill"
@@ -117,13 +117,13 @@ def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
     return step
 
 
-# code of a mask in a probing pass; a window of W tokens is CAUSAL - W
+# code of a mask in a probing pass; a window of W tokens is CAUSAL - 2W, a chunked one is 1 less
 CAUSAL = -1.0
 
 
-def mask_code_of(window: int | None) -> float:
-    """Return the code of a causal mask, with a window of that many tokens if there is one."""
-    return CAUSAL if window is None else CAUSAL - window
+def mask_code_of(window: Window | None) -> float:
+    """Return the code of a causal mask with this window."""
+    return CAUSAL if window is None else CAUSAL - 2 * window.size - window.is_chunked
 
 
 def register() -> None:

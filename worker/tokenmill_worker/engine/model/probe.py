@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tokenmill_worker.engine.cache_config import Window, first_visible
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model.own_attention import attends_by_itself
 from tokenmill_worker.engine.model.paged_attention import (
@@ -173,15 +174,14 @@ def mask_code(module: nn.Module, mask: Tensor | None) -> float | None:
 
 
 def is_served(code: float) -> bool:
-    """Return whether it is a causal mask, with or without a window."""
+    """Return whether it is a causal mask, with or without a window, chunked or not."""
     return code < 0
 
 
-def window_of(code: float) -> int | None:
-    """Return the window in tokens of a served mask, or None if a query sees all tokens up to its
-    own.
-    """
-    return None if code == CAUSAL else int(CAUSAL - code)
+def window_of(code: float) -> Window | None:
+    """Return the window of a served mask, or None if a query sees all tokens up to its own."""
+    size, is_chunked = divmod(int(CAUSAL - code), 2)
+    return Window(size, bool(is_chunked)) if size else None
 
 
 def _coded_mask(
@@ -193,19 +193,17 @@ def _coded_mask(
     **kwargs: Any,
 ) -> Tensor:
     """Return a tensor of the mask's shape that holds its code in place of a mask."""
-    code = mask_code_of(local_size)
-    if not _has_form(mask_function, local_size, q_length):
-        code = _OTHER
+    kinds = [None] if local_size is None else [Window(local_size), Window(local_size, True)]
+    served = (mask_code_of(kind) for kind in kinds if _has_form(mask_function, kind, q_length))
+    code = next(served, _OTHER)
     return torch.full(
         (batch_size, 1, q_length, kv_length), code, device=kwargs.get("device", "cpu")
     )
 
 
-def _has_form(mask_function: Any, window: int | None, num_tokens: int) -> bool:
-    """Return whether the mask lets a query at position p see (p - window, p], or everything up to
-    p.
-    """
-    length = window or 3
+def _has_form(mask_function: Any, window: Window | None, num_tokens: int) -> bool:
+    """Return whether the mask lets a query see the positions from the window's first to its own."""
+    length = 3 if window is None else window.size
     queries = torch.tensor([0, 1, length - 1, length, length + 1, 2 * length])[:, None]
     keys = torch.arange(2 * length + 2)[None]
     try:
@@ -213,7 +211,6 @@ def _has_form(mask_function: Any, window: int | None, num_tokens: int) -> bool:
     except IndexError:  # it reads the pass's own tokens: test only those
         queries, keys = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
         visible = mask_function(0, 0, queries, keys)
-    wanted = keys <= queries
-    if window is not None:
-        wanted &= keys > queries - window
+    firsts = [first_visible(query, window) for query in queries.flatten().tolist()]
+    wanted = (keys <= queries) & (keys >= torch.tensor(firsts)[:, None])
     return bool((torch.as_tensor(visible).expand(wanted.shape) == wanted).all())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
+from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.model import recurrent_layers
 from tokenmill_worker.engine.model.layer_groups import Layers, group_layers, shapes_of
@@ -218,7 +219,7 @@ def _steps(lengths: Sequence[int]) -> tuple[tuple[PromptChunk, ...], ...]:
 
 def metadata_of(
     chunks: Sequence[PromptChunk],
-    window: int | None,
+    window: Window | None,
     num_blocks: int,
     block_size: int,
     device: torch.device,
@@ -259,14 +260,8 @@ def _expected(
     of: Sequence[int] = (0, 1, 2),
 ) -> Expected:
     """All prompts, and the logits of the ones numbered in `of`."""
-    past = max(
-        (
-            layer.window
-            for layer in layers
-            if layer and layer.window and layer.window <= _MAX_WINDOW
-        ),
-        default=0,
-    )
+    windows = (layer.window.size for layer in layers if layer and layer.window)
+    past = max((window for window in windows if window <= _MAX_WINDOW), default=0)
     lengths = [min(length + past, max_length) for length in _LENGTHS]
     steps = _steps(lengths)
     prompts = random_prompts(model, lengths, seed)

@@ -113,7 +113,9 @@ class StepBuilder:
         self._starved: Sequence | None = None
         windows = state.kv.windows
         self._widest = (
-            None if None in windows else max(window for window in windows if window is not None)
+            None
+            if None in windows
+            else max(window.size for window in windows if window is not None)
         )
         self.limits = self._config.prefill_limits.for_length(state.max_model_len)
 

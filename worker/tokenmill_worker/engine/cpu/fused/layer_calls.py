@@ -205,7 +205,7 @@ class LayerCalls:
             scales = binding.scales
             arguments.key_scales = None if scales is None else scales.key.data_ptr()
             arguments.value_scales = None if scales is None else scales.value.data_ptr()
-        self.attend.window = metadata.window or 0
+        self.attend.set_window(metadata.window)
         self.attend.scale, self.attend.softcap = shape.scale, shape.softcap or 0.0
 
     def read(self, metadata: AttentionMetadata) -> None:

@@ -37,10 +37,6 @@ struct Attention {
 
     int partial_floats(const Unit &u) const { return u.num_tokens * group * (width + 2); }
 
-    int first_key(int position) const {
-        return a.window && position >= a.window ? position - a.window + 1 : 0;
-    }
-
     const T *block(const Unit &u, int position) const {
         const int64_t id = a.block_table[u.seq * a.table_stride + position / a.block_size];
         return (const T *)a.cache + id * a.block_stride + u.head * head_stride;
@@ -48,7 +44,7 @@ struct Attention {
 
     void locate(const Unit &u, int t, KeyTile<T> &tile) const {
         const int base = t * TILE, end = u.position + u.num_tokens;
-        const int begin = first_key(u.position);
+        const int begin = first_visible(a, u.position);
         tile.first = begin > base ? begin - base : 0;
         tile.last = end - base < TILE ? end - base : TILE;
         if (!in_place) return;
@@ -135,7 +131,7 @@ struct Attention {
         int position = u.position + r / group, left = group - r % group;
         for (int i = 0; i < count; ++i, --left) {
             if (!left) ++position, left = group;
-            const int first = first_key(position) - base, last = position + 1 - base;
+            const int first = first_visible(a, position) - base, last = position + 1 - base;
             seen.first[i] = first > 0 ? first : 0;
             seen.last[i] = last < TILE ? last : TILE;
         }

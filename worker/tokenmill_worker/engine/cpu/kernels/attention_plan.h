@@ -29,7 +29,7 @@ struct Link {
 struct PlanKey {
     const int32_t *query_start, *seq_lens, *block_table;
     int64_t table_stride;
-    int32_t num_seqs, num_heads, num_kv_heads, head_dim, block_size, window, most_rows, unused;
+    int32_t num_seqs, num_heads, num_kv_heads, head_dim, block_size, window, is_chunked, most_rows;
 
     explicit PlanKey(const AttendArguments &a, int32_t rows)
         : query_start(a.query_start),
@@ -42,8 +42,8 @@ struct PlanKey {
           head_dim(a.head_dim),
           block_size(a.block_size),
           window(a.window),
-          most_rows(rows),
-          unused(0) {}
+          is_chunked(a.is_chunked),
+          most_rows(rows) {}
 };
 
 static_assert(sizeof(PlanKey) == 4 * 8 + 8 * 4, "compared byte by byte");
@@ -107,8 +107,7 @@ struct Planner {
                 const int first = token - step + 1 > 0 ? token - step + 1 : 0,
                           count = token - first + 1;
                 const int position = a.seq_lens[seq] - num_tokens + first, end = position + count;
-                const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
-                const int first_tile = begin / TILE,
+                const int first_tile = first_visible(a, position) / TILE,
                           last_tile = end > 0 ? (end + TILE - 1) / TILE : first_tile;
                 const int64_t rows = (int64_t)count * group,
                               floats = rows * (rounded(a.head_dim, STRIP) + 2);

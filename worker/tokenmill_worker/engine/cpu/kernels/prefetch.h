@@ -22,12 +22,19 @@ struct AttendArguments {
     int64_t workspace_bytes, query_stride, query_head_stride, block_stride, value_offset,
         table_stride;
     int32_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
-    int32_t window;   // 0: none
-    int32_t kv_type;  // 0: float32, 1: bfloat16, 2: float16, 3: E4M3, 4: E5M2
-    int32_t uses_amx;  // where a unit has more than a few rows
+    int32_t window;      // 0: none
+    int32_t is_chunked;  // the window is the query's chunk of so many tokens
+    int32_t kv_type;     // 0: float32, 1: bfloat16, 2: float16, 3: E4M3, 4: E5M2
+    int32_t uses_amx;    // where a unit has more than a few rows
     float scale, softcap;  // softcap 0: none
     mutable struct Plan *plan;  // of the row that runs
 };
+
+// The first position that the query at `position` sees.
+inline int32_t first_visible(const AttendArguments &a, int32_t position) {
+    if (!a.window || position < a.window) return 0;
+    return position - (a.is_chunked ? position % a.window : a.window - 1);
+}
 
 // Prefetch of one thread.
 class Prefetch {
@@ -81,7 +88,7 @@ class Prefetch {
                 }
                 const int32_t length = a.seq_lens[seq_];
                 num_blocks_ = (length + a.block_size - 1) / a.block_size;
-                block_ = a.window && length > a.window ? (length - a.window) / a.block_size : 0;
+                block_ = first_visible(a, length - 1) / a.block_size;
             }
             const int32_t *id = a.block_table + seq_ * a.table_stride + block_;
             if (seq_ > first_ && *id == *(id - a.table_stride)) continue;

@@ -65,7 +65,7 @@ def plan_launch(
     blocks = metadata.num_seqs if is_decode else num_tokens // block_tokens + metadata.num_seqs
     reach = metadata.max_seq_len
     if metadata.window is not None:
-        reach = min(reach, metadata.window + min(block_tokens, metadata.max_query_len))
+        reach = min(reach, metadata.window.size + min(block_tokens, metadata.max_query_len))
     spare, tokens_a_split = _split(
         reach, blocks, num_multiprocessors / heads,
         is_alone=metadata.num_seqs == 1, is_decode=is_decode,

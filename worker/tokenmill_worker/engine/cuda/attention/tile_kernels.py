@@ -14,6 +14,12 @@ TINY = tl.constexpr(1e-30)  # divisor of a row of zeros
 
 
 @triton.jit
+def first_visible(position, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr):
+    """Return the first position in the window of the query at `position`; it may be below 0."""
+    return position - (position % WINDOW if IS_CHUNKED else WINDOW - 1)
+
+
+@triton.jit
 def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
     """Load the block id of each key of a tile, and 0 where there is no key; the tile may be out of
     range.
@@ -67,6 +73,7 @@ def products_of_tile(
     is_key,
     softcap,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
@@ -83,7 +90,8 @@ def products_of_tile(
     if not IS_FULL:
         is_seen = is_key[None, :] & (key_position[None, :] <= position[:, None])
         if WINDOW > 0:
-            is_seen = is_seen & (key_position[None, :] > position[:, None] - WINDOW)
+            first = first_visible(position, WINDOW, IS_CHUNKED)
+            is_seen = is_seen & (key_position[None, :] >= first[:, None])
         products = tl.where(is_seen, products, float("-inf"))
     return products
 
@@ -132,6 +140,7 @@ def attend_tiles(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_FULL: tl.constexpr,  # every row sees every key of every tile
@@ -161,8 +170,8 @@ def attend_tiles(
         at = cache + key_at[None, :] + dims[:, None]
         keys = load_tile(at, is_key[None, :], is_dim[:, None], HEAD_DIM, HEAD_PAD, IS_FULL)
         products = products_of_tile(
-            queries, keys, factor, position, key_position, is_key, softcap, WINDOW, HAS_SOFTCAP,
-            IS_FULL,
+            queries, keys, factor, position, key_position, is_key, softcap, WINDOW, IS_CHUNKED,
+            HAS_SOFTCAP, IS_FULL,
         )  # fmt: skip
         weights, shrink, largest, total = weights_of(products, factor, largest, total, HAS_SOFTCAP)
         weights = weights.to(queries.dtype)

@@ -64,6 +64,8 @@ def refusal(
         return f"{library} takes bfloat16 and float16, not {dtype}"
     if shape.head_dim % 8 or shape.head_dim > 256:
         return f"{library} takes head sizes that are multiples of 8 up to 256, not {shape.head_dim}"
+    if shape.is_chunked:
+        return f"{library} has no chunked attention"
     if block_size % multiple:
         return f"{library} takes block sizes that are multiples of {multiple}, not {block_size}"
     return None
@@ -73,7 +75,7 @@ def window_of(metadata: AttentionMetadata) -> tuple[int, int]:
     """Return (left, right): positions before and after its own that a query sees; −1: all of
     them.
     """
-    return (-1 if metadata.window is None else metadata.window - 1, 0)
+    return (-1 if metadata.window is None else metadata.window.size - 1, 0)
 
 
 def cumulative(seq_lens: Tensor) -> Tensor:

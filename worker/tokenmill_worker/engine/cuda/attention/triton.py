@@ -107,7 +107,7 @@ class TritonAttention(AttentionBackend):
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        query = _rows(query)
+        query, window = _rows(query), metadata.window
         num_tokens = query.shape[0]
         new = torch.zeros if _may_have_padding(metadata, num_tokens) else torch.empty
         out = new(query.shape, dtype=query.dtype, device=query.device)
@@ -149,7 +149,8 @@ class TritonAttention(AttentionBackend):
             HEAD_DIM=shape.head_dim,
             HEAD_PAD=head_pad,
             BLOCK_SIZE=metadata.block_size,
-            WINDOW=metadata.window or 0,
+            WINDOW=window.size if window else 0,
+            IS_CHUNKED=window is not None and window.is_chunked,
             HAS_SOFTCAP=bool(shape.softcap),
             HAS_SINKS=sinks is not None,
             BLOCK_ROWS=launch.block_rows,

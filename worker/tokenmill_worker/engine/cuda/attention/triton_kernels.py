@@ -15,7 +15,11 @@ from tokenmill_worker.engine.cuda.attention.fold_kernels import (
     store_split,
 )
 from tokenmill_worker.engine.cuda.attention.split_kernels import divide_tiles, work_of
-from tokenmill_worker.engine.cuda.attention.tile_kernels import attend_tiles, prepare_queries
+from tokenmill_worker.engine.cuda.attention.tile_kernels import (
+    attend_tiles,
+    first_visible,
+    prepare_queries,
+)
 
 
 @triton.jit
@@ -37,6 +41,7 @@ def attend_block(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_DECODE: tl.constexpr,
@@ -55,12 +60,12 @@ def attend_block(
         largest, total, values, odds = attend_tiles(
             queries, factor, cache, block_table, position, first_tile, full_tile, begin, end,
             largest, total, values, odds, softcap, block_stride, value_offset,
-            HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, TILE_KEYS, True,
+            HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, IS_CHUNKED, HAS_SOFTCAP, TILE_KEYS, True,
         )  # fmt: skip
     largest, total, values, odds = attend_tiles(
         queries, factor, cache, block_table, position, full_tile, last_tile, begin, end,
         largest, total, values, odds, softcap, block_stride, value_offset,
-        HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, TILE_KEYS, False,
+        HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, IS_CHUNKED, HAS_SOFTCAP, TILE_KEYS, False,
     )  # fmt: skip
     if IS_PAIRED:
         values = tl.interleave(values, odds)
@@ -101,6 +106,7 @@ def attend_kernel(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -133,7 +139,7 @@ def attend_kernel(
     end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(base + first_token - WINDOW + 1, 0)
+        begin = tl.maximum(first_visible(base + first_token, WINDOW, IS_CHUNKED), 0)
     first_tile, last_tile, num_used = divide_tiles(
         begin // TILE_KEYS, tl.cdiv(end, TILE_KEYS), split, splits
     )
@@ -155,7 +161,7 @@ def attend_kernel(
         queries, factor, cache + kv_head * (BLOCK_SIZE * HEAD_DIM),
         block_table + seq.to(tl.int64) * table_stride, base + token, base + first_token,
         first_tile, last_tile, begin, end, softcap, block_stride, value_offset,
-        HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, TILE_KEYS, IS_DECODE,
+        HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, IS_CHUNKED, HAS_SOFTCAP, TILE_KEYS, IS_DECODE,
     )  # fmt: skip
     if not IS_SPLIT or num_used == 1:
         store_rows(
