@@ -48,7 +48,7 @@ def prefills(loop: Loop) -> list[ScheduledSequence]:
     return [item for item in loop.plans[-1].scheduled if item.num_tokens > 1] if loop.plans else []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     wanted=arrivals,
     threshold=st.sampled_from([0, 5, 9]),

@@ -35,7 +35,9 @@ def test_a_pool_for_one_completes_32_requests(
     loop = Loop.build(
         cache, is_async=is_async, preempt=preempt, max_num_batched_tokens=16, max_num_seqs=8
     )
-    loop.add(*[long_one(f"r{index}", index, 9 + index % 5, 18 + index % 3) for index in range(32)])
+    loop.add(  # twelve of these prompts come twice, so that blocks are shared too
+        *[long_one(f"r{index}", index % 20, 9 + index % 5, 18 + index % 3) for index in range(32)]
+    )
     loop.run(20_000)
     loop.assert_truth()
     assert len(loop.ends) == 32
