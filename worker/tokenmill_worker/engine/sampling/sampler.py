@@ -2,9 +2,8 @@
 
 Greedy rows take an argmax; the others are scaled, truncated and raced (see noise). Edits (biases,
 penalties, masks) are made in place, or on a copy where log-probabilities are wanted, so that the
-model's remain. Every row of a
-sequence with drafts uses the noise of its own position, so a draft is accepted exactly if it is
-the token that would have been sampled there.
+model's remain. Every row of a sequence with drafts uses the noise of its own position, so a draft
+is accepted exactly if it is the token that would have been sampled there.
 """
 
 from __future__ import annotations
@@ -137,7 +136,8 @@ class Sampler:
         work, errors = raw, {}
         if batch.is_edited:
             work = raw if batch.logprobs is None else raw.clone()
-            errors = self._edit(work, batch, items, positions, history)
+            with torch.inference_mode():  # elsewhere a model's logits cannot be written
+                errors = self._edit(work, batch, items, positions, history)
         token_ids, peaks = batch.prepared.draw(work, positions)
         if history is not None:
             self._histories.record(token_ids, to_device(batch.penalised, self._device), history)
