@@ -105,7 +105,6 @@ def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Pa
         ("mimo_v2_flash", "window"),
         ("nemotron_h", ""),  # Mamba-2, attention, experts
         ("jamba", ""),  # Mamba, whose pass over several tokens reads no state
-        ("falcon_h1", ""),  # attention and Mamba-2 in each layer
     ],
 )
 def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(
