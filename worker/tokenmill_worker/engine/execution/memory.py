@@ -69,8 +69,9 @@ def size_cache(
             num_blocks = solve(dataclasses.replace(shape, max_model_len=length), budget, cap)
     if loaded.state_bytes:
         log.info(
-            "Recurrent states of %.1f MiB: %d for each of %d sequences",
-            loaded.state_bytes / MIB, _slots_of_states(config), config.max_num_seqs,
+            "Recurrent states take %.1f MiB for each of %d sequences: %d copies of %.1f MiB",
+            shape.state_bytes / MIB, config.max_num_seqs,
+            _slots_of_states(config), loaded.state_bytes / MIB,
         )  # fmt: skip
     num_host = 0
     if config.cpu_offload_gib and not loaded.state_bytes:
