@@ -46,6 +46,7 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.slow
 def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = measure(tmp_path, "engine", "--workload", str(workload), "--set", "block_size=8")
     first, second = record["rounds"]["letters"]["tokenmill"]
