@@ -17,6 +17,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted(GUIDES.glob("*.md")),
     *(ROOT / "ops" / name for name in ("runbook.md", "architecture.md", "contributing.md")),
+    ROOT / "migrations" / "README.md",
 ]
 
 # page → the test that runs all its blocks of Python
@@ -53,6 +54,7 @@ ELSEWHERE = {
     ("bulk.md", '{"custom_id": "a-1"'): "test_the_shell_commands_of_a_page_run",
     ("structured-output.md", '{"type": "structural_tag"'): "test_the_guide_s_tags_compile",
     ("structured-output.md", "tokenmill submit"): "test_the_guide_of_structured_output_runs",
+    ("README.md", "TOKENMILL_DATABASE_URL"): "test_the_page_s_commands_write_an_empty_revision",
     ("README.md", "ops/demo "): "test_shows_every_answer_results_and_usage",
     ("protocol.md", "de 00"): "test_example_bytes_decode_to_the_json_beside_them",
     ("protocol.md", "82 a4"): "test_example_bytes_decode_to_the_json_beside_them",
@@ -74,6 +76,7 @@ NOT_RUN = {
     ("models.md", "tokenmill worker --model /models/base"): "needs a model with its adapters",
     ("celery.md", "tokenmill tasks"): "runs until it is stopped; tests/tasks start it",
     ("celery.md", "celery -A tokenmill_worker.tasks call"): "needs a broker that stays",
+    ("contributing.md", "ops/setup"): "what `.ci/run` runs",
     ("deployment.md", "docker compose --profile cpu up"): "needs Docker",
     ("deployment.md", "tokenmill db upgrade"): "processes that run until they are stopped",
     ("performance.md", "ops/bench engine"): "takes an hour, and needs vLLM",

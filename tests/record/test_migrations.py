@@ -1,5 +1,6 @@
 """Revisions and tables agree on both databases; a start refuses only schemas too old for it."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from tests.record.support import reading, rows
+from tests.support.pages import ROOT, blocks, run_shell
 from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.tables import metadata
 from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
@@ -135,3 +137,14 @@ def test_the_folder_of_a_new_sqlite_file_is_made(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/new/folder/tokenmill.db"
     upgrade(url)
     assert rows(url, "SELECT count(*) AS n FROM jobs") == [{"n": 0}]
+
+
+async def test_the_page_s_commands_write_an_empty_revision(tmp_path: Path) -> None:
+    """The tables equal the newest revision, so the new one is empty."""
+    shutil.copytree(ROOT / "migrations", tmp_path / "migrations")
+    ((_, commands),) = blocks(ROOT / "migrations" / "README.md")
+    commands = commands.replace("/tmp/new.db", str(tmp_path / "new.db"))
+    done = await run_shell(commands, tmp_path, "redis://unused", "sqlite:///unused")
+    assert done.returncode == 0, done.stderr
+    (written,) = (tmp_path / "migrations").rglob("0006_*.py")
+    assert "op." not in written.read_text()
