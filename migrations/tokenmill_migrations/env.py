@@ -1,7 +1,7 @@
 """Entry point of Alembic: runs the revisions on the connection that it receives.
 
-`python -m alembic -c migrations/tokenmill_migrations/alembic.ini revision --autogenerate -m "…"`
-(from the checkout) writes a new revision against the database that `-x url=…` names.
+migrations/README.md has the command that writes a new revision against the database that
+`-x url=…` names.
 """
 
 from alembic import context

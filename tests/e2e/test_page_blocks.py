@@ -1,5 +1,5 @@
-"""Every code block of README, guides, runbook and architecture is run by a test, or is named here
-with the reason why none can.
+"""Every code block of README, guides, runbook and the pages for contributors is run by a test, or
+is named here with the reason why none can.
 
 Blocks of shell commands run in this file, line by line as a reader would paste them.
 """
@@ -105,6 +105,13 @@ def test_every_block_is_run_or_named(page: Path) -> None:
         elif not is_named(page.name, block, [*SHELL, *ELSEWHERE, *NOT_RUN]):
             wrong.append(f"neither run nor named: {block.splitlines()[0]}")
     assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_has_fences(page: Path) -> None:
+    """An indented block would be neither run nor kept from a formatter that wraps prose."""
+    text = re.sub(r"^```(?:.*\n)*?```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert re.findall(r"^(?: {4}|\t)(?! *[-*\d]).*", text, re.MULTILINE) == []
 
 
 def test_every_name_is_of_a_block_or_a_test() -> None:
