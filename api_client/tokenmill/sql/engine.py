@@ -7,6 +7,7 @@ Workers, tasks and migrations write through `open_engine`. Producers read throug
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from tokenmill.errors import ConfigurationError
 
 LOCK_TIMEOUT_S: Final = 10
 STATEMENT_TIMEOUT_S: Final = 30
+_BUSY_POLL_S: Final = 0.02
 # PostgreSQL ends a transaction that sends nothing for so long. A process that freezes in one would
 # otherwise block every other writer of its rows until it continues.
 IDLE_TIMEOUT_S: Final = STATEMENT_TIMEOUT_S + 5
@@ -150,13 +152,30 @@ def _open_sqlite(url: URL, may_create: bool) -> Engine:
         cursor = connection.cursor()
         # first, because the next statement may wait for a lock
         cursor.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")
-        cursor.execute("PRAGMA journal_mode = WAL")
+        _use_write_ahead_log(cursor)
         # commits must be on disk before acknowledgements
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute("PRAGMA foreign_keys = ON")
         cursor.close()
 
     return engine
+
+
+def _use_write_ahead_log(cursor: sqlite3.Cursor) -> None:
+    """Set the journal mode; while another connection changes it, try again.
+
+    SQLite's own timeout does not hold there: of two connections that change the mode of a new file,
+    one fails at once.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(_BUSY_POLL_S)
 
 
 def _make_folder(folder: Path) -> None:
