@@ -2,7 +2,7 @@
 
 import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -19,7 +19,7 @@ class BusyAtFirst(sqlite3.Connection):
 
 
 class BusyCursor(sqlite3.Cursor):
-    def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+    def execute(self, statement: str, *arguments: Any) -> Self:
         if "journal_mode" in statement and BusyAtFirst.refusals:
             BusyAtFirst.refusals -= 1
             error = sqlite3.OperationalError("database is locked")
