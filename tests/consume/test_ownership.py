@@ -179,8 +179,10 @@ async def test_a_retry_waits_and_continues_with_a_higher_attempt(queue: Queue) -
     assert await worker.retry(job, delivery.token, 60_000, "engine busy")  # the reply had been lost
     assert (await queue.client.status(job)).status is JobStatus.SCHEDULED
     assert await worker.claim(1) == []
+    await queue.submit()
     await queue.pass_delay(job)
     (again,) = await worker.claim(1)
+    assert again.job_id == job, "it has waited in the queue before, and goes ahead of its stream"
     assert (again.attempt, again.crashes, len(again.log)) == (2, 0, 1)
 
 

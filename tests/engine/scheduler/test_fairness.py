@@ -10,6 +10,7 @@ import pytest
 from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.scheduler.preemption import PROTECTED_AFTER
 from tokenmill_worker.engine.scheduler.queues import (
     FifoQueue,
     PriorityQueue,
@@ -137,9 +138,10 @@ def test_a_pause_earns_no_credit() -> None:
     assert taken[:2] != ["back", "back"], "it does not catch up on 3000 tokens"
 
 
-def test_interactive_takes_the_place_of_bulk_but_not_of_standard() -> None:
+@pytest.mark.parametrize("max_bypass", [0, 4])
+def test_interactive_takes_the_place_of_bulk_but_not_of_standard(max_bypass: int) -> None:
     for priority, preempts in ((2, True), (1, False)):
-        loop = Loop.build(policy="priority", max_num_seqs=2)
+        loop = Loop.build(policy="priority", max_num_seqs=2, max_bypass=max_bypass)
         loop.add(
             endless("a", 1, 4, 30, priority=priority), endless("b", 2, 4, 30, priority=priority)
         )
@@ -150,6 +152,29 @@ def test_interactive_takes_the_place_of_bulk_but_not_of_standard() -> None:
         assert running == ({"a", "now"} if preempts else {"a", "b"})
         loop.run()
         loop.assert_truth()
+
+
+def test_bulk_that_was_preempted_often_keeps_its_place() -> None:
+    loop = Loop.build(policy="priority", max_num_seqs=1)
+    loop.add(endless("bulk", 1, 4, 30, priority=2, preemptions=PROTECTED_AFTER))
+    loop.step()
+    loop.add(endless("now", 2, 4, 4, priority=0))
+    loop.step()
+    assert loop.scheduler.snapshot().preemptions == 0
+
+
+def test_bulk_that_aged_to_the_most_urgent_class_keeps_its_place() -> None:
+    loop = Loop.build(policy="priority", max_num_seqs=1, ageing_s=30.0)
+    loop.add(endless("first", 1, 4, 90, priority=0), endless("bulk", 2, 4, 30, priority=2))
+    for _ in range(2):
+        loop.clock.now += 31.0
+        loop.step()
+    loop.cancel("first")
+    loop.step()
+    loop.add(endless("now", 3, 4, 4, priority=0))
+    loop.step()
+    assert loop.scheduler.snapshot().preemptions == 0
+    assert [item.sequence.request_id for item in loop.plans[-1].scheduled] == ["bulk"]
 
 
 def test_interactive_takes_blocks_from_bulk_only_if_that_helps() -> None:

@@ -156,6 +156,18 @@ def test_a_bounded_number_may_pass_a_head_that_does_not_fit() -> None:
     assert finished.index("head") < finished.index("small 3")
 
 
+def test_a_step_without_room_leaves_the_next_sequence_to_the_next_step() -> None:
+    """The head does not fit, "second" fills the step, and "third" has not been tried yet."""
+    loop = Loop.build(make_cache(21), max_num_batched_tokens=8)
+    loop.add(endless("runner", 1, 30, 40))
+    while loop.scheduler.snapshot().generated_tokens == 0:
+        loop.step()
+    loop.add(endless("head", 2, 60, 1), endless("second", 3, 7, 9), endless("third", 4, 4, 9))
+    loop.step()
+    loop.step()
+    assert chunks(loop)[-2:] == [{"runner": 1, "second": 7}, {"runner": 1, "second": 1, "third": 4}]
+
+
 def test_without_bypass_the_order_is_strict() -> None:
     loop = Loop.build(make_cache(21), max_bypass=0)
     loop.add(endless("runner", 1, 30, 8))

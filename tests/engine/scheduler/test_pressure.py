@@ -296,9 +296,12 @@ def test_everything_at_once_in_a_tight_pool(
     loop.assert_truth()
 
 
-def test_a_preempted_sequence_comes_back_only_with_room_to_grow() -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, None)])
+def test_a_preempted_sequence_comes_back_only_with_room_to_grow(
+    windows: tuple[None, ...],
+) -> None:
     """A sequence without it would be the next victim: these six would be preempted ten times."""
-    loop = Loop.build(make_cache(20), max_num_seqs=6)
+    loop = Loop.build(make_cache(20, windows=windows), max_num_seqs=6)
     loop.add(*[long_one(f"r{index}", index, 4 + index % 3, 30) for index in range(6)])
     loop.run()
     loop.assert_truth()

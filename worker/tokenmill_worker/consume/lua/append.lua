@@ -124,7 +124,7 @@ local function append(id, token, start, size, how, chunk)
     call('DEL', log)
   elseif start ~= last then
     -- Another program has written to the log.
-    if last == 0 or stop <= last then return reset_log(log) end
+    if stop <= last then return reset_log(log) end
     return 'gap', last
   end
   if not ask('XADD', log, entry, 'chunk', chunk) then return reset_log(log) end

@@ -154,7 +154,6 @@ class SequenceAdmission:
         """Start this sequence if it fits, regardless of the queue's order."""
         entry = self._state.entries[sequence]
         self._state.queue.discard(entry)
-        entry.awaited = None
         if step.room <= 0 or self._try(step, entry) is not AdmissionResult.ADMITTED:
             self._state.queue.put_back(entry)
 
