@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.execution.interface import Runner
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence

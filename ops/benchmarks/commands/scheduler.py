@@ -15,8 +15,8 @@ from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import CacheConfig, LayerGroup
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence

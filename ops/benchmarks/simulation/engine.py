@@ -8,8 +8,8 @@ from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.simulation import costs
 from ops.benchmarks.simulation.load import Arrival
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import CacheConfig, LayerGroup
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence as EngineSequence

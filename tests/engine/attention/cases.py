@@ -19,7 +19,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionShape,
     stored_as,
 )
-from tokenmill_worker.engine.cache_config import Window, first_visible
+from tokenmill_worker.engine.config.cache import Window, first_visible
 
 NUM_LAYERS = 2
 LAYER = 1

@@ -20,7 +20,7 @@ from tests.engine.attention.cases import (
 )
 from tokenmill_worker.engine.attention.base import AttentionBackend, AttentionShape, stored_as
 from tokenmill_worker.engine.attention.registry import backend_class, backend_names
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 
 RAGGED = ((1, 70), (17, 17), (1, 1), (19, 51), (1, 300), (2, 290), (34, 150))
 SHORT = ((1, 40), (17, 17), (5, 60))

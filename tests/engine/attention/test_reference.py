@@ -17,7 +17,7 @@ from tests.engine.attention.cases import (
 )
 from tokenmill_worker.engine.attention import reference
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 
 
 @pytest.mark.parametrize("window", [None, Window(30)])

@@ -23,7 +23,7 @@ from tests.engine.attention.cases import (
 )
 from tests.engine.attention.test_backends import CASES
 from tokenmill_worker.engine.attention.base import AttentionShape, stored_as
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError
 

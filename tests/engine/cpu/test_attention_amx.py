@@ -18,7 +18,7 @@ from tests.engine.attention.cases import (
     with_threads,
 )
 from tokenmill_worker.engine.attention.base import AttentionShape
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cpu.attention import CpuAttention
 from tokenmill_worker.engine.cpu.kernels.linear import LinearKernels
 

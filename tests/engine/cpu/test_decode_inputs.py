@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup, Window
+from tokenmill_worker.engine.config.cache import CacheConfig, LayerGroup, Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.execution.inputs import InputBuilder

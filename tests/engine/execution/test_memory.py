@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.engine.truth import tiny_models
-from tokenmill_worker.engine import machine
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config import EngineConfig, machine
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import GraphSizes

@@ -21,8 +21,8 @@ import torch
 
 from tests.engine.lora.support import engine_with
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
-from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cuda.graph_inputs import padded_shape
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import StepInputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scheduler.loop import make_cache, make_sequence
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.kv.manager import KVManager
 from tokenmill_worker.engine.kv.prefix_cache import CachedPrefix
 from tokenmill_worker.engine.sequence import Sequence

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import LayerGroup, Window
+from tokenmill_worker.engine.config.cache import LayerGroup, Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.execution.build import pick_device
 from tokenmill_worker.engine.kv.offloader import Offloader, runs

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.scheduler.loop import make_sequence
-from tokenmill_worker.engine.cache_config import Window, first_visible
+from tokenmill_worker.engine.config.cache import Window, first_visible
 from tokenmill_worker.engine.kv.prefix_cache import (
     BlockHasher,
     first_visible_block,

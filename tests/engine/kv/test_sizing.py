@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import (
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import (
     CacheConfig,
     LayerGroup,
     Window,
     numbers_in_block,
     with_common_blocks,
 )
-from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.execution.memory import memory_shape
 from tokenmill_worker.engine.kv.manager import KVManager

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import LayerGroup, Window, with_common_blocks
+from tokenmill_worker.engine.config.cache import LayerGroup, Window, with_common_blocks
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 

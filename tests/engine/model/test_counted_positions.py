@@ -10,8 +10,8 @@ import torch
 from transformers.models.llama4 import Llama4ForConditionalGeneration
 
 from ops.model_families import small
-from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.model import counted_positions
 from tokenmill_worker.engine.model.loader import load_model

@@ -15,8 +15,8 @@ from transformers.masking_utils import (
 )
 
 from tokenmill_worker.engine.attention import AttentionShape
-from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.model import probe as probing
 from tokenmill_worker.engine.model.layer_groups import (
     LayerKind,

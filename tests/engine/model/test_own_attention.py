@@ -11,8 +11,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from ops.model_families import small, trial
-from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.model import own_attention
 from tokenmill_worker.engine.model.loader import load_model, resolve_length

@@ -20,8 +20,8 @@ from torch import nn
 from ops.model_families import small, trial
 from tokenmill_worker.engine.attention import AttentionShape
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.model import probe, shortened, verify
 from tokenmill_worker.engine.model.layer_groups import LayerKind

@@ -17,7 +17,7 @@ from tests.engine.sampling.helpers import (
     plan_item,
 )
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.cache_config import LayerGroup
+from tokenmill_worker.engine.config.cache import LayerGroup
 from tokenmill_worker.engine.kv.sizing import MemoryShape
 from tokenmill_worker.engine.sampling.penalties import Histories, HistoryIndex
 from tokenmill_worker.engine.sampling.transfer import to_device

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from tokenmill_schemas.generation import TokenLogprob
-from tokenmill_worker.engine.cache_config import CacheConfig, first_visible
+from tokenmill_worker.engine.config.cache import CacheConfig, first_visible
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
 

@@ -19,8 +19,8 @@ from tests.engine.scheduler.fake_device import (
 )
 from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup, Window
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import CacheConfig, LayerGroup, Window
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.scheduler.step_builder import Proposer

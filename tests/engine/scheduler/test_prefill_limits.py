@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
 from tests.engine.scheduler.test_limits import chunks, endless, prompt
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.prefill_limits import PrefillLimits
 from tokenmill_worker.engine.plan import ScheduledSequence
-from tokenmill_worker.engine.prefill_limits import PrefillLimits
 from tokenmill_worker.engine.sequence import Sequence
 
 # (steps before it arrives, tokens of the prompt, tokens of the answer)

@@ -21,7 +21,7 @@ from tests.engine.scheduler.fake_device import expected_tokens
 from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.plan import Draft, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import RequestError

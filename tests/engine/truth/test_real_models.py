@@ -16,7 +16,7 @@ from tests.engine.truth import expected
 from tests.engine.truth.expected import Expected
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.model.model_files import ModelNotFoundError, resolve
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -25,9 +25,9 @@ from tokenmill_worker.engine.types import (
 )
 
 if TYPE_CHECKING:
+    from tokenmill_worker.engine.direct.batched_model import BatchedModel, ContinuousBatchingConfig
+    from tokenmill_worker.engine.direct.manager import ContinuousBatchingManager
     from tokenmill_worker.engine.engine import Engine
-    from tokenmill_worker.engine.generation import BatchedModel, ContinuousBatchingConfig
-    from tokenmill_worker.engine.manager import ContinuousBatchingManager
 
 __all__ = [
     "BatchedModel",
@@ -54,9 +54,9 @@ __all__ = [
 
 
 _HOMES = {
-    "BatchedModel": "generation",
-    "ContinuousBatchingConfig": "generation",
-    "ContinuousBatchingManager": "manager",
+    "BatchedModel": "direct.batched_model",
+    "ContinuousBatchingConfig": "direct.batched_model",
+    "ContinuousBatchingManager": "direct.manager",
     "Engine": "engine",
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tokenmill_worker.engine.attention import AttentionMetadata
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.machine import available_memory
+from tokenmill_worker.engine.config.machine import available_memory
 from tokenmill_worker.engine.plan import ScheduledSequence
 from tokenmill_worker.engine.sampling.draws import Kernel
 

@@ -21,7 +21,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cuda.attention.flash import FlashAttention, FlashLibrary, flash_refusal
 from tokenmill_worker.engine.cuda.attention.token_major import without_garbage
 from tokenmill_worker.engine.cuda.attention.torch_varlen import (

@@ -22,7 +22,7 @@ from tests.engine.attention.cases import (
     round_as_stored,
 )
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 
 pytest.importorskip("triton")
 from tokenmill_worker.engine.cuda.attention.launch_plan import Launch, plan_launch

@@ -6,7 +6,7 @@ every ragged mix of prefill chunks and decodes its result must equal that of the
 A layer group sees the pool as `[num_blocks, num_layers, 2, *block_shape]`: a block has all its
 layers side by side. `block_shape` is the backend's choice, e.g.
 `(block_size, num_kv_heads, head_dim)`. The view of one layer is `[num_blocks, 2, *block_shape]`,
-whose blocks need not be adjacent. A *block* here is a kernel block of `cache_config`.
+whose blocks need not be adjacent. A *block* here is a kernel block of `config.cache`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionShape,
     stored_as,
 )
-from tokenmill_worker.engine.cache_config import Window, first_visible
+from tokenmill_worker.engine.config.cache import Window, first_visible
 
 # decodes share one batch while the longest is at most this much longer than the shortest
 MAX_PADDING = 1.25

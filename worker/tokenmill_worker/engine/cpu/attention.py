@@ -27,7 +27,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cpu.kernels.library import load
 from tokenmill_worker.engine.cpu.kernels.program import Caller
 from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError

@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from tokenmill_worker.engine.attention import choose
-from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.device import CudaDevice
 from tokenmill_worker.engine.device import Device

@@ -20,7 +20,7 @@ import torch
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.execution.inputs import InputBuilder
 from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.kv.tensors import KVCachePool

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionMetadata
-from tokenmill_worker.engine.cache_config import CacheConfig
+from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.device import Device, RepeatedInputs, StepInputs
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import Sequence

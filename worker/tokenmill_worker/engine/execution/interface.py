@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.plan import Draft, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Lookahead, Scheduler
 from tokenmill_worker.engine.sequence import Sequence

@@ -13,15 +13,15 @@ from typing import Literal
 import torch
 
 from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import CacheConfig
+from tokenmill_worker.engine.config.machine import available_memory
 from tokenmill_worker.engine.device import Device
 from tokenmill_worker.engine.kv.sizing import (
     DoesNotFitError,
     MemoryShape,
     solve,
 )
-from tokenmill_worker.engine.machine import available_memory
 from tokenmill_worker.engine.model.loader import LoadedModel
 from tokenmill_worker.engine.model.paged_attention import Probe
 from tokenmill_worker.engine.model.recurrent_states import STATE_SLOTS

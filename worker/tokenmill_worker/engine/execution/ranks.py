@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.config.cache import CacheConfig
 
 log = logging.getLogger(__name__)
 

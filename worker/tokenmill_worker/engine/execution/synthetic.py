@@ -23,10 +23,10 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
-from tokenmill_worker.engine.cache_config import CacheConfig, LayerGroup
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import CacheConfig, LayerGroup
 from tokenmill_worker.engine.execution.interface import RunnerInfo
-from tokenmill_worker.engine.generation_config import read_defaults
+from tokenmill_worker.engine.model.generation_config import read_defaults
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
-from tokenmill_worker.engine.cache_config import CacheConfig, most_blocks
+from tokenmill_worker.engine.config.cache import CacheConfig, most_blocks
 from tokenmill_worker.engine.kv.block_pool import BlockPool
 from tokenmill_worker.engine.kv.host_tier import HostTier
 from tokenmill_worker.engine.kv.prefix_cache import (

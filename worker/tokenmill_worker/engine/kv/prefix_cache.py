@@ -14,7 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import lcm
 
-from tokenmill_worker.engine.cache_config import Window, first_visible
+from tokenmill_worker.engine.config.cache import Window, first_visible
 from tokenmill_worker.engine.sequence import Sequence
 
 _DIGEST_BYTES = 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from tokenmill_worker.engine.cache_config import LayerGroup, most_blocks, numbers_in_block
+from tokenmill_worker.engine.config.cache import LayerGroup, most_blocks, numbers_in_block
 
 _RESERVED = 1  # NULL_BLOCK
 

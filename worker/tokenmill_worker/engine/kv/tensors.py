@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.cache_config import LayerGroup, numbers_in_block
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import LayerGroup, numbers_in_block
 from tokenmill_worker.engine.device import Device
 
 _DTYPES = {

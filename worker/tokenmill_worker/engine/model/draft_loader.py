@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from tokenmill_worker.engine.attention import AttentionBackend, why_not
-from tokenmill_worker.engine.cache_config import with_drafts
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import with_drafts
 from tokenmill_worker.engine.model import model_files
 from tokenmill_worker.engine.model.loader import LoadedModel, load_model
 from tokenmill_worker.engine.model.vocabulary import differing_token, has_tokenizer

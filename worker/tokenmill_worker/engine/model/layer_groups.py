@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill_worker.engine.attention import AttentionShape
-from tokenmill_worker.engine.cache_config import LayerGroup, Window, with_common_blocks
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.config.cache import LayerGroup, Window, with_common_blocks
 from tokenmill_worker.engine.model.paged_attention import LayerTrait, Probe
 from tokenmill_worker.engine.model.probe import is_served, window_of
 

@@ -20,10 +20,9 @@ from transformers import AutoConfig
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.attention import AttentionShape, KVScales, choose
-from tokenmill_worker.engine.cache_config import LayerGroup
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config.cache import LayerGroup
 from tokenmill_worker.engine.device import Device, FusedPass
-from tokenmill_worker.engine.generation_config import GenerationDefaults, read_defaults
 from tokenmill_worker.engine.model import (
     counted_positions,
     kv_scales,
@@ -34,6 +33,7 @@ from tokenmill_worker.engine.model import (
     verify,
 )
 from tokenmill_worker.engine.model.checkpoint import quantization_of, read_checkpoint
+from tokenmill_worker.engine.model.generation_config import GenerationDefaults, read_defaults
 from tokenmill_worker.engine.model.layer_groups import (
     Layers,
     describe_layers,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenmill_worker.engine.cache_config import Window
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.model.paged_attention import StepHolder, mask_code_of
 
 _BIAS_DIMENSIONS = 8  # two are used; attention kernels take head sizes that are multiples of 8

@@ -23,7 +23,7 @@ from tokenmill_worker.engine.attention import (
     AttentionShape,
     KVScales,
 )
-from tokenmill_worker.engine.cache_config import LayerGroup, Window
+from tokenmill_worker.engine.config.cache import LayerGroup, Window
 from tokenmill_worker.engine.model.recurrent_states import LayerStates, RecurrentStep, RunLayer
 
 IMPLEMENTATION = "tokenmill"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tokenmill_worker.engine.cache_config import Window, first_visible
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.config.cache import Window, first_visible
 from tokenmill_worker.engine.model.own_attention import attends_by_itself
 from tokenmill_worker.engine.model.paged_attention import (
     CAUSAL,

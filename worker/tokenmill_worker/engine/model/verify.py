@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tokenmill_worker.engine.attention import AttentionBackend, AttentionMetadata
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.cache_config import Window
 from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.model import recurrent_layers
 from tokenmill_worker.engine.model.layer_groups import Layers, group_layers, shapes_of
 from tokenmill_worker.engine.model.paged_attention import (

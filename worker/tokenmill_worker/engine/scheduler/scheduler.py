@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.cache_config import CacheConfig
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.kv.manager import KVManager
 from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler.admission import num_for_urgent

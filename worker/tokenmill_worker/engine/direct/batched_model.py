@@ -19,9 +19,9 @@ import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.direct.manager import ContinuousBatchingManager
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError
-from tokenmill_worker.engine.manager import ContinuousBatchingManager
 from tokenmill_worker.engine.requests.results import RequestOutput
 from tokenmill_worker.engine.types import SchedulingPolicy
 

@@ -9,7 +9,7 @@ import pytest
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
-from tokenmill_worker.engine.generation_config import FILE, read_defaults
+from tokenmill_worker.engine.model.generation_config import FILE, read_defaults
 
 QWEN = {
     "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],

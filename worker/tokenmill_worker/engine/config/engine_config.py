@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tokenmill_schemas.generation import LogprobsMode
-from tokenmill_worker.engine.machine import total_memory
-from tokenmill_worker.engine.name_table import read_table
-from tokenmill_worker.engine.prefill_limits import PrefillLimits
-from tokenmill_worker.engine.setting_fields import choices, setting
+from tokenmill_worker.engine.config.machine import total_memory
+from tokenmill_worker.engine.config.name_table import read_table
+from tokenmill_worker.engine.config.prefill_limits import PrefillLimits
+from tokenmill_worker.engine.config.setting_fields import choices, setting
 from tokenmill_worker.engine.types import SchedulingPolicy
 
 GIB = 1 << 30

@@ -12,11 +12,11 @@ from tokenmill_worker.engine import (
     ContinuousBatchingConfig,
     EngineConfig,
     EngineError,
-    generation,
 )
-from tokenmill_worker.engine.generation import sampling_params
+from tokenmill_worker.engine.direct import batched_model
+from tokenmill_worker.engine.direct.batched_model import sampling_params
 
-GUIDE = Path(__file__).parents[2] / "ops" / "guides" / "engine.md"
+GUIDE = Path(__file__).parents[3] / "ops" / "guides" / "engine.md"
 PROMPTS = [[5, 6, 7], [8, 9], list(range(10, 60))]
 CONFIG = GenerationConfig(max_new_tokens=12, eos_token_id=2)
 
@@ -101,7 +101,7 @@ def test_no_field_of_a_generation_config_is_silently_ignored():
     """Each is taken, refused, or changes no answer; a later Transformers may add some."""
     names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     refused = {name for name in names if f" {name}=7" in refusal(**{name: 7})}
-    assert names - refused == generation._TAKEN | generation._WITHOUT_EFFECT
+    assert names - refused == batched_model._TAKEN | batched_model._WITHOUT_EFFECT
     assert len(refused) > 40
     assert not refusal(max_length=7, max_new_tokens=7)
 
