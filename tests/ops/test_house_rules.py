@@ -7,9 +7,11 @@ import pytest
 from ops.tools.house_rules import (
     MAX_COLUMNS,
     MAX_LINES,
+    MAX_MODULES,
     REGISTRY_HOSTS,
     dangerous_reads,
     docstrings_without_subject,
+    large_roots,
     problems,
 )
 
@@ -29,6 +31,14 @@ def test_long_sources_are_found(tmp_path: Path) -> None:
     assert list(problems(path, "long.py")) == [
         f"long.py: {MAX_LINES + 1} lines, {MAX_LINES} at most"
     ]
+
+
+def test_large_roots_are_found() -> None:
+    folder, most = next(iter(MAX_MODULES.items()))
+    names = [f"{folder}/part_{number}.py" for number in range(most)]
+    assert list(large_roots([*names, f"{folder}/room/part.py", f"{folder}/notes.md"])) == []
+    (found,) = large_roots([*names, f"{folder}/more.py"])
+    assert found == f"{folder}: {most + 1} modules, {most} at most: move some to a room"
 
 
 @pytest.mark.parametrize("suffix", ["h", "cpp", "lua"])
