@@ -1,4 +1,4 @@
-"""Free memory as the machine and its container tell it."""
+"""The cache is sized by the memory that is free."""
 
 from __future__ import annotations
 
@@ -9,32 +9,12 @@ import torch
 
 from tests.engine.truth import tiny_models
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
-from tokenmill_worker.engine.config import EngineConfig, machine
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import GraphSizes
 from tokenmill_worker.engine.execution import memory
 from tokenmill_worker.engine.model.loader import load_model
-
-
-def test_free_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
-    table = tmp_path / "meminfo"
-    table.write_text("MemTotal:       24000000 kB\nMemAvailable:   1000 kB\n")
-    assert machine.meminfo(table, "MemAvailable") == 1_024_000
-    assert machine.meminfo(tmp_path / "missing", "MemAvailable") is None
-    assert CpuDevice().free_memory() > 1 << 20
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert machine.cgroup_rooms(tmp_path) == []
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("2000\n")
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory/memory.limit_in_bytes").write_text("1000\n")
-    (tmp_path / "memory/memory.usage_in_bytes").write_text("1500\n")
-    assert machine.cgroup_rooms(tmp_path) == [3000, 0]
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.cgroup_rooms(tmp_path) == [0]
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(0.01, 0.01), (None, 4.0)])
