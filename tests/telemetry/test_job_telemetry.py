@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from tests.publish.support import admit, event
+from tests.record.support import finished
 from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import Capacity, EngineStats
 from tokenmill_worker.telemetry import Metrics
@@ -49,3 +50,16 @@ async def test_every_step_is_counted_at_its_own_time(ask: Callable[[JobTelemetry
     assert observer.tokens.total == 3
     ask(observer)
     assert observer.tokens.total == 3, "each once"
+
+
+def test_lines_of_batches_are_logged_together(caplog: pytest.LogCaptureFixture) -> None:
+    observer = JobTelemetry(Metrics(), None, queue="q", worker_id="w1")
+    line = finished()  # its request has a batch
+    caplog.set_level("INFO")
+    observer.recorded([line])
+    observer.recorded([line, line])
+    assert caplog.records == []
+    observer.log_lines()
+    observer.log_lines()
+    (record,) = caplog.records
+    assert (record.message, record.__dict__["jobs"]) == ("Lines of batches succeeded", 3)

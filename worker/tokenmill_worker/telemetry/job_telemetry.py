@@ -56,6 +56,7 @@ class JobTelemetry:
         )
         self.redis_round_trips: Counter[str] = Counter()
         self.redis_failures: Counter[str] = Counter()
+        self._num_lines = 0  # of batches, that succeeded and are not logged yet
         self._tenant_tokens: Counter[str] = Counter()
         self._tenant_rates: dict[str, RollingRate] = {}
 
@@ -143,9 +144,8 @@ class JobTelemetry:
 
     def recorded(self, finished: Sequence[FinishedJob]) -> None:
         """Record jobs whose rows are committed. Of the lines of batches, which come by the million,
-        only failed ones are logged by name.
+        only failed ones are logged by name, and the others are counted for `log_lines`.
         """
-        num_lines = 0
         for item in finished:
             result = item.result
             priority = item.request.priority.value if item.request is not None else ""
@@ -156,12 +156,10 @@ class JobTelemetry:
                 stamps.request = stamps.request or item.request
                 trace_id = self._export(stamps, item, "")
             is_line = _is_good_line(item)
-            num_lines += is_line
+            self._num_lines += is_line
             level = logging.DEBUG if is_line else logging.INFO
             if log.isEnabledFor(level):
                 log.log(level, "Job %s", result.status.value, extra=_fields(item, trace_id))
-        if num_lines:
-            log.info("Lines of batches succeeded", extra={"jobs": num_lines})
 
     # ── reports of JobStream ──
 
@@ -175,6 +173,12 @@ class JobTelemetry:
         self._metrics.refusals.labels(call).inc(count)
 
     # ── numbers for the heartbeat ──
+
+    def log_lines(self) -> None:
+        """Log how many lines of batches succeeded since the last call, if any did."""
+        if self._num_lines:
+            log.info("Lines of batches succeeded", extra={"jobs": self._num_lines})
+            self._num_lines = 0
 
     def forget_all_but(self, held: Container[str]) -> None:
         """Drop the timestamps of jobs that are not in `held`. Jobs whose end SQL had already leave

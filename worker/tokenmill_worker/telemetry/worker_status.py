@@ -96,6 +96,7 @@ class StatusReporter:
         parts, observer = self._parts, self._parts.observer
         stats, health = parts.service.health.stats, parts.service.health
         observer.forget_all_but({*parts.stream.owned, *parts.finalizer.held_ids})
+        observer.log_lines()
         return WorkerStatus(
             worker_id=parts.settings.worker_name,
             model=self._model
