@@ -57,6 +57,16 @@ async def test_a_living_worker_keeps_its_jobs_for_any_time(queue: Queue) -> None
         assert await other.claim(1) == []
 
 
+async def test_orphans_are_freed_after_the_servers_clock_went_back(queue: Queue) -> None:
+    job = await queue.submit()
+    await queue.worker("w1").claim(1)
+    await die(queue, "w1")
+    ahead = int(time.time() * 1000) + 3_600_000
+    times = {"swept_ms": ahead, "sweep_from_ms": ahead}
+    await queue.redis.hset(queue.keys.meta, mapping=times)
+    assert [d.job_id for d in await queue.worker("w2").claim(1)] == [job]
+
+
 async def test_a_busy_worker_frees_orphans_for_others(queue: Queue) -> None:
     """A worker that sends heartbeats sweeps; no claim is needed for it."""
     job = await queue.submit()
@@ -104,6 +114,14 @@ async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
     assert [d.job_id for d in got] == jobs
     assert {d.crashes for d in got} == {0}
     assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.owned("w1"))
+
+
+async def test_one_claim_takes_all_returned_jobs_that_have_room(queue: Queue) -> None:
+    await queue.client.submit_many([{"prompt": "x"}] * 70)
+    first, second = queue.worker("w1"), queue.worker("w2")
+    await first.claim(70)
+    await first.resign()
+    assert len(await second.claim(70)) == 70
 
 
 async def test_the_first_of_two_namesakes_is_replaced_by_the_second(queue: Queue) -> None:

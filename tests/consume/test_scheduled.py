@@ -101,6 +101,17 @@ async def test_an_attempt_that_waits_is_no_backlog(queue: Queue) -> None:
     assert await backlog(queue) == (0, 0, 0)
 
 
+async def test_a_job_that_is_given_back_is_the_same_backlog_again(queue: Queue) -> None:
+    await queue.submit(max_tokens=10)
+    before = await backlog(queue)
+    worker = queue.worker()
+    (delivery,) = await worker.claim(2)  # which finds its stream empty afterwards
+    assert await worker.release([(delivery.job_id, delivery.token, False)]) == [True]
+    assert await backlog(queue) == before
+    assert await worker.claim(0) == []
+    assert await backlog(queue) == before
+
+
 async def test_an_expired_one_leaves_the_counters_alone(queue: Queue) -> None:
     job = await in_a_week(queue, deadline=2 * WEEK_S)
     await queue.pass_deadline(job)

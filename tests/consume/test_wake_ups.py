@@ -152,6 +152,23 @@ async def test_all_workers_wake_up_when_the_chosen_one_has_no_room(queue: Queue)
         assert await receiver.received() == ["bell"]
 
 
+async def test_all_workers_wake_up_for_a_job_that_comes_back(queue: Queue) -> None:
+    job, worker, other = await queue.submit(), queue.worker("w1"), queue.worker("w2")
+    async with WakeUpReceiver(queue) as receiver:
+        await receiver.open()
+        await worker.claim(1)
+        await worker.resign()
+        assert await receiver.received() == ["bell"]
+        await worker.resign()
+        assert await receiver.received() == [], "it owned no job"
+        await worker.claim(1)
+        await queue.redis.delete(queue.keys.worker("w1"))
+        await other.claim(0)  # sweeps
+        assert await receiver.received() == ["bell"]
+        await queue.client.cancel(job)
+        assert await receiver.received() == ["bell"], "a worker is to end it"
+
+
 async def test_a_thousand_jobs_at_once_wake_each_worker_once(queue: Queue) -> None:
     names = [f"w{number}" for number in range(20)]
     async with WakeUpReceiver(queue) as receiver:

@@ -143,7 +143,7 @@ local function sweep(now, interval_ms, lease_ms, returns)
   local last, from = number(swept[1], 0), number(swept[2], 0)
   if now >= last and now - last < interval_ms then return 0 end
   redis.call('HSET', meta, 'swept_ms', whole(now))
-  if returns and last > 0 and now - last >= math.max(OUTAGE_AFTER_LEASE_SHARE * lease_ms,
+  if returns and now - last >= math.max(OUTAGE_AFTER_LEASE_SHARE * lease_ms,
     2 * interval_ms) then
     redis.call('HSET', meta, 'sweep_from_ms', whole(now + lease_ms))
     return 0
