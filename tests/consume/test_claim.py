@@ -146,6 +146,22 @@ async def test_a_full_reply_leaves_the_rest_for_the_next_call(queue: Queue) -> N
     got = [[d.job_id for d in await worker.claim(5)] for _ in range(3)]
     assert [len(part) for part in got] == [2, 2, 1]
     assert sorted(job for part in got for job in part) == sorted(jobs)
+    await worker.resign()
+    heir = queue.worker("w2", max_claim_bytes=100_000)
+    returned = [[d.job_id for d in await heir.claim(5)] for _ in range(3)]
+    assert [len(part) for part in returned] == [2, 2, 1]
+    restarted = queue.worker("w2", max_claim_bytes=100_000)
+    for num_known in (2, 4, 5):  # each heartbeat finds the jobs that it does not know yet
+        await restarted.heartbeat(WorkerStatus(worker_id="w2"))
+        await restarted.claim(0)
+        assert len(restarted.owned) == num_known
+    assert set(restarted.owned) == set(jobs)
+
+
+async def test_a_reply_may_be_exactly_as_large_as_allowed(queue: Queue) -> None:
+    jobs = await queue.client.submit_many([{"prompt": "x"}] * 2)
+    sizes = [await queue.redis.hstrlen(queue.keys.job(job), "request") for job in jobs]
+    assert len(await queue.worker(max_claim_bytes=sum(sizes)).claim(2)) == 2
 
 
 async def test_entries_made_by_hand_are_adopted_or_dropped(queue: Queue) -> None:
@@ -171,8 +187,10 @@ async def test_a_lost_claim_reply_costs_one_heartbeat(queue: Queue) -> None:
         "w1"
     )  # holds nothing in its memory, as if the reply had been lost
     await restarted_view.heartbeat(WorkerStatus(worker_id="w1"))
+    await queue.redis.sadd(queue.keys.owned("w1"), "gone")
     (again,) = await restarted_view.claim(0)
     assert (again.job_id, again.deliveries) == (job, 1)
+    assert await queue.redis.smembers(queue.keys.owned("w1")) == {job.encode()}
     assert await restarted_view.claim(1) == []
 
 

@@ -116,6 +116,16 @@ async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
     assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.owned("w1"))
 
 
+async def test_a_job_whose_hash_is_gone_keeps_no_other_from_returning(queue: Queue) -> None:
+    gone, other = await queue.client.submit_many([{"prompt": "x"}] * 2)
+    worker = queue.worker("w1")
+    await worker.claim(2)
+    await queue.redis.delete(queue.keys.job(gone))
+    assert await worker.resign() == 2
+    assert not await queue.redis.exists(queue.keys.job(gone))
+    assert [d.job_id for d in await queue.worker("w2").claim(2)] == [other]
+
+
 async def test_one_claim_takes_all_returned_jobs_that_have_room(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 70)
     first, second = queue.worker("w1"), queue.worker("w2")
@@ -153,13 +163,14 @@ async def test_a_namesake_that_starts_anew_gives_back_what_the_last_one_held(que
     assert (again.job_id, again.crashes, again.alone) == (job, 1, True)
 
 
-async def test_a_crash_in_company_suspects_all_and_condemns_none(queue: Queue) -> None:
+async def test_a_crash_in_company_suspects_all_and_condemns_none_yet(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
-    worker = queue.worker(max_solo_crashes=1)
+    worker = queue.worker(max_solo_crashes=1, max_crashes=4)
     for crashes in range(4):
         got = await worker.claim(2)
         assert {(d.crashes, d.outcome) for d in got} == {(crashes, "run")}
         await worker.release([(d.job_id, d.token, True) for d in got])
+    assert {(d.crashes, d.outcome) for d in await worker.claim(2)} == {(4, "dead")}
 
 
 async def test_a_job_that_crashes_alone_repeatedly_is_dead_and_can_be_redriven(

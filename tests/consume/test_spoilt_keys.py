@@ -76,6 +76,18 @@ async def test_a_job_whose_log_is_none_begins_again_elsewhere(queue: Queue) -> N
     assert await ends_of(queue, job.job_id) == [1]
 
 
+async def test_a_log_that_was_emptied_is_made_anew(queue: Queue) -> None:
+    """The empty stream still refuses the numbers that it had before."""
+    worker, job, _ = await two_running(queue)
+    await queue.redis.xtrim(queue.keys.log(job.job_id), maxlen=0)
+    assert await worker.release([(job.job_id, job.token, False)]) == [True]
+    heir = queue.worker("w2")
+    (found,) = await heir.claim(1)
+    assert await appended(heir, [token(found, 0)]) == [(GAP, 0)]
+    assert await appended(heir, [token(found, 0)]) == [(OK, 1)]
+    assert await ends_of(queue, job.job_id) == [1]
+
+
 async def test_what_is_wrong_with_the_server_is_not_a_jobs_doing(queue: Queue) -> None:
     worker, job, _ = await two_running(queue)
     await queue.redis.config_set("maxmemory", 1)
