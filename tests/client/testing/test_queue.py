@@ -69,6 +69,13 @@ def test_a_scripted_answer_streams_and_ends(queue: InMemoryQueue, client: Client
     assert client.depth().running == 0
 
 
+def test_a_scheduled_job_is_answered_once_it_is_due(client: Client) -> None:
+    job = client.submit(prompt="later", not_before=time.time() + 0.2)
+    assert client.status(job).status is JobStatus.SCHEDULED
+    assert client.result(job, timeout=WAIT_S).text == "ok"
+    assert client.depth().num_queued == 0
+
+
 def test_thoughts_and_tool_calls_are_scripted(queue: InMemoryQueue, client: Client) -> None:
     answer = Answer(
         "I look.",
