@@ -42,6 +42,14 @@ async def test_a_job_that_was_never_dead_keeps_its_deadline(queue: Queue) -> Non
     assert not delivery.is_redriven
 
 
+async def test_letters_older_than_their_ttl_are_dropped_when_another_is_added(queue: Queue) -> None:
+    await queue.redis.xadd(queue.keys.dead, {"job": "old"}, id="1-0")
+    (job,) = await dead(queue)
+    assert [letter[b"job"] for _, letter in await queue.redis.xrange(queue.keys.dead)] == [
+        job.encode()
+    ]
+
+
 async def bury_strangers(queue: Queue, count: int) -> None:
     """Entries of jobs whose hashes are gone."""
     async with queue.redis.pipeline(transaction=False) as pipeline:
