@@ -78,19 +78,6 @@ async def test_a_busy_worker_frees_orphans_for_others(queue: Queue) -> None:
     assert [d.job_id for d in await queue.worker("w3").claim(1)] == [job]
 
 
-async def test_a_heartbeat_replies_with_lost_and_cancelled_jobs(queue: Queue) -> None:
-    kept, cancelled, lost = await queue.client.submit_many([{"prompt": "x"}] * 3)
-    worker = queue.worker()
-    tokens = {d.job_id: d.token for d in await worker.claim(3)}
-    await queue.client.cancel(cancelled)
-    await queue.redis.hset(queue.keys.job(lost), "token", "9" * 14)
-    reply = await worker.heartbeat(status())
-    assert (reply.cancelled, reply.lost) == ((cancelled,), (lost,))
-    assert (await worker.heartbeat(status())).lost == ()
-    assert set(worker.owned) == {kept, cancelled}
-    await worker.release([(job, tokens[job], False) for job in (kept, cancelled)])
-
-
 async def test_a_drained_job_is_claimable_at_once_and_unsuspected(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 20)
     first = queue.worker("w1")
