@@ -2,14 +2,18 @@
 sentence and never leaves such a field out.
 """
 
+import json
 from typing import Any, Literal
 
 import msgspec
 import pytest
 
+from tests.schemas.recording import FOLDER
+from tests.schemas.samples import PARAMS, REQUEST
 from tokenmill.operations.job_request import build_request
 from tokenmill_schemas.chat import Message
 from tokenmill_schemas.codec import decode_request, encode
+from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest, wire_version
 from tokenmill_schemas.validation import problems
 
@@ -87,6 +91,19 @@ def test_a_request_of_a_newer_version_is_refused_with_both_versions() -> None:
     assert problems(JobRequest(job_id="a", prompt="x", v="two")) == [
         "v must be a version number, not 'two'"
     ]
+
+
+def test_every_field_that_version_1_lacks_needs_a_later_one() -> None:
+    """Its last recording has all that its workers read; they would leave out any other field."""
+    known = json.loads((FOLDER / "3" / "values.json").read_text(encoding="utf-8"))["request"]
+    for name in set(SamplingParams.__struct_fields__) - set(known["params"]):
+        params = SamplingParams(**{name: getattr(PARAMS, name)})
+        assert wire_version(JobRequest(job_id="a", prompt="x", params=params)) != 1, name
+    # other forms of the recording's `messages`, and what means nothing without `tools`
+    known |= dict.fromkeys(("prompt", "prompt_ids", "tool_choice", "parallel_tool_calls"))
+    for name in set(JobRequest.__struct_fields__) - set(known):
+        request = JobRequest(job_id="a", **{name: getattr(REQUEST, name)})
+        assert wire_version(request) != 1, name
 
 
 def test_the_version_is_the_least_that_is_needed() -> None:

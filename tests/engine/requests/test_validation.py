@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.schemas.samples import PARAMS
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.requests.validation import RequestValidator, choice_seed
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
@@ -48,6 +49,13 @@ def test_what_cannot_run_is_refused_with_its_name(prompt, params, code, says):
     with pytest.raises(RequestError, match=says) as caught:
         admit(prompt, **params)
     assert caught.value.code == code
+
+
+def test_nan_is_refused_in_every_parameter():
+    for name in SamplingParams.__struct_fields__:
+        if isinstance(getattr(PARAMS, name), float):
+            with pytest.raises(RequestError, match=name):
+                admit(**{name: float("nan")})
 
 
 def test_several_problems_are_listed_together():

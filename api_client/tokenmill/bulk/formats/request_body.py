@@ -11,17 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tokenmill.bulk.formats.responses_body import chat_of
+from tokenmill.bulk.formats.responses_body import SAMPLING, chat_of
 from tokenmill.operations.form_values import FormError, shown
 from tokenmill_schemas.openai import COMPLETIONS_URL, RESPONSES_URL
 
-_SAME: Final = (
-    "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n",
-    "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
-    "thinking_budget",
-    "logprobs_mode",
-    "stop", "logit_bias", "response_format",
-)  # fmt: skip
+_SAME: Final = (*SAMPLING, "n", "response_format")
 _LABELS: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",

@@ -11,12 +11,16 @@ from typing import Any, Final
 
 from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
 
-# names that mean the same in a chat: OpenAI's, then those that vLLM adds
+# sampling parameters that have one name in every form of a body and in a job: OpenAI's, then those
+# that vLLM adds
+SAMPLING: Final = (
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "logit_bias",
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
+    "thinking_budget", "logprobs_mode",
+)  # fmt: skip
+# names that mean the same in a chat
 _SAME: Final = frozenset({
-    "model", "temperature", "top_p", "parallel_tool_calls",
-    "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
-    "seed", "presence_penalty", "frequency_penalty", "logit_bias", "thinking_budget",
-    "logprobs_mode", "chat_template_kwargs",
+    *SAMPLING, "model", "parallel_tool_calls", "chat_template_kwargs",
     "stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention",
 })  # fmt: skip

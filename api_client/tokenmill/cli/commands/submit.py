@@ -13,6 +13,7 @@ from tokenmill.cli.output import complain, emit, say
 from tokenmill.cli.views.job_output import follow
 from tokenmill.client import Client
 from tokenmill.errors import InvalidRequest, TokenmillError
+from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import Priority
 
 _PROMPT, _SAMPLING, _JOB = "Prompt", "Sampling", "Job"
@@ -240,13 +241,13 @@ def _is_given(value: object) -> bool:
     return value is not None and value is not False and value != []
 
 
+# sampling parameters that are JSON, or have no option of their own
+_NOT_PLAIN = ("logit_bias", "response_format", "speculate", "top_logprobs")
+# options whose values `Client.submit` takes as they are
 _PLAIN = (
-    "lora", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-    "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "continue_final_message", "tool_choice", "thinking_budget", "logprobs", "logprobs_mode",
-    "prompt_logprobs", "echo", "n",
-    "priority", "tenant",
-    "idempotency_key", "deadline", "webhook",
+    *(name for name in SamplingParams.__struct_fields__ if name not in _NOT_PLAIN),
+    "continue_final_message", "tool_choice", "priority", "tenant", "idempotency_key", "deadline",
+    "webhook",
 )  # fmt: skip
 
 

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from tests.client.bulk.support import chat, completion
+from tests.support.pages import GUIDES
 from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.bulk.formats.request_body import fields_of
+from tokenmill.bulk.formats.responses_body import SAMPLING
 from tokenmill_schemas.chat import Message, TextPart
-from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
 
@@ -47,6 +49,17 @@ def test_a_chat_becomes_a_bulk_job_without_chunks() -> None:
     )
     assert (params.max_tokens, params.presence_penalty) == (4, 1.0)
     assert job.metadata["custom_id"] == "a"
+
+
+def test_each_sampling_parameter_has_a_name_in_a_body() -> None:
+    """The others have another form in a body, or none."""
+    other = {
+        "max_tokens", "n", "logprobs", "top_logprobs", "response_format", "echo",
+        "prompt_logprobs", "speculate", "lora",
+    }  # fmt: skip
+    assert set(SAMPLING) == set(SamplingParams.__struct_fields__) - other
+    page = (GUIDES / "bulk.md").read_text(encoding="utf-8")
+    assert [name for name in SAMPLING if f"`{name}`" not in page] == []
 
 
 def test_the_newer_name_of_max_tokens_wins_and_nulls_ask_for_nothing() -> None:
