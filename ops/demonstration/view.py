@@ -25,7 +25,7 @@ LINE_WIDTH = 90
 
 
 @dataclass(slots=True)
-class Answer:
+class JobView:
     """One job with its text and state so far."""
 
     question: Question
@@ -51,7 +51,7 @@ class Panels:
     """Shows each answer in a panel of its own, which rich redraws 12 times a second."""
 
     def __init__(self, questions: Sequence[Question], console: Console) -> None:
-        self._answers = [Answer(question) for question in questions]
+        self._jobs = [JobView(question) for question in questions]
         self._started = time.monotonic()
         self._live = Live(self, console=console, refresh_per_second=12, transient=False)
         self._spinner = Spinner("dots")
@@ -69,34 +69,34 @@ class Panels:
         self._live.stop()
 
     def token(self, index: int, text: str, num_tokens: int) -> None:
-        answer = self._answers[index]
-        answer.text += text
-        answer.num_tokens += num_tokens
-        answer.state = "running"
+        job = self._jobs[index]
+        job.text += text
+        job.num_tokens += num_tokens
+        job.state = "running"
 
     def ended(self, index: int, state: str) -> None:
-        self._answers[index].state = state
+        self._jobs[index].state = state
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         per_row = max(1, min(3, options.max_width // MIN_PANEL_WIDTH))
         width = options.max_width // per_row
-        num_rows = -(-len(self._answers) // per_row)
+        num_rows = -(-len(self._jobs) // per_row)
         height = (
             console.height - 2
         ) // num_rows  # less the status line and the cursor's line below it
         num_lines = max(MIN_TEXT_LINES, min(MAX_TEXT_LINES, height - 2))
-        panels = [self._panel(answer, width, num_lines) for answer in self._answers]
+        panels = [self._panel(job, width, num_lines) for job in self._jobs]
         yield Group(Columns(panels, width=width, padding=0), self._status(console))
 
-    def _panel(self, answer: Answer, width: int, num_lines: int) -> Panel:
-        lines = textwrap.wrap(answer.text, width - 4, drop_whitespace=True) or [""]
+    def _panel(self, job: JobView, width: int, num_lines: int) -> Panel:
+        lines = textwrap.wrap(job.text, width - 4, drop_whitespace=True) or [""]
         shown = lines[-num_lines:]
-        colour = {"queued": "dim", "running": "cyan", "succeeded": "green"}.get(answer.state, "red")
+        colour = {"queued": "dim", "running": "cyan", "succeeded": "green"}.get(job.state, "red")
         return Panel(
             Text("\n".join(shown)),
-            title=Text(answer.question.text, overflow="ellipsis", no_wrap=True),
+            title=Text(job.question.text, overflow="ellipsis", no_wrap=True),
             title_align="left",
-            subtitle=f"{answer.question.priority} · {answer.state} · {answer.num_tokens} tokens",
+            subtitle=f"{job.question.priority} · {job.state} · {job.num_tokens} tokens",
             subtitle_align="right",
             border_style=colour,
             width=width,
@@ -105,11 +105,11 @@ class Panels:
 
     def _status(self, console: Console) -> Text:
         seconds = time.monotonic() - self._started
-        tokens = sum(answer.num_tokens for answer in self._answers)
-        open_answers = sum(answer.state in ("queued", "running") for answer in self._answers)
+        tokens = sum(job.num_tokens for job in self._jobs)
+        open_jobs = sum(job.state in ("queued", "running") for job in self._jobs)
         line = f"{tokens} tokens in {seconds:.1f} s, {tokens / max(seconds, 0.1):.0f} tokens/s"
-        if open_answers:
-            line = f"{self._spinner.render(console.get_time())} {line}, {open_answers} answers open"
+        if open_jobs:
+            line = f"{self._spinner.render(console.get_time())} {line}, {open_jobs} jobs open"
         return Text(line, no_wrap=True, overflow="ellipsis")
 
 
@@ -117,13 +117,13 @@ class Lines:
     """Prints answers line by line, with the time and the job's number, for logs and pipes."""
 
     def __init__(self, questions: Sequence[Question], console: Console) -> None:
-        self._answers = [Answer(question) for question in questions]
+        self._jobs = [JobView(question) for question in questions]
         self._console = console
         self._started = time.monotonic()
 
     def __enter__(self) -> Self:
-        for number, answer in enumerate(self._answers, 1):
-            self._print(number, f"? {answer.question.text}")
+        for number, job in enumerate(self._jobs, 1):
+            self._print(number, f"? {job.question.text}")
         return self
 
     def __exit__(
@@ -135,23 +135,23 @@ class Lines:
         pass
 
     def token(self, index: int, text: str, num_tokens: int) -> None:
-        answer = self._answers[index]
-        answer.text += text
-        answer.num_tokens += num_tokens
-        waiting = answer.text[answer.printed :]
+        job = self._jobs[index]
+        job.text += text
+        job.num_tokens += num_tokens
+        waiting = job.text[job.printed :]
         if len(waiting) >= LINE_WIDTH or "\n" in waiting:
             self._flush(index)
 
     def ended(self, index: int, state: str) -> None:
         self._flush(index)
-        self._print(index + 1, f"= {state}, {self._answers[index].num_tokens} tokens")
+        self._print(index + 1, f"= {state}, {self._jobs[index].num_tokens} tokens")
 
     def _flush(self, index: int) -> None:
-        answer = self._answers[index]
-        for line in answer.text[answer.printed :].splitlines():
+        job = self._jobs[index]
+        for line in job.text[job.printed :].splitlines():
             if line.strip():
                 self._print(index + 1, f"  {line.strip()}")
-        answer.printed = len(answer.text)
+        job.printed = len(job.text)
 
     def _print(self, number: int, text: str) -> None:
         seconds = time.monotonic() - self._started

@@ -31,7 +31,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StageResult:
     """The end of a stage, its seconds, and the lines that it wrote for the table."""
 
     name: str
@@ -42,21 +42,23 @@ class Outcome:
 
 def run_stages(
     stages: Sequence[Stage], out: Path, environment: Mapping[str, str], limit_s: float
-) -> list[Outcome]:
+) -> list[StageResult]:
     """Run every stage; all of them together end within `limit_s` seconds."""
-    until, outcomes = time.monotonic() + limit_s, []
+    until, results = time.monotonic() + limit_s, []
     for stage in stages:
         left = until - time.monotonic()
         if left < LEAST_S:
-            outcomes.append(Outcome(stage.name, "no time was left", 0.0, ()))
+            results.append(StageResult(stage.name, "no time was left", 0.0, ()))
             continue
         print(f"[gpu-check] {stage.name}: at most {min(stage.limit_s, left):.0f} s", flush=True)
-        outcomes.append(run_stage(stage, out, environment, min(stage.limit_s, left)))
-        print(f"[gpu-check] {stage.name}: {outcomes[-1].said}", flush=True)
-    return outcomes
+        results.append(run_stage(stage, out, environment, min(stage.limit_s, left)))
+        print(f"[gpu-check] {stage.name}: {results[-1].said}", flush=True)
+    return results
 
 
-def run_stage(stage: Stage, out: Path, environment: Mapping[str, str], limit_s: float) -> Outcome:
+def run_stage(
+    stage: Stage, out: Path, environment: Mapping[str, str], limit_s: float
+) -> StageResult:
     log, started = out / f"{stage.name}.log", time.monotonic()
     with log.open("wb") as file:
         try:
@@ -70,7 +72,7 @@ def run_stage(stage: Stage, out: Path, environment: Mapping[str, str], limit_s: 
                 start_new_session=True,
             )
         except OSError as error:
-            return Outcome(stage.name, f"not started: {error}", 0.0, ())
+            return StageResult(stage.name, f"not started: {error}", 0.0, ())
         try:
             status = child.wait(limit_s)
             said = "ok" if status == 0 else f"failed ({status})"
@@ -80,7 +82,7 @@ def run_stage(stage: Stage, out: Path, environment: Mapping[str, str], limit_s: 
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    return Outcome(stage.name, said, time.monotonic() - started, _shorten(log))
+    return StageResult(stage.name, said, time.monotonic() - started, _shorten(log))
 
 
 def _shorten(log: Path) -> list[str]:
@@ -93,18 +95,18 @@ def _shorten(log: Path) -> list[str]:
     return [line.removeprefix(MARK)[:WIDTH] for line in lines if line.startswith(MARK)]
 
 
-def table(outcomes: Sequence[Outcome], others: Sequence[str] = ()) -> list[str]:
+def table(results: Sequence[StageResult], others: Sequence[str] = ()) -> list[str]:
     """Return at most `MOST_LINES` lines: the others, then each stage and what it found.
 
     Where there are too many, the stages with the most lines lose their last ones.
     """
-    shown = [len(outcome.lines) for outcome in outcomes]
-    while len(others) + len(outcomes) + sum(shown) > MOST_LINES and any(shown):
+    shown = [len(result.lines) for result in results]
+    while len(others) + len(results) + sum(shown) > MOST_LINES and any(shown):
         shown[shown.index(max(shown))] -= 1
     lines = list(others)
-    for outcome, count in zip(outcomes, shown, strict=True):
-        hidden = len(outcome.lines) - count
+    for result, count in zip(results, shown, strict=True):
+        hidden = len(result.lines) - count
         more = f", {hidden} more lines in its log" if hidden else ""
-        lines.append(f"{outcome.name}: {outcome.said} ({outcome.wall_s:.1f} s{more})")
-        lines += [f"  {line}" for line in outcome.lines[:count]]
+        lines.append(f"{result.name}: {result.said} ({result.wall_s:.1f} s{more})")
+        lines += [f"  {line}" for line in result.lines[:count]]
     return lines

@@ -66,7 +66,7 @@ def test_panels_show_the_end_of_every_answer_and_the_sum() -> None:
     assert "[bold]not markup[/bold]" in text
     assert "200 tokens" in text
     assert "201 tokens in" in text
-    assert "1 answers open" in text
+    assert "1 jobs open" in text
 
 
 @pytest.mark.parametrize(("width", "height"), [(30, 12), (80, 24), (200, 60)])

@@ -18,7 +18,7 @@ from ops.benchmarks.commands import gpu
 from ops.gpu_check import bench, cache, wheels
 from ops.gpu_check.__main__ import LIMIT_S
 from ops.gpu_check.forms import FORMS, PARTS, stages_of
-from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, Outcome, Stage, run_stages, table
+from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, Stage, StageResult, run_stages, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,8 +119,8 @@ def test_a_log_too_large_to_come_back_loses_its_middle(tmp_path: Path) -> None:
 
 def test_a_long_table_is_cut_in_its_longest_outcome() -> None:
     outcomes = [
-        Outcome("brief", "ok", 1.0, ["one", "two"]),
-        Outcome("wordy", "ok", 2.0, [f"line {number}" for number in range(90)]),
+        StageResult("brief", "ok", 1.0, ["one", "two"]),
+        StageResult("wordy", "ok", 2.0, [f"line {number}" for number in range(90)]),
     ]
     lines = table(outcomes, ["wheels: nothing is missing"])
     assert len(lines) == MOST_LINES

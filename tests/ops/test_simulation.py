@@ -19,7 +19,7 @@ from ops.benchmarks.commands.simulate import (
     short_of_memory,
 )
 from ops.benchmarks.simulation import costs
-from ops.benchmarks.simulation.engine import Outcome, SimulatedEngine
+from ops.benchmarks.simulation.engine import RequestTimes, SimulatedEngine
 from ops.benchmarks.simulation.load import Arrival, arrivals
 from ops.benchmarks.simulation.queue_load import (
     ANSWERS,
@@ -101,7 +101,7 @@ class TestEngine:
 
 def test_goodness_depends_on_the_class() -> None:
     def is_good(rank: int, first_at: float, gap_s: float = 0.0) -> bool:
-        return Outcome(Arrival(0.0, 10, 3, rank, "t"), first_at, first_at, 3, gap_s).is_good
+        return RequestTimes(Arrival(0.0, 10, 3, rank, "t"), first_at, first_at, 3, gap_s).is_good
 
     assert is_good(0, 0.9)
     assert not is_good(0, 1.1)

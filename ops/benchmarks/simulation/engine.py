@@ -21,7 +21,7 @@ GAP_LIMIT_S = {0: 0.2, 1: 0.5, 2: math.inf}  # longest silence within an answer
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestTimes:
     """Times of one request as its subscriber saw them, in seconds of virtual time."""
 
     arrival: Arrival
@@ -72,9 +72,9 @@ class SimulatedEngine:
             config, cache, max_model_len=8_192, eos_token_ids=frozenset(), clock=lambda: self.now
         )
 
-    def run(self, trace: Sequence[Arrival]) -> list[Outcome]:
+    def run(self, trace: Sequence[Arrival]) -> list[RequestTimes]:
         """Serve the requests in order of arrival, until all have their answers."""
-        outcomes = [Outcome(arrival) for arrival in trace]
+        outcomes = [RequestTimes(arrival) for arrival in trace]
         position = 0
         while True:
             while position < len(trace) and trace[position].at <= self.now:
@@ -112,7 +112,7 @@ def _sequence(index: int, arrival: Arrival) -> EngineSequence:
     )
 
 
-def figures(outcomes: Sequence[Outcome], seconds: float = 0.0) -> dict[str, float]:
+def figures(outcomes: Sequence[RequestTimes], seconds: float = 0.0) -> dict[str, float]:
     """Compute the figures of a trace with arrivals during `seconds`; 0: until its last token.
 
     Times to the first token and gaps are those of the trace's most urgent class.
