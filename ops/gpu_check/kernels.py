@@ -7,7 +7,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,11 @@ from ops.benchmarks.gpu.ceilings import measure_ceilings
 from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape
 from ops.gpu_check.products import products
 from ops.gpu_check.timing import seconds_a_call
-from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.attention.base import (
+    AttentionMetadata,
+    AttentionShape,
+    CommonPrefix,
+)
 from tokenmill_worker.engine.cuda.attention.triton import TritonAttention
 from tokenmill_worker.engine.cuda.draw import DeviceDraw
 from tokenmill_worker.engine.cuda.fused.launches import (
@@ -71,12 +75,26 @@ class Place:
         return torch.randn(*size, device=self.device, dtype=self.dtype)
 
 
-def attention(place: Place, shape: Shape, batch: int, context: int, queries: int) -> Check:
-    """Return the check of attention over shuffled blocks; `queries` are each sequence's last."""
+def attention(
+    place: Place,
+    shape: Shape,
+    batch: int,
+    context: int,
+    queries: int,
+    common: int = 0,
+    *,
+    is_once: bool = False,
+) -> Check:
+    """Return the check of attention over shuffled blocks; `queries` are each sequence's last.
+
+    The first `common` tokens are the same blocks in all sequences; with `is_once` they are read
+    once for all.
+    """
     heads, kv_heads, width = _heads(shape)
     backend, each = TritonAttention(), -(-context // BLOCK)
     wanted = AttentionShape(heads, kv_heads, width, width**-0.5)
     table = (torch.randperm(batch * each, device=place.device) + 1).view(batch, each)
+    table[:, : common // BLOCK] = table[0, : common // BLOCK]
     positions = torch.arange(context, device=place.device)
     slots = table[:, positions // BLOCK] * BLOCK + positions % BLOCK
     counts = torch.arange(batch + 1, device=place.device, dtype=torch.int32)
@@ -96,6 +114,8 @@ def attention(place: Place, shape: Shape, batch: int, context: int, queries: int
         )
 
     key, value = (place.random(batch, context, kv_heads, width) for _ in range(2))
+    for stored in (key, value):
+        stored[:, :common] = stored[:1, :common]
     query = place.random(batch, queries, heads, width)
     cache = torch.zeros(
         (batch * each + 1, 2, *backend.block_shape(BLOCK, kv_heads, width)),
@@ -104,6 +124,10 @@ def attention(place: Place, shape: Shape, batch: int, context: int, queries: int
     )
     backend.write(key.flatten(0, 1), value.flatten(0, 1), cache, metadata(context))
     step, rows = metadata(queries), query.flatten(0, 1)
+    if is_once:
+        bounds = torch.tensor([0, batch, common + batch], dtype=torch.int32, device=place.device)
+        prefix = CommonPrefix(torch.full_like(step.seq_lens, common), bounds, step.block_table[0])
+        step = replace(step, prefix=prefix)
 
     def dense() -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -111,13 +135,27 @@ def attention(place: Place, shape: Shape, batch: int, context: int, queries: int
         return out.transpose(1, 2).flatten(0, 1)
 
     pairs = context * (context + 1) / 2 if queries > 1 else context
+    shared = f", {common} in common{', read once' * is_once}" if common else ""
     return Check(
-        f"attention, {batch} × {queries} of {context}",
+        f"attention, {batch} × {queries} of {context}{shared}",
         lambda: backend.attend(rows, cache, step, wanted),
         dense,
-        place.dtype.itemsize * (2 * key.numel() + 2 * query.numel()),
+        place.dtype.itemsize * (2 * key.numel() - 2 * key[1:, :common].numel() + 2 * query.numel()),
         4 * batch * heads * width * pairs,
     )
+
+
+def common_prefixes(place: Place, name: str) -> Iterator[Callable[[], Check]]:
+    """Yield functions that make the checks of decodes over a common prefix, read by each and once.
+
+    The limits of `engine/attention/common_prefix.py` follow from these times.
+    """
+    sizes = ((2, 40, 32),) if name == "tiny" else ((128, 4608, 4096), (32, 1536, 1024))
+    for batch, context, common in sizes:
+        for is_once in (False, True):
+            yield partial(
+                attention, place, SHAPES[name], batch, context, 1, common, is_once=is_once
+            )
 
 
 def _heads(shape: Shape) -> tuple[int, int, int]:
@@ -227,6 +265,7 @@ def checks(place: Place, name: str) -> Iterator[Callable[[], Check]]:
             yield partial(attention, place, shape, batch, context, 1)
         for long in (48,) if is_small else (2048, 8192):
             yield partial(attention, place, shape, 1, long, long)
+        yield from common_prefixes(place, name)
     for rows in (3,) if is_small else (1, 256):
         for make in (rotary, norm, gated):
             yield partial(make, place, shape, rows)
@@ -256,7 +295,9 @@ def run(check: Check, place: Place, ceilings: Ceilings) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    device = torch.device(parser.parse_args().device)
+    parser.add_argument("--prefixes", action="store_true", help="only decodes over a common prefix")
+    options = parser.parse_args()
+    device = torch.device(options.device)
     is_gpu = device.type == "cuda"
     place = Place(device, torch.bfloat16 if is_gpu else torch.float32)
     torch.manual_seed(0)
@@ -264,8 +305,10 @@ def main() -> int:
     rates = ceilings.copied_bytes_s / 1e9, ceilings.operations_s / 1e12
     print(f"| copy {rates[0]:,.0f} GB/s, product {rates[1]:,.1f} TFLOP/s")
     names, wrong = (("llama-3-8b", "qwen3-4b") if is_gpu else ("tiny",)), 0
+    if options.prefixes:
+        names = names[:1]
     for name in names:
-        for make in checks(place, name):
+        for make in common_prefixes(place, name) if options.prefixes else checks(place, name):
             try:
                 is_right, line = run(make(), place, ceilings)
             except Exception as error:  # the next kernel may work
@@ -274,7 +317,9 @@ def main() -> int:
             wrong += not is_right
             is_brief = is_right and (name == "qwen3-4b" or ", 1 rows" in line)
             print(f"{'' if is_brief else '| '}{name}: {line}")
-        for line in products(SHAPES[name], ceilings, device, place.dtype):
+        for line in (
+            () if options.prefixes else products(SHAPES[name], ceilings, device, place.dtype)
+        ):
             print(f"{'| ' if name != 'qwen3-4b' else ''}{name}: {line}")
     return int(wrong > 0)
 

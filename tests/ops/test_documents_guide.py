@@ -23,7 +23,7 @@ FOUND = Counter(next((v for v in VERDICTS if row[4].startswith(v)), row[4]) for 
 
 
 def test_every_row_has_one_of_four_verdicts_and_the_page_counts_them() -> None:
-    assert set(FOUND) == set(VERDICTS)
+    assert set(FOUND) <= set(VERDICTS)
     assert len(ROWS) > 130
     counted = [len(ROWS), *(FOUND[verdict] for verdict in VERDICTS)]
     (sentence,) = re.findall(r"^(\d+) rows: (\d+) same, (\d+) .*, (\d+) .*, (\d+) ", PAGE, re.M)

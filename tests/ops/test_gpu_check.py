@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 STAGES = {
     "first": ["machine", "kernels", "tests", "bench"],
     "speed": ["machine", "bench"],
-    "variants": ["machine", "bench"],
+    "variants": ["machine", "prefixes", "bench"],
     "way": ["machine", "bench"],
 }
 IN_TABLE = ("draw top-k, top-p, 3 rows: ", "passed, 0 failed", "default: decode 3: tokens/s")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.cuda.steps import config, step
+from tokenmill_worker.engine.attention import CommonPrefix
 from tokenmill_worker.engine.cuda.graph_inputs import (
     StaticInputs,
     padded_batch,
@@ -76,6 +79,29 @@ def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -
         assert torch.equal(getattr(ours.metadata[0], name), getattr(theirs.metadata[0], name)), name
     assert torch.equal(ours.rows, theirs.rows)
     assert ours.rows.tolist()[: len(lens)] == step(lens).rows.tolist()
+
+
+def test_a_common_prefix_has_a_graph_for_each_batch() -> None:
+    """Contexts are padded to the model's length; padding has no prefix, whatever was there."""
+    used = StaticInputs(step([(1, 30)]), config(), 512)
+    for count, tokens in ((8, 32), (5, 16)):
+        inputs = step([(1, 70)] * count)
+        prefix = CommonPrefix(
+            torch.tensor([0, *[tokens] * (count - 1)], dtype=torch.int32),
+            torch.tensor([0, count, tokens + count], dtype=torch.int32),
+            inputs.metadata[0].block_table[1],
+        )
+        metadata = (dataclasses.replace(inputs.metadata[0], prefix=prefix),)
+        shape = padded_shape(dataclasses.replace(inputs, metadata=metadata), config(), 512)
+        assert (shape.num_seqs, shape.max_seq_len, shape.prefixed) == (8, 512, (0,))
+        used.load(shape, dataclasses.replace(inputs, metadata=metadata))
+        found = used.current(shape).metadata[0].prefix
+        assert found is not None
+        assert found.lens.tolist() == [0, *[tokens] * (count - 1), *[0] * (8 - count)]
+        assert found.bounds.tolist() == [0, count, tokens + count]
+        assert torch.equal(found.block_table[:5], prefix.block_table)
+    plain = padded_shape(step([(1, 70)] * 8), config(), 512)
+    assert used.current(plain).metadata[0].prefix is None
 
 
 def test_padding_of_a_decode_is_one_token_in_the_null_block() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 ATTENTION = "tests/engine/cuda/attention/test_triton.py"
+PREFIXES = "tests/engine/cuda/attention/test_common_prefix.py"
 SPLITS = "tests/engine/cuda/attention/test_split_kernels.py"
 BACKENDS = "tests/engine/attention/test_backends.py"
 DRAWING = "tests/engine/cuda/test_draw.py"
@@ -26,6 +27,7 @@ FAST = (
     ATTENTION,
     SPLITS,
     LARGE,
+    PREFIXES,
     *(f"{CASE}[{name}-triton]" for name in ("many heads a group", "window of 1", "chunks")),
     *(
         f"{BACKENDS}::test_every_number_is_rounded_to_the_nearest_of_8_bits[{kind}-triton]"
@@ -69,7 +71,7 @@ def interpreted(*arguments: str) -> int:
 
 
 def without_fast() -> list[str]:
-    return [word for name in FAST[3:] for word in ("--deselect", name)]
+    return [word for name in FAST[4:] for word in ("--deselect", name)]
 
 
 @pytest.mark.slow

@@ -16,13 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.lora.support import engine_with
+from tokenmill_worker.engine.attention import AttentionName
 from tokenmill_worker.engine.attention.base import AttentionMetadata, AttentionShape
+from tokenmill_worker.engine.attention.common_prefix import find_prefix, least_saved_tokens
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.config.cache import Window
+from tokenmill_worker.engine.config.cache import LayerGroup, Window
 from tokenmill_worker.engine.cuda.graph_inputs import padded_shape
 from tokenmill_worker.engine.cuda.graphs import graph_sizes
 from tokenmill_worker.engine.device import StepInputs
@@ -130,6 +133,38 @@ def test_no_build_is_left_for_the_service(
     assert len(needed) <= 9
 
 
+def prefix_builds_of(steps: Iterable[Lens], shape: AttentionShape) -> set[tuple[Launch, Launch]]:
+    """Return the launches of decodes with a common prefix, the prefix's and the decode's, as graphs
+    plan them.
+    """
+    group = LayerGroup((0,), shape.num_kv_heads, shape.head_dim)
+    (least,) = least_saved_tokens([group], element_size=2)
+    assert least is not None
+    builds = set()
+    for lens in steps:
+        ends = np.array([context for _, context in lens])
+        alike = np.ones((len(lens), MAX_MODEL_LEN // 16), np.int32)
+        if max(lens)[0] == 1 and find_prefix(alike, ends, 16, least) is not None:
+            (prefix,) = builds_of([((len(lens), MAX_MODEL_LEN),)], shape, None, 2)
+            (decode,) = builds_of([((1, MAX_MODEL_LEN),) * len(lens)], shape, None, 2)
+            builds.add((prefix, decode))
+    return builds
+
+
+@pytest.mark.parametrize("shape", [LLAMA, SMOLLM, GEMMA, MULTI_HEAD])
+def test_no_build_of_a_common_prefix_is_left_for_the_service(shape: AttentionShape) -> None:
+    service = (
+        ((1, context),) * num_seqs
+        for num_seqs in (16, 32, 64, 100, 128, 200, MAX_SEQS)
+        for context in (600, 1200, 2048, 2500, 5000, 9000, MAX_MODEL_LEN)
+    )
+    builds = warmed(cuda_graphs=True, max_cached_graphs=1)  # whatever is captured at the start
+    needed, made = prefix_builds_of(service, shape), prefix_builds_of(builds, shape)
+    assert needed
+    for which in (0, 1):
+        assert {pair[which] for pair in needed} <= {pair[which] for pair in made}
+
+
 @pytest.mark.parametrize(("max_num_seqs", "largest"), [(5, 8), (60, 64), (256, 256), (1000, 1024)])
 def test_the_largest_batch_is_captured_and_so_are_small_ones(
     max_num_seqs: int, largest: int
@@ -157,14 +192,22 @@ def test_the_largest_batch_is_captured_and_so_are_small_ones(
 def test_short_contexts_are_captured_where_places_are_few() -> None:
     """The largest batch is among them; what is captured last is kept longest."""
     config = EngineConfig(model="none", cuda_graphs=True, max_num_seqs=60, max_cached_graphs=8)
-    sizes = [(60, 2048), (16, 2048), (8, 2048), (4, 2048), (2, 2048), (1, 2048)]
-    assert list(graph_sizes(config, MAX_MODEL_LEN).decodes) == sizes
+    decodes = graph_sizes(config, MAX_MODEL_LEN).decodes
+    assert [decode[:2] for decode in decodes] == [(n, 2048) for n in (60, 16, 8, 4, 2, 1)]
 
 
 @pytest.mark.parametrize(("max_model_len", "count"), [(16_384, 52), (131_072, 91)])
-def test_a_start_captures_few_graphs(max_model_len: int, count: int) -> None:
-    config = EngineConfig(model="none", cuda_graphs=True, max_num_seqs=MAX_SEQS)
-    assert len(graph_sizes(config, max_model_len).decodes) == count
+@pytest.mark.parametrize(("attention", "prefixed"), [("flash", 0), ("triton", 9)])
+def test_a_start_captures_few_graphs(
+    max_model_len: int, count: int, attention: AttentionName, prefixed: int
+) -> None:
+    """Decodes with a common prefix have one for each batch of at least 16."""
+    config = EngineConfig(
+        model="none", cuda_graphs=True, max_num_seqs=MAX_SEQS, attention=attention
+    )
+    decodes = graph_sizes(config, max_model_len).decodes
+    assert sum(decode.has_prefix for decode in decodes) == prefixed
+    assert len(decodes) == count + prefixed
 
 
 def test_each_decode_is_captured_with_an_adapter_too() -> None:

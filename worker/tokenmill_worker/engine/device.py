@@ -90,13 +90,20 @@ class Graphs(Protocol):
     def run(self, inputs: StepInputs) -> Tensor: ...
 
 
+class GraphedDecode(NamedTuple):
+    """A decode whose graph is captured at the start."""
+
+    num_seqs: int
+    context: int  # tokens of the longest sequence
+    has_prefix: bool = False  # all sequences begin alike
+
+
 class GraphSizes(NamedTuple):
     """Sizes of the graphs that may be captured."""
 
     num_rows: int = 0  # of the largest step
     num_tokens: int = 0  # of the largest step
-    # sequences and longest context of the decodes to be captured at the start, in order
-    decodes: tuple[tuple[int, int], ...] = ()
+    decodes: tuple[GraphedDecode, ...] = ()  # to be captured at the start, in order
 
 
 class Device:

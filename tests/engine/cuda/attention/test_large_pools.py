@@ -100,15 +100,16 @@ HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HEAD_PAD": 128}
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "packed", "out", "cos", "sin"), "*bf16"),
     **dict.fromkeys(("query_weight", "key_weight", "cache"), "*bf16"),
-    **dict.fromkeys(("block_table", "query_start", "seq_lens"), "*i32"),
+    **dict.fromkeys(("block_table", "query_start", "seq_lens", "prefix_lens"), "*i32"),
     "slots": "*i64", "eps": "fp32", "scale": "fp32", "softcap": "fp32",
     "key_scales": "*fp32", "value_scales": "*fp32",
     "partials": "*fp32", "limits": "*fp32", "counters": "*i32",
+    "prefix": "*fp32", "prefix_sums": "*fp32",
 }  # fmt: skip
 CONSTANTS: dict[str, dict[str, Any]] = {
     "attend": {
         "GROUP": 4, "BLOCK_SIZE": 16, "WINDOW": 0, "IS_CHUNKED": False,
-        "HAS_SOFTCAP": False, "HAS_SINKS": False,
+        "HAS_SOFTCAP": False, "HAS_SINKS": False, "IS_PREFIX": False,
         "BLOCK_ROWS": 16, "BLOCK_TOKENS": 4, "TILE_KEYS": 64, "IS_SPLIT": True, "IS_DECODE": False,
         "FOLD_ROWS": 16, "FOLD_SPLITS": 4, "sinks": None,
     },

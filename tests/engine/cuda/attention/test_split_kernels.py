@@ -39,6 +39,7 @@ pytestmark = [
 def divide_kernel(
     query_start,
     seq_lens,
+    prefix_lens,
     found,  # [programs, 5]: sequence, block, split, splits, share
     num_seqs,
     least_tiles,
@@ -51,11 +52,11 @@ def divide_kernel(
     share = UNDIVIDED
     if IS_SPLIT:
         share = share_of(
-            query_start, seq_lens, num_seqs, tl.num_programs(0), least_tiles,
+            query_start, seq_lens, prefix_lens, num_seqs, tl.num_programs(0), least_tiles,
             BLOCK_TOKENS, WINDOW, TILE_KEYS,
         )  # fmt: skip
     seq, block, split, splits = find_work(
-        query_start, seq_lens, num_seqs, program, tl.num_programs(0), share,
+        query_start, seq_lens, prefix_lens, num_seqs, program, tl.num_programs(0), share,
         BLOCK_TOKENS, WINDOW, TILE_KEYS,
     )  # fmt: skip
     at = found + program * 5
@@ -73,15 +74,20 @@ def divided(
     block_tokens: int = 1,
     window: int = 0,
     least_tiles: int = 1,
+    prefix: int = 0,
 ) -> list[list[int]]:
-    """Return sequence, block, split, splits and share of each program, in the order of starting."""
+    """Return sequence, block, split, splits and share of each program, in the order of starting.
+
+    `prefix` are tokens that all sequences longer than that have in common.
+    """
     counts = torch.tensor([count for count, _ in lens])
     starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).int().to(DEVICE)
     ends = torch.tensor([end for _, end in lens], dtype=torch.int32, device=DEVICE)
     programs = sum(-(-count // block_tokens) for count, _ in lens) + spare + 1
     found = torch.full((programs, 5), -7, dtype=torch.int32, device=DEVICE)
     divide_kernel[(programs,)](
-        starts, ends, found, len(lens), least_tiles,
+        starts, ends, (ends > prefix).int() * prefix if prefix else None, found, len(lens),
+        least_tiles,
         BLOCK_TOKENS=block_tokens, WINDOW=window, TILE_KEYS=TILE, IS_SPLIT=spare > 0,
     )  # fmt: skip
     return found.tolist()
@@ -117,6 +123,13 @@ def test_every_block_is_divided_once(
         seen = min(end, window + tokens - 1) if window else end
         assert math.ceil(seen / TILE / splits) <= share + 1
         assert splits == 1 or share >= options.get("least_tiles", 1)
+
+
+def test_tokens_of_a_common_prefix_are_not_divided() -> None:
+    """Alike but for 64 tokens, 30 sequences leave the spare programs to one with 2,000 more."""
+    work = divided([*((1, 4160),) * 30, (1, 6096)], 16, prefix=4096)
+    assert [entry[3] for entry in work if entry[0] == 30] == [8] * 8
+    assert {entry[3] for entry in work if entry[0] not in (-1, 30)} == {1}
 
 
 def test_splits_of_long_contexts_start_first() -> None:

@@ -194,6 +194,7 @@ def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is
         "block_table",
         "query_start",
         "seq_lens",
+        "prefix_lens",
         "slots",
         "num_seqs",
         "num_tokens",

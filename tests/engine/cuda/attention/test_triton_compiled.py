@@ -37,14 +37,16 @@ SHARED_MEMORY = {
 }  # what one program may take; 8.6 and 8.9 run the builds for 8.0
 SPILLED_BY_256_ROWS = 128  # by a thread: faster than any tile without spills, on an H200
 POINTERS = {
-    **dict.fromkeys(("block_table", "query_start", "seq_lens", "counters"), "*i32"),
-    **dict.fromkeys(("partials", "limits"), "*fp32"),
+    **dict.fromkeys(("block_table", "query_start", "seq_lens", "prefix_lens", "counters"), "*i32"),
+    **dict.fromkeys(("partials", "limits", "prefix", "prefix_sums"), "*fp32"),
 }
 ALIGNED = (
     "query",
     "cache",
     "out",
     "partials",
+    "prefix",
+    "prefix_sums",
     "block_table",
     "query_start",
     "seq_lens",
@@ -84,7 +86,13 @@ def planned(
 
 
 def source_of(
-    shape: AttentionShape, launch: Launch, element: str, window: int, has_sinks: bool, cache: str
+    shape: AttentionShape,
+    launch: Launch,
+    element: str,
+    window: int,
+    has_sinks: bool,
+    cache: str,
+    prefix: str = "none",  # "read": the launch computes one; "added": it adds its results
 ) -> ASTSource:
     group = shape.num_heads // shape.num_kv_heads
     head_pad = triton.next_power_of_2(shape.head_dim)
@@ -99,6 +107,7 @@ def source_of(
         "IS_CHUNKED": False,
         "HAS_SOFTCAP": bool(shape.softcap),
         "HAS_SINKS": has_sinks,
+        "IS_PREFIX": prefix == "read",
         "BLOCK_ROWS": launch.block_rows,
         "BLOCK_TOKENS": launch.block_tokens,
         "TILE_KEYS": launch.tile_keys,
@@ -111,11 +120,17 @@ def source_of(
         constants |= {"partials": None, "limits": None, "counters": None}
     if not has_sinks:
         constants["sinks"] = None
+    if prefix == "none":
+        constants["prefix_sums"] = None
+    if prefix != "added":
+        constants |= {"prefix": None, "prefix_lens": None}
     signature = {}
     for name in attend_kernel.arg_names:
         kind = "fp32" if name in ("scale", "softcap") else "i32"
         if name in ("query", "cache", "out", "sinks"):
             kind = f"*{cache if name == 'cache' else element}"
+        if name == "out" and prefix == "read":
+            kind = "*fp32"
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, kind)
     hints = {(attend_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED}
     return ASTSource(attend_kernel, signature, constants, hints)
@@ -179,6 +194,17 @@ def test_many_decodes_compile_without_spilling(
     launch = planned(shape, 1, seq_len, "bf16", "bf16", capability, num_seqs=1024)
     source = source_of(shape, launch, "bf16", 0, False, "bf16")
     assert spilled_bytes(assembly_of(source, launch, capability), capability, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("num_seqs", "cache"), [(8, "bf16"), (128, "fp8e4nv")])
+def test_decodes_with_a_common_prefix_compile_without_spilling(
+    num_seqs: int, cache: str, tmp_path: Path
+) -> None:
+    """Both launches: the prefix's, whose rows are those of a prompt, and the decode's."""
+    for query_len, count, prefix in ((num_seqs, 1, "read"), (1, num_seqs, "added")):
+        launch = planned(LLAMA, query_len, 8000, "bf16", cache, 90, count)
+        source = source_of(LLAMA, launch, "bf16", 0, False, cache, prefix)
+        assert spilled_bytes(assembly_of(source, launch, 90), 90, tmp_path) == 0
 
 
 def assembly_of(source: ASTSource, launch: Launch, capability: int) -> str:

@@ -7,6 +7,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     AttentionShape,
+    CommonPrefix,
     KVScales,
 )
 from tokenmill_worker.engine.attention.registry import backend_class, backend_names, choose, why_not
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionName",
     "AttentionShape",
+    "CommonPrefix",
     "KVScales",
     "backend_class",
     "backend_names",

@@ -13,11 +13,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenmill_worker.engine.config.cache import Window
+
+
+class CommonPrefix(NamedTuple):
+    """Whole blocks that many sequences of a decode begin with, for a backend to read once.
+
+    A sequence that begins with them has at least one token more.
+    """
+
+    lens: Tensor  # int32 [num_seqs]: tokens of the prefix; 0: the sequence does not begin with it
+    # int32 [3]: 0, the number of sequences, and that number plus the prefix's tokens. They are
+    # query_start and seq_lens of one sequence whose new tokens are the queries of all sequences.
+    bounds: Tensor
+    block_table: Tensor  # int32 [max_blocks]; only the prefix's blocks count
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,7 @@ class AttentionMetadata:
     window: Window | None  # which positions a query sees; None: all up to its own
     query_lens_host: tuple[int, ...] = ()
     seq_lens_host: tuple[int, ...] = ()
+    prefix: CommonPrefix | None = None  # of a decode, where it pays
 
     @property
     def num_seqs(self) -> int:
@@ -97,6 +112,7 @@ class AttentionBackend(ABC):
 
     name: str
     uses_amx = True  # on a CPU that has such registers: EngineConfig.amx
+    takes_prefixes = False  # does it read `AttentionMetadata.prefix`?
 
     @classmethod
     @abstractmethod

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tokenmill_worker.engine.attention import AttentionMetadata
+from tokenmill_worker.engine.attention import AttentionMetadata, CommonPrefix
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.device import StepInputs
 from tokenmill_worker.engine.plan import MAX_DRAFTS
@@ -28,7 +28,8 @@ class PaddedShape:
     """All that a graph depends on.
 
     In a decode every sequence, padding included, has one token. Attention is planned for
-    `max_seq_len`, so lengths are few powers of two.
+    `max_seq_len`, so lengths are few powers of two. Decodes with a common prefix are planned for
+    the model's length, so they need one graph for each batch.
     """
 
     is_decode: bool
@@ -37,6 +38,7 @@ class PaddedShape:
     num_rows: int
     max_seq_len: int
     is_adapted: bool = False  # rows may have LoRA adapters
+    prefixed: tuple[int, ...] = ()  # layer groups with a common prefix
 
     @property
     def max_query_len(self) -> int:
@@ -51,11 +53,13 @@ def padded_shape(inputs: StepInputs, config: EngineConfig, max_model_len: int) -
         metadata.num_seqs,
         inputs.rows.shape[0],
     )
+    prefixed = tuple(i for i, group in enumerate(inputs.metadata) if group.prefix is not None)
     length = padded_length(metadata.max_seq_len, config, max_model_len)
     is_adapted = inputs.adapter_slots is not None
     if metadata.max_query_len == 1:
         size = padded_batch(num_seqs)
-        return PaddedShape(True, size, size, size, length, is_adapted)
+        length = max_model_len if prefixed else length
+        return PaddedShape(True, size, size, size, length, is_adapted, prefixed)
     return PaddedShape(
         False,
         _multiple(num_tokens, config.q_padding_interval),
@@ -125,6 +129,14 @@ class StaticInputs:
             zeros(seqs, -(-max_model_len // group.block_size) + 1, dtype=torch.int32)
             for group in example.metadata
         ]
+        self._prefixes = [
+            CommonPrefix(
+                zeros(seqs, dtype=torch.int32),
+                zeros(3, dtype=torch.int32),
+                zeros(table.shape[1], dtype=torch.int32),
+            )
+            for table in self._tables
+        ]
         self._layouts = example.metadata
         # how far values of earlier steps reach: in tokens, sampled rows, lengths of mixed steps and
         # of decodes, block tables, and adapters
@@ -147,6 +159,10 @@ class StaticInputs:
         shorts = [(lens, first.seq_lens)]
         if not shape.is_decode:
             shorts.append((self._starts, first.query_start))
+        for prefix, group in zip(self._prefixes, inputs.metadata, strict=True):
+            if group.prefix is not None:
+                shorts += zip(prefix, group.prefix, strict=True)
+                _pad(prefix.lens, num_seqs, shape.num_seqs)
         for pairs in (longs, shorts):
             _copy(pairs)
         for own in (self._input_ids, self._positions, *self._slots):
@@ -175,6 +191,10 @@ class StaticInputs:
         Host-side lengths are left out: a graph would keep those of the captured step.
         """
         tokens, seqs = shape.num_tokens, shape.num_seqs
+        prefixes = [
+            own._replace(lens=own.lens[:seqs]) if index in shape.prefixed else None
+            for index, own in enumerate(self._prefixes)
+        ]
         starts = self._starts_of_decode if shape.is_decode else self._starts
         lens = self._lens_of_decode if shape.is_decode else self._lens
         metadata = tuple(
@@ -188,8 +208,11 @@ class StaticInputs:
                 max_seq_len=shape.max_seq_len,
                 query_lens_host=(),
                 seq_lens_host=(),
+                prefix=prefix,
             )
-            for layout, table, slots in zip(self._layouts, self._tables, self._slots, strict=True)
+            for layout, table, slots, prefix in zip(
+                self._layouts, self._tables, self._slots, prefixes, strict=True
+            )
         )
         return StepInputs(
             self._input_ids[:tokens],

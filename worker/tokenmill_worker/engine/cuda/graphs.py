@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenmill_worker.engine.attention.common_prefix import LEAST_SEQS
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.cuda.graph_inputs import (
     LARGEST_MIXED,
@@ -37,7 +38,7 @@ from tokenmill_worker.engine.cuda.graph_inputs import (
     padded_lengths,
     padded_shape,
 )
-from tokenmill_worker.engine.device import Forward, GraphSizes, StepInputs
+from tokenmill_worker.engine.device import Forward, GraphedDecode, GraphSizes, StepInputs
 
 log = logging.getLogger(__name__)
 
@@ -247,20 +248,25 @@ def graph_sizes(config: EngineConfig, max_model_len: int) -> GraphSizes:
     return GraphSizes(most_rows(config), largest, _captured_at_start(config, max_model_len))
 
 
-def _captured_at_start(config: EngineConfig, max_model_len: int) -> tuple[tuple[int, int], ...]:
-    """Return sequences and context of the decodes to capture at the start, the largest first.
+def _captured_at_start(config: EngineConfig, max_model_len: int) -> tuple[GraphedDecode, ...]:
+    """Return the decodes to capture at the start, the largest first.
 
     Later captures reuse the memory of earlier ones, and those captured last are kept longest. Mixed
     steps have places of their own. If places are short, short contexts are kept, and of these the
-    small batches and the largest, which a busy service runs.
+    small batches and the largest, which a busy service runs; decodes with a common prefix are then
+    captured when a step first needs them.
     """
     batches = sorted({padded_batch(n) for n in range(1, config.max_num_seqs + 1)})
     sizes = [min(size, config.max_num_seqs) for size in batches]
     lengths = padded_lengths(config, max_model_len)
-    decodes = [(size, length) for length in lengths for size in sizes]
+    decodes = [GraphedDecode(size, length) for length in lengths for size in sizes]
     places = max(1, config.max_cached_graphs - config.max_cached_graphs // 4)
     if config.adapters:  # each decode is captured with adapters and without
         places = max(1, places // 2)
     if len(decodes) > places:
         decodes = [*decodes[: places - 1], decodes[max(places, len(sizes)) - 1]]
+    prefixed = [GraphedDecode(size, max_model_len, True) for size in sizes if size >= LEAST_SEQS]
+    may_share = config.prefix_cache and config.attention == "triton"
+    if may_share and len(decodes) + len(prefixed) <= places:
+        decodes += prefixed
     return tuple(reversed(decodes))

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tokenmill_worker.engine.attention import AttentionMetadata
+from tokenmill_worker.engine.attention import AttentionMetadata, CommonPrefix
+from tokenmill_worker.engine.attention.common_prefix import FoundPrefix, find_prefix
 from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.device import Device, RepeatedInputs, StepInputs
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
@@ -58,9 +59,15 @@ class InputBuilder:
     """
 
     def __init__(
-        self, cache: CacheConfig, max_model_len: int, device: Device, num_rows: int
+        self,
+        cache: CacheConfig,
+        max_model_len: int,
+        device: Device,
+        num_rows: int,
+        least_saved: Seq[int | None] = (),  # of `find_prefix`, by layer group; None: do not look
     ) -> None:
         self._cache = cache
+        self._least_saved = least_saved or [None] * len(cache.groups)
         self._upload = device.upload
         self._repeated_inputs = device.repeated_inputs
         self._rows: dict[Sequence, int] = {}
@@ -101,7 +108,10 @@ class InputBuilder:
         longs = self._upload([token_ids, layout.positions, layout.rows, *slots, *missing], np.int64)
         max_seq_len = int(layout.ends.max())
         tables = self._cut(rows, max_seq_len)
-        shorts = self._upload([layout.query_start, layout.ends, *tables], np.int32)
+        found = self._find_prefixes(tables, layout)
+        ranges = [array for each in found if each for array in (each.lens, each.bounds)]
+        shorts = self._upload([layout.query_start, layout.ends, *tables, *ranges], np.int32)
+        prefixes = _on_device(found, shorts[2:])
         input_ids = longs[0]
         if previous is not None and missing:
             input_ids.index_copy_(0, longs[-2], previous.token_ids.index_select(0, longs[-1]))
@@ -118,6 +128,7 @@ class InputBuilder:
                 window=self._cache.groups[group].window,
                 query_lens_host=layout.query_lens,
                 seq_lens_host=seq_lens,
+                prefix=prefixes[group],
             )
             for group in range(len(tables))
         )
@@ -171,6 +182,17 @@ class InputBuilder:
         """Return the rows' block tables by group, as wide as the longest sequence needs."""
         num_blocks = -(-max_seq_len // self._cache.block_size)
         return [table[rows, :num_blocks] for table in self._kernel_tables()]
+
+    def _find_prefixes(
+        self, tables: Seq[npt.NDArray[np.int32]], layout: _TokenLayout
+    ) -> list[FoundPrefix | None]:
+        """Return the common prefix of a decode's sequences by group; None where there is none."""
+        return [
+            find_prefix(table, layout.ends, self._cache.block_size, least_saved)
+            if least_saved is not None and layout.owner is None
+            else None
+            for table, least_saved in zip(tables, self._least_saved, strict=True)
+        ]
 
     def _kernel_tables(self) -> list[npt.NDArray[np.int32]]:
         """View the block tables as tables of kernel blocks, one row each."""
@@ -227,6 +249,15 @@ class InputBuilder:
             np.concatenate([table, np.zeros((count, *table.shape[1:]), np.int32)])
             for table in self._tables
         ]
+
+
+def _on_device(found: Seq[FoundPrefix | None], shorts: Seq[Tensor]) -> list[CommonPrefix | None]:
+    """Return the prefixes by group; `shorts` are the groups' block tables, then their arrays."""
+    arrays = iter(shorts[len(found) :])
+    return [
+        None if prefix is None else CommonPrefix(next(arrays), next(arrays), table[prefix.leader])
+        for prefix, table in zip(found, shorts, strict=False)
+    ]
 
 
 def _kernel_blocks(blocks: list[int], count: int) -> npt.NDArray[np.int32]:

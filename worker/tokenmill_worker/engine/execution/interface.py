@@ -44,8 +44,8 @@ class RunnerInfo:
     # whether recurrent states after the block with this hash are kept; None: there are none
     has_state: Callable[[bytes], bool] | None = None
     sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
-    # sequences and longest context of the decodes to capture at the start
-    graphed_decodes: tuple[tuple[int, int], ...] = ()
+    # sequences, longest context and common prefix (or none) of the decodes to capture at the start
+    graphed_decodes: tuple[tuple[int, int, bool], ...] = ()
 
 
 class Runner(Protocol):

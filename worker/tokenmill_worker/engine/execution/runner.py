@@ -16,6 +16,7 @@ import torch
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engine.attention import AttentionBackend
+from tokenmill_worker.engine.attention.common_prefix import least_saved_tokens
 from tokenmill_worker.engine.device import Graphs, StepInputs
 from tokenmill_worker.engine.execution.draft_model import DraftModel
 from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
@@ -78,7 +79,11 @@ class ModelRunner:
         self._layers = bind_layers(loaded.groups, loaded.shapes, pool.layer, loaded.kv_scales)
         self._offloader = Offloader(pool, host_pool, device.copy_stream())
         self._pinned = None if host_pool is None else device.pin([host_pool.blocks])
-        self._inputs = InputBuilder(info.cache_config, length, device, config.max_num_seqs)
+        cache, element_size = info.cache_config, pool.blocks.element_size()
+        # outside of graphs, launches take longer on the host than a prefix saves on the device
+        takes_prefixes = backend.takes_prefixes and config.cuda_graphs
+        shared = least_saved_tokens(cache.groups, element_size) if takes_prefixes else ()
+        self._inputs = InputBuilder(cache, length, device, config.max_num_seqs, shared)
         self._states = recurrent_states_for(loaded, info)
         self._sampler = Sampler(
             info.vocab_size,

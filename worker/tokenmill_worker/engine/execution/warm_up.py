@@ -20,6 +20,8 @@ from tokenmill_worker.engine.types import ProgressCallback
 PROMPT_TOKENS = 32
 CHUNK_TOKENS = (128, 300)  # the second counts as large also for kernels that look at tokens alone
 LONG_CONTEXT = 4096  # attention splits it into several parts
+PREFIX_SEQS = (32, 64)  # decodes with a common prefix: with more its kernel takes more rows
+PREFIX_TOKENS = 2**18  # of such a decode: enough that reading the prefix once pays
 GREEDY = SamplingParams(temperature=0.0)
 CAPTURE_S = 60.0  # decodes not captured by then are captured when a step first needs them
 
@@ -62,10 +64,13 @@ def capture_decodes(runner: Runner, report: ProgressCallback) -> None:
     cases = [(key, *decode) for key in adapters for decode in runner.info.graphed_decodes]
     report(f"capturing {len(cases)} CUDA graphs", 0.0)
     count, started = 0, time.monotonic()
-    for adapter, size, context in cases:
+    for adapter, size, context, has_prefix in cases:
         longest = min(context, runner.info.max_model_len - 1)
         contexts = [longest, *[min(PROMPT_TOKENS, longest)] * (size - 1)]
-        _execute(runner, [(_sequence(runner, tokens, GREEDY, adapter), 1) for tokens in contexts])
+        sequences = [_sequence(runner, tokens, GREEDY, adapter) for tokens in contexts]
+        if has_prefix:
+            sequences = [_alike(runner, size, GREEDY, adapter) for _ in range(size)]
+        _execute(runner, [(sequence, 1) for sequence in sequences])
         count += 1
         if time.monotonic() - started > CAPTURE_S:
             break
@@ -75,8 +80,9 @@ def capture_decodes(runner: Runner, report: ProgressCallback) -> None:
 def build_kernels(runner: Runner) -> None:
     """Run steps that compile each kernel for few and for many tokens, and for long contexts.
 
-    The last ones are as large as steps may be: a prompt alone, one beside a decode, decodes alone.
-    The presence penalty edits logits, which changes their type and needs a build of its own.
+    The next ones are as large as steps may be: a prompt alone, one beside a decode, decodes alone.
+    The last ones have a common prefix. The presence penalty edits logits, which changes their type
+    and needs a build of its own.
     """
     params = SamplingParams(seed=1, presence_penalty=1.0)
     config, longest = runner.info.config, max(1, min(LONG_CONTEXT, runner.info.max_model_len - 1))
@@ -98,6 +104,15 @@ def build_kernels(runner: Runner) -> None:
         _execute(runner, [(prompt, full - 1), (decode, 1)])
     decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
     _execute(runner, [(_sequence(runner, PROMPT_TOKENS, params), 1) for _ in range(decodes)])
+    for count in {size for size in (*PREFIX_SEQS, decodes) if PREFIX_SEQS[0] <= size <= decodes}:
+        if config.cuda_graphs:  # else no prefix is read once
+            _execute(runner, [(_alike(runner, count, params), 1) for _ in range(count)])
+
+
+def _alike(runner: Runner, num_seqs: int, params: SamplingParams, adapter: str = "") -> Sequence:
+    """Return one of `num_seqs` dummy sequences, so long that their common prefix is read once."""
+    length = max(LONG_CONTEXT, PREFIX_TOKENS // num_seqs)
+    return _sequence(runner, max(1, min(length, runner.info.max_model_len - 1)), params, adapter)
 
 
 def _sequence(runner: Runner, length: int, params: SamplingParams, adapter: str = "") -> Sequence:

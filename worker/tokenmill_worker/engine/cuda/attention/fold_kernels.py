@@ -33,9 +33,21 @@ def rows_of_block(
 
 
 @triton.jit
+def add_logit(logit, largest, total, values):
+    """Add a logit, in base 2, to each row; return its weights, and maxima, sums and values."""
+    grown = tl.maximum(largest, logit)
+    shrink = tl.exp2(largest - grown)
+    weight = tl.exp2(logit - grown)
+    return weight, grown, total * shrink + weight, values * shrink[:, None]
+
+
+@triton.jit
 def store_rows(
     out,
     sinks,
+    prefix,
+    prefix_sums,
+    prefix_len,
     token,
     head,
     is_row,
@@ -46,21 +58,28 @@ def store_rows(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_PREFIX: tl.constexpr,
 ):
-    """Divide values by their weights' sums, to which sinks add, and store them as results."""
+    """Divide values by their weights' sums, to which sinks add, and store them as results.
+
+    The result over a common prefix counts as one key more: its logit is the logarithm of the
+    prefix's sum, its value the prefix's result.
+    """
     dims = tl.arange(0, HEAD_PAD)
     row_at = token.to(tl.int64) * NUM_HEADS + head
+    result_at = row_at[:, None] * HEAD_DIM + dims[None, :]
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        grown = tl.maximum(largest, sink)
-        shrink = tl.exp2(largest - grown)
-        total = total * shrink + tl.exp2(sink - grown)
-        values = values * shrink[:, None]
-    values = values / tl.where(total == 0.0, 1.0, total)[:, None]
-    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(
-        out + row_at[:, None] * HEAD_DIM + dims[None, :], values.to(out.dtype.element_ty), mask=mask
-    )
+        _, largest, total, values = add_logit(sink, largest, total, values)
+    if prefix is not None and prefix_len > 0:
+        logit = tl.load(prefix_sums + row_at, mask=is_row, other=0.0)
+        weight, largest, total, values = add_logit(logit, largest, total, values)
+        values += weight[:, None] * tl.load(prefix + result_at, mask=mask, other=0.0)
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + result_at, (values / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    if IS_PREFIX:
+        tl.store(prefix_sums + row_at, largest + tl.log2(total), mask=is_row)
 
 
 @triton.jit
@@ -133,6 +152,9 @@ def store_split(
     limits,
     counters,
     sinks,
+    prefix,
+    prefix_sums,
+    prefix_len,
     place,  # of this split's results
     first_place,  # of the results of the block's first split
     start,  # index of the sequence's first query token
@@ -149,6 +171,7 @@ def store_split(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_PREFIX: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     FOLD_ROWS: tl.constexpr,
     FOLD_SPLITS: tl.constexpr,
@@ -165,6 +188,7 @@ def store_split(
             NUM_ROWS, HEAD_PAD, FOLD_SPLITS,
         )  # fmt: skip
         store_rows(
-            out, sinks, start + token, head, is_fold_row, fold_largest, fold_total, fold_values,
-            NUM_HEADS, HEAD_DIM, HEAD_PAD, HAS_SINKS,
+            out, sinks, prefix, prefix_sums, prefix_len, start + token, head, is_fold_row,
+            fold_largest, fold_total, fold_values,
+            NUM_HEADS, HEAD_DIM, HEAD_PAD, HAS_SINKS, IS_PREFIX,
         )  # fmt: skip

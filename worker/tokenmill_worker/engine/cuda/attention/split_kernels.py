@@ -13,13 +13,15 @@ UNDIVIDED = tl.constexpr(1 << 30)  # tiles: more than any context has
 def blocks_and_tiles(
     query_start,
     seq_lens,
+    prefix_lens,
     seq,
     num_seqs,
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Return a sequence's blocks of query tokens, and the most tiles of keys that one of them sees.
+    """Return a sequence's blocks of query tokens, and the most tiles of keys that one of them sees
+    beside a common prefix.
 
     `seq` may be a vector.
     """
@@ -28,6 +30,8 @@ def blocks_and_tiles(
     query_len = tl.load(query_start + seq + 1, mask=is_seq, other=0) - start
     end = tl.load(seq_lens + seq, mask=is_seq, other=0)
     tiles = tl.cdiv(end, TILE_KEYS)
+    if prefix_lens is not None:
+        tiles -= tl.load(prefix_lens + seq, mask=is_seq, other=0) // TILE_KEYS
     if WINDOW > 0:
         tiles -= tl.maximum(end - BLOCK_TOKENS - WINDOW + 1, 0) // TILE_KEYS
     return tl.cdiv(query_len, BLOCK_TOKENS), tiles
@@ -37,6 +41,7 @@ def blocks_and_tiles(
 def share_of(
     query_start,
     seq_lens,
+    prefix_lens,
     num_seqs,
     num_programs,
     least_tiles,
@@ -52,7 +57,7 @@ def share_of(
     num_blocks, num_tiles = 0, 0
     for first in tl.range(0, num_seqs, SEQS, num_stages=1):
         blocks, tiles = blocks_and_tiles(
-            query_start, seq_lens, first + tl.arange(0, SEQS), num_seqs,
+            query_start, seq_lens, prefix_lens, first + tl.arange(0, SEQS), num_seqs,
             BLOCK_TOKENS, WINDOW, TILE_KEYS,
         )  # fmt: skip
         num_blocks += tl.sum(blocks, 0)
@@ -64,6 +69,7 @@ def share_of(
 def find_work(
     query_start,
     seq_lens,
+    prefix_lens,
     num_seqs,
     program,
     num_programs,
@@ -83,7 +89,7 @@ def find_work(
     for first in tl.range(0, num_seqs, SEQS, num_stages=1):
         seq = first + tl.arange(0, SEQS)
         blocks, tiles = blocks_and_tiles(
-            query_start, seq_lens, seq, num_seqs, BLOCK_TOKENS, WINDOW, TILE_KEYS
+            query_start, seq_lens, prefix_lens, seq, num_seqs, BLOCK_TOKENS, WINDOW, TILE_KEYS
         )
         splits = tl.cdiv(tiles, share)
         programs = blocks * splits
@@ -101,7 +107,7 @@ def find_work(
         num_whole += tl.sum(whole, 0)
     seq = tl.maximum(found - 1, 0)
     blocks, tiles = blocks_and_tiles(
-        query_start, seq_lens, seq, num_seqs, BLOCK_TOKENS, WINDOW, TILE_KEYS
+        query_start, seq_lens, prefix_lens, seq, num_seqs, BLOCK_TOKENS, WINDOW, TILE_KEYS
     )
     splits = tl.maximum(tl.cdiv(tiles, share), 1)
     place = program - start_of_found
@@ -112,6 +118,7 @@ def find_work(
 def work_of(
     query_start,
     seq_lens,
+    prefix_lens,
     num_seqs,
     program,
     num_programs,
@@ -130,16 +137,16 @@ def work_of(
     seq, block, split, splits = program, 0, 0, 1
     if IS_SPLIT:
         share = share_of(
-            query_start, seq_lens, num_seqs, num_programs, least_tiles,
+            query_start, seq_lens, prefix_lens, num_seqs, num_programs, least_tiles,
             BLOCK_TOKENS, WINDOW, TILE_KEYS,
         )  # fmt: skip
         seq, block, split, splits = find_work(
-            query_start, seq_lens, num_seqs, program, num_programs, share,
+            query_start, seq_lens, prefix_lens, num_seqs, program, num_programs, share,
             BLOCK_TOKENS, WINDOW, TILE_KEYS,
         )  # fmt: skip
     elif not IS_DECODE:
         seq, block, split, splits = find_work(
-            query_start, seq_lens, num_seqs, program, num_programs, UNDIVIDED,
+            query_start, seq_lens, prefix_lens, num_seqs, program, num_programs, UNDIVIDED,
             BLOCK_TOKENS, WINDOW, TILE_KEYS,
         )  # fmt: skip
     return seq, block, split, splits

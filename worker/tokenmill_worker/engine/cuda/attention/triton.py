@@ -4,9 +4,15 @@ It needs no wheel beside Triton. The launch depends only on maxima that the host
 sequences, the longest context). The kernel reads the lengths on the device and divides the work by
 them, so a captured CUDA graph stays right for every batch that fits it. Blocks are
 `[kv_head, token, head_dim]`: the part of a block that one program reads is contiguous.
+
+A decode with a common prefix takes two launches, as in Hydragen and cascade attention: one attends
+to the prefix with the queries of all sequences, the other to what follows it, and adds the results.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +22,7 @@ from tokenmill_worker.engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     AttentionShape,
+    CommonPrefix,
 )
 from tokenmill_worker.engine.cuda.attention.launch_plan import (
     MAX_COUNTERS,
@@ -35,12 +42,22 @@ DTYPES = (
     torch.float8_e5m2,
 )
 MAX_HEAD_DIM = 256
+MAX_PREFIX_BYTES = 32 << 20  # of results over a common prefix; larger decodes ignore it
+
+
+class PrefixResults(NamedTuple):
+    """Attention of a decode's queries over a common prefix, and which sequences begin with it."""
+
+    values: Tensor  # float32 [num_tokens, num_heads, head_dim]
+    sums: Tensor  # float32 [num_tokens, num_heads]: logarithms, base 2, of the weights' sums
+    lens: Tensor  # int32 [num_seqs]: the prefix's tokens, or 0
 
 
 class TritonAttention(AttentionBackend):
     """Attention by the Triton kernels; keeps the device's properties, and counters of splits."""
 
     name = "triton"
+    takes_prefixes = True
 
     def __init__(self, num_multiprocessors: int | None = None) -> None:
         properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
@@ -86,10 +103,11 @@ class TritonAttention(AttentionBackend):
     def workspace_bytes(
         self, shape: AttentionShape, max_num_tokens: int, max_model_len: int, element_size: int
     ) -> int:
-        """Return the size of split results, with a maximum and a sum per row of at least 16 values,
-        and of the counters.
+        """Return the size of split results and of a common prefix's, with a maximum and a sum per
+        row of at least 16 values, and of the counters.
         """
-        return MAX_PARTIAL_BYTES + MAX_PARTIAL_BYTES // 8 + 4 * MAX_COUNTERS
+        prefix = min(MAX_PREFIX_BYTES, 4 * max_num_tokens * shape.num_heads * shape.head_dim)
+        return (MAX_PARTIAL_BYTES + prefix) * 9 // 8 + 4 * MAX_COUNTERS
 
     def write(self, key: Tensor, value: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         write_blocks(
@@ -107,14 +125,61 @@ class TritonAttention(AttentionBackend):
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        query, window = _rows(query), metadata.window
-        num_tokens = query.shape[0]
+        query, num_tokens = _rows(query), query.shape[0]
+        prefix = None
+        if metadata.prefix is not None and 4 * query.numel() <= MAX_PREFIX_BYTES:
+            prefix = self._attend_prefix(query, cache, metadata, metadata.prefix, shape)
         new = torch.zeros if _may_have_padding(metadata, num_tokens) else torch.empty
         out = new(query.shape, dtype=query.dtype, device=query.device)
+        self._launch(query, cache, metadata, shape, out, sinks=sinks, prefix=prefix)
+        return out
+
+    def _attend_prefix(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        common: CommonPrefix,
+        shape: AttentionShape,
+    ) -> PrefixResults:
+        """Attend to the common prefix with the queries of all sequences, as if they were one's.
+
+        Sequences that do not begin with it are computed too, and their results not used.
+        """
+        values, sums = (
+            torch.empty(size, dtype=torch.float32, device=query.device)
+            for size in (query.shape, query.shape[:2])
+        )
+        step = replace(
+            metadata,
+            query_start=common.bounds[:2],
+            seq_lens=common.bounds[2:],
+            block_table=common.block_table[None],
+            max_query_len=query.shape[0],
+        )
+        self._launch(query, cache, step, shape, values, sums=sums)
+        return PrefixResults(values, sums, common.lens)
+
+    def _launch(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        out: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        prefix: PrefixResults | None = None,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Launch the kernel: with `prefix` its results are added; with `sums`, which it fills, they
+        are computed.
+        """
+        window = metadata.window
         launch = plan_launch(
             shape,
             metadata,
-            num_tokens,
+            query.shape[0],
             element_size=cache.element_size(),
             num_multiprocessors=self._num_multiprocessors,
             has_warp_groups=self._has_warp_groups,
@@ -124,6 +189,7 @@ class TritonAttention(AttentionBackend):
         group = shape.num_heads // shape.num_kv_heads
         partials, limits, counters = self._split_results(launch, shape, head_pad, query)
         fold_rows, fold_splits = fold_sizes(launch.block_tokens * group, head_pad)
+        values, prefix_sums, prefix_lens = prefix or (None, sums, None)
         attend_kernel[(launch.num_programs * shape.num_kv_heads,)](
             query,
             cache,
@@ -132,6 +198,9 @@ class TritonAttention(AttentionBackend):
             limits,
             counters,
             sinks,
+            values,
+            prefix_sums,
+            prefix_lens,
             metadata.block_table,
             metadata.query_start,
             metadata.seq_lens,
@@ -153,6 +222,7 @@ class TritonAttention(AttentionBackend):
             IS_CHUNKED=window is not None and window.is_chunked,
             HAS_SOFTCAP=bool(shape.softcap),
             HAS_SINKS=sinks is not None,
+            IS_PREFIX=sums is not None,
             BLOCK_ROWS=launch.block_rows,
             BLOCK_TOKENS=launch.block_tokens,
             TILE_KEYS=launch.tile_keys,
@@ -163,7 +233,6 @@ class TritonAttention(AttentionBackend):
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )
-        return out
 
     def _split_results(
         self, launch: Launch, shape: AttentionShape, head_pad: int, query: Tensor

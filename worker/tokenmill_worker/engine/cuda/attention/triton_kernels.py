@@ -78,7 +78,7 @@ def attend_block(
 # longest sequence.
 @triton.jit(
     do_not_specialize=["num_seqs", "table_stride", "least_tiles"],
-    do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens"],
+    do_not_specialize_on_alignment=["block_table", "query_start", "seq_lens", "prefix_lens"],
 )
 def attend_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
@@ -88,6 +88,9 @@ def attend_kernel(
     limits,  # with splits: [programs, kv_heads, BLOCK_TOKENS · GROUP, 2], maximum and sum
     counters,  # with splits: int32 [programs, kv_heads], 0 before and after
     sinks,
+    prefix,  # results over a common prefix, to be added: float32 [num_tokens, NUM_HEADS, HEAD_DIM]
+    prefix_sums,  # logarithms of their sums: float32 [num_tokens, NUM_HEADS]; IS_PREFIX stores them
+    prefix_lens,  # int32 [num_seqs]: keys that these results are of, 0: none
     block_table,
     query_start,
     seq_lens,
@@ -109,6 +112,7 @@ def attend_kernel(
     IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_PREFIX: tl.constexpr,  # its queries have no keys: each sees all keys before the first one
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -124,8 +128,8 @@ def attend_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     program = tl.program_id(0) // KV_HEADS
     seq, block, split, splits = work_of(
-        query_start, seq_lens, num_seqs, program, tl.num_programs(0) // KV_HEADS, least_tiles,
-        BLOCK_TOKENS, WINDOW, TILE_KEYS, IS_SPLIT, IS_DECODE,
+        query_start, seq_lens, prefix_lens, num_seqs, program, tl.num_programs(0) // KV_HEADS,
+        least_tiles, BLOCK_TOKENS, WINDOW, TILE_KEYS, IS_SPLIT, IS_DECODE,
     )  # fmt: skip
     if seq < 0:
         return
@@ -137,9 +141,15 @@ def attend_kernel(
         return
     # The block's rows see the keys [begin, end).
     end = base + tl.minimum(first_token + BLOCK_TOKENS, query_len)
-    begin = 0
+    first_position = base + first_token
+    begin, prefix_len = 0, 0
+    if IS_PREFIX:
+        end, first_position = base, base - 1
+    if prefix_lens is not None:
+        prefix_len = tl.load(prefix_lens + seq)
+        begin = prefix_len
     if WINDOW > 0:
-        begin = tl.maximum(first_visible(base + first_token, WINDOW, IS_CHUNKED), 0)
+        begin = tl.maximum(first_visible(first_position, WINDOW, IS_CHUNKED), 0)
     first_tile, last_tile, num_used = divide_tiles(
         begin // TILE_KEYS, tl.cdiv(end, TILE_KEYS), split, splits
     )
@@ -159,19 +169,21 @@ def attend_kernel(
     queries, factor = prepare_queries(queries, cache, scale, HAS_SOFTCAP)
     largest, total, values = attend_block(
         queries, factor, cache + kv_head * (BLOCK_SIZE * HEAD_DIM),
-        block_table + seq.to(tl.int64) * table_stride, base + token, base + first_token,
+        block_table + seq.to(tl.int64) * table_stride, base + token, first_position,
         first_tile, last_tile, begin, end, softcap, block_stride, value_offset,
         HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, IS_CHUNKED, HAS_SOFTCAP, TILE_KEYS, IS_DECODE,
     )  # fmt: skip
     if not IS_SPLIT or num_used == 1:
         store_rows(
-            out, sinks, start + token, head, is_row, largest, total, values,
-            NUM_HEADS, HEAD_DIM, HEAD_PAD, HAS_SINKS,
+            out, sinks, prefix, prefix_sums, prefix_len, start + token, head, is_row,
+            largest, total, values,
+            NUM_HEADS, HEAD_DIM, HEAD_PAD, HAS_SINKS, IS_PREFIX,
         )  # fmt: skip
     else:
         store_split(
-            out, partials, limits, counters, sinks, program * KV_HEADS + kv_head,
-            (program - split) * KV_HEADS + kv_head, start, kv_head, first_token, query_len, is_row,
-            largest, total, values, num_used,
-            NUM_HEADS, GROUP, HEAD_DIM, HEAD_PAD, HAS_SINKS, BLOCK_TOKENS, FOLD_ROWS, FOLD_SPLITS,
+            out, partials, limits, counters, sinks, prefix, prefix_sums, prefix_len,
+            program * KV_HEADS + kv_head, (program - split) * KV_HEADS + kv_head,
+            start, kv_head, first_token, query_len, is_row, largest, total, values, num_used,
+            NUM_HEADS, GROUP, HEAD_DIM, HEAD_PAD, HAS_SINKS, IS_PREFIX,
+            BLOCK_TOKENS, FOLD_ROWS, FOLD_SPLITS,
         )  # fmt: skip
