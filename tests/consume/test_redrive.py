@@ -27,7 +27,9 @@ async def dead(queue: Queue, count: int = 1, **fields: object) -> list[str]:
 async def test_a_redriven_job_has_no_deadline(queue: Queue) -> None:
     (job,) = await dead(queue, deadline=3_600.0)
     await queue.pass_deadline(job)
+    assert await queue.redis.ttl(queue.keys.job(job)) > 0
     assert await queue.client.redrive([job]) == [job]
+    assert await queue.redis.ttl(queue.keys.job(job)) == -1, "it lives as long as it waits"
     (delivery,) = await queue.worker().claim(1)
     assert (delivery.outcome, delivery.is_redriven) == ("run", True)
     assert decode_request(delivery.payload).deadline_ms is not None, (
@@ -70,6 +72,14 @@ async def test_one_call_reads_one_page(queue: Queue) -> None:
     )
     end, *revived = await call_async(queue.redis, REDRIVE, *head, 10, after, job)
     assert (end, revived) == (b"", [job.encode()])
+
+
+async def test_a_call_that_reaches_its_limit_says_where_the_next_begins(queue: Queue) -> None:
+    jobs = [name.encode() for name in await dead(queue, 2)]
+    head = (queue.keys.meta, queue.keys.base, "PUBLISH", 1)
+    after, *first = await call_async(queue.redis, REDRIVE, *head, "-")
+    end, *second = await call_async(queue.redis, REDRIVE, *head, after)
+    assert (first, second, end) == (jobs[:1], jobs[1:], b"")
 
 
 @pytest.mark.parametrize("names_them", [True, False])

@@ -101,8 +101,9 @@ async def test_a_full_queue_refuses_the_whole_call_with_its_depth(
     assert (caught.value.depth, caught.value.limit) == (2, 3)
     assert (await limited.depth()).num_queued == 2
     await queue.client.set_queue_limit(2)  # the queue's own limit binds every producer
-    with pytest.raises(QueueFull):
-        await queue.submit()
+    for client in (queue.client, limited):
+        with pytest.raises(QueueFull, match="its limit is 2"):
+            await client.submit(prompt="x")
     await limited.close()
 
 

@@ -2,7 +2,7 @@
 -- from the beginning, because only their result has what they generated. One call reads at most
 -- PAGE entries of the dead-letter stream.
 --
--- Keys       meta, job:, log:, jobs:, lanes:, idem:, dead
+-- Keys       meta, job:, jobs:, lanes:, idem:, dead
 -- Arguments  ARGV[3]  largest number of jobs
 --            ARGV[4]  start: '-', or the first value of the previous reply
 --            then job ids; none: the oldest dead jobs
@@ -38,7 +38,6 @@ for _, entry in ipairs(entries) do
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1', 'redriven', '1')
       redis.call('PERSIST', key)
       if job[7] then redis.call('PERSIST', idem_key(job[7])) end
-      redis.call('DEL', log_key(id))
       count_queued(class_of(job[3]), 1, number(job[5], 0))
       enter_stream(id, class_of(job[3]), job[4] or '')
       revived[#revived + 1] = id
