@@ -74,7 +74,7 @@ async def test_one_call_reads_one_page(queue: Queue) -> None:
     assert (end, revived) == (b"", [job.encode()])
 
 
-async def test_a_call_that_reaches_its_limit_says_where_the_next_begins(queue: Queue) -> None:
+async def test_a_call_that_reaches_its_limit_returns_the_start_of_the_next(queue: Queue) -> None:
     jobs = [name.encode() for name in await dead(queue, 2)]
     head = (queue.keys.meta, queue.keys.base, "PUBLISH", 1)
     after, *first = await call_async(queue.redis, REDRIVE, *head, "-")

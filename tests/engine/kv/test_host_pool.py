@@ -28,6 +28,8 @@ def test_use_makes_a_block_young() -> None:
     assert pool.keep(b"c") == b
     assert b"a" in pool
     assert pool.keep(b"a") is None, "kept already"
+    assert pool.keep(b"d") is not None
+    assert (b"a" in pool, b"c" in pool) == (True, False)
 
 
 def test_a_pinned_block_stays() -> None:

@@ -111,11 +111,11 @@ class BlockPool:
         self.frees += 1
 
     def reserve_hash(self, block: int, content: bytes, owner: Sequence) -> None:
-        """Register the hash of a block that `owner` will fill.
+        """Register the hash of a new block that `owner` will fill.
 
         If another block has this content already, that block keeps the hash.
         """
-        if content not in self.cached and self.hashes[block] is None:
+        if content not in self.cached:
             self.cached[content] = block
             self.hashes[block] = content
             self.reserved[block] = owner
