@@ -19,7 +19,7 @@ from ops.benchmarks.gpu.measures import Probe, configure, engine_of, summarise
 from ops.benchmarks.gpu.models import describe, random_model
 from ops.benchmarks.gpu.peer import take_turns
 from ops.benchmarks.gpu.session import Session
-from ops.benchmarks.measure.protocol import EngineOptions, Round
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round
 from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape, Work
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers.transformers_batching import TransformersBatching
@@ -142,7 +142,7 @@ def test_a_peer_is_not_waited_for_beyond_the_deadline() -> None:
         peer.run((WorkloadRequest((5, 6), 2),))
 
 
-class Scripted:
+class Scripted(MeasuredEngine):
     """Answers in so many seconds a round; then there is no time left."""
 
     description = "scripted"
@@ -155,9 +155,6 @@ class Scripted:
         if wall_s is None:
             raise TimeoutError("no time was left")
         return Round(wall_s, [[7] * request.max_tokens for request in requests], [])
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def test_each_round_is_kept_before_the_next_is_waited_for() -> None:

@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     parts = {"model": measure, "mixed": contend, "settings": vary, "way": serve}
     for what in options.part or ("model", "mixed", "settings"):
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
-            session.attempt(name, what, lambda what=what, name=name: parts[what](name, session))  # type: ignore[misc]
+            session.attempt(name, what, partial(parts[what], name, session))
             forget()
     _show(console, session.record)
     return session.record
@@ -133,17 +133,10 @@ def measure(name: str, session: Session) -> None:
 
 def contend(name: str, session: Session) -> None:
     """Measure the mixed load on the engine and on its peer."""
-    options, shape, loaded = session.options, SHAPES[name], _load(name, session)
-
-    def keep(found: dict[str, Any]) -> None:
-        session.keep(name, "mixed", found)
-
-    session.attempt(
-        name,
-        "mixed",
-        lambda: beside(shape, options, loaded, session.until, keep),
-        WARM_S + TURN_S * options.share * options.rounds,
-    )
+    options, loaded = session.options, _load(name, session)
+    keep = partial(session.keep, name, "mixed")
+    work = partial(beside, SHAPES[name], options, loaded, session.until, keep)
+    session.attempt(name, "mixed", work, WARM_S + TURN_S * options.share * options.rounds)
 
 
 def vary(name: str, session: Session) -> None:
@@ -172,7 +165,7 @@ def serve(name: str, session: Session) -> None:
         folder = _written(name, session, shape, stack)
         forget()  # the two processes need the memory
         logs = Path(options.json).parent if options.json else None
-        session.attempt(name, "whole way", lambda: compare(folder, shape, options, logs))
+        session.attempt(name, "whole way", partial(compare, folder, shape, options, logs))
 
 
 def _written(name: str, session: Session, shape: Shape, stack: ExitStack) -> Path:
@@ -184,7 +177,8 @@ def _written(name: str, session: Session, shape: Shape, stack: ExitStack) -> Pat
     folder = stack.enter_context(saved(model, shape))
     session.tell(f"{name}: written", str(folder))
     loaded = describe(model, configure(shape, options))
-    session.attempt(name, "short beside long", lambda: short_beside_long(loaded, shape, options))
+    work = partial(short_beside_long, loaded, shape, options)
+    session.attempt(name, "short beside long", work)
     return folder
 
 

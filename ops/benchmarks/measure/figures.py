@@ -1,8 +1,11 @@
 """Computes figures from rounds: throughput, percentiles, medians, equal tokens."""
 
+import math
 import statistics
 from array import array
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload
@@ -10,13 +13,7 @@ from ops.benchmarks.measure.workload_files import Workload
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Interpolate linearly between the two closest ranks; `share` is in [0, 1]."""
-    ordered = sorted(values)
-    if not ordered:
-        return float("nan")
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(np.quantile(values, share)) if values else math.nan
 
 
 def of_round(workload: Workload, measured: Round) -> dict[str, float]:

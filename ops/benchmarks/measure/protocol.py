@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 
@@ -58,11 +58,16 @@ class Round:
     cpu_s: dict[str, float] = field(default_factory=dict)  # of each process around the engine
 
 
-class MeasuredEngine(Protocol):
+class MeasuredEngine:
+    """An engine in its process."""
+
     description: str
 
-    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round: ...
-    def close(self) -> None: ...
+    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what does not end with the process; here nothing."""
 
 
 def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:

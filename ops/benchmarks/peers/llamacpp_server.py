@@ -11,13 +11,13 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 
 SLOTS, SLOT_TOKENS = 32, 2_048  # one cache for all slots would make every step read all of it
 
 
-class LlamaCpp:
+class LlamaCpp(MeasuredEngine):
     def __init__(self, options: EngineOptions) -> None:
         import xllamacpp  # type: ignore[import-not-found,unused-ignore]
 
@@ -66,9 +66,6 @@ class LlamaCpp:
         if timings["predicted_n"] != request.max_tokens:
             raise RuntimeError(f"{timings['predicted_n']} tokens of {request.max_tokens}")
         return answer["tokens"], ended, 1e-3 * timings["predicted_ms"]
-
-    def close(self) -> None:
-        """Do nothing: the server ends with this process."""
 
 
 if __name__ == "__main__":

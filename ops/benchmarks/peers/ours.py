@@ -5,13 +5,13 @@ import os
 import time
 
 from ops.benchmarks.measure.figures import Arrivals
-from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 from tokenmill_worker.engine.execution.warm_up import warm_up
 
 
-class Tokenmill:
+class Tokenmill(MeasuredEngine):
     def __init__(self, options: EngineOptions) -> None:
         os.environ.setdefault(
             "OMP_WAIT_POLICY", "PASSIVE"

@@ -7,14 +7,14 @@ complete.
 import time
 from typing import Any
 
-from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from ops.benchmarks.peers.transformers_batching import load_model
 
 PAD = 0
 
 
-class StaticBatching:
+class StaticBatching(MeasuredEngine):
     def __init__(self, options: EngineOptions) -> None:
         import torch
         from transformers import __version__
@@ -68,9 +68,6 @@ class StaticBatching:
             done.tokens.append(answer[: request.max_tokens])
             done.first_s.append(step_ends[0])
         done.batch_sizes += [sum(r.max_tokens > step for r in requests) for step in range(most)]
-
-    def close(self) -> None:
-        """Do nothing: no process is left."""
 
 
 if __name__ == "__main__":

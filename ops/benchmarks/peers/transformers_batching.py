@@ -11,13 +11,13 @@ import os
 import time
 from typing import Any
 
-from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 
 PAGE_SIZE = 32
 
 
-class TransformersBatching:
+class TransformersBatching(MeasuredEngine):
     def __init__(
         self, options: EngineOptions, model: Any = None, deadline: float = math.inf
     ) -> None:
@@ -101,9 +101,6 @@ class TransformersBatching:
         if result is None and not manager.is_running():
             raise RuntimeError("its generation thread ended")
         return result
-
-    def close(self) -> None:
-        """Do nothing: each round closes its manager."""
 
 
 def load_model(options: EngineOptions) -> Any:

@@ -7,11 +7,11 @@ resolve model names; the parent does so.
 import os
 import time
 
-from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 
 
-class Vllm:
+class Vllm(MeasuredEngine):
     def __init__(self, options: EngineOptions) -> None:
         threads = options.threads or os.cpu_count() or 1
         os.environ |= {
@@ -64,9 +64,6 @@ class Vllm:
             tokens=list(tokens.values()),
             first_s=[first[name] for name in tokens],
         )
-
-    def close(self) -> None:
-        """Do nothing: vLLM's processes end with this one."""
 
 
 if __name__ == "__main__":

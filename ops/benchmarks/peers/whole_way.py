@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ops.benchmarks.measure.figures import Arrivals
-from ops.benchmarks.measure.protocol import EngineOptions, Round, serve
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from ops.benchmarks.peers.stamped_worker import NOTED_SEED
 from tokenmill import AsyncClient
@@ -55,7 +55,7 @@ class Reading:
             self.times[len(self.tokens)] = now
 
 
-class WholeWay:
+class WholeWay(MeasuredEngine):
     """The service on one machine; its parts reach the server by a Unix socket."""
 
     def __init__(self, options: EngineOptions) -> None:
