@@ -30,10 +30,10 @@ def stages_of(form: str, out: Path, *, is_dry: bool) -> list[Stage]:
     device = ["--device", "cpu" if is_dry else "cuda"]
     stages = [Stage("machine", _module("machine", *device), 20)]
     if form == "first":
-        stages.append(Stage("kernels", _module("kernels", *device), 90))
+        stages.append(Stage("kernels", _module("kernels", *device), 110))
         stages.append(Stage("tests", _tests(is_dry), 100))
     if form == "variants":
-        stages.append(Stage("prefixes", _module("kernels", *device, "--prefixes"), 30))
+        stages.append(Stage("prefixes", _module("kernels", *device, "--prefixes"), 50))
     stages.append(_bench(form, out, is_dry))
     return [replace(stage, limit_s=DRY_S) for stage in stages] if is_dry else stages
 
@@ -56,7 +56,7 @@ def _tests(is_dry: bool) -> list[str]:
 def _bench(form: str, out: Path, is_dry: bool) -> Stage:
     parts = ("model", "mixed", "settings") if is_dry and form == "first" else PARTS[form]
     words = [word for part in parts for word in ("--part", part)]
-    limit = {"first": 250.0, "variants": 510.0, "way": 190.0}.get(form, 530.0)
+    limit = {"first": 250.0, "variants": 490.0, "way": 190.0}.get(form, 530.0)
     if is_dry:
         words += TINY
     else:

@@ -94,7 +94,7 @@ def attention(
     backend, each = TritonAttention(), -(-context // BLOCK)
     wanted = AttentionShape(heads, kv_heads, width, width**-0.5)
     table = (torch.randperm(batch * each, device=place.device) + 1).view(batch, each)
-    table[:, : common // BLOCK] = table[0, : common // BLOCK]
+    table[:, : common // BLOCK] = table[0, : common // BLOCK].clone()
     positions = torch.arange(context, device=place.device)
     slots = table[:, positions // BLOCK] * BLOCK + positions % BLOCK
     counts = torch.arange(batch + 1, device=place.device, dtype=torch.int32)
@@ -115,7 +115,7 @@ def attention(
 
     key, value = (place.random(batch, context, kv_heads, width) for _ in range(2))
     for stored in (key, value):
-        stored[:, :common] = stored[:1, :common]
+        stored[:, :common] = stored[:1, :common].clone()
     query = place.random(batch, queries, heads, width)
     cache = torch.zeros(
         (batch * each + 1, 2, *backend.block_shape(BLOCK, kv_heads, width)),
