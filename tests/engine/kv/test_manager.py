@@ -216,6 +216,14 @@ def test_a_hit_that_the_host_has_lost_is_an_error() -> None:
         kv.allocate(sequence, CachedPrefix(8), None)
 
 
+def test_the_last_blocks_of_a_prefix_are_evicted_first() -> None:
+    kv = manager(5)
+    sequence = admitted(kv, "a", 12)
+    kv.advance(sequence, 12)
+    kv.free(sequence, in_flight=False)
+    assert [kv.pool.allocate() for _ in range(4)] == [4, 3, 2, 1]
+
+
 def test_what_a_step_in_flight_may_write_is_freed_after_it() -> None:
     kv = manager()
     sequence = admitted(kv, "a", 10)
@@ -271,6 +279,33 @@ def test_restore_shares_what_the_device_still_has() -> None:
     kv.tier.take_copies()
     assert kv.restore(sequence, None)
     assert len(kv.tier.take_copies().swap_in) == 1, "only the partial block has no hash"
+
+
+def test_full_blocks_that_came_back_can_be_shared_after_the_step() -> None:
+    kv = manager(host=8)
+    sequence = admitted(kv, "a", 9)
+    kv.advance(sequence, 8)
+    assert kv.offload(sequence, in_flight=False)
+    kv.pool.forget_all()
+    assert kv.restore(sequence, None)
+    assert len(kv.pool.reserved) == 2
+    kv.tier.commit(kv.tier.take_copies(), kv.pool)
+    assert kv.pool.reserved == {}
+
+
+def test_a_block_from_the_host_takes_no_cached_block_of_another_group() -> None:
+    """The second group's cached block is the next to be evicted."""
+    kv = manager(3, windows=(None, None), host=1)
+    sequence = make_sequence("a", list(range(8)))
+    kv.hasher.extend(sequence)
+    kv.tier.pool.keep(kv.keys(sequence, 0, 0, 1)[0])
+    blocks = [kv.pool.allocate() for _ in range(4)]
+    contents = [kv.keys(sequence, 1, 0, 1)[0], b"x", b"y", b"z"]
+    for block, content in zip(blocks, contents, strict=True):
+        kv.pool.commit_hash(block, content)
+        kv.pool.release(block)
+    assert kv.allocate(sequence, kv.find(sequence), None)
+    assert sequence.block_tables[1][0] == blocks[0] != sequence.block_tables[0][0]
 
 
 def test_no_host_no_offload() -> None:

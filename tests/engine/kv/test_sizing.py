@@ -144,6 +144,12 @@ def test_steps_ahead_take_a_second_set_of_inputs_and_logits_and_no_more(llama: P
     assert shape.num_buffer_sets == 2
 
 
+def test_states_of_all_sequences_and_graphs_are_kept_beside_the_blocks() -> None:
+    plain = make_shape(FULL).fixed
+    assert make_shape(FULL, state_bytes=1000).fixed == plain + 8 * 1000
+    assert make_shape(FULL, graph_rows=3).fixed == plain + 3 * 1000 * 4
+
+
 def test_a_cap_bounds_the_pools_alone() -> None:
     shape = make_shape(FULL)
     assert solve(shape, 1 << 30, 4 << 20) == (4 << 20) // shape.block_bytes

@@ -65,9 +65,13 @@ def test_resumed_tokens_count_and_are_not_events_again() -> None:
     loop = Loop.build()
     whole = endless("whole", 1, 6, 8)
     said = expected_tokens(whole)
+    loop.add(whole)
+    loop.run()
     resumed = endless("resumed", 1, 6, 8, resumed=tuple(said[:5]))
     loop.add(resumed)
     loop.run()
+    cached = [one.num_cached_tokens for one in loop.events if one.request_id == "resumed"]
+    assert cached == [6, 0, 0], "of the prompt, with the first event"
     assert loop.tokens["resumed", 0] == said[5:]
     assert loop.ends["resumed", 0] is FinishReason.LENGTH
 
@@ -222,6 +226,7 @@ def test_deadlines_of_the_ended_are_forgotten_long_before_they_pass() -> None:
         loop.step()
     state = loop.scheduler._state
     assert len(state.deadlines) <= 200
+    check_integrity(loop.scheduler)
     loop.add(make_sequence("due", [4, 5, 6], 100, deadline=loop.clock.now + 5))
     loop.step()
     loop.clock.now += 6
