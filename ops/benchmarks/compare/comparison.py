@@ -79,8 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Measure these engines and compare the first with each of the others.
+def compare(
+    arguments: argparse.Namespace, names: Sequence[str], workloads: Sequence[Workload] = ()
+) -> dict[str, Any]:
+    """Measure these engines on the workloads, by default the arguments' own, and compare the first
+    with each of the others.
 
     `arguments.keep` receives the results so far after every turn. An interrupted or failed run
     still shows its finished rounds. `arguments.logs`, if it is there, is a folder that keeps the
@@ -89,7 +92,8 @@ def compare(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, An
     console = Console()
     record: dict[str, Any] = {"ok": False, "results": {}, "rounds": {}, "engines": {}}
     try:
-        workloads = [_workload(name, arguments) for name in arguments.workload or ["decode"]]
+        wanted = arguments.workload or ["decode"]
+        workloads = workloads or [_workload(name, arguments) for name in wanted]
         with ExitStack() as stack, console.status("starting the engines") as status:
             children = _start(arguments, names, stack, status.update)
             for name, child in children.items():

@@ -6,7 +6,6 @@ its own. Both load it at once and then take turns with the same requests, as in 
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from ops.benchmarks.commands import interference
 from ops.benchmarks.compare import comparison
 from ops.benchmarks.gpu.measures import configure, engine_of, prompt_ids
 from ops.benchmarks.measure.step_floor import Shape
+from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 STEP_TOKENS = 2048  # as a worker's default on CUDA
@@ -77,22 +77,17 @@ def compare(
     Raises RuntimeError with the reason if one of them did not answer.
     """
     count, half = max(options.batch), options.context // 2
-    requests = [
-        {"prompt": prompt_ids(shape, half, seed), "max_tokens": half} for seed in range(count)
-    ]
+    prompts = [prompt_ids(shape, half, seed) for seed in range(count)]
+    streams = Workload(LOAD, tuple(WorkloadRequest(prompt, half) for prompt in prompts))
     parser = argparse.ArgumentParser()
     comparison.add_arguments(parser)
-    with tempfile.TemporaryDirectory() as beside:
-        workload = Path(beside) / f"{LOAD}.json"
-        workload.write_text(json.dumps({"requests": requests}))
-        arguments = parser.parse_args([
-            "--workload", str(workload), "--model", str(folder), "--dtype", options.dtype,
-            "--rounds", str(options.rounds), "--pool-tokens", str(count * (2 * half + 32)),
-            "--max-sequences", str(count), "--max-batch-tokens", str(STEP_TOKENS),
-            "--set", f"device={options.device}",
-        ])  # fmt: skip
-        arguments.keep, arguments.logs = (lambda _record: None), logs
-        record = comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS])
+    arguments = parser.parse_args([
+        "--model", str(folder), "--dtype", options.dtype, "--rounds", str(options.rounds),
+        "--pool-tokens", str(count * (2 * half + 32)), "--max-sequences", str(count),
+        "--max-batch-tokens", str(STEP_TOKENS), "--set", f"device={options.device}",
+    ])  # fmt: skip
+    arguments.keep, arguments.logs = (lambda _record: None), logs
+    record = comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS], [streams])
     if error := record.get("error"):
         raise RuntimeError(str(error))
     return shares(record["results"][LOAD])
