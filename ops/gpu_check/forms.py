@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ops.gpu_check.stages import Stage
+from ops.gpu_check.stages import CheckStage
 
 DRY_S = 120.0  # of a stage on a CPU, which others may use too
 PARTS = {
@@ -22,18 +22,18 @@ TINY = [
 ]  # fmt: skip
 
 
-def stages_of(form: str, out: Path, *, is_dry: bool) -> list[Stage]:
+def stages_of(form: str, out: Path, *, is_dry: bool) -> list[CheckStage]:
     """Return the stages of a form; those of a dry run take tiny shapes and the CPU.
 
     The dry run of the first form runs the benchmark's parts of the second and the third too.
     """
     device = ["--device", "cpu" if is_dry else "cuda"]
-    stages = [Stage("machine", _module("machine", *device), 20)]
+    stages = [CheckStage("machine", _module("machine", *device), 20)]
     if form == "first":
-        stages.append(Stage("kernels", _module("kernels", *device), 110))
-        stages.append(Stage("tests", _tests(is_dry), 100))
+        stages.append(CheckStage("kernels", _module("kernels", *device), 110))
+        stages.append(CheckStage("tests", _tests(is_dry), 100))
     if form == "variants":
-        stages.append(Stage("prefixes", _module("kernels", *device, "--prefixes"), 50))
+        stages.append(CheckStage("prefixes", _module("kernels", *device, "--prefixes"), 50))
     stages.append(_bench(form, out, is_dry))
     return [replace(stage, limit_s=DRY_S) for stage in stages] if is_dry else stages
 
@@ -53,7 +53,7 @@ def _tests(is_dry: bool) -> list[str]:
     return ["ops/gpu-test", *plugins, *shared, *shown, *(few if is_dry else [])]
 
 
-def _bench(form: str, out: Path, is_dry: bool) -> Stage:
+def _bench(form: str, out: Path, is_dry: bool) -> CheckStage:
     parts = ("model", "mixed", "settings") if is_dry and form == "first" else PARTS[form]
     words = [word for part in parts for word in ("--part", part)]
     limit = {"first": 250.0, "variants": 490.0, "way": 190.0}.get(form, 530.0)
@@ -62,4 +62,4 @@ def _bench(form: str, out: Path, is_dry: bool) -> Stage:
     else:
         words += ["--limit", str(limit - 25)]
         words += ["--shape", "llama-3-8b"] if form != "speed" else []
-    return Stage("bench", _module("bench", str(out / "bench.json"), *words), limit)
+    return CheckStage("bench", _module("bench", str(out / "bench.json"), *words), limit)

@@ -22,7 +22,7 @@ LEAST_S = 5.0  # a stage with less time is not started
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class CheckStage:
     """A command, and the seconds after which its process group is killed."""
 
     name: str
@@ -41,7 +41,7 @@ class StageResult:
 
 
 def run_stages(
-    stages: Sequence[Stage], out: Path, environment: Mapping[str, str], limit_s: float
+    stages: Sequence[CheckStage], out: Path, environment: Mapping[str, str], limit_s: float
 ) -> list[StageResult]:
     """Run every stage; all of them together end within `limit_s` seconds."""
     until, results = time.monotonic() + limit_s, []
@@ -57,7 +57,7 @@ def run_stages(
 
 
 def run_stage(
-    stage: Stage, out: Path, environment: Mapping[str, str], limit_s: float
+    stage: CheckStage, out: Path, environment: Mapping[str, str], limit_s: float
 ) -> StageResult:
     log, started = out / f"{stage.name}.log", time.monotonic()
     with log.open("wb") as file:

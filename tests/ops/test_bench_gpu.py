@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.gpu.measures import Probe, configure, engine_of, summarise
+from ops.benchmarks.gpu.measures import EngineMeasures, configure, engine_of, summarise
 from ops.benchmarks.gpu.models import describe, random_model
 from ops.benchmarks.gpu.peer import take_turns
 from ops.benchmarks.gpu.session import Session
@@ -196,7 +196,7 @@ def engine_and_options(**changes: Any) -> tuple[Any, argparse.Namespace]:
 def test_the_first_sequences_of_a_long_start_live_until_the_end() -> None:
     engine, options = engine_and_options()
     with engine:
-        found = Probe(engine, SHAPES["tiny"], CEILINGS, options).decode(24)
+        found = EngineMeasures(engine, SHAPES["tiny"], CEILINGS, options).decode(24)
     assert found["tokens_s"] > 0
 
 
@@ -216,7 +216,7 @@ def test_the_floor_counts_the_tokens_that_the_steps_read(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine.runner, "launch", noting)
     monkeypatch.setattr(Shape, "floor_s", floor_s)
     with engine:
-        Probe(engine, SHAPES["tiny"], CEILINGS, options).decode(24)
+        EngineMeasures(engine, SHAPES["tiny"], CEILINGS, options).decode(24)
     measured = reads[-options.steps :]
     assert counted == [pytest.approx(sum(measured) / len(measured), abs=24)]  # a token each
     assert counted[0] > 24 * (200 + 30)
@@ -227,7 +227,7 @@ def test_a_batch_that_shrank_is_no_measurement() -> None:
     with engine:
         options.steps = -14  # so many tokens fewer than they would make
         with pytest.raises(RuntimeError, match="2 sequences ended"):
-            Probe(engine, SHAPES["tiny"], CEILINGS, options).profile(2)
+            EngineMeasures(engine, SHAPES["tiny"], CEILINGS, options).profile(2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")

@@ -18,7 +18,7 @@ from ops.benchmarks.commands import gpu
 from ops.gpu_check import bench, cache, wheels
 from ops.gpu_check.__main__ import LIMIT_S
 from ops.gpu_check.forms import FORMS, PARTS, stages_of
-from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, Stage, StageResult, run_stages, table
+from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, CheckStage, StageResult, run_stages, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,8 +32,8 @@ IN_TABLE = ("draw top-k, top-p, 3 rows: ", "passed, 0 failed", "default: decode 
 IN_LOG = (", × Transformers ", "without running ahead: decode 3: tokens/s")  # of the benchmark
 
 
-def python(name: str, program: str, limit_s: float = 30.0) -> Stage:
-    return Stage(name, [sys.executable, "-c", program], limit_s)
+def python(name: str, program: str, limit_s: float = 30.0) -> CheckStage:
+    return CheckStage(name, [sys.executable, "-c", program], limit_s)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_stage_that_fails_hangs_or_is_silent_does_not_stop_the_next(tmp_path: 
         python("failing", "print('| before'); raise SystemExit(3)"),
         python("hanging", hanging, 1.5),
         python("silent", ""),
-        Stage("absent", ["/does/not/exist"], 5.0),
+        CheckStage("absent", ["/does/not/exist"], 5.0),
         python("last", "print('hidden'); print('| seen')"),
     ]
     outcomes = run_stages(stages, tmp_path, {}, 60.0)

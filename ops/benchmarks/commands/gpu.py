@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ops.benchmarks.gpu.measures import Probe, configure, engine_of
+from ops.benchmarks.gpu.measures import EngineMeasures, configure, engine_of
 from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_model
 from ops.benchmarks.gpu.peer import beside
 from ops.benchmarks.gpu.session import Session
@@ -64,7 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-Wanted = tuple[str] | tuple[str, int]  # a measurement of a Probe, and its batch
+Wanted = tuple[str] | tuple[str, int]  # a measurement of a EngineMeasures, and its batch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,9 +201,9 @@ def measure_case(
 
     def inside() -> dict[str, Any]:
         with engine_of(loaded, configure(shape, options, **settings)) as engine:
-            probe = Probe(engine, shape, session.ceilings, options)
+            measures = EngineMeasures(engine, shape, session.ceilings, options)
             for what, *batch in wanted:
-                work = partial(getattr(probe, what), *batch)
+                work = partial(getattr(measures, what), *batch)
                 session.attempt(name, f"{case}: {' '.join(map(str, (what, *batch)))}", work)
             graphs = getattr(engine.runner, "graphs", None)
             return {

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
-    systems: dict[str, Tokenmill | Peer] = {"tokenmill": Tokenmill()}
+    systems: dict[str, TokenmillQueue | Peer] = {"tokenmill": TokenmillQueue()}
     LOG.parent.mkdir(parents=True, exist_ok=True)
     with LOG.open("wb") as log, console.status("") as status:
         for name in options.peer:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {"results": {"queue": results}, "rounds": {"queue": rounds}}
 
 
-def measure(system: Tokenmill | Peer, jobs: int, tokens: int) -> dict[str, float]:
+def measure(system: TokenmillQueue | Peer, jobs: int, tokens: int) -> dict[str, float]:
     """Run one round of one system."""
     with _server() as server, redis.Redis.from_url(server.url) as probe:
         few = max(1, jobs // 4)
@@ -98,7 +98,7 @@ def _used_memory(probe: redis.Redis) -> float:
     return float(found["used_memory"])
 
 
-class Tokenmill:
+class TokenmillQueue:
     def submit(self, how: str, url: str, jobs: int, tokens: int) -> float:
         """Submit jobs, `one` by one or `many` together; return the seconds taken."""
         with Client(url, queue=QUEUE) as client:

@@ -53,7 +53,7 @@ def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class EngineMeasures:
     """Measures one engine: decode by batch size, a long prefill, and where a step's time goes."""
 
     engine: Engine

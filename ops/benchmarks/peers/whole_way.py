@@ -34,7 +34,7 @@ NOTED_ONE_IN = 8  # jobs; noting all of them would cost half a percent of the to
 Passage = dict[int, float]  # number of tokens so far → time
 
 
-class Reading:
+class ReceivedTokens:
     """Tokens that one subscriber received, with the time of the first and the last.
 
     For a noted job, `times` has the time at which each number of tokens was reached.
@@ -130,30 +130,30 @@ class WholeWay(MeasuredEngine):
             for index, request in enumerate(requests)
         )
         arrivals = Arrivals()
-        readings = await asyncio.gather(
+        received = await asyncio.gather(
             *(
-                _subscribe(client, Reading(str(job), index % NOTED_ONE_IN == 0), arrivals)
+                _subscribe(client, ReceivedTokens(str(job), index % NOTED_ONE_IN == 0), arrivals)
                 for index, job in enumerate(jobs)
             )
         )
         wall_s = time.monotonic() - started
-        first_s, last_s = zip(*((each.first_s, each.last_s) for each in readings), strict=True)
+        first_s, last_s = zip(*((each.first_s, each.last_s) for each in received), strict=True)
         cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
         return Round(
             wall_s=wall_s,
-            tokens=[reading.tokens for reading in readings],
+            tokens=[each.tokens for each in received],
             first_s=[first - started for first in first_s],
             steady_tok_s=arrivals.steady_rate(first_s, last_s),
-            latency_s=self._latencies(offset, readings),
+            latency_s=self._latencies(offset, received),
             cpu_s=cpu_s,
         )
 
-    def _latencies(self, offset: int, readings: list[Reading]) -> list[float]:
+    def _latencies(self, offset: int, received: list[ReceivedTokens]) -> list[float]:
         """Return the seconds of each noted chunk, from its step's end to its subscriber.
 
         Waits for the worker's notes, which it writes a moment after the last chunk.
         """
-        noted = {reading.job: reading.times for reading in readings if reading.times is not None}
+        noted = {each.job: each.times for each in received if each.times is not None}
         deadline = time.monotonic() + 10.0
         while True:
             step_ends = read_notes(self._notes, offset)
@@ -204,15 +204,17 @@ def latencies(step_ends: Mapping[str, Passage], received: Mapping[str, Passage])
     ]
 
 
-async def _subscribe(client: AsyncClient, reading: Reading, arrivals: Arrivals) -> Reading:
-    async for chunk in client.stream(reading.job):
+async def _subscribe(
+    client: AsyncClient, received: ReceivedTokens, arrivals: Arrivals
+) -> ReceivedTokens:
+    async for chunk in client.stream(received.job):
         if chunk.token_ids:
             now = time.monotonic()
-            reading.take(chunk.token_ids, now)
+            received.take(chunk.token_ids, now)
             arrivals.add(now, len(chunk.token_ids))
         if chunk.error is not None:
             raise RuntimeError(f"a job failed: {chunk.error.message}")
-    return reading
+    return received
 
 
 if __name__ == "__main__":
