@@ -1,5 +1,6 @@
 """Tests of block hashes, and of the longest hit of mixed layer groups against brute force."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,8 +8,10 @@ from tests.engine.scheduler.loop import make_sequence
 from tokenmill_worker.engine.config.cache import Window, first_visible
 from tokenmill_worker.engine.kv.prefix_cache import (
     BlockHasher,
+    CachedPrefix,
     first_visible_block,
     longest_hit,
+    longest_prefix,
     root_hash,
 )
 
@@ -115,3 +118,24 @@ def test_the_longest_hit_of_mixed_groups(
     keys = [[bytes((number, index)) for index in range(20)] for number in range(len(groups))]
     found = longest_hit(limit, keys, lambda key: key[1] in present[key[0]], windows, sizes)
     assert found == brute_force(present, windows, limit, sizes)
+
+
+@pytest.mark.parametrize(
+    ("cached", "window", "states", "expected"),
+    [
+        (set(range(10)), None, {5}, CachedPrefix(96, checkpoints=(160, 192))),  # 64 tokens later
+        (set(range(10)), None, {6}, CachedPrefix(112, checkpoints=(192,))),
+        (set(range(10)), None, {10}, CachedPrefix(0, checkpoints=(160, 192))),
+        ({9}, Window(16), {5}, CachedPrefix(0, checkpoints=(160, 192))),  # it lacks block 5
+        ({5, 9}, Window(16), {5}, CachedPrefix(96, checkpoints=(160, 192))),
+    ],
+)
+def test_a_prefix_of_a_recurrent_model_ends_where_states_are_kept(
+    cached: set[int], window: Window | None, states: set[int], expected: CachedPrefix
+) -> None:
+    """Blocks of 16 tokens; `states` are the blocks after which states are kept."""
+    keys = [[bytes((index,)) for index in range(12)]]
+    found = longest_prefix(
+        200, keys, lambda key: key[0] in cached, [window], [16], lambda key: key[0] in states
+    )
+    assert found == expected
