@@ -46,6 +46,7 @@ CASES = [
         window=Window(7),
     ),
     Case("chunks", LENS, window=Window(100, is_chunked=True)),
+    Case("latent of 16 heads", ((40, 290), (1, 300)), 16, num_kv_heads=1, head_dim=576),
     Case(
         "more queries a key than a unit has rows",
         ((3, 300), (40, 50)),

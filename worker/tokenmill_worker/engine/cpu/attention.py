@@ -41,7 +41,7 @@ KV_TYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 1024  # buffers grow with the heads; larger ones are not tested
 _FEW_TOKENS = 16  # below this, one thread writes as fast as several
 
 
