@@ -192,7 +192,7 @@ class PeakMemory(TorchDispatchMode):
         self.live -= size
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "phi3", "deepseek_v3"])
 def test_a_real_step_stays_within_the_estimate(name: str, folder_of: Callable[[str], Path]) -> None:
     """The estimate of activations and logits bounds what a step allocates, by a small factor."""
     folder = folder_of(name)

@@ -119,6 +119,7 @@ def test_small_chunks_of_several_prompts_meet_in_one_step(
         ("gemma3", 22, 0.001),
         ("gpt_oss", 31, 0.0),
         ("gpt_oss", 31, 0.001),
+        ("deepseek_v3", 28, 0.001),
         ("qwen3_5", 28, 0.0),
     ],
 )
@@ -135,7 +136,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
         assert (stats.blocks_swapped_in > 0) == (offload > 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral", "llama4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral", "llama4", "deepseek_v3"])
 def test_cached_prefixes_give_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
     folder, wanted = answers(name)
     with make_engine(folder) as engine:

@@ -10,7 +10,13 @@ from tokenmill_worker.engine.attention.base import (
     CommonPrefix,
     KVScales,
 )
-from tokenmill_worker.engine.attention.registry import backend_class, backend_names, choose, why_not
+from tokenmill_worker.engine.attention.registry import (
+    backend_class,
+    backend_names,
+    choose,
+    serving_backend,
+    why_not,
+)
 from tokenmill_worker.engine.config import AttentionName
 
 __all__ = [
@@ -23,5 +29,6 @@ __all__ = [
     "backend_class",
     "backend_names",
     "choose",
+    "serving_backend",
     "why_not",
 ]

@@ -57,6 +57,26 @@ def why_not(
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def serving_backend(
+    name: AttentionName,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: list[AttentionShape],
+    block_size: int,
+) -> tuple[str | None, list[str]]:
+    """Return the name of the backend that `choose` returns, or None, and why earlier ones are not
+    used.
+    """
+    candidates = _PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,)
+    refused: list[str] = []
+    for candidate in candidates:
+        reason = why_not(candidate, device, dtype, shapes, block_size)
+        if reason is None:
+            return candidate, refused
+        refused.append(f"attention backend {candidate!r} cannot be used: {reason}")
+    return None, refused
+
+
 def choose(
     name: AttentionName,
     device: torch.device,
@@ -70,15 +90,11 @@ def choose(
     A `block_size` of 0 is the backend's default. `amx` allows the backend to use the CPU's matrix
     registers. Raises EngineConfigError with the reasons if no backend fits.
     """
-    candidates = _PREFERRED.get(device.type, ("reference",)) if name == "auto" else (name,)
-    refused: list[str] = []
-    for candidate in candidates:
-        reason = why_not(candidate, device, dtype, shapes, block_size)
-        if reason is None:
-            backend = backend_class(candidate)()
-            backend.uses_amx = amx
-            if refused:
-                log.info("Attention %r is used: %s", candidate, "; ".join(refused))
-            return backend
-        refused.append(f"attention backend {candidate!r} cannot be used: {reason}")
-    raise EngineConfigError(refused)
+    found, refused = serving_backend(name, device, dtype, shapes, block_size)
+    if found is None:
+        raise EngineConfigError(refused)
+    backend = backend_class(found)()
+    backend.uses_amx = amx
+    if refused:
+        log.info("Attention %r is used: %s", found, "; ".join(refused))
+    return backend

@@ -91,6 +91,13 @@ def scales_of(
     return scales
 
 
+def are_stored(path: Path, config: EngineConfig) -> bool:
+    """Return whether `scales_of` takes scales of the checkpoint."""
+    if not config.has_narrow_kv or config.calculate_kv_scales:
+        return False
+    return bool(_tensors(path))
+
+
 def _span(scales: list[Tensor]) -> str:
     together = torch.cat(scales)
     return f"{float(together.min()):.3g} to {float(together.max()):.3g}"
@@ -103,13 +110,7 @@ def _stored(
     path: Path, shapes: Mapping[int, AttentionShape], name: str
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the checkpoint's scales by layer; none where it has none. A missing one is 1."""
-    found: dict[tuple[int, str], Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            matches = [match for name in list(tensors.keys()) if (match := _NAME.search(name))]
-            for match in matches:
-                for side in match[2] or match[3]:
-                    found[int(match[1]), side] = tensors.get_tensor(match.string)
+    found = _tensors(path)
     if not found:
         return {}
     ones = torch.ones(1)
@@ -120,6 +121,18 @@ def _stored(
         )
         for layer, shape in shapes.items()
     }
+
+
+def _tensors(path: Path) -> dict[tuple[int, str], Tensor]:
+    """Return the scales of a checkpoint by layer and side, k or v."""
+    found: dict[tuple[int, str], Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            matches = [match for name in list(tensors.keys()) if (match := _NAME.search(name))]
+            for match in matches:
+                for side in match[2] or match[3]:
+                    found[int(match[1]), side] = tensors.get_tensor(match.string)
+    return found
 
 
 def _checked(scale: Tensor, shape: AttentionShape, what: str, name: str) -> Tensor:

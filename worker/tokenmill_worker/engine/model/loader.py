@@ -26,6 +26,7 @@ from tokenmill_worker.engine.device import Device, FusedPass
 from tokenmill_worker.engine.model import (
     counted_positions,
     kv_scales,
+    latent_attention,
     own_attention,
     probe,
     recurrent_layers,
@@ -151,6 +152,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
     model = model.eval().requires_grad_(False)
     keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
     length = resolve_length(text_config, config.max_model_len)
+    latent_attention.detach(model)
     own_attention.adapt(model)
     counted_positions.adapt(model)
     recurrent_layers.adapt(model, config.model)
@@ -158,6 +160,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
     layers = describe_layers(found, text_config, config.model, length)
     if recurrent_layers.is_recurrent(model):
         recurrent_layers.check_settings(config)
+    layers = latent_attention.adapt(model, layers, config, kv_scales.are_stored(path, config))
     with shortened.first_layers(model, layers):
         probe.check_positions(model, config.model)
     plain = partial(_logits, model, keeps_rows)

@@ -70,8 +70,14 @@ def paged_attention(
     """
     step = step_of(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    latent = getattr(module, "latent_form", None)  # of model/latent_attention.py
+    if latent is not None:
+        query = latent.of_query(query)
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    return step.attend(module, query, key, value, scale, kwargs).unsqueeze(0), None
+    attended = step.attend(module, query, key, value, scale, kwargs)
+    if latent is not None:
+        attended = latent.of_output(attended)
+    return attended.contiguous().unsqueeze(0), None
 
 
 class StepNotPassedError(RuntimeError):
@@ -220,7 +226,7 @@ class PagedStep:
         )
         if scales is not None:
             attended = scales.of_output(attended)
-        return attended if key_size == value_size else attended[..., :value_size].contiguous()
+        return attended[..., :value_size]
 
     def recur(self, layer: int, run: RunLayer, hidden: Tensor) -> Tensor:
         assert self.recurrence is not None, "the step has no recurrent states"
@@ -260,7 +266,8 @@ def _padded(states: Tensor, head_dim: int) -> Tensor:
     """Heads of the cache's size: zeros behind queries and keys change no product, those behind
     values are cut off.
     """
-    return nn.functional.pad(states, (0, head_dim - states.shape[-1]))
+    missing = head_dim - states.shape[-1]
+    return nn.functional.pad(states, (0, missing)) if missing else states
 
 
 @dataclass(frozen=True, slots=True)

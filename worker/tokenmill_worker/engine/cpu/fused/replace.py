@@ -64,10 +64,12 @@ def replace_modules(model: nn.Module, packing: Packing) -> Counter[str]:
 
 
 def _reads_weight_of(parent: nn.Module, child: str) -> bool:
-    """Return whether the parent's forward reads the child's weight itself, as some routers do.
+    """Return whether the parent reads the child's weight itself, as some routers do in forward.
 
-    A replacement has no such weight.
+    A replacement has no such weight. Parents whose code does not show it name it in `weights_read`.
     """
+    if child in getattr(parent, "weights_read", ()):
+        return True
     try:
         return f"self.{child}.weight" in inspect.getsource(type(parent).forward)
     except (OSError, TypeError):  # its source is not available
