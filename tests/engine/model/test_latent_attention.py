@@ -5,6 +5,7 @@ backend allow it.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from ops.benchmarks.commands.quality import measure
 from ops.model_families import small
+from tests.engine.truth import tiny_models
 from tokenmill_worker.engine import EngineConfig
 from tokenmill_worker.engine.attention.reference import ReferenceAttention
 from tokenmill_worker.engine.cpu.device import CpuDevice
@@ -138,3 +142,30 @@ def test_a_family_with_latent_attention_keeps_latents(
     small.build(family).save_pretrained(tmp_path)
     loaded = load_model(tmp_path, config(tmp_path, verify_model=False), CpuDevice())
     assert form_of(loaded) == (1, size)
+
+
+def test_calculated_scales_bring_latents_into_the_range_of_8_bits(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, factor = tmp_path / "enlarged", 2.0**12
+    shutil.copytree(folder_of("deepseek_v3"), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():  # keys become larger, queries as much smaller
+        if name.endswith("kv_a_layernorm.weight"):
+            weight *= factor
+        elif name.endswith("kv_a_proj_with_mqa.weight"):
+            weight[-8:] *= factor
+        elif name.endswith("kv_b_proj.weight"):
+            weight /= factor
+        elif name.endswith("q_b_proj.weight"):
+            weight.view(4, 24, -1)[:, 16:] /= factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def loss(kind: str, **changes: object) -> float:
+        ids = [(7 * i * i + 3) % tiny_models.VOCAB for i in range(60)]
+        settings = config(folder, kv_dtype=kind, num_blocks=64, verify_model=False, **changes)
+        return measure(settings, [ids], 1).nll
+
+    exact = loss("float32")
+    assert abs(loss("float8_e4m3fn", calculate_kv_scales=True) - exact) < 0.05
+    assert abs(loss("float8_e4m3fn") - exact) > 0.05, "nothing overflowed"
