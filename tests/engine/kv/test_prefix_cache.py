@@ -1,7 +1,7 @@
 """Tests of block hashes, and of the longest hit of mixed layer groups against brute force."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.engine.scheduler.loop import make_sequence
@@ -9,6 +9,7 @@ from tokenmill_worker.engine.config.cache import Window, first_visible
 from tokenmill_worker.engine.kv.prefix_cache import (
     BlockHasher,
     CachedPrefix,
+    deepest_visible,
     first_visible_block,
     longest_hit,
     longest_prefix,
@@ -110,6 +111,7 @@ def brute_force(
     limit=st.integers(0, 20),
     block_size=st.sampled_from([1, 4]),
 )
+@example(groups=[({0, 1}, Window(2), 2), (set(range(4)), None, 3)], limit=12, block_size=1)
 def test_the_longest_hit_of_mixed_groups(
     groups: list[tuple[set[int], Window | None, int]], limit: int, block_size: int
 ) -> None:
@@ -139,3 +141,11 @@ def test_a_prefix_of_a_recurrent_model_ends_where_states_are_kept(
         200, keys, lambda key: key[0] in cached, [window], [16], lambda key: key[0] in states
     )
     assert found == expected
+
+
+@pytest.mark.parametrize(("pending", "expected"), [(b"a", None), (b"b", b"b")])
+def test_only_a_block_that_the_next_query_sees_can_be_awaited(
+    pending: bytes, expected: bytes | None
+) -> None:
+    keys, windows = [[b"a", b"b"]], [Window(16)]
+    assert deepest_visible(32, keys, lambda key: key == pending, windows, [16]) == expected

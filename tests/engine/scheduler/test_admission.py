@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engine.scheduler.loop import Loop, make_cache
+from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tests.engine.scheduler.test_fairness import endless
+from tokenmill_worker.engine.kv.manager import KVManager
+from tokenmill_worker.engine.scheduler.missing_blocks import MissingBlocks
 from tokenmill_worker.engine.sequence import Sequence
 
 URGENT, STANDARD, BULK = 0, 1, 2
@@ -124,3 +126,37 @@ def test_blocks_that_only_bulk_work_shares_come_free_with_the_last_of_it() -> No
     assert {item.sequence.request_id for item in loop.plans[-1].scheduled} == {"urgent"}
     loop.run()
     loop.assert_truth()
+
+
+def test_blocks_that_left_a_window_are_none_that_it_lacks() -> None:
+    """The last two of six cached blocks are visible; from 19 blocks more and more are taken."""
+    fits = []
+    for num_taken in range(18):
+        kv = KVManager(make_cache(20, windows=(6,)), model_key="m", max_chunk=8, safety_margin=0.0)
+        sequence = make_sequence("a", list(range(25)))
+        kv.hasher.extend(sequence)
+        for key in kv.keys(sequence, 0, 0, 6):
+            block = kv.pool.allocate()
+            kv.pool.commit_hash(block, key)
+            kv.pool.release(block)
+        for _ in range(num_taken):
+            kv.pool.allocate()
+        hit = kv.find(sequence)
+        fits.append(MissingBlocks(kv, sequence, hit.num_tokens).are_none(None))
+        assert kv.allocate(sequence, hit, None) is fits[-1]
+    assert set(fits) == {True, False}
+
+
+def test_a_block_that_another_sequence_fills_is_none_that_an_offloaded_one_shares() -> None:
+    """It needs three blocks for itself, and two of four are free."""
+    cache = make_cache(5, num_host_blocks=4)
+    kv = KVManager(cache, model_key="m", max_chunk=8, safety_margin=0.0)
+    sequence, other = make_sequence("a", list(range(9))), make_sequence("b", list(range(9)))
+    assert kv.allocate(sequence, kv.find(sequence), None)
+    kv.advance(sequence, 8)
+    assert kv.offload(sequence, in_flight=False)
+    kv.pool.forget_all()
+    kv.pool.reserve_hash(kv.pool.allocate(), kv.keys(sequence, 0, 0, 1)[0], other)
+    kv.pool.allocate()
+    assert not MissingBlocks(kv, sequence, 8).are_none(None)
+    assert not kv.restore(sequence, None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scheduler.integrity import check_integrity
-from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
+from tests.engine.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_given, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.engine.scheduler.step_builder import StepDraft
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import RequestError
 
@@ -156,6 +157,20 @@ def test_a_bounded_number_may_pass_a_head_that_does_not_fit() -> None:
     assert finished.index("head") < finished.index("small 3")
 
 
+def test_a_head_that_starts_may_be_bypassed_as_often_once_it_waits_again() -> None:
+    loop = Loop.build(make_cache(21), max_bypass=3)
+    loop.add(endless("runner", 1, 30, 8))
+    loop.step()
+    head = endless("head", 2, 60, 9)
+    loop.add(head, endless("small", 3, 3, 1))
+    loop.step()
+    entry = loop.scheduler._state.entries[head]
+    assert entry.bypassed == 1
+    while entry.queued:
+        loop.step()
+    assert entry.bypassed == 0
+
+
 def test_a_step_without_room_leaves_the_next_sequence_to_the_next_step() -> None:
     """The head does not fit, "second" fills the step, and "third" has not been tried yet."""
     loop = Loop.build(make_cache(21), max_num_batched_tokens=8)
@@ -237,6 +252,17 @@ def test_an_open_end_is_cut_to_what_fits() -> None:
     loop.run()
     assert len(loop.tokens["open", 0]) == 32 + 1 - 10, "the last token needs no block"
     assert loop.ends["open", 0] is FinishReason.LENGTH
+
+
+def test_a_sequence_that_leaves_a_step_gives_its_budgets_back() -> None:
+    step, sequence = StepDraft(0, tokens=100), make_given("a", [1, 2, 3], [4, 5])
+    budgets = (step.tokens, step.scores, step.drafts)
+    step.add(sequence, 4, True, ((), (7, 8)))
+    assert (step.tokens, step.scores, step.drafts) == tuple(
+        before - used for before, used in zip(budgets, (6, 2, 2), strict=True)
+    )
+    step.remove(sequence)
+    assert (step.tokens, step.scores, step.drafts) == budgets
 
 
 def test_an_empty_prompt_is_refused() -> None:
