@@ -219,7 +219,7 @@ def test_without_a_compiler_the_reference_is_chosen_with_its_reason(tmp_path: Pa
         ("cuda", torch.float32, 64, "cuda"),
         ("cpu", torch.float64, 64, "float64"),
         ("cpu", torch.float32, 60, "60"),
-        ("cpu", torch.float32, 1024, "1024"),
+        ("cpu", torch.float32, 1032, "1032"),
     ],
 )
 def test_unsupported_shapes_have_a_reason(

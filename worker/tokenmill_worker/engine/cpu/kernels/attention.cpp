@@ -14,6 +14,8 @@
 
 #include "attention_amx.h"
 
+#define FEW_ROWS (4 * MAX_ROWS)  // whose units read tiles in place, and fetch what comes next
+
 namespace {
 
 template <class T>
@@ -202,9 +204,9 @@ struct Attention {
             amx.compute(tile.keys, tile.values, tile.first, tile.last, seen, max, sum, values);
             return;
         }
-        if (in_place && (sizeof(T) == sizeof(float) || rows <= 2 * MAX_ROWS)) {
+        if (in_place && (sizeof(T) == sizeof(float) || rows <= FEW_ROWS)) {
             const T *ahead[2 * TILE_STRIPS];
-            if (rows <= 2 * MAX_ROWS) {
+            if (rows <= FEW_ROWS) {
                 prefetch_next(tile, next, ahead);
                 compute<T, true>(u, t, tile, ahead, query, scores, max, sum, values);
             } else {
