@@ -147,5 +147,5 @@ def test_a_prefix_of_a_recurrent_model_ends_where_states_are_kept(
 def test_only_a_block_that_the_next_query_sees_can_be_awaited(
     pending: bytes, expected: bytes | None
 ) -> None:
-    keys, windows = [[b"a", b"b"]], [Window(16)]
+    keys, windows = [[b"a", b"b"]], list[Window | None]([Window(16)])
     assert deepest_visible(32, keys, lambda key: key == pending, windows, [16]) == expected

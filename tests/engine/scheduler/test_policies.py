@@ -179,6 +179,23 @@ def test_the_read_budget_serves_two_long_bulk_decodes_in_turns() -> None:
     assert (served.count("r0"), served.count("r1")) == (10, 10)
 
 
+def test_the_read_budget_rejects_no_prefill_for_ever() -> None:
+    """A step has reads for the first of three, and for the one that ran longest ago."""
+    loop = Loop.build(
+        make_cache(100),
+        max_read_tokens=40,
+        max_num_batched_tokens=24,
+        long_prefill_token_threshold=8,
+        max_num_partial_prefills=3,
+        max_long_partial_prefills=3,
+    )
+    prefills = [make_sequence(name, prompt(ord(name), 120), 1) for name in "abc"]
+    loop.add(*prefills)
+    for _ in range(14):
+        loop.step()
+    assert [sequence.num_computed_tokens for sequence in prefills] == [72, 40, 32]
+
+
 def test_a_lone_sequence_longer_than_the_read_budget_still_runs() -> None:
     loop = Loop.build(max_read_tokens=5)
     loop.add(make_sequence("a", prompt(1, 30), 5))
