@@ -212,6 +212,25 @@ def test_others_go_on_beside_a_sequence_whose_drafts_are_verified() -> None:
     assert len(loop.plans) == 30, "b runs in every step"
 
 
+def test_a_step_on_top_of_a_failed_one_has_no_token_in_flight() -> None:
+    loop = Loop.build(is_async=True)
+    sequence = endless("a", 1, 4, 9)
+    loop.scheduler.add([sequence])
+    failed, _ = loop.scheduler.plan(), loop.scheduler.plan()
+    loop.scheduler.abandon(failed)
+    loop.scheduler.plan()
+    assert sequence.num_inflight == 0
+
+
+def test_nothing_more_is_preempted_for_blocks_that_come_free_with_the_step_in_flight() -> None:
+    """The first victim's blocks may still be written: they suffice one step later."""
+    loop = Loop.build(make_cache(11), is_async=True, max_num_seqs=6)
+    loop.add(*[endless(f"r{index}", index, 4 + index % 3, 20) for index in range(6)])
+    loop.run()
+    loop.assert_truth()
+    assert loop.scheduler.snapshot().preemptions <= 10
+
+
 def test_an_output_of_another_step_is_refused() -> None:
     loop = ahead(endless("a", 1, 5, 6))
     plan, output = launched(loop)

@@ -138,6 +138,19 @@ def test_a_pause_earns_no_credit() -> None:
     assert taken[:2] != ["back", "back"], "it does not catch up on 3000 tokens"
 
 
+def test_a_class_that_was_served_less_gives_newcomers_of_another_no_credit() -> None:
+    queue = PriorityQueue(30.0)
+    queue.push(place(0, rank=2, tenant="low"))
+    queue.charge("much", 1000)
+    for ticket in (1, 2):
+        queue.push(place(ticket, rank=0, tenant="much"))
+    popped = [one.sequence.tenant for _ in range(3) if (one := queue.pop()) is not None]
+    assert popped == ["much", "much", "low"]
+    queue.push(place(3, rank=0, tenant="much"))
+    queue.push(place(4, rank=0, tenant="new"))
+    assert drain(queue) == "34"
+
+
 @pytest.mark.parametrize("max_bypass", [0, 4])
 def test_interactive_takes_the_place_of_bulk_but_not_of_standard(max_bypass: int) -> None:
     for priority, preempts in ((2, True), (1, False)):
