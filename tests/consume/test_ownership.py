@@ -323,6 +323,12 @@ async def test_a_deadline_passes_between_two_workers(queue: Queue) -> None:
     await worker.finish([end_of(again, 1, JobStatus.EXPIRED)])
 
 
+async def test_a_token_grows_also_where_the_clock_went_back(queue: Queue) -> None:
+    job = await queue.submit()
+    await queue.redis.hset(queue.keys.job(job), "token", 4 * 10**12)
+    assert [d.token for d in await queue.worker().claim(1)] == [4 * 10**12 + 1]
+
+
 async def test_a_token_never_repeats_when_the_server_loses_writes(queue: Queue) -> None:
     """A job is never claimed under a used token, also after a restart that lost a second."""
     job = await queue.submit()

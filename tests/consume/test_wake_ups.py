@@ -97,6 +97,8 @@ async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue)
         [job] = await queue.worker().claim(0, 4)
         assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {"w1": 3}
         assert (await queue.field(job.job_id, "class")) == "interactive"
+        await queue.worker("w2").claim(5, 4)
+        assert "w2" not in await listed(queue, queue.keys.idle_workers(urgent_only=True))
 
 
 async def test_a_worker_that_does_not_listen_is_passed_over(queue: Queue) -> None:

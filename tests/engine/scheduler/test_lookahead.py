@@ -21,3 +21,15 @@ def test_drafts_get_slots_that_no_running_sequence_may_need() -> None:
     loop.step()
     assert [found for found, _ in lookahead.sequences()] == [sequence]
     assert lookahead.reserve(sequence, 8) == sequence.num_slots - sequence.num_tokens < 8
+
+
+def test_a_free_block_that_a_running_sequence_may_need_takes_no_drafts() -> None:
+    loop = Loop.build(make_cache(4), max_num_batched_tokens=16)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    first, second = (
+        make_sequence(name, [3, place], 6, params=params) for place, name in [(4, "a"), (5, "b")]
+    )
+    loop.add(first, second)
+    loop.step()
+    assert loop.scheduler.kv.pool.num_free == 1
+    assert loop.scheduler.lookahead.reserve(first, 3) == 1

@@ -296,6 +296,17 @@ def test_everything_at_once_in_a_tight_pool(
     loop.assert_truth()
 
 
+def test_new_weights_make_an_offloaded_sequence_begin_again() -> None:
+    loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
+    loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
+    while not loop.scheduler.snapshot().num_offloaded:
+        loop.step()
+    loop.scheduler.reset_prefix_cache()
+    assert loop.scheduler.snapshot().num_offloaded == 0
+    loop.run()
+    loop.assert_truth()
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, None)])
 def test_a_preempted_sequence_comes_back_only_with_room_to_grow(
     windows: tuple[None, ...],
