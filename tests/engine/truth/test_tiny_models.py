@@ -119,7 +119,6 @@ def test_small_chunks_of_several_prompts_meet_in_one_step(
         ("gemma3", 22, 0.001),
         ("gpt_oss", 31, 0.0),
         ("gpt_oss", 31, 0.001),
-        ("deepseek_v3", 28, 0.001),
         ("qwen3_5", 28, 0.0),
     ],
 )
