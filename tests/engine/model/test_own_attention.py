@@ -11,6 +11,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from ops.model_families import small, trial
+from tests.support.marks import slow_unless
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cpu.device import CpuDevice
@@ -31,7 +32,7 @@ from tokenmill_worker.engine.model.loader import load_model, resolve_length
         ("gpt_neo", ""),
     ],
 )
-@pytest.mark.parametrize("attention", ["cpu", "reference"])
+@pytest.mark.parametrize("attention", slow_unless({"cpu"}, ["cpu", "reference"]))
 def test_the_tokens_are_those_of_generate(family: str, setting: str, attention: str) -> None:
     found = trial.run(family, setting, attention=attention)
     assert (found.outcome, found.reason) == ("equal", "")

@@ -16,6 +16,7 @@ from torch import nn
 
 from ops.benchmarks.commands.quality import config_of, measure, text_windows
 from tests.engine.truth import tiny_models
+from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
@@ -118,7 +119,9 @@ def test_what_does_not_fit_4_bits_takes_8() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", slow_unless({"llama", "gemma3"}, ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2"])
+)
 def test_a_quantised_family_stays_near(
     name: str, quantization: str, folder_of: Callable[[str], Path]
 ) -> None:

@@ -16,6 +16,7 @@ from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.truth import expected, tiny_models
 from tests.engine.truth.expected import Expected
 from tests.engine.truth.tiny_models import FAMILIES
+from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.plan import Draft
@@ -25,6 +26,9 @@ from tokenmill_worker.engine.sequence import Sequence
 LENGTHS = (1, 3, 17, 40, 65, 30)
 ANSWERS = (24, 9, 16, 24, 12, 20)
 UNBOUNDED = 4096
+# one family for each way to attend; the slow tests have all
+FAST = {"llama", "mistral", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "llama4", "qwen3_5"}
+NAMES = slow_unless(FAST, FAMILIES)
 
 Answers = tuple[Path, list[Expected]]
 
@@ -91,7 +95,7 @@ def test_the_expected_answers_are_worth_comparing(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, UNBOUNDED])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_chunks_of_any_size_give_the_same_tokens(
     name: str, chunk: int, answers: Callable[[str], Answers]
 ) -> None:
@@ -101,7 +105,7 @@ def test_chunks_of_any_size_give_the_same_tokens(
         assert run(engine, wanted) == [one.answer for one in wanted]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_small_chunks_of_several_prompts_meet_in_one_step(
     name: str, answers: Callable[[str], Answers]
 ) -> None:

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
+from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
@@ -129,7 +130,7 @@ def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, .
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("attention", ["reference", "cpu"])
+@pytest.mark.parametrize("attention", slow_unless({"cpu"}, ["reference", "cpu"]))
 def test_the_engine_gives_the_same_numbers(
     name: str, attention: str, folder_of: Callable[[str], Path]
 ) -> None:
