@@ -18,7 +18,7 @@ pytestmark = pytest.mark.redis
 SAME: dict[str, Any] = {
     "worker_id": "same",
     "max_num_seqs": 3,
-    "model": "synthetic?step_ms=5&mean_tokens=100000",
+    "model": "synthetic?step_ms=5&mean_tokens=1000000000000",
 }
 
 

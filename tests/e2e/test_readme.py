@@ -31,7 +31,7 @@ async def test_the_example_prints_a_streamed_answer(redis_url: str, tmp_path: Pa
     printed = io.StringIO()
     names: dict[str, object] = {}
     async with running_worker(
-        redis_url, database, model="synthetic?mean_tokens=1000000"
+        redis_url, database, model="synthetic?mean_tokens=1000000000000"
     ):  # no answer ends early
         with contextlib.redirect_stdout(printed):
             await asyncio.to_thread(exec, code + "\nclient.close()\n", names)

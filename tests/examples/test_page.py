@@ -15,7 +15,7 @@ from tests.support.worker import client_of, running_worker
 
 pytestmark = pytest.mark.redis
 
-SLOW = "synthetic?step_ms=15&mean_tokens=1000000"  # no answer ends early
+SLOW = "synthetic?step_ms=15&mean_tokens=1000000000000"  # no answer ends early
 WAIT_MS = 30_000
 PHONE = {"width": 360, "height": 740}
 

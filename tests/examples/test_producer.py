@@ -21,7 +21,7 @@ from tokenmill_schemas.keys import Keys
 
 pytestmark = pytest.mark.redis
 
-SLOW = "synthetic?step_ms=10&mean_tokens=1000000"
+SLOW = "synthetic?step_ms=10&mean_tokens=1000000000000"
 
 
 async def output_of(*arguments: str, exits_with: int = 0) -> AsyncIterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-SLOW = "synthetic?step_ms=5&mean_tokens=1000000"
+SLOW = "synthetic?step_ms=5&mean_tokens=1000000000000"
 
 
 def compiled_java(folder: Path) -> list[str]:
