@@ -65,11 +65,12 @@ def capture_decodes(runner: Runner, report: ProgressCallback) -> None:
     report(f"capturing {len(cases)} CUDA graphs", 0.0)
     count, started = 0, time.monotonic()
     for adapter, size, context, has_prefix in cases:
-        longest = min(context, runner.info.max_model_len - 1)
-        contexts = [longest, *[min(PROMPT_TOKENS, longest)] * (size - 1)]
-        sequences = [_sequence(runner, tokens, GREEDY, adapter) for tokens in contexts]
         if has_prefix:
             sequences = [_alike(runner, size, GREEDY, adapter) for _ in range(size)]
+        else:
+            longest = min(context, runner.info.max_model_len - 1)
+            contexts = [longest, *[min(PROMPT_TOKENS, longest)] * (size - 1)]
+            sequences = [_sequence(runner, tokens, GREEDY, adapter) for tokens in contexts]
         _execute(runner, [(sequence, 1) for sequence in sequences])
         count += 1
         if time.monotonic() - started > CAPTURE_S:
