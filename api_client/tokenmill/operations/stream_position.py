@@ -93,8 +93,8 @@ class StreamPosition:
             yield from delivered
 
     def accept_result(self, result: JobResult) -> Iterator[Chunk]:
-        """Yield the rest of an answer whose log was deleted: one chunk per token, choice by choice,
-        then the last chunk.
+        """Yield the rest of an answer whose log was deleted: one chunk per token, then the last
+        chunk. Several choices come one after the other, each with a chunk of its own for its end.
         """
         if self.is_over:
             return
