@@ -200,7 +200,8 @@ def test_padded_steps_give_the_same_tokens(
     plain = load_model_runner(EngineConfig(**{**settings, "attention": "reference"}))  # type: ignore[arg-type]
     graphed = load_model_runner(EngineConfig(**settings))  # type: ignore[arg-type]
     # whatever a padded step reads beyond its own blocks would show
-    graphed._pool.blocks.fill_(torch.nan)
+    for layer in graphed._layers.values():
+        layer.cache.fill_(torch.nan)
     graphs = GraphRunner(
         graphed.forward, graphed.info.config, graphed.info.max_model_len, fake_capture
     )

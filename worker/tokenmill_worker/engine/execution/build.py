@@ -18,6 +18,7 @@ from tokenmill_worker.engine.device import Device
 from tokenmill_worker.engine.execution import ranks
 from tokenmill_worker.engine.execution.interface import RunnerInfo
 from tokenmill_worker.engine.execution.memory import size_cache, with_step_that_fits
+from tokenmill_worker.engine.execution.parts import build_parts
 from tokenmill_worker.engine.execution.runner import ModelRunner
 from tokenmill_worker.engine.kv.tensors import KVCachePool, kv_dtype
 from tokenmill_worker.engine.lora import Adapters
@@ -128,10 +129,10 @@ def build_runner(
         ),
         graphed_decodes=device.graph_sizes(config, length).decodes,
     )
-    runner = ModelRunner(loaded, info, backend, pool, host_pool, grammars, adapters, drafts)
-    if runner.draft_model is not None:
-        runner.draft_model.warm_up()
-    return runner
+    parts = build_parts(loaded, info, backend, pool, host_pool, grammars, adapters, drafts)
+    if parts.draft_model is not None:
+        parts.draft_model.warm_up()
+    return ModelRunner(parts)
 
 
 def pick_device(name: str) -> Device:

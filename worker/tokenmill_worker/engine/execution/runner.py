@@ -13,31 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
-from tokenmill_worker.engine.attention import AttentionBackend
-from tokenmill_worker.engine.attention.common_prefix import least_saved_tokens
 from tokenmill_worker.engine.device import Graphs, StepInputs
-from tokenmill_worker.engine.execution.draft_model import DraftModel
-from tokenmill_worker.engine.execution.inputs import InputBuilder, PreviousTokens
-from tokenmill_worker.engine.execution.interface import RunnerInfo
-from tokenmill_worker.engine.execution.recurrence import recurrent_states_for
-from tokenmill_worker.engine.kv.offloader import Offloader
-from tokenmill_worker.engine.kv.tensors import KVCachePool
-from tokenmill_worker.engine.lora import Adapters, refused_adapter
-from tokenmill_worker.engine.model.loader import LoadedModel
-from tokenmill_worker.engine.model.paged_attention import PagedStep, bind_layers
+from tokenmill_worker.engine.execution.inputs import PreviousTokens
+from tokenmill_worker.engine.execution.parts import RunnerParts
+from tokenmill_worker.engine.lora import refused_adapter
+from tokenmill_worker.engine.model.paged_attention import PagedStep
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
-from tokenmill_worker.engine.sampling import (
-    Drafts,
-    GrammarCompiler,
-    Layout,
-    PromptLookup,
-    Sampled,
-    Sampler,
-    ScoredRows,
-    Scores,
-)
+from tokenmill_worker.engine.sampling import Layout, Sampled, ScoredRows, Scores
 from tokenmill_worker.engine.sequence import Sequence
 
 
@@ -56,58 +41,26 @@ class InFlightStep:
 
 
 class ModelRunner:
-    """Owns the model, the KV tensors and the state per sequence; used by one thread."""
+    """Runs steps by the parts that `parts.py` builds; used by one thread."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        info: RunnerInfo,
-        backend: AttentionBackend,
-        pool: KVCachePool,
-        host_pool: KVCachePool | None = None,
-        grammars: GrammarCompiler | None = None,
-        adapters: Adapters | None = None,
-        draft_model: LoadedModel | None = None,
-    ) -> None:
-        config, device, length = info.config, loaded.device, info.max_model_len
-        self._grammars = grammars
-        self._adapters = adapters
-        self._loaded = loaded
-        self._device = device
-        self._backend = backend
-        self._pool = pool
-        self._layers = bind_layers(loaded.groups, loaded.shapes, pool.layer, loaded.kv_scales)
-        self._offloader = Offloader(pool, host_pool, device.copy_stream())
-        self._pinned = None if host_pool is None else device.pin([host_pool.blocks])
-        cache, element_size = info.cache_config, pool.blocks.element_size()
-        # outside of graphs, launches take longer on the host than a prefix saves on the device
-        takes_prefixes = backend.takes_prefixes and config.cuda_graphs
-        shared = least_saved_tokens(cache.groups, element_size) if takes_prefixes else ()
-        self._inputs = InputBuilder(cache, length, device, config.max_num_seqs, shared)
-        self._states = recurrent_states_for(loaded, info)
-        self._sampler = Sampler(
-            info.vocab_size,
-            device.torch_device,
-            info.eos_token_ids,
-            grammars,
-            device.token_kernel(config),
-        )
-        self.draft_model = (
-            None
-            if draft_model is None
-            else DraftModel(draft_model, info, backend, pool, self._sampler)
-        )
-        drafts = Drafts(
-            self._sampler.forced_tokens,
-            PromptLookup(config.speculative_tokens) if config.speculative_tokens else None,
-            {} if self.draft_model is None else self.draft_model.guesses,
-        )
-        self._drafts = drafts if self._states is None else None
-        draft = None if self.draft_model is None else self.draft_model.draft
-        has_state = None if self._states is None else self._states.pool.has_checkpoint
-        self.info = replace(info, proposer=self._drafts, draft=draft, has_state=has_state)
+    def __init__(self, parts: RunnerParts) -> None:
+        self.info = parts.info
+        self.draft_model = parts.draft_model
+        self._loaded = parts.loaded
+        self._device = parts.loaded.device
+        self._backend = parts.backend
+        self._layers = parts.layers
+        self._offloader = parts.offloader
+        self._inputs = parts.inputs
+        self._sampler = parts.sampler
+        self._grammars = parts.grammars
+        self._adapters = parts.adapters
+        self._states = parts.states
+        self._drafts = parts.drafts
         self._previous: PreviousTokens | None = None
-        self.graphs: Graphs | None = device.graphs(self.forward, config, length)
+        self.graphs: Graphs | None = self._device.graphs(
+            self.forward, self.info.config, self.info.max_model_len
+        )
 
     # ── a step ──
 
@@ -191,24 +144,23 @@ class ModelRunner:
         errors |= {step.indices[i]: error for i, error in failed.items()}
         return StepOutput(step.plan.step_id, tokens, logprobs, errors, scores)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        return self._loaded.logits(
-            inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs)
-        )
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Return the logits of the needed rows: `[num_rows, vocab]`."""
+        return self._loaded.logits(*self._arguments(inputs))
 
     def _argmax(self, inputs: StepInputs, layout: Layout) -> Sampled | None:
-        found = self._loaded.argmax(
-            inputs.input_ids, inputs.positions, inputs.rows, self._paged(inputs)
-        )
+        """Sample the most likely tokens without the logits; return None if no pass does that."""
+        found = self._loaded.argmax(*self._arguments(inputs))
         return None if found is None else self._sampler.take_argmax(*found, layout)
 
-    def _paged(self, inputs: StepInputs) -> PagedStep:
-        """Return what the pass reads besides its inputs; let it add the adapters in slots."""
+    def _arguments(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor, PagedStep]:
+        """Return the arguments of the model's pass; let it add the adapters in slots."""
         if self._adapters is not None and inputs.adapter_slots is not None:
             self._adapters.use_slots(inputs.adapter_slots, inputs.rows)
-        return PagedStep(
+        step = PagedStep(
             self._backend, self._layers, inputs.metadata, inputs.rows, inputs.recurrence
         )
+        return inputs.input_ids, inputs.positions, inputs.rows, step
 
     # ── around the steps ──
 
@@ -239,8 +191,6 @@ class ModelRunner:
         return self._device.is_alive()
 
     def close(self) -> None:
-        self._offloader.synchronize()
-        if self._pinned is not None:
-            self._pinned.close()
+        self._offloader.close()
         if self._adapters is not None:
             self._adapters.close()

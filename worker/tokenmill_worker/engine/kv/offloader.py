@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from tokenmill_worker.engine.device import PinnedMemory
 from tokenmill_worker.engine.kv.tensors import KVCachePool
 from tokenmill_worker.engine.plan import BlockCopy, StepPlan
 
@@ -25,7 +26,8 @@ class Offloader:
     """Copies blocks between a device pool and a host pool.
 
     `host_pool` is None without offload; plans then must hold no swaps. `stream` carries the
-    transfers of a CUDA device; without it copies are synchronous.
+    transfers of a CUDA device; without it copies are synchronous. `pinned` is the host pool's
+    memory, if it is pinned.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Offloader:
         host_pool: KVCachePool | None,
         stream: torch.cuda.Stream | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
+        pinned: PinnedMemory | None = None,
     ) -> None:
+        self._pinned = pinned
         self._stream = stream
         self._device_blocks = _movable(device_pool)
         self._host_blocks = None if host_pool is None else _movable(host_pool)
@@ -97,8 +101,15 @@ class Offloader:
         arriving.record_stream(compute)
 
     def synchronize(self) -> None:
+        """Wait until all transfers are done."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    def close(self) -> None:
+        """Wait until all transfers are done, then unpin the host pool."""
+        self.synchronize()
+        if self._pinned is not None:
+            self._pinned.close()
 
 
 def _movable(pool: KVCachePool) -> Tensor:
