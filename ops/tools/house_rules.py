@@ -1,8 +1,9 @@
-"""Checks what no linter checks: file length, modules in a package's root, hosts of package
-registries, unsafe formats, plain docstrings.
+"""Checks what no linter checks: file length, modules in a package's root, the walk through the
+code, hosts of package registries, unsafe formats, plain docstrings.
 
-A package's root stays small, because its modules are read first; the rest has rooms. No source file
-has over 350 lines, and no line of C++ or Lua over 100 columns. No file names the host of a package
+A package's root stays small, because its modules are read first; the rest has rooms. The files of
+README's "Read the code in this order" have at most 1,800 lines together. No source file has over
+350 lines, and no line of C++ or Lua over 100 columns. No file names the host of a package
 registry, because packages come from whatever index pip is configured with. Nothing reads bytes in a
 format that can run code (pickle and its kin, `torch.load` of more than weights). Every docstring
 opens with a verb or its subject. All files that git tracks or would track are checked.
@@ -22,6 +23,8 @@ MAX_MODULES = {  # in the root of a package
     "worker/tokenmill_worker/engine": 9,
     "api_client/tokenmill": 6,
 }
+MAX_WALK_LINES = 1_800  # of the files that README says to read first
+_WALK = re.compile(r"^## Read the code in this order$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 SOURCES = {".py", ".lua", ".c", ".cc", ".cpp", ".h", ".cu", ".sh"}
 # Written in parts, so that this file passes its own check.
 REGISTRY_HOSTS = tuple(
@@ -133,10 +136,36 @@ def large_roots(names: list[str]) -> Iterator[str]:
             yield f"{folder}: {len(modules)} modules, {most} at most: move some to a room"
 
 
+def long_walk(readme: str, root: Path) -> Iterator[str]:
+    """Yield what is wrong with the walk through the code: a file that is missing, or too many lines
+    in all.
+
+    Args:
+        readme: the text of README.md, which names the files, one in each row of a table.
+        root: the folder to which their paths are relative.
+    """
+    walk = _WALK.search(readme)
+    names = re.findall(r"^\| `([^`]+)` \|", walk[1], re.MULTILINE) if walk else []
+    if not names:
+        yield "README.md: names no files to read first"
+    total = 0
+    for name in names:
+        if (path := root / name).is_file():
+            total += path.read_text(encoding="utf-8").count("\n")
+        else:
+            yield f"README.md: the file to read {name} does not exist"
+    if total > MAX_WALK_LINES:
+        yield (
+            f"README.md: the {len(names)} files to read first have {total} lines, "
+            f"{MAX_WALK_LINES} at most: move out what their reader does not need"
+        )
+
+
 def main(root: Path) -> int:
     paths = {str(path.relative_to(root)): path for path in tracked_files(root)}
     found = [line for name, path in paths.items() for line in problems(path, name)]
     found += large_roots(list(paths))
+    found += long_walk((root / "README.md").read_text(encoding="utf-8"), root)
     print("\n".join(found) or "no problems")
     return 1 if found else 0
 

@@ -3,14 +3,11 @@ ever added.
 """
 
 from enum import StrEnum
-from typing import Final
 
 import msgspec
 
 from tokenmill_schemas.chat import Message, Tool
 from tokenmill_schemas.generation import SamplingParams
-
-SCHEMA_VERSION = 3  # of requests: the newest version that this code reads
 
 
 class Priority(StrEnum):
@@ -54,9 +51,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `messages`. With `continuations`, texts or token ids, the answers are given: nothing is drawn,
     and choice i holds continuation i with the log-probability of each of its tokens.
     `add_generation_prompt=None` means: yes, unless the final message is continued. `v` is the
-    version that a worker must read at least. Workers of version 1 ignore a number there, so later
-    versions are written as text: they refuse such a request with a sentence, where they would
-    otherwise leave out what they do not know.
+    version that a worker must read at least (`versions.py`).
     """
 
     job_id: str
@@ -86,21 +81,3 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_choice: str = "auto"  # auto, none, required, or function:NAME
     parallel_tool_calls: bool = True
     continuations: tuple[str | tuple[int, ...], ...] = ()
-
-
-_FIELDS_OF_2: Final = ("chat_template_kwargs", "documents", "continue_final_message", "tools")
-_PARAMS_OF_2: Final = ("logprobs_mode", "thinking_budget")
-
-
-def wire_version(request: JobRequest) -> int | str:
-    """Return the least version whose workers honour every field of the request."""
-    params = request.params
-    if params.prompt_logprobs is not None or params.echo or request.continuations:
-        return "3"
-    is_first = (
-        not any(getattr(request, name) for name in _FIELDS_OF_2)
-        and request.add_generation_prompt is None
-        and all(getattr(request.params, name) is None for name in _PARAMS_OF_2)
-        and all(message.is_plain for message in request.messages or ())
-    )
-    return 1 if is_first else "2"

@@ -13,12 +13,13 @@ import msgspec
 from tokenmill_schemas.chat_validation import chat_problems, chat_texts, json_texts
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.continuation_validation import continuation_problems
-from tokenmill_schemas.job import SCHEMA_VERSION, JobRequest, RetryPolicy
+from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_schemas.params_validation import MAX_CHOICES as MAX_CHOICES
 from tokenmill_schemas.params_validation import encoded_size, id_problems
 from tokenmill_schemas.params_validation import params_problems as params_problems
 from tokenmill_schemas.size_limits import MAX_MESSAGES, MAX_METADATA, MAX_PROMPT_IDS
 from tokenmill_schemas.tools_validation import tool_problems
+from tokenmill_schemas.versions import SCHEMA_VERSION
 from tokenmill_schemas.webhook import redacted_url
 
 # the width of the SQL columns: job id, model, tenant, idempotency key, batch id

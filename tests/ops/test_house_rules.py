@@ -8,10 +8,12 @@ from ops.tools.house_rules import (
     MAX_COLUMNS,
     MAX_LINES,
     MAX_MODULES,
+    MAX_WALK_LINES,
     REGISTRY_HOSTS,
     dangerous_reads,
     docstrings_without_subject,
     large_roots,
+    long_walk,
     problems,
 )
 
@@ -39,6 +41,24 @@ def test_large_roots_are_found() -> None:
     assert list(large_roots([*names, f"{folder}/room/part.py", f"{folder}/notes.md"])) == []
     (found,) = large_roots([*names, f"{folder}/more.py"])
     assert found == f"{folder}: {most + 1} modules, {most} at most: move some to a room"
+
+
+def test_a_long_walk_through_the_code_is_found(tmp_path: Path) -> None:
+    readme = (
+        "## Files\n| `c.py` | not of the walk |\n## Read the code in this order\n\n"
+        "| | |\n|---|---|\n| `a.py` | one |\n| `b.lua` | two |\n\n## Licence\n| `d.py` | no |\n"
+    )
+    (tmp_path / "a.py").write_text("x = 1\n" * (MAX_WALK_LINES - 1))
+    (tmp_path / "b.lua").write_text("x = 1\n")
+    assert list(long_walk(readme, tmp_path)) == []
+    (tmp_path / "b.lua").write_text("x = 1\n" * 2)
+    (found,) = long_walk(readme, tmp_path)
+    assert found.startswith(
+        f"README.md: the 2 files to read first have {MAX_WALK_LINES + 1} lines, "
+    )
+    (tmp_path / "b.lua").unlink()
+    assert list(long_walk(readme, tmp_path)) == ["README.md: the file to read b.lua does not exist"]
+    assert list(long_walk("## Files\n", tmp_path)) == ["README.md: names no files to read first"]
 
 
 @pytest.mark.parametrize("suffix", ["h", "cpp", "lua"])

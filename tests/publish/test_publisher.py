@@ -57,7 +57,7 @@ async def test_one_chunk_per_token_and_the_result_is_their_sum(publisher, log, c
         JobStatus.SUCCEEDED,
         usage,
     )
-    assert len(publisher) == 0
+    assert not publisher._running
     assert not publisher.has_pending
 
 
@@ -185,7 +185,7 @@ async def test_an_error_that_may_pass_is_given_back_by_the_jobs_policy(publisher
     )
     assert report.retry == [RetryOrder(job.delivery, 70, "boom")]
     assert report.finished == []
-    assert "job/1" not in publisher
+    assert "job/1" not in publisher._running
     assert [c.finish_reason for c in log.chunks["job"]] == [
         None,
         None,

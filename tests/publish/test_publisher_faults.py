@@ -30,7 +30,7 @@ async def test_a_job_that_is_anothers_is_dropped_at_once(publisher, log):
     log.lost.add("gone")
     report = await publisher.handle([event("abc", "gone"), event("x", "mine")])
     assert [delivery.job_id for delivery in report.lost] == ["gone"]
-    assert "gone/1" not in publisher
+    assert "gone/1" not in publisher._running
     assert log.text("mine") == "x"
     assert (await publisher.handle([event("d", "gone", end=LENGTH)])).finished == []
     assert len(log.calls) == 1
@@ -187,7 +187,7 @@ async def test_a_job_opened_anew_during_the_call_is_another_job():
     log.again = await admit()
     report = await publisher.handle([event("a", end=LENGTH)])
     assert report.finished == []
-    assert "job/1" in publisher
+    assert "job/1" in publisher._running
     log.again = None
     [finished] = (await publisher.handle([event("b", end=LENGTH)])).finished
     assert finished.result.text == "b"

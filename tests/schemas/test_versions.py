@@ -14,8 +14,9 @@ from tokenmill.operations.job_request import build_request
 from tokenmill_schemas.chat import Message
 from tokenmill_schemas.codec import decode_request, encode
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_schemas.job import JobRequest, wire_version
+from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.validation import problems
+from tokenmill_schemas.versions import wire_version
 
 HI = {"role": "user", "content": "Hi"}
 CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}

@@ -109,14 +109,7 @@ class InputProcessor:
     ) -> GenerationRequest:
         lora = self._model.adapter_for(request.model, request.params.lora)
         seed = seed_of(delivery.job_id) if params.seed is None else params.seed
-        done = tuple(
-            i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
-        )
-        resumed = (
-            tuple(tuple(choice.stream.token_ids) for choice in answer.choices)
-            if answer.num_tokens
-            else ()
-        )
+        resumed = tuple(tuple(choice.stream.token_ids) for choice in answer.choices)
         known = {"prompt_logprobs": None} if answer.prompt is not None else {}  # from the log
         return GenerationRequest(
             request_id=delivery.request_id,
@@ -127,8 +120,8 @@ class InputProcessor:
             tenant=request.tenant,
             cache_salt=request.tenant,
             deadline=None if request.deadline_ms is None else request.deadline_ms / 1000,
-            resumed=resumed,
-            done=done,
+            resumed=resumed if answer.num_tokens else (),
+            done=answer.ended_choices,
         )
 
     def _check(self, request: JobRequest) -> None:

@@ -76,9 +76,7 @@ class Chunker:
         self._made = [choice.num_tokens for choice in answer.choices]  # of each choice
         # The last chunk's number in the log.
         self._place = self._made[0] if is_lone else job.delivery.log_end
-        self._ended = {
-            i for i, choice in enumerate(answer.choices) if choice.finish_reason is not None
-        }
+        self._ended = set(answer.ended_choices)
         if (
             not is_lone and not 0 <= self._place <= MAX_PLACE
         ):  # no worker wrote the log's last entry

@@ -73,12 +73,6 @@ class Publisher:
             running.is_open = False
         self._writer.forget(request_id)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._running
-
-    def __len__(self) -> int:
-        return len(self._running)
-
     @property
     def has_pending(self) -> bool:
         """Do chunks wait for the log, or for more tokens? Then `handle` or `flush` must be called

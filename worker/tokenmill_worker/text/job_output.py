@@ -170,6 +170,11 @@ class JobOutput:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
+    def ended_choices(self) -> tuple[int, ...]:
+        """The indices of the choices that have ended."""
+        return tuple(i for i, choice in enumerate(self.choices) if choice.finish_reason is not None)
+
+    @property
     def status(self) -> JobStatus:
         reasons = {choice.finish_reason for choice in self.choices}
         for reason, status in _STATUS_OF_END:
