@@ -131,6 +131,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bailing_hybrid": {"layer_types": _BY_TURNS, **_LATENT},
     "codegen": {"rotary_dim": 8},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_chunk_size": 8},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "longcat_flash": {**_LATENT, "head_dim": 8},

@@ -60,7 +60,9 @@ def run(family: str, setting: str = "", time_limit_s: float = TIME_LIMIT_S, **en
 
     `engine` has the settings that differ from the engine's defaults.
     """
-    context = multiprocessing.get_context("fork")  # libraries are imported already
+    import tokenmill_worker.engine.execution.build  # noqa: F401 - else each process would import it
+
+    context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
         target=_report, args=(theirs, lambda: _try(family, setting, engine)), daemon=True
