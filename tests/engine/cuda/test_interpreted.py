@@ -59,6 +59,8 @@ def interpreted(*arguments: str) -> int:
         "no:randomly",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "tests.support.interpreter",
         *arguments,
     ]
     environment = ("env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1")
