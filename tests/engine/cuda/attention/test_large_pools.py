@@ -111,12 +111,12 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "GROUP": 4, "BLOCK_SIZE": 16, "WINDOW": 0, "IS_CHUNKED": False,
         "HAS_SOFTCAP": False, "HAS_SINKS": False, "IS_PREFIX": False,
         "BLOCK_ROWS": 16, "BLOCK_TOKENS": 4, "TILE_KEYS": 64, "IS_SPLIT": True, "IS_DECODE": False,
-        "FOLD_ROWS": 16, "FOLD_SPLITS": 4, "sinks": None,
+        "FOLD_ROWS": 16, "FOLD_SPLITS": 4, "OVERLAPS": True, "sinks": None,
     },
     "write": {"BLOCK_SIZE": 16, "TOKENS": 4},
     "rotate and write": {
         "BLOCK_SIZE": 16, "HALF": 64, "HALF_PAD": 64, "REST_PAD": 1, "HAS_NORM": False,
-        "HAS_SCALES": True, "OFFSET": 0.0, "TOKENS": 8,
+        "HAS_SCALES": True, "OFFSET": 0.0, "TOKENS": 8, "OVERLAPS": True,
     },
 }  # fmt: skip
 

@@ -115,6 +115,7 @@ def source_of(
         "IS_DECODE": launch.is_decode,
         "FOLD_ROWS": fold_rows,
         "FOLD_SPLITS": fold_splits,
+        "OVERLAPS": True,
     }
     if not launch.is_split:
         constants |= {"partials": None, "limits": None, "counters": None}

@@ -86,15 +86,18 @@ PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
         (choose_kernel, {"CHUNKS_PAD": 32, "TILE": TILE}, WARPS),
         (one_row_kernel, {**PRODUCT, "OUTPUTS": 16, "TILE": 256, "NUM_STAGES": 4}, 4),
         (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 16, "TILE": 128, "NUM_STAGES": 6}, 4),
+        (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 64, "TILE": 128, "NUM_STAGES": 3}, 4),
     ],
     ids=[
         *("add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate", "scaled"),
-        *("measure", "race", "pick", "gather", "choose", "one row", "few rows"),
+        *("measure", "race", "pick", "gather", "choose", "one row", "few rows", "64 rows"),
     ],
 )
 def test_compiles_without_spilling(
     kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path
 ) -> None:
+    if "OVERLAPS" in kernel.arg_names:
+        constants = {**constants, "OVERLAPS": True}
     signature = {
         name: "constexpr" if name in constants else KINDS.get(name, "i32")
         for name in kernel.arg_names

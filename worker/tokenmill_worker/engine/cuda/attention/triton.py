@@ -33,6 +33,7 @@ from tokenmill_worker.engine.cuda.attention.launch_plan import (
 )
 from tokenmill_worker.engine.cuda.attention.triton_kernels import attend_kernel
 from tokenmill_worker.engine.cuda.attention.write_kernel import write_kernel
+from tokenmill_worker.engine.cuda.overlap import overlap_of
 
 DTYPES = (
     torch.float32,
@@ -232,6 +233,7 @@ class TritonAttention(AttentionBackend):
             FOLD_SPLITS=fold_splits,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
+            **overlap_of(query.device),
         )
 
     def _split_results(

@@ -20,6 +20,7 @@ from tokenmill_worker.engine.cuda.attention.tile_kernels import (
     first_visible,
     prepare_queries,
 )
+from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_last_kernel
 
 
 @triton.jit
@@ -120,6 +121,7 @@ def attend_kernel(
     IS_DECODE: tl.constexpr,  # each sequence has one token at most
     FOLD_ROWS: tl.constexpr,  # a power of 2, at least BLOCK_TOKENS · GROUP
     FOLD_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Attend: a program takes a block of query tokens of one sequence, one head of the cache, and
     with splits a share of its keys.
@@ -127,10 +129,12 @@ def attend_kernel(
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     program = tl.program_id(0) // KV_HEADS
+    start_next_kernel(OVERLAPS)
     seq, block, split, splits = work_of(
         query_start, seq_lens, prefix_lens, num_seqs, program, tl.num_programs(0) // KV_HEADS,
         least_tiles, BLOCK_TOKENS, WINDOW, TILE_KEYS, IS_SPLIT, IS_DECODE,
     )  # fmt: skip
+    wait_for_last_kernel(OVERLAPS)
     if seq < 0:
         return
     start = tl.load(query_start + seq)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenmill_worker.engine.cuda.attention.write_kernel import narrowed
+from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_last_kernel
 
 
 @triton.jit
@@ -26,10 +27,14 @@ def norm_kernel(
     PAD: tl.constexpr,
     OFFSET: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PAD)
     mask = column < WIDTH
+    start_next_kernel(OVERLAPS)
+    weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + OFFSET
+    wait_for_last_kernel(OVERLAPS)
     values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(residual + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
@@ -37,7 +42,6 @@ def norm_kernel(
         tl.store(sums + row * WIDTH + column, rounded, mask=mask)
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + OFFSET
     tl.store(
         out + row * WIDTH + column, (values * scale * weights).to(out.dtype.element_ty), mask=mask
     )
@@ -53,8 +57,11 @@ def quantize_kernel(
     PAD: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Round a row per program, with a scale that makes its largest number `LARGEST`."""
+    start_next_kernel(OVERLAPS)
+    wait_for_last_kernel(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PAD)
     mask = column < WIDTH
@@ -72,7 +79,10 @@ def gate_kernel(
     INNER: tl.constexpr,
     TILE: tl.constexpr,
     IS_GELU: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    start_next_kernel(OVERLAPS)
+    wait_for_last_kernel(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < INNER
@@ -189,6 +199,7 @@ def rotate_and_write_kernel(
     OFFSET: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Rotate and store a few tokens of one head per program: a query head, or a key head with its
     value head.
@@ -196,6 +207,8 @@ def rotate_and_write_kernel(
     With scales, queries are multiplied by their key head's; keys and values are divided by theirs.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    start_next_kernel(OVERLAPS)
+    wait_for_last_kernel(OVERLAPS)
     factor = 1.0
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1)

@@ -18,6 +18,7 @@ from tokenmill_worker.engine.cuda.fused.kernels import (
     quantize_kernel,
     rotate_and_write_kernel,
 )
+from tokenmill_worker.engine.cuda.overlap import overlap_of
 
 LEAST_SCALE = 1e-12  # of a row in 8 bits: the scale of a row of zeros must not be 0
 _GATE_TILE = 1024
@@ -72,7 +73,7 @@ def add_and_norm(
         norm_kernel[(num_rows,)](
             x, residual, weight, out, sums, eps, x.stride(0),
             WIDTH=width, PAD=pad, OFFSET=offset, ADDS=residual is not None,
-            num_warps=min(16, max(1, pad // 512)),
+            num_warps=min(16, max(1, pad // 512)), **overlap_of(x.device),
         )  # fmt: skip
     return out, sums
 
@@ -87,7 +88,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
         quantize_kernel[(num_rows,)](
             rows, narrow, scales, rows.stride(0),
             WIDTH=width, PAD=pad, LARGEST=torch.finfo(narrow.dtype).max, LEAST_SCALE=LEAST_SCALE,
-            num_warps=min(16, max(1, pad // 512)),
+            num_warps=min(16, max(1, pad // 512)), **overlap_of(rows.device),
         )  # fmt: skip
     return narrow, scales
 
@@ -99,7 +100,7 @@ def gate(packed: Tensor, is_gelu: bool) -> Tensor:
     if num_rows:
         tile = min(_GATE_TILE, triton.next_power_of_2(inner))
         gate_kernel[(num_rows, triton.cdiv(inner, tile))](
-            packed, out, INNER=inner, TILE=tile, IS_GELU=is_gelu
+            packed, out, INNER=inner, TILE=tile, IS_GELU=is_gelu, **overlap_of(packed.device)
         )
     return out
 
@@ -139,6 +140,6 @@ def rotate_and_write(
         REST_PAD=triton.next_power_of_2(max(1, heads.head_dim - 2 * half)),
         HAS_NORM=norms is not None, OFFSET=0.0 if norms is None else norms.offset,
         HAS_SCALES=scales is not None, TOKENS=tokens,
-        num_warps=1 if tokens == 1 else 4,
+        num_warps=1 if tokens == 1 else 4, **overlap_of(packed.device),
     )  # fmt: skip
     return out

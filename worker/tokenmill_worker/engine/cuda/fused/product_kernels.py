@@ -8,6 +8,8 @@ Sums are float32. In 8 bits, a row's and an output's scale are applied to the su
 import triton
 import triton.language as tl
 
+from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_last_kernel
+
 
 @triton.jit
 def one_row_kernel(
@@ -23,13 +25,22 @@ def one_row_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Multiply and add where the weights arrive: there is too little work for tensor cores."""
+    """Multiply and add where the weights arrive: there is too little work for tensor cores.
+
+    Two tiles of weights are loaded while the kernel that computes the row still runs.
+    """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, TILE)
     at = weight + output.to(tl.int64)[:, None] * INPUTS + column[None, :]
-    sums = tl.zeros([OUTPUTS, TILE], tl.float32)
-    for start in tl.range(0, INPUTS, TILE, num_stages=NUM_STAGES):
+    start_next_kernel(OVERLAPS)
+    first = tl.load(at).to(tl.float32)
+    second = tl.load(at + TILE).to(tl.float32)
+    wait_for_last_kernel(OVERLAPS)
+    sums = first * tl.load(row + column).to(tl.float32)[None, :]
+    sums += second * tl.load(row + TILE + column).to(tl.float32)[None, :]
+    for start in tl.range(2 * TILE, INPUTS, TILE, num_stages=NUM_STAGES):
         tile = tl.load(at + start).to(tl.float32)
         sums += tile * tl.load(row + start + column).to(tl.float32)[None, :]
     result = tl.sum(sums, 1)
@@ -52,16 +63,19 @@ def few_rows_kernel(
     num_outputs,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,  # of a program
-    ROWS: tl.constexpr,  # at least num_rows
+    ROWS: tl.constexpr,  # of a program
     TILE: tl.constexpr,  # inputs at a time
     HAS_BIAS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Multiply few rows on the tensor cores: weights are the left operand, rows the right one."""
+    start_next_kernel(OVERLAPS)
+    wait_for_last_kernel(OVERLAPS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, TILE)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     at = weight + output.to(tl.int64)[:, None] * INPUTS + column[None, :]
     row_at = rows + row[None, :] * INPUTS + column[:, None]
