@@ -1,16 +1,17 @@
 """A doomed worker that serves structured output.
 
-Arguments: `POINT COUNT JOBS REDIS_URL DATABASE_URL NAME=VALUE…`. The worker dies by SIGKILL at the
-COUNT-th call of POINT (see `doomed_worker`). Its engine takes no step before JOBS jobs have their
-grammar and their adapter, so that each step before the death gives each job a token.
+The worker dies by SIGKILL at the `count`-th call of `point` (see `doomed_worker`). Its engine takes
+no step before `num_jobs` jobs have their grammar and their adapter, so that each step before the
+death gives each job a token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tests.chaos.doomed_worker import DoomedStore, DoomedStream, calls_left, die_at
 from tests.support.worker import settings
@@ -19,6 +20,11 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.process.host import EngineThread
 from tokenmill_worker.engine.types import TokenEvent
+
+# Workers are forked from a process that has imported what they need, which takes longer than their
+# few steps.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__, "tokenmill_worker.engine.execution.build", "xgrammar"])
 
 PUBLISHED_S = 1.0  # a step waits at most so long for the publication of the one before it
 SETTLED_S = 3.0  # the engine also starts when no further job becomes ready for so long
@@ -62,20 +68,20 @@ def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
 
 
 def main(
-    point: str, count: int, num_jobs: int, redis_url: str, database: str, *changes: str
-) -> int:
+    point: str,
+    count: int,
+    num_jobs: int,
+    redis_url: str,
+    database: str,
+    changes: dict[str, Any],
+) -> None:
     die_at(point, count)
     GatheringEngine.expected, GatheringEngine.point = num_jobs, point
-    values = dict(change.split("=", 1) for change in changes)
-    chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, **values)
+    chosen = settings(redis_url, database, worker_id="doomed", lease_seconds=5.0, **changes)
     worker = Worker(
         chosen,
         gathering_host(chosen.engine_config()),
         stream_type=DoomedStream,
         store_type=DoomedStore,
     )
-    return asyncio.run(worker.serve())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))
+    asyncio.run(worker.serve())

@@ -13,7 +13,6 @@ import itertools
 import json
 import re
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.chaos import structured_worker
 from tests.chaos.checker import Received, Wanted, violations
 from tests.chaos.test_kill_points import listen
 from tests.engine.lora.support import save_adapter
@@ -31,7 +31,6 @@ from tokenmill_worker.engine.execution.synthetic import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).parents[2]
 END = 256  # the model-free engine's tokenizer: 256 bytes, then the token that ends an answer
 PERSON = {
     "type": "object",
@@ -171,27 +170,19 @@ async def run_doomed(
     """Run a worker until it has killed itself, or kill it when the jobs leave it nothing to
     generate.
     """
-    values = [f"{name}={value}" for name, value in settings.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.chaos.structured_worker",
-        "after append",
-        str(count),
-        str(num_open()),
-        redis_url,
-        database,
-        *values,
-    ]
-    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
+    arguments = ("after append", count, num_open(), redis_url, database, settings)
+    process = structured_worker.FORKS.Process(
+        target=structured_worker.main, args=arguments, daemon=True
+    )
+    process.start()
     try:
         async with asyncio.timeout(120):
-            while process.returncode is None and num_open():  # noqa: ASYNC110
+            while process.is_alive() and num_open():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:
-        if process.returncode is None:
-            process.kill()
-        status = await process.wait()
+        process.kill()
+        process.join()
+    status = process.exitcode
     assert status == -signal.SIGKILL, f"the worker ended with {status}"
 
 
