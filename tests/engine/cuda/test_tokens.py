@@ -108,6 +108,20 @@ def test_every_way_gives_the_cpus_tokens(
         assert graphs.num_replays > 0
 
 
+def test_a_draft_model_changes_no_token(
+    folders: tuple[Path, Path], expected: dict[bool, Answers]
+) -> None:
+    found, engine = answers(folders, False, draft_model=str(folders[0]), speculative_tokens=3)
+    assert found == expected[False]
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_calculated_scales_are_read_in_graphs_as_without(folders: tuple[Path, Path]) -> None:
+    scaled = {"kv_dtype": "float8_e4m3fn", "calculate_kv_scales": True}
+    eager, _ = answers(folders, False, **scaled, **WAYS["eager"])
+    assert answers(folders, False, **scaled, **WAYS["graphs ahead"])[0] == eager
+
+
 def test_choices_and_adapters_give_different_answers(expected: dict[bool, Answers]) -> None:
     """Choices of one request differ, and so do the adapter's answers from the model's own."""
     drawn = [each for each in expected[False] if len(each) == 3]
