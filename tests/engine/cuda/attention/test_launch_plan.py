@@ -17,7 +17,7 @@ from tokenmill_worker.engine.cuda.attention.launch_plan import plan_launch
 from tokenmill_worker.engine.cuda.attention.split_kernels import UNDIVIDED
 from tokenmill_worker.engine.cuda.graph_inputs import padded_length
 
-LLAMA = AttentionShape(32, 8, 128, 0.1)  # tiles of 32 keys with splits, else of 64 or 16
+LLAMA = AttentionShape(32, 8, 128, 0.1)  # tiles of 32 keys, or of 16 for many programs
 MULTIPROCESSORS = 132
 
 
@@ -61,11 +61,11 @@ def work_of_decode(
 @pytest.mark.parametrize(
     ("batch", "context", "expected"),
     [
-        (1, 512, AttentionWork(32, 4, 240)),  # a program takes 128 keys at least
+        (1, 512, AttentionWork(64, 2, 208)),  # a program takes 64 keys at least
         (1, 16_000, AttentionWork(256, 16, 16)),
         (4, 1024, AttentionWork(256, 4, 40)),
         (8, 1024, AttentionWork(256, 8, 72)),
-        (32, 1024, AttentionWork(256, 16, 0)),  # short contexts of a full device: no splits
+        (32, 1024, AttentionWork(256, 32, 0)),  # short contexts of a full device: no splits
         (256, 1024, AttentionWork(2048, 64, 0)),  # many programs: of one warp, 16 keys a tile
         (32, 4096, AttentionWork(512, 64, 256)),
         (256, 4096, AttentionWork(2048, 128, 528)),  # even contexts that fill the device stay whole

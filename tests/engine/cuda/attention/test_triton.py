@@ -228,7 +228,7 @@ def is_split(
 @pytest.mark.parametrize(
     ("lens", "expected"),
     [
-        (((1, 100),), False),  # short: folding would cost more
+        (((1, 60),), False),  # short: folding would cost more
         (((1, 32_768),), True),  # one stream alone would keep 8 of 132 multiprocessors busy
         (((1, 2000),) * 64, False),  # enough programs without
         # enough programs, but the longest would take as long as before

@@ -186,14 +186,14 @@ def test_compiles_without_spilling(
     assert spilled_bytes(assembly, capability, tmp_path) <= most
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("capability", "cache"), [(80, "bf16"), (90, "bf16"), (90, "fp8e4nv")])
 @pytest.mark.parametrize("shape", [LLAMA, SMOLLM, GEMMA], ids=["llama", "smollm", "gemma"])
 @pytest.mark.parametrize("seq_len", [500, 5000])
 def test_many_decodes_compile_without_spilling(
-    seq_len: int, shape: AttentionShape, capability: int, tmp_path: Path
+    seq_len: int, shape: AttentionShape, capability: int, cache: str, tmp_path: Path
 ) -> None:
-    launch = planned(shape, 1, seq_len, "bf16", "bf16", capability, num_seqs=1024)
-    source = source_of(shape, launch, "bf16", 0, False, "bf16")
+    launch = planned(shape, 1, seq_len, "bf16", cache, capability, num_seqs=1024)
+    source = source_of(shape, launch, "bf16", 0, False, cache)
     assert spilled_bytes(assembly_of(source, launch, capability), capability, tmp_path) == 0
 
 

@@ -125,8 +125,8 @@ def fold_splits(
     values = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     for first in tl.range(0, num_used, SPLITS, num_stages=1):
         split = first + tl.arange(0, SPLITS)
-        at = (first_place + split * stride)[:, None] * NUM_ROWS + rows[None, :]
-        is_there = (split < num_used)[:, None] & is_row[None, :]
+        at = (first_place + split * stride)[None, :] * NUM_ROWS + rows[:, None]
+        is_there = is_row[:, None] & (split < num_used)[None, :]
         maxima = tl.load(limits + 2 * at, mask=is_there, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(limits + 2 * at + 1, mask=is_there, other=0.0, cache_modifier=".cg")
         parts = tl.load(
@@ -135,12 +135,12 @@ def fold_splits(
             other=0.0,
             cache_modifier=".cg",
         )
-        grown = tl.maximum(largest, tl.max(maxima, 0))
+        grown = tl.maximum(largest, tl.max(maxima, 1))
         shift = tl.where(grown == float("-inf"), 0.0, grown)
-        weights = tl.exp2(maxima - shift[None, :])
+        weights = tl.exp2(maxima - shift[:, None])
         shrink = tl.exp2(largest - shift)
-        total = total * shrink + tl.sum(weights * sums, 0)
-        values = values * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights * sums, 1)
+        values = values * shrink[:, None] + tl.sum(parts * weights[:, :, None], 1)
         largest = grown
     return largest, total, values
 

@@ -13,13 +13,13 @@ MAX_PARTIAL_BYTES = 64 << 20  # values of split results
 MAX_COUNTERS = 1 << 18  # of finished programs: one for each split block of query tokens and head
 # Fewest tokens of a split: folding a shorter one takes longer than it saves.
 TOKENS_A_SPLIT = 256
-TOKENS_A_SHORT_SPLIT = 128  # in a decode
+TOKENS_A_SHORT_SPLIT = 64  # in a decode
 TOKENS_A_LONG_SPLIT = 512  # if the device is full without splits
 LONGEST_SHARE = 2048  # longer contexts are split even if the device is full
 # Programs that splits add for each multiprocessor, beside one for each block of query tokens.
 PROGRAMS_A_MULTIPROCESSOR = 2
 MOST_PROGRAMS_A_MULTIPROCESSOR = 4  # if there are many blocks
-MANY_PROGRAMS_A_MULTIPROCESSOR = 4  # from this many on, a program of a decode has one warp
+MANY_PROGRAMS_A_MULTIPROCESSOR = 3  # from this many on, a program of a decode has one warp
 NUM_STAGES = 3  # with 2, a tile's load starts only after the tile before it was used
 
 
@@ -78,7 +78,7 @@ def plan_launch(
     elif is_decode and rows == 16:
         is_many = blocks * heads >= MANY_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors
         tile_keys, num_warps = _decode_tile(
-            head_pad, element_size, is_split=spare > 0, is_many=is_many
+            head_pad, element_size, is_narrow=is_many and spare == 0
         )
     else:
         tile_bytes = 16384 if is_decode or has_warp_groups else 8192
@@ -109,20 +109,16 @@ def _prompt_rows(shape: AttentionShape, num_tokens: int, num_seqs: int, *, is_wi
     return 256 if is_wide else 128
 
 
-def _decode_tile(
-    head_pad: int, element_size: int, *, is_split: bool, is_many: bool
-) -> tuple[int, int]:
-    """Return the keys of a tile and the number of warps: the fastest of those tried on an H200.
+def _decode_tile(head_pad: int, element_size: int, *, is_narrow: bool) -> tuple[int, int]:
+    """Return the keys of a tile and the number of warps: the fastest of those tried on an H100.
 
     A program of one warp never waits for another warp, but loads few bytes at once. It is used
-    where many programs run on each multiprocessor.
+    where many programs run on each multiprocessor, and none has a long context. Each warp takes at
+    least 8 keys of a tile, as many as one instruction of tensor cores.
     """
-    tile_bytes, num_warps = 16384, 4
-    if is_split:
-        tile_bytes, num_warps = 8192, 2
-    elif is_many and element_size == 2 and head_pad <= 128:
-        tile_bytes, num_warps = 4096, 1
-    return min(128, tile_bytes // (head_pad * element_size)), num_warps
+    tile_bytes, num_warps = (4096, 1) if is_narrow and head_pad <= 128 else (8192, 4)
+    tile_keys = tile_bytes // (head_pad * element_size)
+    return min(128, max(8 * num_warps, tile_keys)), num_warps
 
 
 def _split(

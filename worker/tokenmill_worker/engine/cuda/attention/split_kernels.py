@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-SEQS = tl.constexpr(128)  # sequences whose lengths a program loads at once
+SEQS = tl.constexpr(32)  # lengths that a program loads at once: as many as a warp has threads
 UNDIVIDED = tl.constexpr(1 << 30)  # tiles: more than any context has
 
 

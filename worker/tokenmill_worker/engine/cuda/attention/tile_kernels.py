@@ -20,27 +20,16 @@ def first_visible(position, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def blocks_of_tile(table, tile, begin, end, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Load the block id of each key of a tile, and 0 where there is no key; the tile may be out of
-    range.
-    """
+def keys_of_tile(tile, begin, end, TILE_KEYS: tl.constexpr):
+    """Return the positions of a tile's keys; beyond [begin, end) the nearest one that is a key."""
     key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-    is_key = (key_position >= begin) & (key_position < end)
-    return tl.load(table + key_position // BLOCK_SIZE, mask=is_key, other=0)
+    return tl.minimum(tl.maximum(key_position, begin), end - 1)
 
 
 @triton.jit
-def load_tile(
-    at, is_key, is_dim, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, IS_FULL: tl.constexpr
-):
-    """Load keys or values; where a tile is full and a head needs no padding, without a mask."""
-    if not IS_FULL:
-        tile = tl.load(at, mask=is_key & is_dim, other=0.0)
-    elif HEAD_PAD != HEAD_DIM:
-        tile = tl.load(at, mask=is_dim, other=0.0)
-    else:
-        tile = tl.load(at)
-    return tile
+def load_tile(at, is_dim, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Load keys or values; without a mask where a head needs no padding."""
+    return tl.load(at, mask=is_dim, other=0.0) if HEAD_PAD != HEAD_DIM else tl.load(at)
 
 
 @triton.jit
@@ -70,7 +59,7 @@ def products_of_tile(
     factor,
     position,
     key_position,
-    is_key,
+    begin,
     softcap,
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
@@ -82,16 +71,16 @@ def products_of_tile(
     With a softcap the results are logits in base 2. Without one they are still to be multiplied by
     `factor`.
     """
-    products = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee")
+    products = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
     if HAS_SOFTCAP:
         products *= factor[:, None]
         products = softcap * (1.0 - 2.0 / (tl.exp2(products * (2.0 * LOG2_E / softcap)) + 1.0))
         products *= LOG2_E
     if not IS_FULL:
-        is_seen = is_key[None, :] & (key_position[None, :] <= position[:, None])
+        first = begin
         if WINDOW > 0:
-            first = first_visible(position, WINDOW, IS_CHUNKED)
-            is_seen = is_seen & (key_position[None, :] >= first[:, None])
+            first = first_visible(position, WINDOW, IS_CHUNKED)[:, None]
+        is_seen = (key_position[None, :] >= first) & (key_position[None, :] <= position[:, None])
         products = tl.where(is_seen, products, float("-inf"))
     return products
 
@@ -100,6 +89,8 @@ def products_of_tile(
 def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     """Compute weights relative to the maximum so far, and the factor that rescales the earlier
     sums.
+
+    Few rows keep a sum for each key of a tile, since warps wait for each other to sum a row.
     """
     if HAS_SOFTCAP:
         factor = tl.full([products.shape[0]], 1.0, tl.float32)
@@ -107,7 +98,11 @@ def weights_of(products, factor, largest, total, HAS_SOFTCAP: tl.constexpr):
     shift = tl.where(grown == float("-inf"), 0.0, grown)  # −∞: the row has seen no key yet
     weights = tl.exp2(products * factor[:, None] - shift[:, None])  # one multiply-add, one power
     shrink = tl.exp2(largest - shift)
-    return weights, shrink, grown, total * shrink + tl.sum(weights, 1)
+    if len(total.shape) == 2:
+        total = total * shrink[:, None] + weights
+    else:
+        total = total * shrink + tl.sum(weights, 1)
+    return weights, shrink, grown, total
 
 
 @triton.jit
@@ -143,7 +138,7 @@ def attend_tiles(
     IS_CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    IS_FULL: tl.constexpr,  # every row sees every key of every tile
+    IS_FULL: tl.constexpr,  # every row sees every key of every tile: no masks
 ):
     """Update maxima, sums and values by a range of tiles; return them.
 
@@ -160,24 +155,25 @@ def attend_tiles(
         values_at = values_at.to(tl.pointer_type(tl.uint16))
     # Block ids are loaded a tile ahead: the compiler divides the pipeline stages among loads that
     # depend on each other.
-    next_block = blocks_of_tile(block_table, first_tile, begin, end, BLOCK_SIZE, TILE_KEYS)
+    next_key = keys_of_tile(first_tile, begin, end, TILE_KEYS)
+    next_block = tl.load(block_table + next_key // BLOCK_SIZE)
     for tile in range(first_tile, last_tile):
+        key, block = next_key, next_block
+        next_key = keys_of_tile(tile + 1, begin, end, TILE_KEYS)
+        next_block = tl.load(block_table + next_key // BLOCK_SIZE)
+        key_at = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * HEAD_DIM
+        at = cache + key_at[:, None] + dims[None, :]
+        keys = load_tile(at, is_dim[None, :], HEAD_DIM, HEAD_PAD)
         key_position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-        is_key = (key_position >= begin) & (key_position < end)
-        block = next_block
-        next_block = blocks_of_tile(block_table, tile + 1, begin, end, BLOCK_SIZE, TILE_KEYS)
-        key_at = block.to(tl.int64) * block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
-        at = cache + key_at[None, :] + dims[:, None]
-        keys = load_tile(at, is_key[None, :], is_dim[:, None], HEAD_DIM, HEAD_PAD, IS_FULL)
         products = products_of_tile(
-            queries, keys, factor, position, key_position, is_key, softcap, WINDOW, IS_CHUNKED,
+            queries, keys, factor, position, key_position, begin, softcap, WINDOW, IS_CHUNKED,
             HAS_SOFTCAP, IS_FULL,
         )  # fmt: skip
         weights, shrink, largest, total = weights_of(products, factor, largest, total, HAS_SOFTCAP)
         weights = weights.to(queries.dtype)
         at = values_at + (key_at // WIDTH)[:, None] + value_dims[None, :]
         is_value = (value_dims < HEAD_DIM // WIDTH)[None, :]
-        loaded = load_tile(at, is_key[:, None], is_value, HEAD_DIM, HEAD_PAD, IS_FULL)
+        loaded = load_tile(at, is_value, HEAD_DIM, HEAD_PAD)
         if IS_PAIRED:
             loaded, odd = halves_of(loaded, cache.dtype.element_ty)
             odds = odds * shrink[:, None] + tl.dot(

@@ -50,7 +50,10 @@ def attend_block(
     """Attend to a range of tiles; return maxima, sums and values of the rows."""
     IS_PAIRED: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     largest = tl.full([queries.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([queries.shape[0]], tl.float32)
+    HAS_FEW_ROWS: tl.constexpr = IS_DECODE and queries.shape[0] == 16
+    total = tl.zeros(
+        [queries.shape[0], TILE_KEYS] if HAS_FEW_ROWS else [queries.shape[0]], tl.float32
+    )
     values = tl.zeros([queries.shape[0], HEAD_PAD // 2 if IS_PAIRED else HEAD_PAD], tl.float32)
     odds = tl.zeros_like(values)
     full_tile = first_tile
@@ -70,6 +73,8 @@ def attend_block(
     )  # fmt: skip
     if IS_PAIRED:
         values = tl.interleave(values, odds)
+    if HAS_FEW_ROWS:
+        total = tl.sum(total, 1)
     return largest, total, values
 
 
@@ -173,8 +178,8 @@ def attend_kernel(
     queries, factor = prepare_queries(queries, cache, scale, HAS_SOFTCAP)
     largest, total, values = attend_block(
         queries, factor, cache + kv_head * (BLOCK_SIZE * HEAD_DIM),
-        block_table + seq.to(tl.int64) * table_stride, base + token, first_position,
-        first_tile, last_tile, begin, end, softcap, block_stride, value_offset,
+        block_table + seq.to(tl.int64) * table_stride, tl.minimum(base + token, end - 1),
+        first_position, first_tile, last_tile, begin, end, softcap, block_stride, value_offset,
         HEAD_DIM, HEAD_PAD, BLOCK_SIZE, WINDOW, IS_CHUNKED, HAS_SOFTCAP, TILE_KEYS, IS_DECODE,
     )  # fmt: skip
     if not IS_SPLIT or num_used == 1:
