@@ -2,8 +2,8 @@
 
 A device reads blocks that several sequences share once for each of them, mostly from its L2. With
 a launch of its own a common prefix is read once for all. That launch takes longer than it saves
-where few sequences, or few tokens, are shared. The limits here follow from an estimate
-(ops/benchmarks/history.md, Devices); no device has measured them. Plain numpy.
+where few sequences, or few tokens, are shared. The limits here follow from times on an H100
+(ops/benchmarks/history.md, Devices). Plain numpy.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tokenmill_worker.engine.config.cache import LayerGroup
 Ints = npt.NDArray[np.int64]
 Table = npt.NDArray[np.int32]  # [sequences, blocks]
 
-LEAST_SEQS = 16  # with 8, folding the prefix's parts takes as long as reading it 8 times
+LEAST_SEQS = 8  # the fewest that were measured: 46 µs a layer became 40
 LEAST_TOKENS = 512  # two parts of 256, the fewest that attention divides among programs
-# What a launch must save each layer of reading from L2: 24 µs at 5.5 TB/s. It takes about 14.
+# What a launch must save each layer of reading: with 117 to 130 MB it gained −1 to 6 µs of 50.
 LEAST_BYTES = 128 << 20
 
 
