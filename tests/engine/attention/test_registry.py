@@ -57,6 +57,20 @@ def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.Mo
     assert "256" in reason
 
 
+def test_without_flash_attn_and_a_block_size_auto_passes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash, "installed_library", no_library)
+    cuda = torch.device("cuda")
+    assert backend_class("flash").default_block_size(cuda) == 16
+    reason = why_not("flash", cuda, torch.bfloat16, [SHAPE], 0)
+    assert reason == "flash-attn is not installed (No module named 'flash_attn')"
+
+
+def no_library(_is_hopper: bool) -> None:
+    raise ModuleNotFoundError("No module named 'flash_attn'")
+
+
 def test_chunked_attention_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     library = flash.FlashLibrary(3, lambda: None, lambda: None)
     monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)

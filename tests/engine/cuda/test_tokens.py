@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, object]] = {
     "ahead": {"cuda_graphs": False, "async_batching": True},
     "graphs": {"async_batching": False},
     "graphs ahead": {"async_batching": True},
+    "the backend's block size": {"async_batching": True, "block_size": 0},
     "preempted": {"async_batching": True, "num_blocks": SCARCE},
     "offloaded": {"async_batching": True, "num_blocks": SCARCE, "cpu_offload_gib": 0.001},
     "not fused": {"async_batching": True, "fuse": False},

@@ -109,6 +109,16 @@ def test_other_masks_are_not_served(mask_function: Any, size: int | None) -> Non
     assert not probing.is_served(code)
 
 
+def test_a_mask_function_gets_positions_on_the_models_device() -> None:
+    def function(_batch: int, _head: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen.update((query.device.type, key.device.type))
+        return torch.ones(query.shape[0], key.shape[1], dtype=torch.bool)
+
+    seen: set[str] = set()
+    probing._coded_mask(1, 2, 2, function, device="meta")
+    assert seen == {"meta"}
+
+
 def test_a_mask_of_the_models_own_is_distinguished_from_those_it_was_given() -> None:
     own = torch.zeros(1, 1, 2, 2)
     own[..., 0, 1] = torch.finfo(torch.float32).min

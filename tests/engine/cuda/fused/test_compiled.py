@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from tokenmill_worker.engine.cuda.attention.triton import is_interpreted  # noqa: E402
-from tokenmill_worker.engine.cuda.draw import CHUNK, TILE, WARPS  # noqa: E402
+from tokenmill_worker.engine.cuda.draw import CHOOSE_WARPS, CHUNK, TILE, WARPS  # noqa: E402
 from tokenmill_worker.engine.cuda.draw_cut import choose_kernel, gather_kernel  # noqa: E402
 from tokenmill_worker.engine.cuda.draw_kernel import (  # noqa: E402
     measure_kernel,
@@ -83,7 +83,7 @@ PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
         (race_kernel, CHUNKS, WARPS),
         (pick_kernel, CHUNKS, WARPS),
         (gather_kernel, {**CHUNKS, "TILE": TILE}, WARPS),
-        (choose_kernel, {"CHUNKS_PAD": 32, "TILE": TILE}, WARPS),
+        (choose_kernel, {"CHUNKS_PAD": 32, "TILE": TILE}, CHOOSE_WARPS),
         (one_row_kernel, {**PRODUCT, "OUTPUTS": 16, "TILE": 256, "NUM_STAGES": 4}, 4),
         (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 16, "TILE": 128, "NUM_STAGES": 6}, 4),
         (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 64, "TILE": 128, "NUM_STAGES": 3}, 4),

@@ -30,6 +30,7 @@ from tokenmill_worker.engine.sampling.transfer import to_device
 
 CHUNK = 4096
 WARPS = 8
+CHOOSE_WARPS = 16  # of the program that chooses among a row's candidates
 TILE = 2048
 CANDIDATES = 768  # tokens above the cut, if logits have a normal distribution
 
@@ -128,7 +129,7 @@ class DeviceDraw:
             choose_kernel[(num_rows,)](
                 logits, batch.scale, batch.log_min_p, batch.top_p, batch.top_k, self._keys_there,
                 numbers, found, kept, token_ids, peaks, vocab, stride, deviations, chunks,
-                CHUNKS_PAD=sizes["CHUNKS_PAD"], TILE=TILE, num_warps=WARPS,
+                CHUNKS_PAD=sizes["CHUNKS_PAD"], TILE=TILE, num_warps=CHOOSE_WARPS,
             )  # fmt: skip
 
     def _empty(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:

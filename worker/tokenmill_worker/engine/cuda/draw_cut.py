@@ -235,8 +235,8 @@ def choose_kernel(
         is_in = is_near(distance, token, nearest, vocab)
         _, winner = race(distance, token, is_in, keys, vocab)
     elif tl.abs(peak) < float("inf"):
-        nearest = floor_of_row(row, vocab, peak, scale, nearest, k, p, TILE // 4)
-        winner = race_row(row, vocab, peak, scale, nearest, keys, TILE // 4)
+        nearest = floor_of_row(row, vocab, peak, scale, nearest, k, p, TILE)
+        winner = race_row(row, vocab, peak, scale, nearest, keys, TILE)
     else:
         winner = 0  # a logit is NaN or the peak is infinite: the row ends with an error
     tl.store(peaks + row_id, peak)

@@ -193,24 +193,28 @@ def _coded_mask(
     **kwargs: Any,
 ) -> Tensor:
     """Return a tensor of the mask's shape that holds its code in place of a mask."""
+    device = torch.device(kwargs.get("device", "cpu"))
     kinds = [None] if local_size is None else [Window(local_size), Window(local_size, True)]
-    served = (mask_code_of(kind) for kind in kinds if _has_form(mask_function, kind, q_length))
-    code = next(served, _OTHER)
-    return torch.full(
-        (batch_size, 1, q_length, kv_length), code, device=kwargs.get("device", "cpu")
-    )
+    served = (k for k in kinds if _has_form(mask_function, k, q_length, device))
+    code = next(map(mask_code_of, served), _OTHER)
+    return torch.full((batch_size, 1, q_length, kv_length), code, device=device)
 
 
-def _has_form(mask_function: Any, window: Window | None, num_tokens: int) -> bool:
-    """Return whether the mask lets a query see the positions from the window's first to its own."""
+def _has_form(
+    mask_function: Any, window: Window | None, num_tokens: int, device: torch.device
+) -> bool:
+    """Return whether the mask lets a query see the positions from the window's first to its own.
+
+    The function gets positions on the model's device, where it may have tensors of its own.
+    """
     length = 3 if window is None else window.size
     queries = torch.tensor([0, 1, length - 1, length, length + 1, 2 * length])[:, None]
     keys = torch.arange(2 * length + 2)[None]
     try:
-        visible = mask_function(0, 0, queries, keys)
+        visible = mask_function(0, 0, queries.to(device), keys.to(device))
     except IndexError:  # it reads the pass's own tokens: test only those
         queries, keys = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
-        visible = mask_function(0, 0, queries, keys)
+        visible = mask_function(0, 0, queries.to(device), keys.to(device))
     firsts = [first_visible(query, window) for query in queries.flatten().tolist()]
     wanted = (keys <= queries) & (keys >= torch.tensor(firsts)[:, None])
-    return bool((torch.as_tensor(visible).expand(wanted.shape) == wanted).all())
+    return bool((torch.as_tensor(visible).cpu().expand(wanted.shape) == wanted).all())

@@ -77,7 +77,10 @@ class FlashAttention(TokenMajorBackend):
 
     @classmethod
     def default_block_size(cls, device: torch.device) -> int:
-        version = installed_library(is_hopper(device)).version
+        try:
+            version = installed_library(is_hopper(device)).version
+        except (ImportError, AttributeError):  # not installed: `why_not` says so
+            version = None
         return FA2_BLOCK_MULTIPLE if version == 2 else super().default_block_size(device)
 
     def attend(
