@@ -32,7 +32,7 @@ async def test_the_guide_of_structured_output_runs(redis_url: str, tmp_path: Pat
     database, names, printed = database_url(tmp_path), dict[str, Any](), io.StringIO()
     (shell,) = [text for language, text in blocks(STRUCTURED) if language == "sh"]
     (tmp_path / "city.json").write_text('{"type": "object", "maxProperties": 1}')
-    async with running_worker(redis_url, database, in_process=True, **MODEL):
+    async with running_worker(redis_url, database, **MODEL):
         with contextlib.redirect_stdout(printed):
             code = at("\n".join(python_of(STRUCTURED)), redis_url, database)
             await asyncio.to_thread(exec, code, names)
@@ -57,7 +57,7 @@ async def test_the_guide_s_tool_is_called(redis_url: str, tmp_path: Path) -> Non
     template.write_text("{{ (tools or []) | tojson }}\n" + HERMES)
     database, names = database_url(tmp_path), dict[str, Any]()
     model = MODEL | {"chat_template": str(template), "default_max_tokens": 200}
-    async with running_worker(redis_url, database, in_process=True, **model):
+    async with running_worker(redis_url, database, **model):
         with contextlib.redirect_stdout(io.StringIO()):
             await asyncio.to_thread(exec, at(code, redis_url, database), names)
         names["client"].close()

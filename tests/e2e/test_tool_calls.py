@@ -52,8 +52,9 @@ async def test_streamed_calls_join_to_valid_recorded_ones(
         "tool_format": form,
     }
     database = database_url(tmp_path)
+    in_process = form == "hermes"  # a form is the worker's matter, wherever its engine runs
     async with (
-        running_worker(redis_url, database, in_process=True, lease_seconds=10, **model),
+        running_worker(redis_url, database, in_process=in_process, lease_seconds=10, **model),
         client_of(redis_url, database) as client,
     ):
         num_calls = 0
