@@ -1,5 +1,4 @@
-"""A worker process that kills itself with SIGKILL at a chosen moment: `POINT COUNT REDIS_URL
-DATABASE_URL`.
+"""A worker process that kills itself with SIGKILL at a chosen moment.
 
 The points are before and after every external effect: each script of the queue, by what it is
 called for, the queue's limits, and the SQL transaction (before it begins, when its rows are written
@@ -9,9 +8,11 @@ but not committed, after the commit).
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
-import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import sqlalchemy
@@ -22,6 +23,11 @@ from tokenmill_worker.app import Worker
 from tokenmill_worker.consume import scripts
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.record.result_store import ResultStore
+
+# Workers are forked from a process that has imported what they need, which takes longer than they
+# live.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__, "tokenmill_worker.engine.execution.build", "xgrammar"])
 
 # Why a job is given back, and how a finish sets one aside: other effects of the same scripts.
 REASONS = ("hand-over", "suspects", "retry")
@@ -98,7 +104,14 @@ class DoomedStore(ResultStore):
         return report
 
 
-def main(name: str, count: int, redis_url: str, database: str) -> int:
+def start(main: Callable[..., object], *arguments: object) -> ForkServerProcess:
+    """Start a worker, by this module's `main` or another, in a process of its own."""
+    process = _FORKS.Process(target=main, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def main(name: str, count: int, redis_url: str, database: str) -> None:
     die_at(name, count)
     in_process = name.endswith(NEEDS_ENGINE_PROCESS)
     model = f"synthetic?step_ms={50 if name.endswith(NEEDS_DRAIN) else 4}"
@@ -108,10 +121,4 @@ def main(name: str, count: int, redis_url: str, database: str) -> int:
         max_crashes=1 if in_process else 3,
     )  # fmt: skip
     host = None if in_process else thread_host(chosen.engine_config())
-    return asyncio.run(
-        Worker(chosen, host, stream_type=DoomedStream, store_type=DoomedStore).serve()
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))
+    asyncio.run(Worker(chosen, host, stream_type=DoomedStream, store_type=DoomedStore).serve())

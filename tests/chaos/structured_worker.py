@@ -8,7 +8,6 @@ death gives each job a token.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +19,6 @@ from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.process.host import EngineThread
 from tokenmill_worker.engine.types import TokenEvent
-
-# Workers are forked from a process that has imported what they need, which takes longer than their
-# few steps.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__, "tokenmill_worker.engine.execution.build", "xgrammar"])
 
 PUBLISHED_S = 1.0  # a step waits at most so long for the publication of the one before it
 SETTLED_S = 3.0  # the engine also starts when no further job becomes ready for so long

@@ -2,12 +2,12 @@
 
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
+from tests.chaos import doomed_worker
 from tests.chaos.checker import Received, Wanted, left_in_redis, states_of, violations
 from tests.chaos.doomed_worker import (
     EFFECTS,
@@ -108,20 +108,12 @@ async def test_nothing_is_lost_or_published_twice(redis_url, tmp_path, undisturb
 
 async def run_doomed(point, count, redis_url, database):
     """Run a worker until it kills itself. Points that need a drain get a SIGTERM first."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.chaos.doomed_worker",
-        point,
-        str(count),
-        redis_url,
-        database,
-        cwd=ROOT,
-    )
+    process = doomed_worker.start(doomed_worker.main, point, count, redis_url, database)
     if point.endswith(NEEDS_DRAIN):
         await wait_for_tokens(redis_url)
-        process.send_signal(signal.SIGTERM)
-    status = await asyncio.wait_for(process.wait(), 90)
+        process.terminate()
+    await asyncio.to_thread(process.join, 90)
+    status = process.exitcode
     assert status == -signal.SIGKILL, (
         f"the worker ended with {status} and never came to the point {point!r}"
     )

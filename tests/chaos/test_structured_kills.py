@@ -20,7 +20,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.chaos import structured_worker
+from tests.chaos import doomed_worker, structured_worker
 from tests.chaos.checker import Received, Wanted, violations
 from tests.chaos.test_kill_points import listen
 from tests.engine.lora.support import save_adapter
@@ -171,10 +171,7 @@ async def run_doomed(
     generate.
     """
     arguments = ("after append", count, num_open(), redis_url, database, settings)
-    process = structured_worker.FORKS.Process(
-        target=structured_worker.main, args=arguments, daemon=True
-    )
-    process.start()
+    process = doomed_worker.start(structured_worker.main, *arguments)
     try:
         async with asyncio.timeout(120):
             while process.is_alive() and num_open():  # noqa: ASYNC110

@@ -2,11 +2,11 @@
 
 import asyncio
 import signal
-import sys
 
 import pytest
 import sqlalchemy
 
+from tests.chaos import doomed_worker
 from tests.support.worker import client_of, running_worker
 from tokenmill import AsyncClient
 from tokenmill.sql.engine import open_engine
@@ -95,9 +95,9 @@ async def test_killed_on_its_second_way(url, redis_url, point):
     async with client_of(redis_url, url) as client:
         job = await set_aside(client, redis_url, url)
         await client.redrive([job])
-        doomed = [sys.executable, "-m", "tests.chaos.doomed_worker", point, "1", redis_url, url]
-        process = await asyncio.create_subprocess_exec(*doomed)
-        assert await asyncio.wait_for(process.wait(), 90) == -signal.SIGKILL
+        process = doomed_worker.start(doomed_worker.main, point, 1, redis_url, url)
+        await asyncio.to_thread(process.join, 90)
+        assert process.exitcode == -signal.SIGKILL
         async with running_worker(redis_url, url, worker_id="second"):
             result = await client.result(job, timeout=60)
         assert (result.status, result.usage.completion_tokens) == (JobStatus.SUCCEEDED, TOKENS)

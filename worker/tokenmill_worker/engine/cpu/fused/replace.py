@@ -9,6 +9,7 @@ it is. So an unusual family is slower, never wrong.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 from collections import Counter
@@ -68,12 +69,18 @@ def _reads_weight_of(parent: nn.Module, child: str) -> bool:
 
     A replacement has no such weight. Parents whose code does not show it name it in `weights_read`.
     """
-    if child in getattr(parent, "weights_read", ()):
-        return True
+    return child in getattr(parent, "weights_read", ()) or (
+        f"self.{child}.weight" in _source(type(parent).forward)
+    )
+
+
+@functools.cache  # layers are many, and their classes few
+def _source(function: Callable[..., object]) -> str:
+    """Return the function's source, or nothing if it is not available."""
     try:
-        return f"self.{child}.weight" in inspect.getsource(type(parent).forward)
-    except (OSError, TypeError):  # its source is not available
-        return False
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 def _for(packing: Packing, model: nn.Module, module: nn.Module) -> Packing:
