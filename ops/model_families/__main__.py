@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from ops.model_families import small, table, trial
 from ops.model_families.trial import Trial
@@ -33,13 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help="write the table of ops/guides/models.md"
     )
+    parser.add_argument("--device", default="cpu", help="of the engine; generate runs on the CPU")
     parser.add_argument("--no-fuse", action="store_true", help="run on Transformers' own modules")
     options = parser.parse_args(arguments)
     if options.write and options.families:
         parser.error("--write needs a run of all families")
     results = []
+    engine = {"fuse": not options.no_fuse, "device": options.device}
     for result in run_all(
-        options.families or small.families(), options.jobs, options.time_limit, not options.no_fuse
+        options.families or small.families(), options.jobs, options.time_limit, **engine
     ):
         results.append(result)
         print(
@@ -53,12 +56,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if counts["wrong"] + counts["crashed"] else 0
 
 
-def run_all(families: list[str], jobs: int, time_limit_s: float, fuse: bool) -> Iterator[Trial]:
-    """Yield results in the order of the families, each with the settings that built it."""
+def run_all(families: list[str], jobs: int, time_limit_s: float, **engine: Any) -> Iterator[Trial]:
+    """Yield results in the order of the families, each with the settings that built it.
+
+    `engine` has the settings that differ from the engine's defaults.
+    """
     trials = [(family, setting) for family in families for setting in small.settings_of(family)]
 
     def tried(one: tuple[str, str]) -> Trial:
-        return trial.run(one[0], one[1], time_limit_s, fuse=fuse)
+        return trial.run(*one, time_limit_s, **engine)
 
     with ThreadPoolExecutor(jobs) as pool:
         for found in pool.map(tried, trials):

@@ -36,7 +36,7 @@ _NUMBERS = (
     (
         32,
         "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
-        "expert_ffn_hidden_size linear_key_head_dim linear_value_head_dim "
+        "expert_ffn_hidden_size linear_key_head_dim linear_value_head_dim linear_head_dim "
         "ngram_vocab_size_base",
     ),
     (
@@ -48,7 +48,7 @@ _NUMBERS = (
         4,
         "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
         "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
-        "linear_num_value_heads num_experts num_local_experts n_routed_experts "
+        "linear_num_value_heads linear_num_heads num_experts num_local_experts n_routed_experts "
         "moe_num_experts moe_num_primary_experts depth indexer_n_heads index_n_heads",
     ),
     (
@@ -66,13 +66,14 @@ _NUMBERS = (
         16,
         "head_dim qk_nope_head_dim kv_lora_rank global_head_dim "
         "hidden_size_per_layer_input state_size mamba_d_state ssm_state_size mamba_d_head "
-        "indexer_head_dim index_head_dim",
+        "mamba_head_dim indexer_head_dim index_head_dim",
     ),
     (24, "q_lora_rank v_head_dim"),
     (
         8,
         "qk_rope_head_dim sliding_window attention_chunk_size local_attention window_size "
-        "chunk_size keep_window_size indexer_budget index_topk num_patches hc_lowrank",
+        "chunk_size keep_window_size indexer_budget index_topk num_patches hc_lowrank "
+        "mamba_chunk_size mamba_n_heads mamba_num_heads",
     ),
 )
 _SIZES = {name: number for number, names in _NUMBERS for name in names.split()} | {
@@ -131,7 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bailing_hybrid": {"layer_types": _BY_TURNS, **_LATENT},
     "codegen": {"rotary_dim": 8},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_chunk_size": 8},
+    "falcon_h1": {"mamba_d_ssm": 128},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "longcat_flash": {**_LATENT, "head_dim": 8},
@@ -139,6 +140,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _BY_TURNS, **_LATENT},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48)},

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ PROMPT_LENGTHS = (5, 23, 40)  # the longer ones exceed a small window and are co
 MAX_TOKENS = 8
 NEAR_TIE = 2e-3  # lead of the best logit below which two tokens tie; float noise is about 1e-5
 TIME_LIMIT_S = 120.0
+# one fork at a time: no other process inherits the end of a pipe that this one writes, and filelock
+# refuses two at once
+_FORKING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,13 @@ def run(family: str, setting: str = "", time_limit_s: float = TIME_LIMIT_S, **en
     import tokenmill_worker.engine.execution.build  # noqa: F401 - else each process would import it
 
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_report, args=(theirs, lambda: _try(family, setting, engine)), daemon=True
-    )
-    process.start()
-    theirs.close()
+    with _FORKING:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_report, args=(theirs, lambda: _try(family, setting, engine)), daemon=True
+        )
+        process.start()
+        theirs.close()
     outcome: TrialOutcome = "crashed"
     reason = f"took more than {time_limit_s:.0f} seconds"
     if ours.poll(time_limit_s):

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,23 @@ def test_a_process_that_dies_or_hangs_is_a_crash(monkeypatch: pytest.MonkeyPatch
     assert (hung.outcome, hung.reason) == ("crashed", "took more than 0 seconds")
 
 
+def test_processes_of_trials_start_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, starting, most = ForkProcess.start, [], []
+
+    def observed(process: ForkProcess) -> None:
+        starting.append(process)
+        most.append(len(starting))
+        time.sleep(0.02)
+        start(process)
+        starting.remove(process)
+
+    monkeypatch.setattr(ForkProcess, "start", observed)
+    monkeypatch.setattr(trial, "_try", lambda *_: ("equal", ""))
+    found = command.run_all(["opt"] * 3, jobs=3, time_limit_s=20)
+    assert [one.outcome for one in found] == ["equal"] * 3
+    assert most == [1, 1, 1]
+
+
 # ── the table ──
 
 
@@ -134,10 +152,10 @@ def test_the_command_prints_the_problem_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        command, "run_all", lambda *_: [Trial("opt", "", "wrong", "generate answers [1]")]
+        command, "run_all", lambda *_, **__: [Trial("opt", "", "wrong", "generate answers [1]")]
     )
     assert command.main(["opt"]) == 1
     assert "wrong      opt: generate answers [1]" in capsys.readouterr().out
-    monkeypatch.setattr(command, "run_all", lambda *_: results())
+    monkeypatch.setattr(command, "run_all", lambda *_, **__: results())
     assert command.main([]) == 0
     assert "2 equal, 2 refused" in capsys.readouterr().out

@@ -70,3 +70,17 @@ def test_a_convolution_sees_the_last_inputs_of_its_sequence() -> None:
     kept = states.get_conv_state(LAYER)
     assert kept is not None
     assert kept.flatten().tolist() == [2, 3, 4]
+
+
+def test_modules_of_older_transformers_read_the_states_from_the_caches_layers() -> None:
+    states = LayerStates()
+    assert not states.has_previous_state(LAYER)
+    states.update_conv_state(torch.zeros(1, 1, 3), LAYER)
+    states.update_recurrent_state(torch.ones(1, 2, 2), LAYER)
+    assert states.has_previous_state(LAYER)
+    assert not states.has_previous_state(LAYER, state_idx=1)
+    layer = states.layers[LAYER]
+    layer.conv_states[0].add_(1.0)  # in place, as in a decode
+    assert states.get_conv_state(LAYER) is layer.conv_states[0]
+    assert states.get_recurrent_state(LAYER) is layer.recurrent_states[0]
+    assert not layer.record_past

@@ -22,6 +22,18 @@ STATE_SLOTS = 2  # of each state
 RunLayer = Callable[[Tensor, "LayerStates"], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _EveryLayer:
+    """The layers of Transformers' cache: each is the layer at hand, with its states by number."""
+
+    conv_states: dict[int, Tensor]
+    recurrent_states: dict[int, Tensor]
+    record_past: bool = False
+
+    def __getitem__(self, layer_idx: int) -> _EveryLayer:
+        return self
+
+
 @dataclass(slots=True)
 class LayerStates:
     """The states of some sequences in one layer, with the functions of Transformers' cache that
@@ -44,6 +56,20 @@ class LayerStates:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Return whether a convolution has run; modules of Transformers before 5.21 ask."""
+        return any(name == "conv" and state_idx in (None, index) for name, index in self.tensors)
+
+    @property
+    def layers(self) -> _EveryLayer:
+        """The cache's layers, from which modules of Transformers before 5.21 read their states."""
+        return _EveryLayer(self._of("conv"), self._of("recurrent"))
+
+    def _of(self, name: str) -> dict[int, Tensor]:
+        return {index: tensor for (of, index), tensor in self.tensors.items() if of == name}
 
     def update_conv_state(
         self,
@@ -260,7 +286,9 @@ def _part(spans: Sequence[_Span], device: torch.device) -> _Part:
     first, length, source, _ = spans[0]
 
     def ints(values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        """Queue the copy, from memory that is pinned: a plain one waits for the steps before it."""
+        found = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return found.to(device, non_blocking=True)
 
     tokens: slice | Tensor = slice(first, first + len(spans) * length)
     if any(span.first != first + index * length for index, span in enumerate(spans)):
