@@ -85,8 +85,7 @@ def test_what_a_cpu_can_run_of_them_passes(bare: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_the_benchmark_and_the_stages_of_gpu_check_start(bare: dict[str, str]) -> None:
     pytest.importorskip("triton")
-    printed = run([sys.executable, "-m", "ops.benchmarks", "gpu", "--help"], bare)
-    assert "--shape" in printed
-    modules = "ops.benchmarks.commands.gpu, ops.gpu_check.kernels, ops.gpu_check.bench"
-    run([sys.executable, "-c", f"import {modules}"], bare)
+    modules = "ops.benchmarks.__main__, ops.gpu_check.kernels, ops.gpu_check.bench"
+    program = f"import {modules}; ops.benchmarks.__main__.main(['gpu', '--help'])"
+    assert "--shape" in run([sys.executable, "-c", program], bare)
     run([sys.executable, "-S", "-c", "import ops.gpu_check.__main__"], {"PYTHONPATH": str(ROOT)})

@@ -53,9 +53,12 @@ def model() -> transformers.PreTrainedModel:
 
 @torch.inference_mode()
 def distributions(
-    model: transformers.PreTrainedModel, ids: list[int], params: dict[str, Any]
+    model: transformers.PreTrainedModel,
+    ids: list[int],
+    params: dict[str, Any],
+    cache: transformers.DynamicCache,
 ) -> dict[str, torch.Tensor]:
-    """Return the log-probabilities of the next token, by mode."""
+    """Return the log-probabilities of the next token, by mode; the cache has tokens before it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         output = model.generate(  # type: ignore[operator]
@@ -67,6 +70,7 @@ def distributions(
             output_logits=True,
             output_scores=True,
             return_dict_in_generate=True,
+            past_key_values=cache,
             **({"top_k": 0} | params),
         )
     values = {"raw_logprobs": output.logits[0][0], "processed_logprobs": output.scores[0][0]}
@@ -90,8 +94,10 @@ def test_both_modes_equal_those_of_transformers(
     tolerance = TOLERANCE if kind == "temperature" else NOISE
     answer = outputs["raw_logprobs"].token_ids
     assert outputs["processed_logprobs"].token_ids == answer
+    cache = transformers.DynamicCache()
     for index in range(NUM_TOKENS):
-        wanted = distributions(model, [*prompt, *answer[:index]], KINDS[kind])
+        wanted = distributions(model, [*prompt, *answer[:index]], KINDS[kind], cache)
+        assert cache.get_seq_length() == len(prompt) + index
         for mode, values in wanted.items():
             logprobs = outputs[mode].logprobs
             assert logprobs is not None
