@@ -36,11 +36,14 @@ def adapt(model: Any, name: str) -> None:
     if not found or is_recurrent(model):
         return
     holder = StepHolder.attach(model)
+    # in the type of the embeddings: a recurrent module may keep some weights in float32
     width = model.config.get_text_config().hidden_size
+    rows = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(1))
+    rows = rows.to(next(model.parameters()))
     for module in found:
         layer = _RecurrentLayer(module, holder)
         try:
-            layer.learn(width)
+            layer.learn(rows)
         except Exception as error:
             raise failed(name, error) from error
         module.forward = layer.forward
@@ -88,20 +91,18 @@ class _RecurrentLayer:
     def __init__(self, module: Any, holder: StepHolder) -> None:
         self._index: int = module.layer_idx
         self._own: Callable[..., Any] = module.forward
-        self._weight: Tensor = next(module.parameters())
         self._holder = holder
         parameters = inspect.signature(module.forward).parameters
         self._cache_argument = next(name for name in _CACHE_ARGUMENTS if name in parameters)
         self._reads_state_in_chunks = True
 
     @torch.inference_mode()
-    def learn(self, width: int) -> None:
+    def learn(self, rows: Tensor) -> None:
         """Find out whether a pass over several tokens reads the recurrent states; Mamba's does not.
 
-        `width` is the hidden size.
+        `rows` are hidden states `[1, 4, hidden_size]`.
         """
-        rows = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(1))
-        first, rest = torch.split(rows.to(self._weight), [1, 3], dim=1)
+        first, rest = torch.split(rows, [1, 3], dim=1)
         known = LayerStates()
         self._run(first, known)
         others = {
