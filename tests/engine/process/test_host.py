@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
@@ -62,7 +63,7 @@ async def test_it_starts_and_stops() -> None:
     _ = [frame async for frame in host.frames()]  # ends, for it was stopped
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize("has_compiler", slow_unless({False}, [True, False]))
 async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
     llama: Path,
     caplog: pytest.LogCaptureFixture,

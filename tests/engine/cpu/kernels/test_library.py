@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib.util
+import logging
 import platform
 import subprocess
 import sys
@@ -60,6 +61,11 @@ def answer_of(path: Path) -> int:
     return int(ctypes.CDLL(str(path)).answer(2))
 
 
+def names_in(folder: Path) -> set[str]:
+    """Return the names of what the folder has beside lock files."""
+    return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+
+
 def test_compiles_once_and_again_when_anything_changes(
     tmp_path: Path, source: Path, toolchain: Toolchain
 ) -> None:
@@ -75,16 +81,22 @@ def test_compiles_once_and_again_when_anything_changes(
     assert compile_library("answer", [source], tmp_path, other_machine) not in (first, second)
 
 
-def test_several_builders_leave_one_good_file(
-    tmp_path: Path, source: Path, toolchain: Toolchain
+def test_of_several_builders_one_compiles(
+    tmp_path: Path,
+    source: Path,
+    toolchain: Toolchain,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     with ThreadPoolExecutor(4) as pool:
         made = list(
             pool.map(lambda _: compile_library("answer", [source], tmp_path, toolchain), range(4))
         )
     assert len(set(made)) == 1
     assert answer_of(made[0]) == 42
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([made[0].name, "source"])
+    assert names_in(tmp_path) == {made[0].name, "source"}
+    said = [record.getMessage().split(" in ")[0] for record in caplog.records]
+    assert said.count("Compiled the CPU kernel 'answer'") == 1
 
 
 def test_a_source_that_does_not_compile_is_one_error(
@@ -93,7 +105,7 @@ def test_a_source_that_does_not_compile_is_one_error(
     source.write_text("this is no C++")
     with pytest.raises(KernelUnavailableError, match="failed to compile"):
         compile_library("answer", [source], tmp_path, toolchain)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert names_in(tmp_path) == {"source"}
 
 
 def test_without_a_compiler_the_error_names_it() -> None:

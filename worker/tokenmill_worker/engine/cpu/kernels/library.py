@@ -1,8 +1,8 @@
 """Compiles kernel sources once into a cache folder and loads them through ctypes.
 
 The file's name carries a hash of sources, flags, compiler and instruction sets, so a stale build is
-never loaded. Several processes may build at once: each compiles into a folder of its own and
-renames the result into place.
+never loaded. It is compiled into a folder of its own and renamed into place, under a lock file: of
+several processes that need it at once, one compiles and the others wait.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+
+from filelock import FileLock
 
 from tokenmill_worker.engine.cpu.kernels.toolchain import (
     KernelUnavailableError,
@@ -78,7 +80,14 @@ def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain:
     target = folder / f"{name}-{digest.hexdigest()[:24]}.so"
     if target.exists():
         return target
-    started = time.monotonic()
+    with FileLock(target.with_suffix(".lock")):
+        if not target.exists():  # no other process has compiled it meanwhile
+            _compile(name, sources, target, toolchain)
+    return target
+
+
+def _compile(name: str, sources: Sequence[Path], target: Path, toolchain: Toolchain) -> None:
+    started, folder = time.monotonic(), target.parent
     log.info("Compiling the CPU kernel %r (once; kept in %s)", name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
@@ -98,7 +107,6 @@ def compile_library(name: str, sources: Sequence[Path], folder: Path, toolchain:
         )
         made.replace(target)
     log.info("Compiled the CPU kernel %r in %.1f s", name, time.monotonic() - started)
-    return target
 
 
 def _run(command: list[str]) -> None:
