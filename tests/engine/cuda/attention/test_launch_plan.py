@@ -65,7 +65,7 @@ def work_of_decode(
         (1, 16_000, AttentionWork(256, 16, 16)),
         (4, 1024, AttentionWork(256, 4, 40)),
         (8, 1024, AttentionWork(256, 8, 72)),
-        (32, 1024, AttentionWork(256, 32, 0)),  # short contexts of a full device: no splits
+        (32, 1024, AttentionWork(256, 16, 0)),  # short contexts of a full device: no splits
         (256, 1024, AttentionWork(2048, 64, 0)),  # many programs: of one warp, 16 keys a tile
         (32, 4096, AttentionWork(512, 64, 256)),
         (256, 4096, AttentionWork(2048, 128, 528)),  # even contexts that fill the device stay whole

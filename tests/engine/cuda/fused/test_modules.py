@@ -106,7 +106,7 @@ def test_products_of_few_rows(rows: int, has_bias: bool) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 5, 64, 65])
+@pytest.mark.parametrize("rows", [1, 5, 32, 33])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(9216, 512), (64, 14_336), (65, 512), (64, 600), (64, 256)]
 )
@@ -117,7 +117,7 @@ def test_a_linear_layer_of_16_bits(
     x = random(rows, inputs).to(dtype)
     weight = (random(outputs, inputs, seed=1) / inputs**0.5).to(dtype)
     layer = DeviceLinear(weight, random(outputs, seed=2).to(dtype))
-    assert can_multiply(x, weight) == (rows <= 64 and outputs != 65 and inputs in (512, 14_336))
+    assert can_multiply(x, weight) == (rows <= 32 and outputs != 65 and inputs in (512, 14_336))
     wanted = torch.nn.functional.linear(x.double(), weight.double(), layer.bias.double())
     torch.testing.assert_close(layer(x).double(), wanted, atol=0.02, rtol=0.01)
 

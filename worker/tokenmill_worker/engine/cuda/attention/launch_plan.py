@@ -78,7 +78,7 @@ def plan_launch(
     elif is_decode and rows == 16:
         is_many = blocks * heads >= MANY_PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors
         tile_keys, num_warps = _decode_tile(
-            head_pad, element_size, is_narrow=is_many and spare == 0
+            head_pad, element_size, is_split=spare > 0, is_many=is_many
         )
     else:
         tile_bytes = 16384 if is_decode or has_warp_groups else 8192
@@ -109,14 +109,22 @@ def _prompt_rows(shape: AttentionShape, num_tokens: int, num_seqs: int, *, is_wi
     return 256 if is_wide else 128
 
 
-def _decode_tile(head_pad: int, element_size: int, *, is_narrow: bool) -> tuple[int, int]:
+def _decode_tile(
+    head_pad: int, element_size: int, *, is_split: bool, is_many: bool
+) -> tuple[int, int]:
     """Return the keys of a tile and the number of warps: the fastest of those tried on an H100.
 
     A program of one warp never waits for another warp, but loads few bytes at once. It is used
-    where many programs run on each multiprocessor, and none has a long context. Each warp takes at
-    least 8 keys of a tile, as many as one instruction of tensor cores.
+    where many programs run on each multiprocessor, and none has a long context. The program of a
+    short split has few tiles, and small ones start to be multiplied sooner; that of a whole context
+    has large ones, since a step takes as long as the tiles of its longest context. Each warp takes
+    at least 8 keys of a tile, as many as one instruction of tensor cores.
     """
-    tile_bytes, num_warps = (4096, 1) if is_narrow and head_pad <= 128 else (8192, 4)
+    tile_bytes, num_warps = 16384, 4
+    if is_split:
+        tile_bytes = 8192
+    elif is_many and head_pad <= 128:
+        tile_bytes, num_warps = 4096, 1
     tile_keys = tile_bytes // (head_pad * element_size)
     return min(128, max(8 * num_warps, tile_keys)), num_warps
 
