@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--form",
         choices=FORMS,
         default="first",
-        help="first: kernels, tests, one model; speed: two models, a peer; "
+        help="first: kernels, tests, families, one model; speed: two models, a peer; "
         "variants: common prefixes, settings; way: the whole service",
     )
     parser.add_argument("--dry", action="store_true", help="every stage, tiny, on a CPU")

@@ -14,6 +14,11 @@ PARTS = {
     "way": ("way",),
 }
 FORMS = tuple(PARTS)
+# One family of each kind of layer: windows, chunks, sinks, latents, experts, recurrent states.
+FAMILIES = (
+    *("llama", "gemma3_text", "llama4_text", "gpt_oss", "deepseek_v3", "qwen3_moe"),
+    *("qwen3_next", "jamba", "lfm2", "falcon_h1", "nemotron_h", "granitemoehybrid"),
+)
 TEST_PROCESSES = 12  # fewer than the machine has cores: kernels are compiled in threads too
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
@@ -32,6 +37,7 @@ def stages_of(form: str, out: Path, *, is_dry: bool) -> list[CheckStage]:
     if form == "first":
         stages.append(CheckStage("kernels", _module("kernels", *device), 110))
         stages.append(CheckStage("tests", _tests(is_dry), 100))
+        stages.append(CheckStage("families", _families(device, is_dry), 60))
     if form == "variants":
         stages.append(CheckStage("prefixes", _module("kernels", *device, "--prefixes"), 50))
     stages.append(_bench(form, out, is_dry))
@@ -51,6 +57,11 @@ def _tests(is_dry: bool) -> list[str]:
     shown = ["-vv", "--tb", "short", "--durations", "15"]  # each test as it ends
     few = ["-m", "", "-k", "test_devices or fails_by_itself or (test_tokens and eager)"]
     return ["ops/gpu-test", *plugins, *shared, *shown, *(few if is_dry else [])]
+
+
+def _families(device: list[str], is_dry: bool) -> list[str]:
+    words = [sys.executable, "-m", "ops.model_families", *device, "--time-limit", "40"]
+    return [*words, "--jobs", "1" if is_dry else "10", *FAMILIES[: 1 if is_dry else None]]
 
 
 def _bench(form: str, out: Path, is_dry: bool) -> CheckStage:

@@ -23,7 +23,7 @@ from ops.gpu_check.stages import MOST_BYTES, MOST_LINES, CheckStage, StageResult
 ROOT = Path(__file__).parents[2]
 
 STAGES = {
-    "first": ["machine", "kernels", "tests", "bench"],
+    "first": ["machine", "kernels", "tests", "families", "bench"],
     "speed": ["machine", "bench"],
     "variants": ["machine", "prefixes", "bench"],
     "way": ["machine", "bench"],
