@@ -1,12 +1,13 @@
-"""Programmatic dependent launch: a kernel starts before the kernel launched before it has ended.
+"""Programmatic dependent launch: the next kernel of a step starts while the current one still runs.
 
-Its programs take the places that the ending kernel leaves free. Until they wait for that kernel,
-they may read what no kernel of the step writes: weights, lengths, block tables. Devices have it
-from compute capability 9.0 on.
+Its programs take the places that the current kernel leaves free, load what no kernel of the step
+writes (weights, lengths, block tables), and then wait for the current kernel's end. Before that
+they must write nothing. Devices have it from compute capability 9.0 on. A kernel of torch lets no
+other start before it has ended.
 
 A kernel that is launched with `overlap_of` must call both functions, in every program and before
 any `return`: the end of a kernel whose programs have not waited says nothing about the kernels
-before it. After a kernel of torch, one starts when that has ended.
+before it.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, misc"
 

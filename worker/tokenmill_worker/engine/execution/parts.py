@@ -55,7 +55,7 @@ def build_parts(
     Args:
         info: the runner's values; the calls of its drafts and states are added here.
         pool: the device's blocks, which hold the keys and values of `draft_model` too.
-        host_pool: blocks that the runner pins until it is closed; None: no offload.
+        host_pool: blocks, pinned here until the runner is closed; None: no offload.
         grammars, adapters, draft_model: None where the settings or the model exclude them.
     """
     device, config = loaded.device, info.config
@@ -71,7 +71,7 @@ def build_parts(
     drafter = None
     if draft_model is not None:
         drafter = DraftModel(draft_model, info, backend, pool, sampler)
-    # a recurrent state cannot go back behind a draft that was refused
+    # a recurrent state cannot go back behind a refused draft
     drafts = None if states is not None else _drafts(info, sampler, drafter)
     return RunnerParts(
         info=replace(

@@ -115,7 +115,8 @@ class ModelRunner:
     def follow(self, plan: StepPlan) -> None:
         """Run another rank's step: the same moves and forward pass, no sampling.
 
-        Where rank 0 replays or captures a graph, this rank does too: both follow from the plans.
+        Where rank 0 replays or captures a graph, this rank does too: both follow from the plans,
+        since several ranks have neither adapters nor recurrent layers.
         """
         self._offloader.run(plan)
         if plan.scheduled:
