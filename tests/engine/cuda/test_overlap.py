@@ -33,7 +33,7 @@ def test_every_program_waits_before_it_returns_or_stores(kernel: Any) -> None:
     assert isinstance(function, ast.FunctionDef)
     lines = [ast.unparse(statement) for statement in function.body]
     start = lines.index("start_next_kernel(OVERLAPS)")
-    wait = lines.index("wait_for_last_kernel(OVERLAPS)")
+    wait = lines.index("wait_for_previous_kernel(OVERLAPS)")
     assert start < wait
     assert not [line for line in lines[:wait] if "return" in line or "tl.store" in line]
 

@@ -26,7 +26,7 @@ def start_next_kernel(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def wait_for_last_kernel(OVERLAPS: tl.constexpr):
+def wait_for_previous_kernel(OVERLAPS: tl.constexpr):
     """Wait until the kernel before this one has ended and what it wrote can be read."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()

@@ -20,7 +20,7 @@ from tokenmill_worker.engine.cuda.attention.tile_kernels import (
     first_visible,
     prepare_queries,
 )
-from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_last_kernel
+from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_previous_kernel
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def attend_kernel(
         query_start, seq_lens, prefix_lens, num_seqs, program, tl.num_programs(0) // KV_HEADS,
         least_tiles, BLOCK_TOKENS, WINDOW, TILE_KEYS, IS_SPLIT, IS_DECODE,
     )  # fmt: skip
-    wait_for_last_kernel(OVERLAPS)
+    wait_for_previous_kernel(OVERLAPS)
     if seq < 0:
         return
     start = tl.load(query_start + seq)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenmill_worker.engine.cuda.attention.write_kernel import narrowed
-from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_last_kernel
+from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_previous_kernel
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def norm_kernel(
     mask = column < WIDTH
     start_next_kernel(OVERLAPS)
     weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + OFFSET
-    wait_for_last_kernel(OVERLAPS)
+    wait_for_previous_kernel(OVERLAPS)
     values = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(residual + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def quantize_kernel(
 ):
     """Round a row per program, with a scale that makes its largest number `LARGEST`."""
     start_next_kernel(OVERLAPS)
-    wait_for_last_kernel(OVERLAPS)
+    wait_for_previous_kernel(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PAD)
     mask = column < WIDTH
@@ -82,7 +82,7 @@ def gate_kernel(
     OVERLAPS: tl.constexpr,
 ):
     start_next_kernel(OVERLAPS)
-    wait_for_last_kernel(OVERLAPS)
+    wait_for_previous_kernel(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < INNER
@@ -208,7 +208,7 @@ def rotate_and_write_kernel(
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     start_next_kernel(OVERLAPS)
-    wait_for_last_kernel(OVERLAPS)
+    wait_for_previous_kernel(OVERLAPS)
     factor = 1.0
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1)

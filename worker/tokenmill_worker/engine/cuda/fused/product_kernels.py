@@ -8,7 +8,7 @@ Sums are float32. In 8 bits, a row's and an output's scale are applied to the su
 import triton
 import triton.language as tl
 
-from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_last_kernel
+from tokenmill_worker.engine.cuda.overlap import start_next_kernel, wait_for_previous_kernel
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def one_row_kernel(
     start_next_kernel(OVERLAPS)
     first = tl.load(at).to(tl.float32)
     second = tl.load(at + TILE).to(tl.float32)
-    wait_for_last_kernel(OVERLAPS)
+    wait_for_previous_kernel(OVERLAPS)
     sums = first * tl.load(row + column).to(tl.float32)[None, :]
     sums += second * tl.load(row + TILE + column).to(tl.float32)[None, :]
     for start in tl.range(2 * TILE, INPUTS, TILE, num_stages=NUM_STAGES):
@@ -72,7 +72,7 @@ def few_rows_kernel(
 ):
     """Multiply few rows on the tensor cores: weights are the left operand, rows the right one."""
     start_next_kernel(OVERLAPS)
-    wait_for_last_kernel(OVERLAPS)
+    wait_for_previous_kernel(OVERLAPS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, TILE)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
