@@ -174,7 +174,7 @@ def speed_rows(readme: str) -> list[Row]:
 
 
 def chart(rows: Sequence[Row]) -> str:
-    """Return a bar chart as SVG. Within a workload, tokenmill's bar has the full width."""
+    """Return a bar chart as SVG. All bars have the same scale."""
     group = len(SYSTEMS) * BAR + GAP
     height = TOP + group * len(rows)
     parts = [
@@ -188,12 +188,13 @@ def chart(rows: Sequence[Row]) -> str:
         left = LEFT + 150 * place
         parts.append(f'<rect x="{left}" y="27" width="11" height="11" fill="{colour}"/>')
         parts.append(f'<text x="{left + 16}" y="37">{escape(system)}</text>')
+    longest = max(rate for row in rows for rate in row.rates)
     for number, row in enumerate(rows):
         top = TOP + group * number
         middle = top + len(SYSTEMS) * BAR // 2 + 4
         parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{row.workload}</text>')
         for place, rate in enumerate(row.rates):
-            length = max(1.0, (WIDTH - LEFT - RIGHT) * rate / max(row.rates))
+            length = max(1.0, (WIDTH - LEFT - RIGHT) * rate / longest)
             y = top + place * BAR
             parts.append(
                 f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR - 2}"'

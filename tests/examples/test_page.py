@@ -93,6 +93,34 @@ async def test_an_answer_streams_and_stands_in_history_and_usage(
 
 
 @pytest.mark.slow
+async def test_a_running_answer_stands_in_the_history_of_each_tab_until_its_row_replaces_it(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend)
+        await ask(page, "Still running", 150)
+        await expect(page.locator("#history li")).to_contain_text(["Still running"])
+        second = await page.context.new_page()
+        await second.goto(backend.url)
+        await expect(second.locator("#history li")).to_contain_text(["not ended yet"])
+        await second.locator("#history a").click()
+        await expect(second.locator("#title")).to_have_text("Still running")
+        await ends(second, "succeeded")
+        await expect(second.locator("#history li")).to_contain_text(["150 tokens"])
+
+
+@pytest.mark.slow
+async def test_the_limit_of_tokens_is_kept_over_a_reload(
+    redis_url: str, backend: Backend, browser: Browser
+) -> None:
+    async with running_worker(redis_url, backend.database, model=SLOW):
+        page = await open_page(browser, backend)
+        await ask(page, "Few", 7)
+        await page.reload()
+        await expect(page.get_by_label("Max tokens")).to_have_value("7")
+
+
+@pytest.mark.slow
 async def test_a_reload_in_mid_stream_goes_on(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:

@@ -4,7 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const PAGE = 8;
 const OVER = ["succeeded", "failed", "cancelled", "expired", "dead"];
-const WORDS = { stop: "complete", length: "token limit reached", cancelled: "cancelled", expired: "too late" };
+const WORDS = { length: "token limit reached", tool_calls: "tool calls" }; // the state says the others
 let source = null; // of the job that is shown
 let pending = null; // the submission under way: [what, its idempotency key]
 let numListed = 0;
@@ -33,16 +33,23 @@ $("composer").addEventListener("submit", async (event) => {
     const headers = { "Content-Type": "application/json", "Idempotency-Key": pending[1] };
     const { job_id } = await call("/api/jobs", { method: "POST", headers, body });
     pending = null;
-    // The queue has no use for a running job's prompt, so the page keeps it for a reload; history has it afterwards.
-    sessionStorage.setItem(job_id, $("prompt").value);
+    // History has a job and its title from its end on. Until then this browser keeps both, for all its tabs.
+    keepOpen({ ...openTitles(), [job_id]: $("prompt").value });
     $("prompt").value = "";
     location.hash = job_id;
+    refresh();
   } catch (error) {
     say(error.message);
   } finally {
     $("send").disabled = false;
   }
 });
+
+const CONTROLS = ["max-tokens", "temperature"];
+for (const id of CONTROLS) {
+  $(id).value = localStorage.getItem(id) ?? $(id).value;
+  $(id).addEventListener("change", () => localStorage.setItem(id, $(id).value));
+}
 
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("composer").requestSubmit();
@@ -67,7 +74,7 @@ async function show(job) {
   try {
     const info = await call(`/api/jobs/${encodeURIComponent(job)}`);
     if (job !== current()) return; // the reader has gone on meanwhile
-    $("title").textContent = info.title ?? sessionStorage.getItem(job) ?? "";
+    $("title").textContent = info.title ?? openTitles()[job] ?? "";
     if (!OVER.includes(info.status)) setStatus(info.cancelling ? "cancelling" : info.status); // else: its end says so
     follow(job);
   } catch (error) {
@@ -147,13 +154,29 @@ function fail(message) {
 
 function say(message) { $("notice").textContent = message; }
 
-// ── history and usage, from SQL ──
+// ── history and usage: what has ended from SQL, what has not from this browser and the queue ──
+
+function openTitles() { return JSON.parse(localStorage.getItem("open") ?? "{}"); }
+function keepOpen(titles) { localStorage.setItem("open", JSON.stringify(titles)); }
+
+async function openJobs() {
+  const titles = openTitles();
+  const infos = await Promise.all(Object.keys(titles).map((job) => call(`/api/jobs/${encodeURIComponent(job)}`).catch((error) => {
+    if (error.isAway) throw error;
+    return { job_id: job, status: "failed" }; // the queue does not know it any more
+  })));
+  const open = infos.filter((info) => !OVER.includes(info.status));
+  const kept = openTitles(); // another may have been submitted meanwhile
+  for (const info of infos) if (!open.includes(info)) delete kept[info.job_id];
+  keepOpen(kept);
+  return open.map((info) => ({ ...info, metadata: { title: titles[info.job_id] } })).toReversed();
+}
 
 async function refresh() {
   try {
-    const [jobs, days] = await Promise.all([call(`/api/history?limit=${PAGE + 1}`), call("/api/usage")]);
+    const [open, jobs, days] = await Promise.all([openJobs(), call(`/api/history?limit=${PAGE + 1}`), call("/api/usage")]);
     numListed = 0;
-    $("history").replaceChildren();
+    $("history").replaceChildren(...open.map(entry));
     list(jobs);
     showUsage(days);
   } catch (error) {
@@ -165,7 +188,7 @@ function list(jobs) {
   $("older").hidden = jobs.length <= PAGE;
   const shown = jobs.slice(0, PAGE);
   numListed += shown.length;
-  $("no-history").hidden = numListed > 0;
+  $("no-history").hidden = $("history").children.length + shown.length > 0;
   $("history").append(...shown.map(entry));
   mark(current());
 }
@@ -185,7 +208,7 @@ function entry(job) {
   status.dataset.status = job.status;
   link.append(
     make("span", job.metadata?.title || "(no title)", { className: "name" }), status,
-    make("small", new Date(job.finished_ms).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) + tokens),
+    make("small", job.finished_ms ? new Date(job.finished_ms).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) + tokens : "not ended yet"),
   );
   const item = make("li", "");
   item.append(link);
