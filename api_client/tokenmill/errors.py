@@ -14,16 +14,21 @@ TokenmillError
 ├── UnreadableRecord          a job's record is damaged, or of a newer version: update
 ├── ClientClosed              `close` was called before or during the call; also a RuntimeError
 └── QueueUnavailable          the server cannot be reached, or refuses to write
+
+Each class keeps the arguments of its constructor in `args`, as values of JSON, and makes its
+sentence in `__str__`. So pickle, copy, process pools and Celery's result backends rebuild an
+exception as it was: they call the class with `args`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from tokenmill_schemas.result import JobResult
+import msgspec
+
+from tokenmill_schemas.result import JobResult
 
 
 class TokenmillError(Exception):
@@ -36,8 +41,11 @@ class ConfigurationError(TokenmillError, ValueError):
 
 class InvalidRequest(TokenmillError, ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("; ".join(problems))
+        super().__init__(list(problems))
         self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class QueueRefusal(TokenmillError):
@@ -49,51 +57,70 @@ class QueueRefusal(TokenmillError):
 
 
 class QueueFull(QueueRefusal):
-    def __init__(self, queue: str, depth: int, limit: int) -> None:
-        super().__init__(f"queue {queue} holds {depth} waiting jobs and its limit is {limit}")
+    def __init__(self, queue: str, depth: int, limit: int, accepted: Sequence[str] = ()) -> None:
+        super().__init__(queue, depth, limit, [str(job_id) for job_id in accepted])
+        self.accepted = tuple(self.args[-1])
+        self.queue = queue
         self.depth = depth
         self.limit = limit
 
+    def __str__(self) -> str:
+        return f"queue {self.queue} holds {self.depth} waiting jobs and its limit is {self.limit}"
+
 
 class RateLimited(QueueRefusal):
-    def __init__(self, tenant: str, retry_after: float) -> None:
-        super().__init__(
-            f"tenant {tenant!r} submits faster than it may: retry after {retry_after:.2f} s"
-        )
+    def __init__(self, tenant: str, retry_after: float, accepted: Sequence[str] = ()) -> None:
+        super().__init__(tenant, retry_after, [str(job_id) for job_id in accepted])
+        self.accepted = tuple(self.args[-1])
         self.tenant = tenant
         self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return (
+            f"tenant {self.tenant!r} submits faster than it may: "
+            f"retry after {self.retry_after:.2f} s"
+        )
 
 
 class IdempotencyConflict(TokenmillError):
     def __init__(self, job_id: str) -> None:
-        super().__init__(
-            f"the idempotency key or job id stands for job {job_id}, whose content is different"
+        super().__init__(str(job_id))
+        self.job_id = str(job_id)
+
+    def __str__(self) -> str:
+        return (
+            f"the idempotency key or job id stands for job {self.job_id}, "
+            "whose content is different"
         )
-        self.job_id = job_id
 
 
 class JobNotFound(TokenmillError, LookupError):
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"no job {job_id}: it was never submitted here, or its record has expired")
-        self.job_id = job_id
+        super().__init__(str(job_id))
+        self.job_id = str(job_id)
+
+    def __str__(self) -> str:
+        return f"no job {self.job_id}: it was never submitted here, or its record has expired"
 
 
 class ResultTimeout(TokenmillError, TimeoutError):
     def __init__(self, job_id: str, timeout: float) -> None:
-        super().__init__(f"job {job_id} has not ended within {timeout:g} s")
-        self.job_id = job_id
+        super().__init__()
+        self.args = (str(job_id), timeout)  # given to OSError, they would be errno and strerror
+        self.job_id = str(job_id)
+        self.timeout = timeout
+
+    def __str__(self) -> str:
+        return f"job {self.job_id} has not ended within {self.timeout:g} s"
 
 
 class QueueUnserved(TokenmillError):
-    """No worker has ever served the queue. The job stays in the queue.
-
-    The arguments are texts, so that Celery's result backends can store the exception.
-    """
+    """No worker has ever served the queue. The job stays in the queue."""
 
     def __init__(self, queue: str, job_id: str) -> None:
-        super().__init__(queue, job_id)
+        super().__init__(queue, str(job_id))
         self.queue = queue
-        self.job_id = job_id
+        self.job_id = str(job_id)
 
     def __str__(self) -> str:
         return (
@@ -103,17 +130,23 @@ class QueueUnserved(TokenmillError):
 
 
 class JobFailed(TokenmillError):
-    """Raised by `result(..., check=True)` when the job did not succeed."""
+    """Raised by `result(..., check=True)` when the job did not succeed. `result` may be given as
+    the map that JSON makes of it.
+    """
 
-    def __init__(self, result: JobResult) -> None:
-        reason = result.error.message if result.error else f"its state is {result.status.value}"
-        super().__init__(f"job {result.job_id} has no answer: {reason}")
-        self.result = result
+    def __init__(self, result: JobResult | dict[str, Any]) -> None:
+        super().__init__(msgspec.to_builtins(result))
+        self.result = msgspec.convert(result, JobResult)
+
+    def __str__(self) -> str:
+        error, state = self.result.error, self.result.status.value
+        reason = error.message if error else f"its state is {state}"
+        return f"job {self.result.job_id} has no answer: {reason}"
 
 
 class ClientClosed(TokenmillError, RuntimeError):
-    def __init__(self) -> None:
-        super().__init__("this client has been closed")
+    def __str__(self) -> str:
+        return "this client has been closed"
 
 
 class QueueUnavailable(TokenmillError, ConnectionError):

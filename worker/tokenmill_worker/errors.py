@@ -28,7 +28,10 @@ class SettingsError(TokenmillError):
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__("; ".join(self.problems))
+        super().__init__(list(self.problems))
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class SchemaOutdated(TokenmillError):
@@ -48,8 +51,8 @@ class Replaced(TokenmillError):
     the jobs held under that name.
     """
 
-    def __init__(self) -> None:
-        super().__init__(
+    def __str__(self) -> str:
+        return (
             "a worker that started later has this one's name: "
             "each that runs needs a worker_id of its own"
         )

@@ -37,10 +37,11 @@ DEFAULT_WINDOW: Final = "24h"
 
 class BatchNotFound(TokenmillError, LookupError):
     def __init__(self, batch_id: str) -> None:
-        super().__init__(
-            f"no batch {batch_id}: it was never submitted here, or its record has expired"
-        )
+        super().__init__(batch_id)
         self.batch_id = batch_id
+
+    def __str__(self) -> str:
+        return f"no batch {self.batch_id}: it was never submitted here, or its record has expired"
 
 
 class BatchState(StrEnum):

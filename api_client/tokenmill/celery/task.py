@@ -129,15 +129,18 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the job's result, in a Celery worker. Retry later if the job has not ended or the
         queue's server is unreachable.
+
+        A call without a message (eager, `generate("x")`, and each item of `map`, `starmap` and
+        `chunks`) submits a job of its own and waits for it, because no retry would come.
         """
-        job_id = self.request.id
-        is_eager = self.request.is_eager
-        if is_eager:
+        job_id = self.request.id or new_job_id()
+        has_message = not (self.request.is_eager or self.request.called_directly)
+        if not has_message:
             self._submit(job_id, args, kwargs, {})
         try:
-            result = self.client.result(job_id, timeout=None if is_eager else self.wait_s)
+            result = self.client.result(job_id, timeout=self.wait_s if has_message else None)
         except (ResultTimeout, QueueUnavailable) as error:
-            if is_eager:
+            if not has_message:
                 raise
             if isinstance(error, ResultTimeout):
                 self.check_served(job_id, self._waited_s())
@@ -147,7 +150,7 @@ class GenerationTask(_BaseTask):  # type: ignore[misc]
             with contextlib.suppress(QueueUnavailable):
                 self._submit(job_id, args, kwargs, {})
             raise self.retry(countdown=self.pauses_s[0], throw=False) from None
-        if result.status is JobStatus.CANCELLED and not is_eager:
+        if result.status is JobStatus.CANCELLED and has_message:
             self._end_as_revoked(job_id)
         return value_of(result, self.returns)
 

@@ -14,9 +14,7 @@ from tokenmill_schemas.result import JobResult, JobStatus
 
 
 class GenerationFailed(TokenmillError):
-    """The job ended without an answer. The arguments are strings, so that any result backend can
-    store the exception.
-    """
+    """The job ended without an answer."""
 
     def __init__(self, job_id: str, status: str, reason: str = "") -> None:
         super().__init__(job_id, status, reason)

@@ -13,6 +13,7 @@ class FormError(InvalidRequest):
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__([message])
+        self.args = (message, param, code)
         self.param = param
         self.code = code
 

@@ -8,7 +8,6 @@ from tokenmill.errors import (
     IdempotencyConflict,
     InvalidRequest,
     QueueFull,
-    QueueRefusal,
     RateLimited,
 )
 from tokenmill.operations.io_requests import Operation, QueueContext, RunScript
@@ -31,11 +30,7 @@ def submit(context: QueueContext, requests: Sequence[JobRequest]) -> Operation[l
         for item in part:
             arguments += item
         reply = yield RunScript(SUBMIT, tuple(arguments))
-        try:
-            handles += _read_submitted(context, reply)
-        except QueueRefusal as refusal:
-            refusal.accepted = tuple(handles)
-            raise
+        handles += _read_submitted(context, reply, handles)
     return handles
 
 
@@ -54,14 +49,17 @@ def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:
     )
 
 
-def _read_submitted(context: QueueContext, reply: list[bytes]) -> list[JobHandle]:
+def _read_submitted(
+    context: QueueContext, reply: list[bytes], accepted: Sequence[JobHandle]
+) -> list[JobHandle]:
+    """Return the handles of a reply. `accepted`: those of the calls before it."""
     word, *rest = (value.decode() for value in reply)
     if word == "large":
         raise InvalidRequest([f"the request has {rest[0]} bytes; the queue's limit is {rest[1]}"])
     if word == "full":
-        raise QueueFull(context.keys.queue, int(rest[0]), int(rest[1]))
+        raise QueueFull(context.keys.queue, int(rest[0]), int(rest[1]), accepted)
     if word == "rate":
-        raise RateLimited(rest[0], int(rest[1]) / 1000)
+        raise RateLimited(rest[0], int(rest[1]) / 1000, accepted)
     if word == "name":
         raise InvalidRequest(["job_id must be a text of 1 to 255 bytes, without a zero"])
     if word == "conflict":

@@ -22,7 +22,7 @@ from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
 from tokenmill import Client
 from tokenmill.celery import GenerationResult, GenerationTask, generation_task
-from tokenmill.celery.values import GenerationFailed, fields_of
+from tokenmill.celery.values import GenerationFailed
 from tokenmill.errors import InvalidRequest, JobNotFound, QueueUnavailable
 from tokenmill_schemas import JobStatus
 
@@ -80,18 +80,7 @@ def celery_worker(
 ) -> Iterator[None]:
     """`celery -A tests.client.celery.backend_app worker`, another process."""
     log = tmp_path_factory.mktemp("celery") / "worker.log"
-    command = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "tests.client.celery.backend_app",
-        "worker",
-        "-P",
-        "threads",
-        "-c",
-        "3",
-    ]
+    command = [sys.executable, "-m", "celery", "-A", BACKEND, "worker", "-P", "threads", "-c", "3"]
     flags = ["--without-mingle", "--without-gossip", "--without-heartbeat", "-l", "info"]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -100,6 +89,9 @@ def celery_worker(
         yield
         process.terminate()
         assert process.wait(60) == 0, log.read_text()
+
+
+PROMPTS = (("one", 3), ("a second", 5))
 
 
 def task(app: Celery, name: str = "tokenmill.generate") -> Any:
@@ -157,6 +149,26 @@ class TestWithWorkers:
             .get(timeout=WAIT_S)
         )
         assert value["usage"]["completion_tokens"] == 3
+
+    def test_a_direct_call_returns_its_own_answer(self, app: Celery) -> None:
+        values = [task(app)(text, max_tokens=count, ignore_eos=True) for text, count in PROMPTS]
+        assert [value["usage"]["completion_tokens"] for value in values] == [3, 5]
+        assert len({value["job_id"] for value in values}) == 2
+
+    @pytest.mark.parametrize("way", ["map", "starmap", "chunks"])
+    def test_each_item_of_map_starmap_and_chunks_gets_its_own_answer(
+        self, app: Celery, way: str
+    ) -> None:
+        texts = [text for text, _ in PROMPTS]
+        calls = {
+            "map": task(app).map(texts),
+            "starmap": task(app).starmap([(text,) for text in texts]),
+            "chunks": task(app).chunks([(text,) for text in texts], 2),
+        }
+        values = calls[way].apply_async().get(timeout=WAIT_S)
+        values = values[0] if way == "chunks" else values
+        assert [value["usage"]["prompt_tokens"] for value in values] == list(map(len, texts))
+        assert len({value["job_id"] for value in values}) == 2
 
     def test_what_fails_in_a_chain_ends_the_chain(self, app: Celery) -> None:
         answer = chain(task(app).s("a", max_tokens=10**6), task(app, "shout").s()).delay()
@@ -329,22 +341,3 @@ def test_a_bad_request_is_refused_where_it_is_made(lonely: GenerationTask) -> No
         lonely.delay("a", "b")
     with pytest.raises(InvalidRequest, match="NoneType"):
         lonely.delay(None)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("a", {"prompt": "a"}),
-        ({"text": "a", "job_id": "j"}, {"prompt": "a"}),
-        ([{"text": "a"}, "b"], {"prompt": "a\n\nb"}),
-        ([{"role": "user", "content": "a"}], {"messages": [{"role": "user", "content": "a"}]}),
-    ],
-)
-def test_what_a_task_may_be_given(given: Any, expected: dict[str, Any]) -> None:
-    assert fields_of((given,), {}) == expected
-    if "prompt" in expected:
-        assert fields_of((given,), {"template": "{text}{x}"}) == {
-            "prompt": expected["prompt"] + "{x}"
-        }
-        messages = [{"role": "user", "content": expected["prompt"]}]
-        assert fields_of((given,), {}, chat=True) == {"messages": messages}

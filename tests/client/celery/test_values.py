@@ -1,6 +1,10 @@
-"""Values of a task: choices that were scored have the sum of their log-probabilities."""
+"""Values of a task: the fields of a job for its arguments, and JSON values for a job's result."""
 
-from tokenmill.celery.values import value_of
+from typing import Any
+
+import pytest
+
+from tokenmill.celery.values import fields_of, value_of
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus
 
@@ -17,3 +21,22 @@ def test_a_choice_has_the_sum_of_its_log_probabilities_where_it_has_any() -> Non
     first, second = value_of(result, "result")["choices"]
     assert first["total_logprob"] == -1.75
     assert "total_logprob" not in second
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a", {"prompt": "a"}),
+        ({"text": "a", "job_id": "j"}, {"prompt": "a"}),
+        ([{"text": "a"}, "b"], {"prompt": "a\n\nb"}),
+        ([{"role": "user", "content": "a"}], {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_what_a_task_may_be_given(given: Any, expected: dict[str, Any]) -> None:
+    assert fields_of((given,), {}) == expected
+    if "prompt" in expected:
+        assert fields_of((given,), {"template": "{text}{x}"}) == {
+            "prompt": expected["prompt"] + "{x}"
+        }
+        messages = [{"role": "user", "content": expected["prompt"]}]
+        assert fields_of((given,), {}, chat=True) == {"messages": messages}
