@@ -3,8 +3,10 @@ other module does.
 
 redis-py reads `redis://`, `rediss://` and `unix://`.
 `redis+sentinel://host:26379,host:26379/<service>/<db>` and `redis+cluster://host:6379,host:6379`
-are added here, with `rediss+…` for TLS. Timeouts are always set. A command is retried only if the
-caller asks for it, because only the caller knows whether a write may be repeated.
+are added here, with `rediss+…` for TLS. The query has redis-py's options, in every form; Celery's
+spelling of `ssl_cert_reqs` (CERT_NONE, CERT_OPTIONAL, CERT_REQUIRED) means the same. Timeouts are
+always set. A command is retried only if the caller asks for it, because only the caller knows
+whether a write may be repeated.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import redis
 import redis.asyncio
@@ -38,13 +40,16 @@ _NO_PORT = (
     "the Redis URL does not name host:port where it should; "
     "is a character of its password not quoted (%2F for /)?"
 )
+_ONE_DATABASE = "a Redis Cluster has only database 0"
 _MAX_CONNECTIONS = 4096  # redis-py's default of 100 rejects the 101st thread that streams
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
+_CELERY_CERT_REQS = re.compile(r"(?<=[?&]ssl_cert_reqs=)CERT_(NONE|OPTIONAL|REQUIRED)(?=&|$)", re.I)
 
-# Constructors without type annotations in redis-py.
+# Calls without type annotations in redis-py.
 _sync_sentinel: Any = redis.sentinel.Sentinel
 _async_sentinel: Any = redis.asyncio.sentinel.Sentinel
 _sync_node: Any = redis.cluster.ClusterNode
+_parse_options: Any = redis.connection.parse_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ def parse_url(url: str) -> Endpoint:
     The sentence repeats nothing of the URL after its scheme, because an unquoted password may stand
     anywhere in it.
     """
+    url = _CELERY_CERT_REQS.sub(lambda found: found[1].lower(), url.strip())
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -99,27 +105,39 @@ def parse_url(url: str) -> Endpoint:
             raise ConfigurationError(
                 "the path of a Redis URL is a database number: redis://host:6379/0"
             )
-        # kept as it is: rebuilding would lose a slash of unix://
-        return Endpoint("single", url.strip())
-    options: dict[str, Any] = dict(parse_qsl(parts.query))
-    if scheme == "rediss":
-        options["ssl"] = True
+        # Only the scheme changes: rebuilding would lose a slash of unix://.
+        return Endpoint("single", scheme + url[len(scheme) :])
+    options = _query_options(parts.query, has_tls=scheme == "rediss")
     credentials, _, addresses = parts.netloc.rpartition("@")
     username, _, password = credentials.partition(":")
     if username:
         options["username"] = unquote(username)
     if password:
         options["password"] = unquote(password)
-    hosts = tuple(_address(text, _DEFAULT_PORTS[kind]) for text in addresses.split(",") if text)
+    hosts = tuple(
+        _address(text, _DEFAULT_PORTS[kind]) for text in addresses.split(",") if text.strip()
+    )
     if not hosts:
         raise ConfigurationError("the Redis URL names no host")
     service, database = _path(parts, kind)
     if database:
         options["db"] = database
+    if kind == "cluster" and options.pop("db", 0):
+        raise ConfigurationError(_ONE_DATABASE)
     return Endpoint(kind, "", hosts, service, options)
 
 
+def _query_options(query: str, *, has_tls: bool) -> dict[str, Any]:
+    """Return the options of a query as values. Raises ConfigurationError."""
+    with _options_of_urls():
+        options: dict[str, Any] = _parse_options(f"redis://?{query}")
+        connection = redis.SSLConnection if has_tls else redis.Connection
+        _ = connection(**{k: v for k, v in options.items() if k != "max_connections"})  # opens none
+    return {**options, "ssl": True} if has_tls else options
+
+
 def _address(text: str, default_port: int) -> tuple[str, int]:
+    text = text.strip()
     host, colon, port = text.rpartition(":")
     if not colon or "]" in port:  # an IPv6 address without a port
         return text.strip("[]"), default_port
@@ -136,10 +154,10 @@ def _check_port(parts: SplitResult) -> None:
 
 
 def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
-    names = [name for name in parts.path.split("/") if name]
+    names = [unquote(name) for name in parts.path.split("/") if name]
     if kind == "cluster":
         if names and names != ["0"]:
-            raise ConfigurationError("a Redis Cluster has only database 0")
+            raise ConfigurationError(_ONE_DATABASE)
         return "", 0
     if not names:
         raise ConfigurationError(
@@ -198,7 +216,7 @@ def _options_of_urls() -> Iterator[None]:
         raise ConfigurationError(
             "the Redis URL has an option that Redis clients do not know"
         ) from None
-    except ValueError as error:
+    except (ValueError, OSError, RedisError) as error:  # OSError: a certificate that is not there
         raise ConfigurationError(f"the Redis URL has an option that cannot be: {error}") from None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tokenmill import AsyncClient, Client, ConfigurationError, QueueUnavailable
-from tokenmill.transport.connect import connect, connect_async
+from tokenmill.transport.connect import connect, connect_async, parse_url
 from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = pytest.mark.redis
@@ -25,6 +25,63 @@ def test_an_unknown_option_is_refused_without_repeating_it(kind: Any, url: str) 
 def test_a_socket_of_this_machine_may_be_named(kind: Any) -> None:
     options = kind("unix:///run/redis.sock?db=1").connection_pool.connection_kwargs
     assert (options["path"], options["db"]) == ("/run/redis.sock", 1)
+
+
+@pytest.mark.parametrize("kind", ["redis", "redis+sentinel", "redis+cluster"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("socket_timeout=3", 3.0),
+        ("health_check_interval=10", 10),
+        ("max_connections=50", 50),
+        ("socket_keepalive=true", True),
+    ],
+)
+def test_a_numeric_option_is_a_number_in_every_form_of_url(
+    kind: str, option: str, value: object
+) -> None:
+    url = f"{kind}://h/{'' if kind != 'redis+sentinel' else 'main'}?{option}"
+    name = option.partition("=")[0]
+    if kind == "redis":
+        pool = connect(url).connection_pool
+        found = {**pool.connection_kwargs, "max_connections": pool.max_connections}
+    else:
+        found = parse_url(url).options
+    assert found[name] == value
+    assert type(found[name]) is type(value)
+
+
+@pytest.mark.parametrize("kind", [connect, connect_async])
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://h?health_check_interval=x", "Invalid value for 'health_check_interval'"),
+        ("redis+sentinel://h/main?socket_timeout=soon", "Invalid value for 'socket_timeout'"),
+        ("redis+cluster://h?socket_timeout=soon", "Invalid value for 'socket_timeout'"),
+        ("rediss://h?ssl_cert_reqs=CERT_WHAT", "Invalid SSL Certificate Requirements Flag"),
+        ("rediss+sentinel://h/main?ssl_cert_reqs=may", "Invalid SSL Certificate Requirements Flag"),
+        ("redis+cluster://h?db=3", "a Redis Cluster has only database 0"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_in_a_sentence(
+    kind: Any, url: str, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        kind(url)
+
+
+@pytest.mark.parametrize("spelt", ["none", "CERT_NONE", "cert_none"])
+@pytest.mark.parametrize("url", ["rediss://h/0", "rediss+sentinel://h/main"])
+def test_certificates_are_left_unchecked_in_celery_s_spelling_too(url: str, spelt: str) -> None:
+    pool = connect(f"{url}?ssl_cert_reqs={spelt}&ssl_check_hostname=false").connection_pool
+    assert pool.connection_kwargs["ssl_cert_reqs"] == "none"
+
+
+def test_hosts_may_have_blanks_and_a_service_may_be_quoted() -> None:
+    endpoint = parse_url(" REDIS+SENTINEL://a:26380, b , [::1]:26381/my%20service%2Fx/2 ")
+    assert endpoint.hosts == (("a", 26380), ("b", 26379), ("::1", 26381))
+    assert (endpoint.service, endpoint.options["db"]) == ("my service/x", 2)
+    assert parse_url(" REDIS://h ").url == "redis://h"
 
 
 async def test_sentinels_that_are_away_are_spoken_of_in_a_sentence() -> None:
