@@ -26,6 +26,7 @@ from tokenmill.errors import (
 from tokenmill.operations.io_requests import QueueContext
 from tokenmill.operations.job_request import JobHandle, build_request, checked
 from tokenmill.transport.connect import Link, parse_url
+from tokenmill.transport.refusals import write_refusal
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobResult
@@ -197,6 +198,8 @@ def translate(error: Exception) -> TokenmillError:
 
 def _unavailable(error: Exception, words: str) -> str:
     """Return one sentence: which server cannot be reached and why, or what the server answered."""
+    if (refusal := write_refusal(error)) is not None:
+        return refusal
     if isinstance(error, redis.ResponseError):
         return f"Redis answers with an error: {words}"
     refused = _NOT_CONNECTED.match(words)

@@ -109,10 +109,10 @@ async def test_a_server_that_is_away_is_no_freeze() -> None:
         clock.now += 1.0
         await keeper.tick()
         await keeper.beat()
-    assert not keeper.is_reachable
+    assert keeper.problem == "gone"
     assert events.num_expired == 0
     await keeper.beat()
-    assert keeper.is_reachable
+    assert keeper.problem is None
 
 
 @pytest.mark.redis

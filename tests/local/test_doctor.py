@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tokenmill_worker.local import doctor
-from tokenmill_worker.local.doctor import Finding, examine, show
+from tokenmill_worker.local.doctor import examine, show
+from tokenmill_worker.local.findings import Finding
+from tokenmill_worker.local.redis_checks import with_address
 from tokenmill_worker.record.migrate import upgrade
 from tokenmill_worker.settings import load_settings
 
@@ -93,7 +95,7 @@ def test_a_server_that_cannot_be_reached_is_named_once() -> None:
     redis, sql = (finding.words for finding in examine(settings, servers_only=True))
     assert redis == f"cannot reach Redis at {address}: Connection refused"
     assert sql.count("127.0.0.1") == 1
-    assert doctor._with_address("redis://at/0", "Redis refuses this user") == (
+    assert with_address("redis://at/0", "Redis refuses this user") == (
         "redis://at/0: Redis refuses this user"
     )
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import redis
-import redis.asyncio
 from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.message import Message
 
 from tests.support.valkey import ControlledValkey
 from tokenmill import Client
+from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
@@ -64,8 +64,7 @@ def client(server: ControlledValkey, user: str, **options: Any) -> Client:
 
 @pytest.fixture
 async def stream(server: ControlledValkey) -> AsyncIterator[JobStream]:
-    connection = redis.asyncio.Redis.from_url(url(server, "worker"), protocol=2)
-    async with connection:
+    async with connect_async(url(server, "worker")) as connection:
         yield JobStream(connection, Keys(QUEUE), "w1")
 
 

@@ -1,5 +1,5 @@
 """ops/secrets writes a random password for every role, once; without them neither compose nor
-kustomize starts.
+kustomize starts. It prints a user for one queue alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ def test_a_missing_password_stops_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "files"), [("compose", [".env"]), ("kubernetes", ["secret.env", "users.acl"])]
+    ("kind", "files"),
+    [
+        ("compose", [".env"]),
+        ("users", ["users.acl"]),
+        ("kubernetes", ["secret.env", "users.acl"]),
+    ],
 )
 def test_files_are_private_and_never_overwritten(
     tmp_path: Path, kind: str, files: list[str]
@@ -65,7 +70,9 @@ def test_files_are_private_and_never_overwritten(
 def test_git_and_docker_ignore_them() -> None:
     for name in (".gitignore", ".dockerignore"):
         lines = (ROOT / name).read_text().splitlines()
-        assert {".env", "ops/deploy/k8s/secret.env", "ops/deploy/k8s/users.acl"} <= set(lines), name
+        here = {line.removeprefix("/") for line in lines}
+        assert {".env", "users.acl", "ops/deploy/k8s/secret.env"} <= here, name
+        assert "ops/deploy/k8s/users.acl" in here, name
 
 
 def test_the_cluster_s_users_have_the_passwords_of_its_secret(tmp_path: Path) -> None:
@@ -86,3 +93,35 @@ def test_nothing_that_is_applied_has_a_password() -> None:
 
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     assert write("nomad", tmp_path).returncode == 2
+
+
+def test_every_user_of_the_list_has_a_password_of_its_own(tmp_path: Path) -> None:
+    write("users", tmp_path)
+    rules = (tmp_path / "users.acl").read_text()
+    passwords = re.findall(r"^user \w+ on >([0-9a-f]{48}) ", rules, re.MULTILINE)
+    assert "change-me" not in rules
+    assert len(set(passwords)) == len(passwords) == len(rules.splitlines()) - 1
+
+
+def queue_user(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(SECRETS), "queue", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("queue", "user"), [("my-queue", "producer-my-queue"), ("org/m.1", "producer-org-m.1")]
+)
+def test_the_user_of_one_queue_has_a_producer_s_rights_there(queue: str, user: str) -> None:
+    shipped = (ROOT / "ops/deploy/redis/users.acl").read_text()
+    (producer,) = re.findall(r"^user producer on >\S+ (.*)$", shipped, re.MULTILINE)
+    first, second = (queue_user(queue).stdout for _ in range(2))
+    found = re.fullmatch(rf"user {re.escape(user)} on >([0-9a-f]{{48}}) (.*)\n", first)
+    assert found is not None
+    assert found[2] == producer.replace("{*}", f"{{{queue}}}")
+    assert first != second
+
+
+@pytest.mark.parametrize("arguments", [(), ("",), ("a*",), ("a b",), ("a?",), ("[a]",), ("a}:b",)])
+def test_a_queue_whose_name_is_a_pattern_gets_no_user(arguments: tuple[str, ...]) -> None:
+    done = queue_user(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")

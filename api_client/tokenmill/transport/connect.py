@@ -11,7 +11,7 @@ whether a write may be repeated.
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +35,12 @@ from tokenmill.transport.failover import reconnect_on_readonly
 
 # Every error of redis-py about a server; a cluster's own errors do not derive from RedisError.
 SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
+
+# No CLIENT SETINFO: servers before Redis 7.2 do not know it, and redis-py would read its own
+# package metadata for each connection. Older versions of redis-py send it and ignore the refusal.
+_NO_DRIVER_INFO: dict[str, Any] = (
+    {"driver_info": None} if importlib.util.find_spec("redis.driver_info") else {}
+)
 
 _NO_PORT = (
     "the Redis URL does not name host:port where it should; "
@@ -171,34 +177,18 @@ def _path(parts: SplitResult, kind: str) -> tuple[str, int]:
 
 
 def _options(link: Link) -> dict[str, Any]:
-    # RESP2 has the same replies on every server from 6.2 on.
+    # RESP2 has the same replies on every server.
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_timeout": link.timeout_s,
         "socket_connect_timeout": link.connect_timeout_s,
         "health_check_interval": 0,
     }
-    if (driver_info := _driver_info()) is not None:
-        options["driver_info"] = driver_info
+    options |= _NO_DRIVER_INFO
     if link.client_name:
         options["client_name"] = link.client_name
     options["max_connections"] = link.max_connections or _MAX_CONNECTIONS
     return options
-
-
-@functools.cache
-def _driver_info() -> object | None:
-    """Return the driver name that connections report to the server, built once.
-
-    By default redis-py reads its own package metadata for each connection, which takes 0.4 ms; a
-    client that follows 32 jobs opens as many connections. Returns None for older versions of
-    redis-py, which read it once.
-    """
-    try:
-        from redis.driver_info import DriverInfo
-    except ImportError:
-        return None
-    return DriverInfo()
 
 
 def _backoff() -> ExponentialWithJitterBackoff:

@@ -26,7 +26,7 @@ from tokenmill_worker.consume import scripts
 from tokenmill_worker.consume.append.batch_encoding import AppendBatch
 from tokenmill_worker.consume.append.connection import PipelinedConnection
 from tokenmill_worker.consume.scripts import HeartbeatReply
-from tokenmill_worker.consume.server_check import check_server, translated_errors
+from tokenmill_worker.consume.server_check import ServerWatch, translated_errors
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AppendFailures, AppendReply, ChunkAppend, Delivery, FinishedJob
 
@@ -84,6 +84,7 @@ class JobStream:
         self.on_refused: Callable[[str, int], None] = lambda *_: None
         # True while this process was frozen past its lease and has not dropped its jobs yet.
         self.lease_expired: Callable[[], bool] = lambda: False
+        self.server = ServerWatch(client, keys.meta)
         self._client = client
         # Each script that runs in every step, or with long results, has a connection of its own.
         self._connections = {
@@ -106,7 +107,7 @@ class JobStream:
         queue's limits.
         """
         with translated_errors():
-            await check_server(self._client)
+            await self.server.check()
         await self._call(scripts.RESIGN, self.worker_id, "orphan")
         options = self.options
         limits: dict[str, float] = {

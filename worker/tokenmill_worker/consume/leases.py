@@ -61,7 +61,7 @@ class LeaseKeeper:
         self._clock = clock
         self._ticked_at = clock()
         self._froze = False
-        self.is_reachable = True
+        self.problem: str | None = None  # why the last heartbeat failed
         self.num_renewed = self.num_failed = self.num_expired = 0  # since the start
         stream.lease_expired = self.lease_expired
 
@@ -115,14 +115,14 @@ class LeaseKeeper:
         try:
             reply = await self._stream.heartbeat(self._status())
         except RedisUnavailable as error:
-            if self.is_reachable:
-                log.warning("The lease cannot be renewed until Redis answers: %s", error)
-            self.is_reachable = False
+            if self.problem is None:
+                log.warning("The lease cannot be renewed yet: %s", error)
+            self.problem = str(error)
             self.num_failed += 1
             return
-        if not self.is_reachable:
-            log.info("Redis answers; the lease is renewed again")
-        self.is_reachable = True
+        if self.problem is not None:
+            log.info("The lease is renewed again")
+        self.problem = None
         self.num_renewed += 1
         if reply.is_replaced:
             raise Replaced

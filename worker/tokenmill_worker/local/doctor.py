@@ -9,31 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
-import msgspec
 from rich.text import Text
 
 from tokenmill.cli.output import count, hanging, out
+from tokenmill_worker.local.findings import Finding
+from tokenmill_worker.local.redis_checks import redis_findings, with_address
 from tokenmill_worker.settings import Settings
-
-Severity = Literal["ok", "warning", "error"]
-MAX_SKEW_S = 1.0
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """The result of a check. `hint` is the remedy."""
-
-    subject: str
-    severity: Severity = msgspec.field(name="verdict")  # the key in JSON
-    words: str
-    hint: str = ""
 
 
 def examine(settings: Settings, *, servers_only: bool = False) -> list[Finding]:
@@ -77,115 +63,7 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
-    from redis.exceptions import AuthenticationError
-
-    from tokenmill.base import translate
-    from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
-
-    address = str(settings.public()["redis_url"])
-    try:
-        client = connect(settings.redis_url, Link(timeout_s=3, connect_timeout_s=3))
-        started = time.time()
-        client.ping()
-        elapsed = time.time() - started
-    except SERVER_TROUBLE as error:
-        hint = "start it, or set TOKENMILL_REDIS_URL; `tokenmill dev` brings one"
-        if isinstance(error, AuthenticationError):
-            hint = "TOKENMILL_REDIS_URL has the user and the password: redis://user:password@host:6379/0"
-        yield Finding("redis", "error", _with_address(address, str(translate(error))), hint)
-        return
-    try:
-        yield from _redis_server(client, f"{address}, {elapsed * 1000:.1f} ms away")
-        yield from _redis_queue(client, settings)
-    except SERVER_TROUBLE as error:
-        yield Finding(
-            "redis",
-            "error",
-            f"it refuses a command: {error}",
-            "check the user's rights (ACL)",
-        )
-    finally:
-        client.close()
-
-
-def _with_address(address: str, words: str) -> str:
-    """Return an error's words, behind the address unless they name the server already."""
-    host = urlsplit(address).hostname
-    is_named = host is not None and re.search(rf'\bat "?{re.escape(host)}\b', words)
-    return words if is_named else f"{address}: {words}"
-
-
-def _redis_server(client: Any, where: str) -> Iterator[Finding]:
-    from tokenmill_worker.consume.server_check import MIN_VERSION
-
-    info = client.info()
-    info = (
-        next(iter(info.values()))
-        if info and all(isinstance(part, dict) for part in info.values())
-        else info
-    )
-    name = "Valkey" if "valkey_version" in info else "Redis"
-    number = str(info.get("valkey_version") or info.get("redis_version") or "0")
-    level: Severity = (
-        "ok" if _numbers(str(info.get("redis_version", number))) >= MIN_VERSION else "error"
-    )
-    yield Finding(
-        "redis",
-        level,
-        f"{name} {number} at {where}",
-        "" if level == "ok" else "6.2 or later is needed",
-    )
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        hint = "CONFIG SET maxmemory-policy noeviction (else it deletes jobs when memory runs out)"
-        yield Finding("redis", "error", f"its eviction policy is {policy}", hint)
-    else:
-        yield Finding("redis", "ok", "it deletes no job when its memory is full (noeviction)")
-    if int(info.get("aof_enabled", 0)):
-        yield Finding("redis", "ok", "it keeps an append-only file")
-    else:
-        hint = "CONFIG SET appendonly yes (and appendonly yes in its configuration)"
-        yield Finding(
-            "redis",
-            "warning",
-            "it keeps no append-only file: a restart loses accepted jobs",
-            hint,
-        )
-    if info.get("role") not in (None, "master"):
-        yield Finding(
-            "redis",
-            "error",
-            f"it is a {info['role']}",
-            "name the primary, or use redis+sentinel://",
-        )
-    seconds, microseconds = client.time()
-    skew = abs(time.time() - (seconds + microseconds / 1e6))
-    if skew > MAX_SKEW_S:
-        hint = "synchronise the clocks (NTP): deadlines are compared across machines"
-        yield Finding(
-            "clock",
-            "warning",
-            f"this machine's clock and the server's differ by {skew:.1f} s",
-            hint,
-        )
-
-
-def _redis_queue(client: Any, settings: Settings) -> Iterator[Finding]:
-    from tokenmill import Client
-
-    queue = Client(
-        settings.redis_url,
-        queue=settings.queue_name,
-        prefix=settings.key_prefix,
-        redis_client=client,
-    )
-    depth, workers = queue.depth(), queue.workers()
-    words = f"{settings.queue_name}: {depth.num_queued} waiting, {depth.running} running"
-    words += f", {count(len(workers), 'worker')}"
-    if depth.num_queued and not workers:
-        yield Finding("queue", "warning", words, "no worker serves it: tokenmill worker")
-    else:
-        yield Finding("queue", "ok", words)
+    yield from redis_findings(settings)
 
 
 def _sql(settings: Settings) -> Iterator[Finding]:
@@ -205,7 +83,7 @@ def _sql(settings: Settings) -> Iterator[Finding]:
             yield Finding("sql", "ok", f"{engine.dialect.name} {_dotted(engine)} at {address}")
     except sqlalchemy.exc.SQLAlchemyError as error:
         hint = "start it, or set TOKENMILL_DATABASE_URL"
-        yield Finding("sql", "error", _with_address(address, sentence_of(error)), hint)
+        yield Finding("sql", "error", with_address(address, sentence_of(error)), hint)
         return
     finally:
         engine.dispose()
@@ -333,10 +211,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "?"
-
-
-def _numbers(dotted: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in dotted.split(".")[:2] if part.isdigit())
 
 
 def _dotted(engine: Any) -> str:

@@ -137,7 +137,7 @@ class ValkeyServer(ManagedProcess):
         """Start the server; returns when it answers. Starting a running server does nothing."""
         if self.is_running:
             return self
-        binary = server_binary()
+        binary = self._binary()
         self.directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(_PORT_ATTEMPTS):
             if self._port is None:
@@ -183,6 +183,9 @@ class ValkeyServer(ManagedProcess):
             time.sleep(0.01)
         self.halt(signal.SIGKILL)
         return False
+
+    def _binary(self) -> Path:
+        return server_binary()
 
     def _config_lines(self) -> list[str]:
         own = {"port": str(self.port), "dir": str(self.directory), "loglevel": "notice"}

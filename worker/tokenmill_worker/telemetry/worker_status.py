@@ -60,7 +60,7 @@ class StatusReporter:
             ),
             Check("steps", self._steps_problem, vital=True),
             Check("claims", lambda: None if self._is_stopping() else self.claims.problem()),
-            Check("redis", lambda: None if parts.lease.is_reachable else "Redis cannot be reached"),
+            Check("redis", lambda: parts.lease.problem or parts.stream.server.problem),
             Check("sql", self._sql_problem),
             Check(
                 "buffer",
