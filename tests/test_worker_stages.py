@@ -56,7 +56,7 @@ async def test_a_server_that_is_away_is_spoken_of_once(
     await asyncio.wait_for(serving, 10)
     said = [record.getMessage() for record in caplog.records if "Not ready" in record.getMessage()]
     assert len(said) == 1, said
-    assert said[0].startswith("Not ready; trying again for 60 s: Redis: ")
+    assert said[0].startswith("Not ready; trying again for 60 s: cannot reach Redis at ")
 
 
 def test_a_worker_imports_no_torch() -> None:

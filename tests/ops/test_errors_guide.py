@@ -160,7 +160,7 @@ COMPLETE = {
     "StoreUnavailable", "RedisUnavailable",
 }  # fmt: skip
 EXPLAINED_BY_ITSELF = (
-    "--metadata must be KEY=VALUE", "--port must be", "--redis-url: this command", "Redis cannot be used: …",
+    "--metadata must be KEY=VALUE", "--port must be", "--redis-url: this command",
     "a batch may have 16 entries", "a completion window is", "a day is written",
     "a time is written", "a webhook is …", "a webhook secret is …", "an import of a bulk file",
     "cpu_offload_gib", "is not a device that torch knows", "give --json or --csv",

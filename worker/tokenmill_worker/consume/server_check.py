@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
+from tokenmill.base import translate
+from tokenmill.errors import ConfigurationError
 from tokenmill.transport.connect import SERVER_TROUBLE
-from tokenmill.transport.refusals import write_refusal
 from tokenmill_worker.errors import RedisUnavailable, SettingsError
 
 log = logging.getLogger(__name__)
@@ -168,10 +169,6 @@ class translated_errors:
             return
         if isinstance(error, RedisUnavailable):
             return
-        if isinstance(error, (AuthenticationError, NoPermissionError)):
-            message = f"Redis refuses this user: {error}"
-            raise RedisUnavailable(message, is_misconfigured=True) from error
-        if (refusal := write_refusal(error)) is not None:
-            raise RedisUnavailable(refusal) from error
-        words = f"{type(error).__name__}: {error}"
-        raise RedisUnavailable(f"Redis cannot be used: {words}") from error
+        trouble = translate(error)
+        is_misconfigured = isinstance(trouble, ConfigurationError)
+        raise RedisUnavailable(str(trouble), is_misconfigured=is_misconfigured) from error
