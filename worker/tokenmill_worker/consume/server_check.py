@@ -81,9 +81,9 @@ class ServerState:
 async def read_server(client: redis.asyncio.Redis, key: str) -> ServerState:
     """Ask the server that holds `key` for its state and its default user's rights."""
     server: Any = client
-    if isinstance(client, redis.asyncio.RedisCluster):
-        await client.initialize()
-        server = client.get_node_from_key(key)
+    if isinstance(server, redis.asyncio.RedisCluster):
+        await server.initialize()
+        server = server.get_node_from_key(key)
     try:
         info = await server.execute_command("INFO")
     except (NoPermissionError, ResponseError):
