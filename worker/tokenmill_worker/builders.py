@@ -44,6 +44,8 @@ async def input_processor(settings: Settings, config: EngineConfig, ready: Ready
         max_model_len=ready.max_model_len,
         vocab_size=ready.vocab_size,
         eos_token_ids=frozenset(ready.eos_token_ids),
+        tokenizer_eos=tokenizer.eos_token_ids,
+        special_tokens=tokenizer.special_tokens,
         default_max_tokens=settings.default_max_tokens,
         sampling_defaults=ready.sampling_defaults,
         adapters=frozenset(config.adapter_folders),

@@ -15,10 +15,10 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
-def opening_of(tokenizer: Tokenizer, chat: str) -> Opening:
+def opening_of(tokenizer: Tokenizer, chat: str, begun: str = "") -> Opening:
     found = tokenizer.reasoning_format("auto")
     assert found is not None
-    return found.opening(chat)
+    return found.opening(chat, begun)
 
 
 def answer_of(
@@ -69,6 +69,35 @@ def test_tags(chat: str, text: str, expected: tuple[str, str]) -> None:
 )
 def test_channels(chat: str, text: str, expected: tuple[str, str]) -> None:
     assert read(channels(), chat, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "begun", "text", "expected"),
+    [
+        ("", "<think>\nLet me", " add</think>4", (" add", "4")),
+        ("", "<think>\nI add.\nSo", " it is</think>4", (" it is", "4")),
+        ("", "<think>Hm", "m</think>4", ("m", "4")),
+        ("", "<think>\n", "Hm</think>4", ("Hm", "4")),
+        ("<think>\n", "Let me", " add</think>4", (" add", "4")),  # the template opened them
+        ("", "<think>a</think>The sum", " is 4", ("", " is 4")),
+        ("<think>\n\n</think>\n\n", "The sum", " is 4", ("", " is 4")),
+        ("", "The sum", " is 4", ("", " is 4")),
+        ("", "<think>a</think><think>b", "c</think>4", ("c", "4")),
+    ],
+)
+def test_the_last_mark_of_a_continued_message_decides_whether_its_thoughts_are_open(
+    before: str, begun: str, text: str, expected: tuple[str, str]
+) -> None:
+    chat = f"[user]What is <think>?[assistant]{before}{begun}"
+    opening = opening_of(thinking(), chat, begun)
+    output = JobOutput.start(thinking(), SamplingParams(), opening)
+    for token_id in thinking().encode(text):
+        output.push(0, (token_id,))
+    output.end(0, FinishReason.STOP, with_last_token=True)
+    (result,) = output.results()
+    assert (result.reasoning, result.text) == expected
+    is_open = expected[0] != ""
+    assert (opening.thoughts is not None and opening.thoughts.is_open) == is_open
 
 
 @pytest.mark.parametrize("cut", range(1, 20))

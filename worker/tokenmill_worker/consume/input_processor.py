@@ -114,8 +114,14 @@ class InputProcessor:
         return GenerationRequest(
             request_id=delivery.request_id,
             prompt_ids=prompt_ids,
-            # without `stop`: the engine sees no text
-            params=msgspec.structs.replace(params, seed=seed, stop=(), lora=lora, **known),
+            params=msgspec.structs.replace(
+                params,
+                seed=seed,
+                stop=(),  # the engine sees no text
+                stop_token_ids=self._model.stop_token_ids(params),
+                lora=lora,
+                **known,
+            ),
             priority=request.priority.rank,
             tenant=request.tenant,
             cache_salt=request.tenant,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.consume.refusal import Refused
@@ -40,6 +42,8 @@ class LogReader:
         answer = JobOutput.start(self._tokenizer, params, form.opening, form.calls, prompt_ids)
         answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
         try:
+            stops = self._model.stop_token_ids(params)
+            params = msgspec.structs.replace(params, stop_token_ids=stops)
             replay(answer, chunks, EndRules.of(params, self._model.eos_token_ids))
         except LogCorrupt as error:
             raise Refused(str(error), "corrupt_log") from error

@@ -20,7 +20,9 @@ class ServedModel:
     `sampling_defaults` are the model's own, for requests that name none.
     `default_max_tokens` limits the answers of requests that set no limit; with None, such an answer
     may take the rest of the model's length. A request selects one of `adapters` by `lora`, or as
-    its model. `aliases` are further names for the adapters and the model.
+    its model. `aliases` are further names for the adapters and the model. `eos_token_ids` are those
+    at which the engine ends an answer by itself; `tokenizer_eos` may name more. `special_tokens`:
+    the ids of tokens that have no text in an answer, by their letters.
     """
 
     names: tuple[str, ...]
@@ -31,6 +33,19 @@ class ServedModel:
     sampling_defaults: SamplingParams = NO_DEFAULTS
     adapters: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    tokenizer_eos: frozenset[int] = frozenset()
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the ids at which the engine ends an answer beside its own: those that the request
+        names, the special tokens among its stop strings, which no text would show, and the
+        tokenizer's end of turn, which some models' files forget.
+        """
+        also = {self.special_tokens[text] for text in params.stop if text in self.special_tokens}
+        if not params.ignore_eos:
+            also |= self.tokenizer_eos - self.eos_token_ids
+        known = {token_id for token_id in also if token_id < self.vocab_size}
+        return tuple(sorted({*params.stop_token_ids, *known}))
 
     def adapter_for(self, model: str, lora: str) -> str:
         """Return the name of the adapter that answers; empty for the model itself. Raises

@@ -126,6 +126,12 @@ class Tokenizer:
         return len(self._tokenizer)
 
     @property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the tokens that `decode` leaves out, by their letters."""
+        added = self._tokenizer.added_tokens_decoder
+        return {str(token): id_ for id_, token in added.items() if id_ in self._special}
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokenizer's own end-of-sequence ids; a model's generation config may name more."""
         eos = self._tokenizer.eos_token_id

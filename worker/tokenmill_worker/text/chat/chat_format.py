@@ -84,7 +84,9 @@ class ChatFormat:
             return AnswerForm()
         opening = None
         if self._reasoning is not None and chat is not None:
-            opening = self._reasoning.opening(chat)
+            messages = request.messages or ()
+            begun = messages[-1].text if request.continue_final_message and messages else ""
+            opening = self._reasoning.opening(chat, begun)
         elif request.params.thinking_budget is not None:
             raise TemplateError(
                 "thinking_budget needs messages, and a model whose thoughts the worker recognises"

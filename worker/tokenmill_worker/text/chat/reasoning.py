@@ -44,7 +44,14 @@ class Parser(Protocol):
 class ReasoningFormat(Protocol):
     """Describes how one family marks thoughts."""
 
-    def opening(self, chat: str) -> Opening: ...
+    def opening(self, chat: str, begun: str = "") -> Opening:
+        """Return how the answers to a chat begin.
+
+        Args:
+            chat: the rendered chat.
+            begun: the text of the assistant's message that ends the chat and is continued.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +74,19 @@ class TagFormat:
     start_text: str
     end_text: str
 
-    def opening(self, chat: str) -> Opening:
-        """Read from the end of the prompt whether thoughts are open, are over, or may follow."""
-        tail = chat.rstrip()
+    def opening(self, chat: str, begun: str = "") -> Opening:
+        """Read from the end of the prompt whether thoughts are open, are over, or may follow.
+
+        In a message that is continued, the last mark decides. In the rest of the chat only a mark
+        at the end does: earlier ones are of other messages.
+        """
+        begun = begun.strip()
+        before, _, _ = chat.rpartition(begun) if begun else (chat, "", "")
+        tail = before.rstrip()
         is_open, is_over = tail.endswith(self.start_text), tail.endswith(self.end_text)
+        last_start, last_end = begun.rfind(self.start_text), begun.rfind(self.end_text)
+        if last_start != last_end:  # both are -1 where there is none
+            is_open, is_over = last_start > last_end, last_end > last_start
         thoughts = Thoughts(
             end=(self.end,),
             closing=(self.end,),
@@ -120,8 +136,8 @@ class ChannelFormat:
     final: tuple[int, ...]
     decode: Callable[[list[int]], str]
 
-    def opening(self, chat: str) -> Opening:
-        """Read from the end of the prompt whether a message is open already."""
+    def opening(self, chat: str, begun: str = "") -> Opening:
+        """Read from the last header of the prompt whether a message is open already."""
         header = chat.rpartition("<|start|>")[2]
         name = header.rpartition("<|channel|>")[2].partition("<|message|>")[0].strip()
         is_open = "<|message|>" in header
