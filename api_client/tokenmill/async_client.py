@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 
-from tokenmill.base import ClientBase, ClientOptions, check_open, translate
+from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, translate
 from tokenmill.errors import JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
@@ -43,7 +43,7 @@ from tokenmill.operations.tracing import producing
 from tokenmill.transport import scripts
 from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.cancellation import reraise_cancellation
-from tokenmill.transport.connect import SERVER_TROUBLE, connect_async
+from tokenmill.transport.connect import connect_async
 from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
@@ -129,7 +129,7 @@ class AsyncClient(ClientBase):
         self, status: JobStatus | str | None = None, limit: int = 100
     ) -> Sequence[JobInfo]:
         """List the jobs that have not ended, and dead jobs; see Client.list."""
-        wanted = JobStatus(status) if status is not None else None
+        wanted = queue_operations.wanted_status(status)
         return await self._run(queue_operations.jobs(self._context, wanted, limit))
 
     async def depth(self) -> QueueDepth:
@@ -269,7 +269,7 @@ class AsyncIODriver:
         except Exception as error:
             # if another task closed the client, redis-py raises arbitrary errors
             check_open(self._client)
-            if not isinstance(error, SERVER_TROUBLE):
+            if not isinstance(error, TRANSLATED):
                 raise
             self._trouble = translate(error)
 

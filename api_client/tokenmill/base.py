@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import redis
-import redis.asyncio.sentinel
-import redis.sentinel
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from tokenmill.errors import (
@@ -22,10 +20,12 @@ from tokenmill.errors import (
     QueueUnavailable,
     QueueUnserved,
     TokenmillError,
+    not_unicode,
 )
+from tokenmill.operations.form_values import FormError
 from tokenmill.operations.io_requests import QueueContext
 from tokenmill.operations.job_request import JobHandle, build_request, checked
-from tokenmill.transport.connect import Link, parse_url
+from tokenmill.transport.connect import SERVER_TROUBLE, Link, parse_url, server_words
 from tokenmill.transport.refusals import write_refusal
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import Keys
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # redis-py's words: "Error 111 connecting to localhost:6379. Connection refused."
 _NOT_CONNECTED = re.compile(r"Error (-?\d+) connecting to (\S+)\. ?(.*)", re.DOTALL)
-_NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
+TRANSLATED = (*SERVER_TROUBLE, UnicodeError)  # what `translate` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ class ClientBase:
         self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions
     ) -> None:
         self.keys = Keys(checked_queue(queue), prefix)
+        for what, text in (("URL", url), ("key prefix", prefix), ("database URL", database or "")):
+            _check_unicode(f"the {what}", text)
         self._options = options
         self._context = QueueContext(
             self.keys,
@@ -138,7 +140,7 @@ class ClientBase:
 
     def _request(self, request: JobRequest | None, arguments: Mapping[str, Any]) -> JobRequest:
         if request is None:
-            return build_request(arguments)
+            return _built(arguments)
         if arguments:
             raise TypeError("give a JobRequest or its fields, not both")
         return checked(request)
@@ -155,7 +157,14 @@ class ClientBase:
         return handles
 
     def _requests(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobRequest]:
-        return [checked(job) if isinstance(job, JobRequest) else build_request(job) for job in jobs]
+        return [checked(job) if isinstance(job, JobRequest) else _built(job) for job in jobs]
+
+
+def _built(arguments: Mapping[str, Any]) -> JobRequest:
+    try:
+        return build_request(arguments)
+    except FormError as error:  # internal: it has the place that a bulk file's error names
+        raise InvalidRequest(error.problems) from None
 
 
 def checked_queue(name: str) -> str:
@@ -164,7 +173,13 @@ def checked_queue(name: str) -> str:
         raise ConfigurationError(
             f"a queue's name must not be empty, nor contain braces or white space: {name!r}"
         )
+    _check_unicode("a queue's name", name)
     return name
+
+
+def _check_unicode(what: str, text: str) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigurationError(f"{what} holds a lone surrogate, which is no Unicode character")
 
 
 def check_open(client: ClientBase) -> None:
@@ -174,24 +189,26 @@ def check_open(client: ClientBase) -> None:
 
 
 def translate(error: Exception) -> TokenmillError:
-    """Return the client's exception for one of the Redis library.
+    """Return the client's exception for one of TRANSLATED.
 
     A user that the server rejects becomes ConfigurationError, and an argument that a script rejects
-    (INVALID) becomes InvalidRequest: waiting repairs neither. Every other error is trouble with the
-    server and becomes QueueUnavailable.
+    (INVALID) or that cannot be encoded becomes InvalidRequest: waiting repairs neither. Every other
+    error is trouble with the server and becomes QueueUnavailable.
     """
+    if isinstance(error, UnicodeEncodeError):
+        return not_unicode(error)
+    if isinstance(error, UnicodeError):  # socket's, for labels that are empty or too long
+        return ConfigurationError(f"the Redis URL's host is not the name of a host: {error}")
     source = error.__cause__ if isinstance(error, QueueUnavailable) else error
     if isinstance(source, (AuthenticationError, NoPermissionError)):
-        refusal = ConfigurationError(f"Redis refuses this user: {source}")
+        refusal = ConfigurationError(f"Redis refuses this user: {server_words(source)}")
         refusal.__cause__ = source
         return refusal
     if isinstance(error, QueueUnavailable):
         return error
     if isinstance(error, redis.ResponseError) and str(error).startswith("INVALID "):
         return InvalidRequest([str(error).removeprefix("INVALID ")])
-    # If no sentinel knows a master, redis-py's message lists all sentinels in full: keep its start.
-    words = str(error).partition(" : ")[0] if isinstance(error, _NO_MASTER) else str(error)
-    trouble = QueueUnavailable(_unavailable(error, words or type(error).__name__))
+    trouble = QueueUnavailable(_unavailable(error, server_words(error)))
     trouble.__cause__ = error
     return trouble
 

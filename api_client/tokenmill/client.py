@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import redis
 
-from tokenmill.base import ClientBase, ClientOptions, check_open, translate
+from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, translate
 from tokenmill.errors import JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
@@ -43,7 +43,7 @@ from tokenmill.operations.retry_window import is_served
 from tokenmill.operations.submit import submit
 from tokenmill.operations.tracing import producing
 from tokenmill.transport import scripts
-from tokenmill.transport.connect import SERVER_TROUBLE, connect
+from tokenmill.transport.connect import connect
 from tokenmill.transport.sync_pubsub import Signal, Subscription
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
@@ -168,7 +168,7 @@ class Client(ClientBase):
             status: list only jobs of this state. None: all.
             limit: the largest number of jobs to return.
         """
-        wanted = JobStatus(status) if status is not None else None
+        wanted = queue_operations.wanted_status(status)
         return self._run(queue_operations.jobs(self._context, wanted, limit))
 
     def depth(self) -> QueueDepth:
@@ -287,7 +287,7 @@ class Client(ClientBase):
                 except Exception as error:
                     # if another thread closed the client, redis-py raises arbitrary errors
                     check_open(self)
-                    if not isinstance(error, SERVER_TROUBLE):
+                    if not isinstance(error, TRANSLATED):
                         raise
                     trouble = translate(error)
         finally:

@@ -157,6 +157,13 @@ class UnreadableRecord(TokenmillError, ValueError):
     pass
 
 
+def not_unicode(error: UnicodeEncodeError) -> InvalidRequest:
+    """Return the exception for a name or an id that holds a lone surrogate."""
+    return InvalidRequest(
+        [f"a name or id holds {error.object[error.start]!r}, which is no Unicode character"]
+    )
+
+
 @contextmanager
 def readable(what: str) -> Iterator[None]:
     """Raise UnreadableRecord for data in the body that cannot be read."""

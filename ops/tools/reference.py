@@ -86,6 +86,8 @@ def settings_page() -> str:
         "- Flags win over variables, variables over defaults. There is no settings file.",
         "- A misspelt or impossible setting stops the start. All problems are listed together.",
         "- Durations are in seconds. `none` unsets a setting.",
+        "- A bool is switched on by its flag and off by the flag with `no-`: `--no-verify-model`.",
+        f"  As a variable it is `true` or `false`: `{PREFIX}VERIFY_MODEL=false`.",
     ]
     for title, fields in panels.items():
         lines += ["", f"## {title}", "", *_settings_table(fields)]

@@ -165,7 +165,7 @@ async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
     assert "trying again for" not in error
     status, _, error = await shell.run("tasks", "--redis-url", wrong)
     assert (status, "Redis refuses this user: invalid username-password pair" in error) == (1, True)
-    status, _, error = await shell.run("exporter", "--redis-url", wrong, "--port", "0")
+    status, _, error = await shell.run("exporter", "--redis-url", wrong, "--metrics-port", "0")
     assert (status, "Redis refuses this user: invalid username-password pair" in error) == (1, True)
     status, out, _ = await shell.run("doctor", "-q", "--redis-url", wrong)
     assert (status, "redis://user:password@host:6379/0" in out) == (1, True)

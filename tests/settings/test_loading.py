@@ -165,6 +165,17 @@ def test_every_problem_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert not [line for line in problems if "\n" in line]
 
 
+@pytest.mark.parametrize("flag", ["--verify-model", "--no-verify-model"])
+@pytest.mark.parametrize("value", ["false", "True", "0"])
+def test_a_value_after_a_flag_without_one_is_refused_with_the_flag_that_switches_it_off(
+    flag: str, value: str
+) -> None:
+    done = CliRunner().invoke(app, ["worker", flag, value], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    wanted = "--verify-model takes no value: --verify-model switches it on, --no-verify-model off"
+    assert wanted in done.stderr
+
+
 @pytest.mark.parametrize(
     "name", [n for n in Settings.model_fields if n.endswith(("_seconds", "_days"))]
 )

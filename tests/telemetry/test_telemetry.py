@@ -1,9 +1,11 @@
 """Log lines keep users' text out, health fails when nothing moves, metrics count what happened."""
 
+import ast
 import asyncio
 import io
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -64,6 +66,40 @@ def test_a_text_line_cannot_be_forged(log_to: Callable[..., io.StringIO]) -> Non
     stream = log_to("text")
     logging.getLogger("x").info("job %s", "a\n12:00:00 ERROR all is lost", extra={"name_": "b\nc"})
     assert len(stream.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_log_line_holds_no_control_character(
+    form: str, log_to: Callable[..., io.StringIO]
+) -> None:
+    stream = log_to(form)
+    hostile = "\x1b]0;title\x07\x9b31m\x7f\u2028\ud800"
+    logging.getLogger("x").info("job %s", hostile, extra={"tenant": hostile})
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    shown = stream.getvalue()
+    assert shown.count("title") == 3
+    assert not [x for x in shown if x != "\n" and not x.isprintable()]
+    if form == "json":
+        first, *_ = (json.loads(line) for line in shown.splitlines())
+        assert first["tenant"] == hostile
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a b=c", 'a" b=c', "a\\", 'a\\" b=c', "a\n b=c", "a\tb=c", "a\u00a0b=c", "=", "", "a\x1bb"],
+)
+def test_a_log_value_forges_no_field(value: str, log_to: Callable[..., io.StringIO]) -> None:
+    stream = log_to("text")
+    logging.getLogger("x").info("done", extra={"tenant": value, "tokens": 4})
+    _, _, words = stream.getvalue().rstrip("\n").partition("x: done ")
+    first, second = re.findall(r'\w+=(?:"(?:[^"\\]|\\.)*"|[^\s"=]*)(?= |$)', words)
+    assert " ".join((first, second)) == words
+    shown = first.removeprefix("tenant=")
+    read = ast.literal_eval(shown if shown.startswith('"') else f'"{shown}"')
+    assert (read, second) == (value, "tokens=4")
 
 
 def test_a_watchdog_reports_a_problem_when_it_is_overdue() -> None:

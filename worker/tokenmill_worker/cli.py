@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenmill.cli.output import complain, emit, out
+from tokenmill.cli.output import complain, emit, say
 from tokenmill.errors import TokenmillError
+from tokenmill.visible import visible
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.settings.flags import SettingsCommand, variables_epilog, with_settings
@@ -113,7 +114,7 @@ def upgrade(database_url: DatabaseUrl = None) -> None:
         words = (
             f"is at revision {after} already" if before == after else f"{before or 'new'} → {after}"
         )
-        out().print(f"{_place(settings)}: {words}")
+        say(f"{_place(settings)}: {words}\n")
 
 
 @db.command()
@@ -147,7 +148,7 @@ def downgrade(
         with _database(settings):
             before, after = migrate(settings.database_url, revision)
         words = "nothing to take back" if before == after else f"{before} → {after or 'no tables'}"
-        out().print(f"{_place(settings)}: {words}")
+        say(f"{_place(settings)}: {words}\n")
 
 
 @db.command()
@@ -171,9 +172,7 @@ def status(database_url: DatabaseUrl = None, *, json: Json = False) -> None:
             emit({"current": found.current, "head": found.head, "is_behind": found.is_behind})
         else:
             note = "run `tokenmill db upgrade`" if found.is_behind else "up to date"
-            out().print(
-                f"revision {found.current or 'none'}, this version needs {found.head}: {note}"
-            )
+            say(f"revision {found.current or 'none'}, this version needs {found.head}: {note}\n")
         if found.is_behind:
             raise typer.Exit(1)
 
@@ -226,10 +225,10 @@ def exporter(
         list[str] | None,
         typer.Option(help="Queue; may be repeated (default: TOKENMILL_QUEUE, or the model's)."),
     ] = None,
-    host: Annotated[
+    metrics_host: Annotated[
         str | None, typer.Option(help="Address to serve on (default: TOKENMILL_METRICS_HOST).")
     ] = None,
-    port: Annotated[
+    metrics_port: Annotated[
         int | None,
         typer.Option(help="Port; 0: any free one (default: TOKENMILL_METRICS_PORT, or 9091)."),
     ] = None,
@@ -243,7 +242,11 @@ def exporter(
     """
     with _sentences():
         settings = load_settings(
-            {"redis_url": redis_url, "metrics_host": host, "metrics_port": port}
+            {
+                "redis_url": redis_url,
+                "metrics_host": metrics_host,
+                "metrics_port": metrics_port,
+            }
         )
         from tokenmill_worker.telemetry import configure_logging
         from tokenmill_worker.telemetry.exporter import Exporter
@@ -291,7 +294,7 @@ def _complain_of_settings(problems: tuple[str, ...] | list[str]) -> None:
     count = f"{len(problems)} settings are" if len(problems) > 1 else "one setting is"
     complain(f"{count} wrong, nothing was started")
     for problem in problems:
-        typer.echo(f"  {problem}", err=True)
+        typer.echo(f"  {visible(problem)}", err=True)
 
 
 def _place(settings: Settings) -> str:

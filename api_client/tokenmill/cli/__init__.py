@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tokenmill.cli.commands import bulk, dead, jobs, score, submit, top, usage, webhooks
-from tokenmill.cli.output import say
+from tokenmill.cli.output import replace_unencodable, say
 from tokenmill.cli.plugins import CommandGroup
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ for _module in (submit, score, jobs, bulk, usage, dead, webhooks, top):
 
 
 def main() -> None:
+    replace_unencodable()
     app(prog_name="tokenmill")
 
 

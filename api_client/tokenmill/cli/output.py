@@ -1,9 +1,13 @@
 """The output of commands: answers on stdout, everything else on stderr; tables for people, JSON for
 programs.
+
+A terminal gets the control characters of a job's text as escapes. In a pipe, answers and JSON pass
+unchanged.
 """
 
 from __future__ import annotations
 
+import json as standard_json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -12,9 +16,12 @@ from typing import Any
 
 import msgspec
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from tokenmill.visible import visible, visible_json
 
 STATE_STYLES = {
     "scheduled": "cyan",
@@ -29,11 +36,24 @@ STATE_STYLES = {
 LEAST_WIDTH = 12  # of a column whose texts are cut
 
 
+class VisibleConsole(Console):
+    """Shows the control characters of every text that it prints as escapes."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control is None:
+                yield Segment(visible(segment.text), segment.style)
+            else:
+                yield segment
+
+
 def out() -> Console:
     """Return a console on stdout, a new one each time, because tests and pipes may have replaced
     stdout.
     """
-    return Console(highlight=False, soft_wrap=True)
+    return VisibleConsole(highlight=False, soft_wrap=True)
 
 
 def count(number: int, noun: str) -> str:
@@ -42,7 +62,7 @@ def count(number: int, noun: str) -> str:
 
 
 def err() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return VisibleConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def complain(sentence: str, kind: str = "error") -> None:
@@ -50,7 +70,8 @@ def complain(sentence: str, kind: str = "error") -> None:
     line = Text(f"{kind.capitalize()}: ", style="bold red" if kind == "error" else "bold yellow")
     console = err()
     console.print(
-        line.append(sentence, style="not bold default"), soft_wrap=not console.is_terminal
+        line.append(visible(sentence, keep=""), style="not bold default"),
+        soft_wrap=not console.is_terminal,
     )
 
 
@@ -73,20 +94,34 @@ def emit(value: object, *, line: bool = False) -> None:
     answers.
     """
     data = msgspec.json.encode(value)
-    sys.stdout.write((data if line else msgspec.json.format(data, indent=2)).decode() + "\n")
+    document = (data if line else msgspec.json.format(data, indent=2)).decode()
+    if sys.stdout.isatty():
+        document = visible_json(document)
+    try:
+        document.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # stdout is ASCII, say
+        document = standard_json.dumps(standard_json.loads(document), indent=None if line else 2)
+    sys.stdout.write(document + "\n")
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
     """Print plain text on stdout, without markup."""
-    sys.stdout.write(text)
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def say_dimmed(text: str) -> None:
     """Print plain text on stdout, dimmed where it is a terminal."""
-    out().print(Text(text, style="dim"), end="")
+    out().print(Text(visible(text), style="dim"), end="")
     sys.stdout.flush()
+
+
+def replace_unencodable() -> None:
+    """Make stdout show a character that its encoding lacks as an escape, instead of failing."""
+    stdout: Any = sys.stdout
+    if stdout.errors == "strict":
+        stdout.reconfigure(errors="backslashreplace")
 
 
 def state(value: str) -> Text:
@@ -137,7 +172,7 @@ def _num_fitting(grid: Table, width: int) -> int:
 
 
 def _cell(value: object) -> Text:
-    text = value if isinstance(value, Text) else Text(" ".join(str(value).split()))
+    text = value if isinstance(value, Text) else Text(visible(" ".join(str(value).split())))
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 

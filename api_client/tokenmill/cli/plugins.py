@@ -61,9 +61,6 @@ class CommandGroup(TyperGroup):
                     "hint",
                 )
             raise typer.Exit(1) from error
-        except UnicodeEncodeError as error:
-            complain("an argument, or a variable, is not UTF-8")
-            raise typer.Exit(1) from error
         except BrokenPipeError:
             sys.stderr.close()  # the reader of the pipe has exited: suppress further output
             raise typer.Exit(1) from None

@@ -50,6 +50,15 @@ class DueJob(msgspec.Struct, frozen=True, kw_only=True):
     is_counted: bool
 
 
+def wanted_status(status: JobStatus | str | None) -> JobStatus | None:
+    """Return the state that a caller asks for. Raises ConfigurationError if there is none such."""
+    try:
+        return None if status is None else JobStatus(status)
+    except ValueError:
+        known = ", ".join(JobStatus)
+        raise ConfigurationError(f"a job's state is one of {known}, not {status!r}") from None
+
+
 def depth(context: QueueContext) -> Operation[QueueDepth]:
     meta, delayed = yield Commands(
         (("HGETALL", context.keys.meta), ("ZCARD", context.keys.delayed))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenmill.errors import ConfigurationError, QueueUnavailable
+from tokenmill.errors import ConfigurationError, QueueUnavailable, not_unicode
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -68,6 +68,8 @@ class Database:
                     f"the database has no results table ({words}): `tokenmill db upgrade`"
                 ) from error
             raise QueueUnavailable(f"the database cannot be read: {words}") from error
+        except UnicodeEncodeError as error:
+            raise not_unicode(error) from error
 
     def _why_not_open(self) -> str:
         path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()

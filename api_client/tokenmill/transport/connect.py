@@ -42,6 +42,20 @@ _NO_DRIVER_INFO: dict[str, Any] = (
     {"driver_info": None} if importlib.util.find_spec("redis.driver_info") else {}
 )
 
+_NO_MASTER = (redis.sentinel.MasterNotFoundError, redis.asyncio.sentinel.MasterNotFoundError)
+_PLACE_IN_SCRIPT = re.compile(r"\.? script: (?:[0-9a-f]{40}, )?on @user_script:\d+\.?")
+
+
+def server_words(error: Exception) -> str:
+    """Return what a server's error says, without the objects of redis-py and the place in a script.
+
+    If no sentinel knows a master, redis-py's message lists all sentinels in full.
+    """
+    if isinstance(error, _NO_MASTER):
+        return str(error).partition(" : ")[0]
+    return _PLACE_IN_SCRIPT.sub("", str(error)) or type(error).__name__
+
+
 _NO_PORT = (
     "the Redis URL does not name host:port where it should; "
     "is a character of its password not quoted (%2F for /)?"

@@ -14,7 +14,7 @@ import redis
 import redis.cluster
 
 from tokenmill.errors import QueueUnavailable
-from tokenmill.transport.connect import SERVER_TROUBLE
+from tokenmill.transport.connect import SERVER_TROUBLE, server_words
 
 _CONFIRM_S = 5.0
 
@@ -67,7 +67,7 @@ class Subscription:
             message: dict[str, Any] | None = self._pubsub.get_message(timeout=timeout)
         except SERVER_TROUBLE as error:
             self.close()
-            raise QueueUnavailable(f"the subscription broke: {error}") from error
+            raise QueueUnavailable(f"the subscription broke: {server_words(error)}") from error
         return message
 
 
@@ -83,4 +83,4 @@ def _open(client: Any, channel: str) -> Any:
         pubsub.ssubscribe(channel)
         return pubsub
     except SERVER_TROUBLE as error:
-        raise QueueUnavailable(f"cannot subscribe: {error}") from error
+        raise QueueUnavailable(f"cannot subscribe: {server_words(error)}") from error

@@ -4,9 +4,12 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 
 from tokenmill import AsyncClient, Client, ConfigurationError, QueueUnavailable
-from tokenmill.transport.connect import connect, connect_async, parse_url
+from tokenmill.transport.connect import Link, connect, connect_async, parse_url, server_words
+from tokenmill_worker.consume.server_check import translated_errors
+from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = pytest.mark.redis
@@ -94,6 +97,24 @@ async def test_sentinels_that_are_away_are_spoken_of_in_a_sentence() -> None:
     async with AsyncClient(url, queue="q") as aclient:
         with pytest.raises(QueueUnavailable, match=r"No master found for 'main'$"):
             await aclient.depth()
+
+
+async def test_a_worker_s_error_without_a_primary_is_one_short_sentence() -> None:
+    link = Link(retries=0)
+    aclient = connect_async(f"redis+sentinel://127.0.0.1:{free_port()}/main/0", link)
+    with pytest.raises(RedisUnavailable) as caught, translated_errors():
+        await aclient.ping()
+    await aclient.aclose()
+    assert str(caught.value) == "cannot reach Redis: No master found for 'main'"
+
+
+def test_a_server_s_words_hold_no_place_in_a_script(redis_url: str) -> None:
+    with connect(redis_url) as client, pytest.raises(ResponseError, match="script:") as caught:
+        client.eval("return redis.call('NOSUCH')", 0)
+    assert "user_script" not in server_words(caught.value)
+    assert server_words(caught.value).startswith("Unknown")
+    of_redis_7 = f"OOM command not allowed. script: {'a7' * 20}, on @user_script:381."
+    assert server_words(ResponseError(of_redis_7)) == "OOM command not allowed"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -21,13 +22,23 @@ from typer.core import TyperCommand
 from tokenmill_worker.settings.fields import ENGINE_FIELDS, PREFIX, Settings
 
 _TASKS = ("tasks_", "webhook_", "rollup_", "retention_", "retain_")
+_TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 Command = Callable[[dict[str, object]], None]
 
 
 class SettingsCommand(TyperCommand):
     """A command whose help writes `--[no-]fuse`: a column of no-flags would leave no room for the
-    other names in 80 columns.
+    other names in 80 columns. `--fuse false` is refused with the flag to use.
     """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for flag, value in pairwise(args):
+            for parameter in self.params:
+                names = [*parameter.opts, *parameter.secondary_opts]
+                if parameter.secondary_opts and flag in names and value.lower() in _TRUTHS:
+                    on, off = names
+                    ctx.fail(f"{on} takes no value: {on} switches it on, {off} off")
+        return TyperCommand.parse_args(self, ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         shown: Any = copy.copy(self)

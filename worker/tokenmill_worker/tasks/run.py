@@ -18,7 +18,7 @@ from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
 from redis.exceptions import AuthenticationError
 
 from tokenmill.errors import ConfigurationError
-from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
+from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect, server_words
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.settings import Settings
@@ -154,7 +154,9 @@ def _check_password(settings: Settings) -> None:
             f"Redis refuses this user: {error}", is_misconfigured=True
         ) from error
     except (*SERVER_TROUBLE, ConfigurationError) as error:
-        log.warning("The broker cannot be reached yet; Celery keeps trying: %s", error)
+        log.warning(
+            "The broker cannot be reached yet; Celery keeps trying: %s", server_words(error)
+        )
 
 
 async def _check(settings: Settings) -> None:

@@ -9,13 +9,17 @@ text does not belong in a log that operators, collectors and backups read.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, TextIO
 
 import msgspec
+
+from tokenmill.visible import visible, visible_json
 
 _STANDARD: Final = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {
     "message",
@@ -24,6 +28,7 @@ _STANDARD: Final = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dic
 }
 _NOISY: Final = ("urllib3", "asyncio", "alembic", "transformers", "filelock", "httpx", "httpcore")
 _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+_NEEDS_QUOTES: Final = re.compile(r'[\s"=\\]|^$')
 
 
 class _Formatter(logging.Formatter):
@@ -43,8 +48,10 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """Writes `12:00:01.234 INFO consume claimed jobs=4` on one line, unless there is a
-    traceback.
+    """Writes `12:00:01.234 INFO consume claimed jobs=4` on one line, unless there is a traceback.
+
+    Control characters become escapes. A value with a space, a quote, `=` or a backslash is quoted,
+    so that it cannot look like another field.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -52,14 +59,14 @@ class TextFormatter(_Formatter):
         where = record.name.removeprefix("tokenmill_worker.")
         words = " ".join(
             [
-                _one_line(record.getMessage()),
+                visible(record.getMessage(), keep=""),
                 *(f"{name}={_value(v)}" for name, v in self.fields(record)),
             ]
         )
         line = f"{clock}.{record.msecs:03.0f} {record.levelname:<7} {where}: {words}"
-        return (
-            line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
-        )
+        if record.exc_info is None:
+            return line
+        return f"{line}\n{visible(self.formatException(record.exc_info))}"
 
 
 class JsonFormatter(_Formatter):
@@ -76,7 +83,11 @@ class JsonFormatter(_Formatter):
         }
         if record.exc_info is not None:
             entry["exception"] = self.formatException(record.exc_info)
-        return _encode(entry).decode()
+        try:
+            line = _encode(entry).decode()
+        except UnicodeEncodeError:  # a lone surrogate
+            line = json.dumps(entry, default=str)
+        return visible_json(line)
 
 
 def configure_logging(
@@ -104,10 +115,9 @@ def configure_logging(
     return handler
 
 
-def _one_line(words: str) -> str:
-    return words.replace("\n", "\\n").replace("\r", "\\r")
-
-
 def _value(value: object) -> str:
-    words = f"{value:.6g}" if isinstance(value, float) else _one_line(str(value))
-    return f'"{words}"' if " " in words or not words else words
+    words = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if _NEEDS_QUOTES.search(words):
+        words = words.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{visible(words, keep="")}"'
+    return visible(words, keep="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from tokenmill.cli.connection import MOST, ConnectionOptions, Json, connected
 from tokenmill.cli.output import ago, emit, err, out, say, show_redriven, table
@@ -46,9 +47,7 @@ def list_dead(
         )
     else:
         for job in found:
-            out().print(
-                f"[bold]{job.job_id}[/bold] {ago(job.died_ms)}: ", job.error, markup=True, sep=""
-            )
+            out().print(Text.assemble((job.job_id, "bold"), f" {ago(job.died_ms)}: {job.error}"))
             for line in job.history:
                 say(f"    {line}\n")
 

@@ -20,6 +20,7 @@ from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, JobNotFound, TokenmillError
 from tokenmill.operations.records import JobInfo
 from tokenmill.sql import JobRow
+from tokenmill.visible import visible
 from tokenmill_schemas.result import JobStatus
 
 Listed = JobInfo | JobRow
@@ -210,7 +211,7 @@ def jobs(
         err().print("[dim]no jobs[/dim]")
     ended = [job for job in found if isinstance(job, JobRow)]
     if len(ended) == limit:
-        err().print(f"[dim]more: --after {ended[-1].cursor}[/dim]")
+        err().print(Text(f"more: --after {ended[-1].cursor}", style="dim"))
 
 
 def _is_open(what: JobFilter) -> bool:
@@ -289,7 +290,9 @@ def _facts(info: JobInfo) -> list[tuple[str, Text]]:
         ("error", f"{info.error.message} ({info.error.code})" if info.error else ""),
     ]
     shown = [(name, str(value)) for name, value in facts if value != ""]
-    return [(name, state(value) if name == "state" else Text(value)) for name, value in shown]
+    return [
+        (name, state(value) if name == "state" else Text(visible(value))) for name, value in shown
+    ]
 
 
 def time_argument_ms(text: str | None) -> int | None:

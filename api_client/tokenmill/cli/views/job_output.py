@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import typer
 from msgspec import to_builtins
+from rich.text import Text
 
 from tokenmill.cli.output import complain, emit, err, out, say, say_dimmed, seconds
 from tokenmill.client import Client
@@ -117,7 +118,7 @@ def _conclude(
         if error is not None or status is not JobStatus.SUCCEEDED:
             complain(f"job {job_id} {status.value}" + (f": {error.message}" if error else ""))
         elif sys.stderr.isatty():
-            err().print(f"[dim]{job_id} · {_summary(usage or Usage())}[/dim]")
+            err().print(Text(f"{job_id} · {_summary(usage or Usage())}", style="dim"))
     if status is not JobStatus.SUCCEEDED:
         raise typer.Exit(1)
 
