@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from tokenmill import Client
-from tokenmill.operations.submit import SUBMIT
+from tokenmill.transport.scripts import SUBMIT
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import Keys
@@ -64,9 +64,9 @@ def controls(received: bytes) -> bytes:
     return "".join(x for x in text if x < " " or "\x7f" <= x <= "\x9f").encode()
 
 
-def ended(url: str, client: Client, job_id: str = "", **fields: object) -> str:
+def ended(url: str, client: Client, **fields: object) -> str:
     """Store a job with an ended result, as a worker records it."""
-    job = str(client.submit(prompt="x", **({"job_id": job_id} if job_id else {})))
+    job = str(client.submit(prompt="x"))
     result = JobResult(job_id=job, **{"status": JobStatus.SUCCEEDED, **fields})  # type: ignore[arg-type]
     with redis.Redis.from_url(url) as server:
         values: dict[str | bytes, str | bytes] = {
