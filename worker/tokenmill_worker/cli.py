@@ -16,7 +16,7 @@ import typer
 
 from tokenmill.cli.output import complain, emit, say
 from tokenmill.errors import TokenmillError
-from tokenmill.visible import visible
+from tokenmill_schemas.visible import visible
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.settings.flags import SettingsCommand, variables_epilog, with_settings

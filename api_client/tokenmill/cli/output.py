@@ -21,7 +21,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from tokenmill.visible import visible, visible_json
+from tokenmill_schemas.visible import visible, visible_json
 
 STATE_STYLES = {
     "scheduled": "cyan",

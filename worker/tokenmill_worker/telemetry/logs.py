@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TextIO
 
 import msgspec
 
-from tokenmill.visible import visible, visible_json
+from tokenmill_schemas.visible import visible, visible_json
 
 _STANDARD: Final = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {
     "message",

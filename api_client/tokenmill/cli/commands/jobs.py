@@ -20,8 +20,8 @@ from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, JobNotFound, TokenmillError
 from tokenmill.operations.records import JobInfo
 from tokenmill.sql import JobRow
-from tokenmill.visible import visible
 from tokenmill_schemas.result import JobStatus
+from tokenmill_schemas.visible import visible
 
 Listed = JobInfo | JobRow
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}

@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from tokenmill.visible import visible, visible_json
+from tokenmill_schemas.visible import visible, visible_json
 
 ASCII_AND_C1 = "".join(map(chr, range(0x100)))
 
