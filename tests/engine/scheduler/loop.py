@@ -188,6 +188,7 @@ class Loop:
         is_async: bool = False,
         proposer: Proposer | None = None,
         ageing_s: float = 30.0,
+        max_model_len: int = MAX_MODEL_LEN,
         **settings: object,
     ) -> Loop:
         cache = cache or make_cache()
@@ -198,7 +199,7 @@ class Loop:
         scheduler = Scheduler(
             config,
             cache,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             clock=clock,
             proposer=proposer,

@@ -73,16 +73,23 @@ def test_all_free_rows_are_filled_in_one_step_without_bypassing() -> None:
     assert chunks(loop) == [{f"{index}": 5 for index in range(6)}]
 
 
-def test_a_threshold_alone_allows_one_partial_prefill_at_a_time() -> None:
-    loop = Loop.build(max_num_batched_tokens=20, long_prefill_token_threshold=6)
-    loop.add(*[make_sequence(f"long {index}", prompt(index, 12), 1) for index in range(2)])
-    loop.add(make_sequence("short", prompt(9, 5), 1))
-    loop.run()
+def test_a_threshold_alone_cuts_each_long_prompt_and_fills_the_step() -> None:
+    """The plan is that of vLLM's own test of concurrent partial prefills."""
+    loop = Loop.build(
+        make_cache(700),
+        max_num_batched_tokens=1024,
+        long_prefill_token_threshold=400,
+        max_model_len=2048,
+    )
+    loop.add(*[endless(name, index, 800, 9) for index, name in enumerate("abc")])
+    for _ in range(3):
+        loop.step()
     assert chunks(loop) == [
-        {"long 0": 6, "short": 5},
-        {"long 0": 6, "long 1": 6},  # the first one ends within this step
-        {"long 1": 6},
+        {"a": 400, "b": 400, "c": 224},
+        {"a": 400, "b": 400, "c": 224},
+        {"a": 1, "b": 1, "c": 352},
     ]
+    loop.run()
     loop.assert_truth()
 
 

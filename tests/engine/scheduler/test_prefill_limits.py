@@ -161,15 +161,17 @@ def test_a_cached_beginning_leaves_less_to_take_whole() -> None:
     ("given", "limits"),
     [
         ((0, None, None), (0, 0, 0)),
-        ((6, None, None), (6, 1, 1)),
+        ((6, None, None), (6, 0, 0)),
+        ((6, 2, None), (6, 2, 1)),
+        ((6, None, 1), (6, 1, 1)),
         ((6, 0, 0), (6, 0, 0)),
         ((0, 1, None), (0, 1, 1)),
         ((0, 3, None), (10, 3, 1)),
         ((0, 3, 2), (10, 3, 2)),
-        ((6, None, 0), (6, 1, 0)),
+        ((6, None, 0), (6, 0, 0)),
     ],
 )
-def test_limits_that_are_not_set_are_one_beside_others(
+def test_a_count_that_is_not_set_is_one_beside_the_other_count(
     given: tuple[int, int | None, int | None], limits: tuple[int, int, int]
 ) -> None:
     found = PrefillLimits.of(True, *given).for_length(256)

@@ -118,12 +118,13 @@ class EngineConfig:
     max_num_partial_prefills: int | None = setting(
         None,
         "prompts that are computed in parts at once; 0: no limit "
-        "(default: 1 beside another limit on prefills, else no limit)",
+        "(default: 1 beside max-long-partial-prefills, else no limit)",
         minimum=0,
     )
     max_long_partial_prefills: int | None = setting(
         None,
-        "long prompts in parts at once; 0: no limit (default: as for max-num-partial-prefills)",
+        "long prompts in parts at once; 0: no limit "
+        "(default: 1 beside max-num-partial-prefills, else no limit)",
         minimum=0,
     )
     max_waiting: int = setting(100_000, "requests that may wait inside the engine", minimum=1)

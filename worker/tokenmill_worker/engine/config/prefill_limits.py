@@ -24,8 +24,8 @@ class PrefillLimits:
     def of(
         cls, is_chunked: bool, threshold: int, partial: int | None, long: int | None
     ) -> PrefillLimits:
-        """Resolve None: vLLM's 1 beside another limit, else no limit."""
-        default = int(bool(threshold or partial or long))
+        """Resolve None: vLLM's 1 beside the limit of the other count, else no limit."""
+        default = int(bool(partial or long))
         return cls(
             is_chunked,
             threshold,
