@@ -2,14 +2,18 @@
 
 import asyncio
 import collections
+import contextlib
 import signal
 
 import pytest
+import redis.asyncio
 
 from tests.chaos.checker import Received, Wanted, violations
 from tests.chaos.clients import listen
 from tests.chaos.processes import WorkerProcess
+from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
@@ -36,6 +40,70 @@ async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
     assert {result.status for result in results} == {JobStatus.SUCCEEDED}
     done = collections.Counter(result.worker_id for result in results)
     assert min(done[name] for name in "abc") >= NUM_JOBS // 6, done
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("names", ["ab", "abc"])
+async def test_idle_workers_share_bursts_of_every_size(redis_url, tmp_path, names):
+    """Without a poll in between; each job runs until all have been claimed."""
+    database = database_url(tmp_path)
+    common = {"model": "synthetic?step_ms=5", "max_num_seqs": 64, "poll_seconds": 60.0}
+    async with client_of(redis_url, database) as client, contextlib.AsyncExitStack() as stack:
+        for name in names:
+            await stack.enter_async_context(
+                running_worker(redis_url, database, worker_id=name, **common)
+            )
+        for size in (*range(1, 17), 31, 48, 60):
+            await until_idle(redis_url, names)
+            jobs = await client.submit_many([LONG | {"prompt": f"{size} {i}"} for i in range(size)])
+            done = collections.Counter([await worker_of(client, job) for job in jobs])
+            for job in jobs:
+                await client.cancel(job)
+                await client.result(job, timeout=60)
+            # A worker that looks again before a slow one has claimed takes half of the rest.
+            assert min(done[name] for name in names) >= size // len(names) // 2, (size, done)
+
+
+async def test_idle_workers_share_jobs_that_come_one_by_one(redis_url, tmp_path):
+    database = database_url(tmp_path)
+    common = {"model": "synthetic?step_ms=5", "max_num_seqs": 64, "poll_seconds": 60.0}
+    async with (
+        client_of(redis_url, database) as client,
+        running_worker(redis_url, database, worker_id="a", **common),
+        running_worker(redis_url, database, worker_id="b", **common),
+    ):
+        done: collections.Counter[str] = collections.Counter()
+        jobs = []
+        for i in range(32):
+            jobs.append(await client.submit(**LONG | {"prompt": str(i)}))
+            done[await worker_of(client, jobs[-1])] += 1
+        for job in jobs:
+            await client.cancel(job)
+            await client.result(job, timeout=60)
+    assert min(done["a"], done["b"]) >= 4, done
+
+
+async def worker_of(client, job):
+    """Wait until a worker has claimed the job; return its name."""
+    info = None
+
+    async def is_claimed():
+        nonlocal info
+        info = await client.status(job)
+        return bool(info.worker_id)
+
+    await until(is_claimed)
+    return info.worker_id
+
+
+async def until_idle(redis_url, names):
+    """Wait until each worker waits for a wake-up."""
+    async with redis.asyncio.Redis.from_url(redis_url) as probe:
+
+        async def all_are_listed():
+            return await probe.zcount(Keys("q").idle_workers(), 1, "inf") == len(names)
+
+        await until(all_are_listed)
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])

@@ -162,7 +162,7 @@ def populated(server: Any) -> dict[str, bytes]:
         assert run(server, producer_scripts.SUBMIT, 0, 0, *values) == [b"ok", name.encode(), b"new"]
         if name == "waits":
             break
-        (delivery,) = run(server, worker_scripts.CLAIM, CLAIM_OPTIONS)
+        _, delivery = run(server, worker_scripts.CLAIM, CLAIM_OPTIONS)
         tokens[name] = delivery[1]
         body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, "first"]))
         run(server, worker_scripts.APPEND, 600, "w1", 1, body)

@@ -127,6 +127,48 @@ end
 
 local WAKE_UP = string.char(0x81) .. pack_text('type') .. pack_text('call')  -- control.WakeUp
 
+-- Notes in `ready` that a worker was woken and is about to claim (see claim.lua): its score is the
+-- time, below zero.
+local function expect_claim(list, worker, now)
+  redis.call('ZADD', base .. 'ready', whole(-now), worker)
+  if list == 'ready' then return end
+  redis.call('EXPIRE', base .. 'ready', TENANT_TTL_S)
+  redis.call('ZREM', base .. list, worker)
+end
+
+-- Wakes idle workers, those with most free places first, until `count` have received the message.
+-- Returns how many are missing.
+local function wake_workers(list, count, now)
+  while count > 0 do
+    local worker, room = unpack(redis.call('ZRANGE', base .. list, -1, -1, 'WITHSCORES'))
+    if not worker or tonumber(room) <= 0 then break end
+    if redis.call(announce, base .. 'control:' .. worker, WAKE_UP) > 0 then
+      expect_claim(list, worker, now)
+      count = count - 1
+    else
+      redis.call('ZREM', base .. list, worker)
+    end
+  end
+  return count
+end
+
+-- Wakes idle workers for jobs that have entered their streams: one worker more than jobs, since one
+-- may be frozen. Busy workers claim when they have room.
+local function wake_for(num_jobs, num_urgent, now)
+  local missing = wake_workers('ready', num_jobs + 1, now)
+  wake_workers('ready:urgent', math.min(missing, num_urgent), now)
+end
+
+-- Wakes all workers.
+local function wake_all(why, now)
+  for _, list in ipairs({'ready', 'ready:urgent'}) do
+    for _, worker in ipairs(redis.call('ZRANGEBYSCORE', base .. list, '(0', '+inf')) do
+      expect_claim(list, worker, now)
+    end
+  end
+  redis.call(announce, base .. 'bell', why)
+end
+
 local function pack_end(id, index, state, code, message)
   local packed = string.char(code and 0x84 or 0x83) .. pack_text('job_id') .. pack_text(id)
     .. pack_text('index') .. pack_whole(index) .. pack_text('status') .. pack_text(state)

@@ -2,7 +2,7 @@
 -- from the beginning, because only their result has what they generated. One call reads at most
 -- PAGE entries of the dead-letter stream.
 --
--- Keys       meta, job:, jobs:, lanes:, idem:, dead
+-- Keys       meta, job:, jobs:, lanes:, idem:, dead, ready, ready:urgent
 -- Arguments  ARGV[3]  largest number of jobs
 --            ARGV[4]  start: '-', or the first value of the previous reply
 --            then job ids; none: the oldest dead jobs
@@ -45,7 +45,7 @@ for _, entry in ipairs(entries) do
     redis.call('XDEL', base .. 'dead', entry[1])
   end
 end
-if #revived > 0 then redis.call(announce, base .. 'bell', 'redrive') end
+if #revived > 0 then wake_all('redrive', clock_ms()) end
 local is_end = #entries < PAGE and (#entries == 0 or after == '(' .. entries[#entries][1])
 table.insert(revived, 1, is_end and '' or after)
 return revived

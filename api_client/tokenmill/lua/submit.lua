@@ -114,18 +114,6 @@ for tenant, filled in pairs(buckets) do
   redis.call('EXPIRE', tenant_key(tenant), TENANT_TTL_S)
 end
 
--- Wakes idle workers, those with most free places first, until `count` have received the message.
--- Returns how many are missing.
-local function wake_workers(list, count)
-  while count > 0 do
-    local worker = redis.call('ZRANGE', base .. list, -1, -1)[1]
-    if not worker then break end
-    redis.call('ZREM', base .. list, worker)
-    if redis.call(announce, base .. 'control:' .. worker, WAKE_UP) > 0 then count = count - 1 end
-  end
-  return count
-end
-
 -- Returns whether a worker has ever served this queue; then meta has `served`. Workers of earlier
 -- versions do not set it, but are listed while they live, and count the jobs that they finished.
 local function is_served()
@@ -171,10 +159,6 @@ for _, job in ipairs(jobs) do
 end
 for class, sum in pairs(queued) do add_queued(class, sum.jobs, sum.cost) end
 if num_new > 0 then redis.call('HINCRBY', meta, 'submitted', num_new) end
--- one worker more than jobs, since one may be frozen; busy workers claim when they have room
-if num_entered > 0 then
-  local wanting = wake_workers('ready', num_entered + 1)
-  wake_workers('ready:urgent', math.min(wanting, num_urgent))
-end
+if num_entered > 0 then wake_for(num_entered, num_urgent, now) end
 if not is_served() then reply[#reply + 1] = 'unserved' end
 return reply

@@ -1,10 +1,11 @@
 """Claims as many jobs from the queue as can start soon, and passes them on.
 
 Claims are limited by credits, so the backlog stays in Redis, where another worker can take it. A
-claim that returns fewer jobs than it asked for registers this worker as idle. A submitted job wakes
-one or two idle workers. The queue's wake-up channel reaches all workers, and announces jobs that
-other workers gave back. Orphans and delayed jobs are announced by nothing, so the consumer also
-claims once per poll interval.
+claim that returns fewer jobs than it asked for registers this worker as idle. Jobs that are
+submitted or become due wake idle workers, one more than there are jobs. Each of these claims its
+share, and claims again soon if it left jobs to the others. The queue's wake-up channel reaches all
+workers, and announces jobs that other workers gave back or lost. A wake-up may be lost, so the
+consumer also claims once per poll interval.
 
 A wake-up sets a flag. The flag stays set until a claim returns fewer jobs than it asked for.
 Credits come from a callable, so the consumer depends on no engine.
@@ -185,7 +186,7 @@ class Consumer:
             if self._should_claim():
                 return
             if not await wait_at_most(self._stream.wake_up, until - loop.time()):
-                self._backlog.wake()  # orphans and delayed jobs send no wake-up
+                self._backlog.wake()  # a wake-up may have been lost
                 return
 
     async def _sleep(self, seconds: float) -> None:

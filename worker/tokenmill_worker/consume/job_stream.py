@@ -33,6 +33,9 @@ from tokenmill_worker.jobs import AppendFailures, AppendReply, ChunkAppend, Deli
 log = logging.getLogger(__name__)
 
 MAX_FINISH_BYTES = 4 * 1024 * 1024
+# The pause after a claim that left jobs to workers that were woken too: until then they have
+# claimed theirs, or have no room.
+LOOK_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,10 @@ class JobStream:
             )
             self._must_redeliver = False
             self._claims += 1
-            deliveries = [scripts.read_delivery(item) for item in reply]
+            leaves_some, *items = reply
+            if leaves_some:
+                asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self.wake_up.set)
+            deliveries = [scripts.read_delivery(item) for item in items]
             self._owned.update((delivery.job_id, delivery.token) for delivery in deliveries)
             return deliveries
 

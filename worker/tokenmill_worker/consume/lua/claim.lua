@@ -20,8 +20,9 @@
 --   bulk_every        while bulk jobs wait, one job in this many is bulk
 --   redeliver         1: the ids that follow are all jobs that this worker knows it owns; else 0
 --            then the ids of jobs
--- Reply      per job: id, token, request, deliveries, crashes, outcome, created ms, started ms,
---            attempt, 1 if it crashed alone, log, 1 if redriven, number of the log's last entry
+-- Reply      1 if jobs were left to other workers, else 0; then per job: id, token, request,
+--            deliveries, crashes, outcome, created ms, started ms, attempt, 1 if it crashed alone,
+--            log, 1 if redriven, number of the log's last entry
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local returns = is_registered(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
@@ -62,6 +63,30 @@ local function deliver_from(name, costs, limit)
   end
 end
 
+-- A worker that was woken this long ago and has not claimed yet is frozen or has no room.
+local CALLED_MS = 1000
+local kept, kept_urgent = 0, 0  -- credits beyond this worker's share
+
+-- Limits the credits to this worker's share of the waiting jobs, while other workers are about to
+-- claim too: else the first one takes a whole burst, and the others stay idle.
+local function keep_to_share()
+  local others = 0
+  local called = redis.call('ZRANGEBYSCORE', base .. 'ready', '-inf', whole(CALLED_MS - now))
+  for _, other in ipairs(called) do
+    if other ~= worker then others = others + 1 end
+  end
+  if others == 0 then return end
+  local counts = redis.call('HMGET', meta, 'queued:interactive', 'queued:standard', 'queued:bulk')
+  local num_urgent = number(counts[1], 0)
+  local num_waiting = num_urgent + number(counts[2], 0) + number(counts[3], 0)
+  local share = math.max(1, math.ceil(num_waiting / (others + 1)))
+  local urgent_share = math.max(1, math.ceil(num_urgent / (others + 1)))
+  kept = math.max(0, credits - share)
+  credits = credits - kept
+  kept_urgent = math.max(0, urgent - math.max(0, urgent_share - credits))
+  urgent = urgent - kept_urgent
+end
+
 -- Registers the worker as idle while it has room left after a claim, so that submit wakes it.
 -- `ready`: room for any job; `ready:urgent`: room for interactive jobs only.
 local function register_idle(name, room)
@@ -86,17 +111,23 @@ local function reset_idle_counters()
   end
 end
 
+local leaves_some = false
 local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms, lease_ms, returns)
   if redelivers then redeliver() end
+  keep_to_share()
   deliver_from('ended', false, 63)
   deliver_from('returned', true, 63 + math.max(credits, 0))
   if credits > 0 or urgent > 0 then deliver_from_streams() end
-  register_idle('ready', credits)
-  register_idle('ready:urgent', credits > 0 and 0 or urgent)
+  -- A worker that has taken its share claims again soon by itself.
+  leaves_some = kept > 0 and credits <= 0 or kept_urgent > 0 and urgent <= 0
+  local room = leaves_some and 0 or credits + kept
+  register_idle('ready', room)
+  register_idle('ready:urgent', (leaves_some or room > 0) and 0 or urgent + kept_urgent)
   -- More jobs wait than fit a reply.
   if is_full then redis.call(announce, base .. 'control:' .. worker, WAKE_UP) end
 end)
 write_counts()
 if is_whole then reset_idle_counters() end
+table.insert(deliveries, 1, leaves_some and 1 or 0)
 return is_whole and deliveries or as_reply(trouble)

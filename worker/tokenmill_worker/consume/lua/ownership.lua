@@ -94,6 +94,7 @@ local function deregister_worker(worker, now, how)
 end
 
 local function promote(now)
+  local num_due, num_urgent = 0, 0
   local due = redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, 200)
   for _, id in ipairs(due) do
     redis.call('ZREM', base .. 'delayed', id)
@@ -107,8 +108,11 @@ local function promote(now)
       else
         enter_stream(id, class_of(job[2]), job[3] or '')
       end
+      num_due = num_due + 1
+      if job[2] == CLASSES[1] then num_urgent = num_urgent + 1 end
     end
   end
+  if num_due > 0 then wake_for(num_due, num_urgent, now) end
 end
 
 local function expire_waiting(now)
@@ -155,6 +159,6 @@ local function sweep(now, interval_ms, lease_ms, returns)
       freed = freed + deregister_worker(worker, now, 'orphan')
     end
   end
-  if freed > 0 then redis.call(announce, base .. 'bell', 'orphans') end
+  if freed > 0 then wake_all('orphans', now) end
   return freed
 end

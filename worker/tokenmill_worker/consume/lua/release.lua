@@ -1,6 +1,7 @@
 -- release: give jobs back to the queue, and wake all workers. A call without jobs only wakes them.
 --
--- Keys       meta, job:, jobs:, tenant:, held:, vouchers, delayed, returned, ended
+-- Keys       meta, job:, jobs:, tenant:, held:, vouchers, delayed, returned, ended, ready,
+--            ready:urgent
 -- Arguments  from ARGV[3] on, per job: id, token, how, delay in ms, note (see give_back in
 --            ownership.lua). If a call has exactly one crashed job, that job was alone in its
 --            engine.
@@ -27,5 +28,5 @@ for first = 3, #ARGV, FIELDS do
     reply[#reply + 1] = 1
   end
 end
-redis.call(announce, base .. 'bell', 'release')
+wake_all('release', now)
 return reply

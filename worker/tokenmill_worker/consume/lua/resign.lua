@@ -10,7 +10,8 @@
 text(ARGV[3], 'worker', 1)
 one_of(ARGV[4], 'how', {'handover', 'orphan'})
 if refusal then return refusal end
-local num_owned = deregister_worker(ARGV[3], clock_ms(), ARGV[4])
+local now = clock_ms()
+local num_owned = deregister_worker(ARGV[3], now, ARGV[4])
 redis.call('DEL', base .. 'worker:' .. ARGV[3])
-if num_owned > 0 then redis.call(announce, base .. 'bell', 'resign') end
+if num_owned > 0 then wake_all('resign', now) end
 return num_owned
