@@ -15,7 +15,7 @@
 | `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
 | `tm:{q}:vouchers` | hash worker id → ownership version | append | until it loses a job or ends |
 | `tm:{q}:control:<worker>` | pub/sub channel | submit, cancel, operators | – |
-| `tm:{q}:ready` | sorted set worker id → free places; woken: −ms | claim, submit | until claim; TTL |
+| `tm:{q}:ready` | sorted set worker id → free places, −ms if woken | claim, submit | TTL |
 | `tm:{q}:ready:urgent` | the same, for interactive jobs alone | the same | the same |
 | `tm:{q}:bell` | pub/sub channel | release, cancel, sweep | – |
 | `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |

@@ -45,7 +45,7 @@ async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("names", ["ab", "abc"])
 async def test_idle_workers_share_bursts_of_every_size(redis_url, tmp_path, names):
-    """Without a poll in between; each job runs until all have been claimed."""
+    """Each job runs until all have been claimed, and no worker polls."""
     database = database_url(tmp_path)
     common = {"model": "synthetic?step_ms=5", "max_num_seqs": 64, "poll_seconds": 60.0}
     async with client_of(redis_url, database) as client, contextlib.AsyncExitStack() as stack:
