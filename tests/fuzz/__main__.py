@@ -1,6 +1,6 @@
 """`ops/fuzz [--inputs N] [--target NAME] [--seed S]`: every decoder and the worker's intake, under
 bytes that nobody meant. Each target runs in a process of its own. The exit status is 1 when
-anything undocumented came out.
+anything undocumented came out. `ops/fuzz jobs` fuzzes whole jobs against a real worker.
 """
 
 # ruff: noqa: T201, TID251 - a command: it prints, and hands its environment on
@@ -31,6 +31,11 @@ INSTRUMENTED = [
 
 
 def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["jobs"]:
+        from tests.fuzz.jobs.run import main as fuzz_jobs
+
+        return fuzz_jobs(given[1:])
     parser = argparse.ArgumentParser(
         prog="ops/fuzz", description=__doc__.splitlines()[0] if __doc__ else None
     )
@@ -43,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--plain", action="store_true", help="without atheris, also where it is installed"
     )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.child is not None:
         return _child(options)
     return _parent(options)

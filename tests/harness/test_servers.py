@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +39,13 @@ def is_gone(pid: int, within_s: float = 30.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it does not become true"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("crash", [True, False])
@@ -186,6 +194,55 @@ class TestProxy:
                 client.set("key", 1, ex=60)
         with valkey.client() as direct:
             assert direct.get("key") == b"1"
+
+    def test_a_client_whose_half_is_closed_reads_the_end(
+        self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
+    ) -> None:
+        proxy = make_proxy(valkey.port)
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as client:
+            client.sendall(b"PING\r\n")
+            assert client.recv(100) == b"+PONG\r\n"
+            proxy.half_close(towards_client=True)
+            assert client.recv(100) == b""
+            client.sendall(b"SET key 1 EX 60\r\n")
+            with valkey.client() as direct:
+                wait_until(lambda: direct.get("key") == b"1")
+
+    def test_a_server_whose_half_is_closed_ends_the_connection(
+        self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
+    ) -> None:
+        proxy = make_proxy(valkey.port)
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as client:
+            client.sendall(b"PING\r\n")
+            assert client.recv(100) == b"+PONG\r\n"
+            proxy.half_close(towards_client=False)
+            with pytest.raises(ConnectionResetError):
+                client.recv(100)
+
+    def test_lost_bytes_reach_nobody_until_the_reset(
+        self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
+    ) -> None:
+        proxy = make_proxy(valkey.port)
+        hasty = redis.Redis.from_url(proxy.url, retry=None, socket_timeout=0.3)
+        with hasty, socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as client:
+            assert hasty.ping()
+            proxy.lose_bytes()
+            with pytest.raises(redis.TimeoutError):
+                hasty.set("key", 1, ex=60)
+            proxy.heal()
+            with pytest.raises(ConnectionResetError):
+                client.recv(100)
+            assert hasty.get("key") is None
+
+    def test_data_that_trickles_arrives_whole(
+        self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
+    ) -> None:
+        proxy = make_proxy(valkey.port)
+        with redis.Redis.from_url(proxy.url, retry=None) as client:
+            proxy.trickle()
+            for size in (1, 50_000):
+                client.set("key", b"x" * size, ex=60)
+                assert client.get("key") == b"x" * size
 
     def test_delay(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]

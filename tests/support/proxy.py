@@ -1,5 +1,5 @@
-"""A TCP proxy that misbehaves on request: between a client and a server it cuts, delays, freezes
-and loses replies.
+"""A TCP proxy that misbehaves on request: between a client and a server it cuts, closes one half,
+delays, freezes, loses bytes and passes them a few at a time.
 
 Runs on an event loop in a thread of its own, so that it serves tests of any kind. It knows bytes,
 not protocols: one Redis script call is one request and, on a quiet connection, one reply.
@@ -18,6 +18,8 @@ from tokenmill_worker.local.valkey_server import ManagedProcess
 T = TypeVar("T")
 
 _CHUNK_BYTES = 65_536
+_TRICKLE_PIECES = 100  # a block arrives in at most so many pieces
+_TRICKLE_PAUSE_S = 0.0005
 _LINGER_RESET = struct.pack("ii", 1, 0)  # close sends RST
 
 
@@ -28,6 +30,7 @@ class _Link:
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+    closed: set[asyncio.StreamWriter] = field(default_factory=set)  # have told the end of the data
 
 
 class FaultProxy(ManagedProcess):
@@ -46,6 +49,8 @@ class FaultProxy(ManagedProcess):
         self._refuses = False
         self._delay_s = 0.0
         self._replies_to_lose = 0
+        self._trickles = False
+        self._loses_all = False
         self._open = asyncio.Event()
         self.port = 0
 
@@ -106,11 +111,46 @@ class FaultProxy(ManagedProcess):
 
         self._apply(change)
 
+    def half_close(self, *, towards_client: bool) -> None:
+        """End one direction of every connection: that side reads the end of the data, and may still
+        send.
+        """
+
+        def change() -> None:
+            for link in list(self._links):
+                writer = link.client if towards_client else link.server
+                link.closed.add(writer)
+                writer.write_eof()
+
+        self._apply(change)
+
+    def trickle(self) -> None:
+        """Pass all data a few bytes at a time, until `heal`."""
+
+        def change() -> None:
+            self._trickles = True
+
+        self._apply(change)
+
+    def lose_bytes(self) -> None:
+        """Throw away all data, in both directions, until `heal` resets the connections: neither
+        side knows what the other has received.
+        """
+
+        def change() -> None:
+            self._loses_all = True
+
+        self._apply(change)
+
     def heal(self) -> None:
         """End all faults; data held back by a freeze flows again."""
 
         def change() -> None:
+            if self._loses_all:
+                for link in list(self._links):
+                    self._reset(link)
             self._refuses, self._delay_s, self._replies_to_lose = False, 0.0, 0
+            self._trickles = self._loses_all = False
             self._open.set()
 
         self._apply(change)
@@ -152,11 +192,19 @@ class FaultProxy(ManagedProcess):
                 if is_reply and self._replies_to_lose > 0:
                     self._replies_to_lose -= 1
                     break
-                sink.write(data)
-                await sink.drain()
+                if not self._loses_all and sink not in link.closed:
+                    await self._pass_on(data, sink)
         except OSError:
             pass
         self._reset(link)
+
+    async def _pass_on(self, data: bytes, sink: asyncio.StreamWriter) -> None:
+        size = max(3, len(data) // _TRICKLE_PIECES) if self._trickles else len(data)
+        for first in range(0, len(data), size):
+            sink.write(data[first : first + size])
+            await sink.drain()
+            if self._trickles:
+                await asyncio.sleep(_TRICKLE_PAUSE_S)
 
     def _reset(self, link: _Link) -> None:
         self._links.discard(link)
