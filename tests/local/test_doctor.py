@@ -1,12 +1,16 @@
 """Tests of `tokenmill doctor`: a model before it is loaded or fetched, and a database file."""
 
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.support.valkey import ControlledValkey
 from tokenmill_worker.local import doctor
 from tokenmill_worker.local.doctor import examine, show
 from tokenmill_worker.local.findings import Finding
@@ -116,3 +120,50 @@ def test_long_findings_wrap_between_words_in_a_terminal(
     assert all(len(line) <= 40 for line in lines)
     assert all(line.startswith(" " * 11 + line.strip()[:1]) for line in others)
     assert " ".join(line.strip() for line in others).endswith("end → " + found[0].hint)
+
+
+MAY_NOT_READ = "this user may not read its version, eviction policy and persistence (INFO)"
+MAY_NOT_ASK = "this user may not ask if a restart keeps what scripts wrote (ACL DRYRUN)"
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    ("user", "warnings"),
+    [
+        ("producer", [MAY_NOT_READ]),
+        ("reader", [MAY_NOT_ASK]),
+        ("tasks", [MAY_NOT_ASK]),
+        ("worker", []),
+        ("operator", []),
+    ],
+)
+def test_each_shipped_user_sees_what_it_may_and_no_error(
+    make_valkey: Callable[..., ControlledValkey], tmp_path: Path, user: str, warnings: list[str]
+) -> None:
+    rules = tmp_path / "users.acl"
+    rules.write_text((Path(__file__).parents[2] / "ops/deploy/redis/users.acl").read_text())
+    server = make_valkey(settings={"aclfile": str(rules)})
+    address = server.url.replace("://", f"://{user}:change-me-{user}@")
+    upgrade(f"sqlite:///{tmp_path}/t.db")
+    settings = load_settings(
+        {"redis_url": address, "database_url": f"sqlite:///{tmp_path}/t.db", "queue": "q"}
+    )
+    found = examine(settings, servers_only=True)
+    assert [one.words for one in found if one.severity != "ok"] == warnings
+    assert [one.words for one in found if one.subject == "queue"] == [
+        "q: 0 waiting, 0 running, 0 workers"
+    ]
+    with server.client(username="operator", password="change-me-operator") as operator:
+        names = {entry["object"] for entry in operator.acl_log()}
+    assert names <= {"info", "acl|dryrun", "time"}
+
+
+def test_the_servers_are_checked_without_torch() -> None:
+    code = (
+        "import sys; from tokenmill_worker.cli import app\n"
+        "try: app(['doctor', '--quiet', '--redis-url', 'redis://127.0.0.1:1/0'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()

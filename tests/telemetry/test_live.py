@@ -215,3 +215,30 @@ async def test_the_exporter_reports_queues_without_workers_and_an_unreachable_se
             await asyncio.to_thread(scrape, exporter.port, "/healthz")
     finally:
         await exporter.stop()
+
+
+async def test_the_exporter_reports_memory_and_a_server_that_evicts_with_the_rights_of_a_reader(
+    make_valkey: Callable[..., ControlledValkey], tmp_path: Path
+) -> None:
+    rules = tmp_path / "users.acl"
+    rules.write_text((Path(__file__).parents[2] / "ops/deploy/redis/users.acl").read_text())
+    limits = {"maxmemory": "64mb", "maxmemory-policy": "allkeys-lru"}
+    server = make_valkey(settings={"aclfile": str(rules), **limits})
+    url = server.url.replace("://", "://reader:change-me-reader@")
+    exporter = Exporter(url, ["q"], "tm:", "127.0.0.1", 0, every_s=0.1)
+    await exporter.start()
+    try:
+
+        async def is_read() -> bool:
+            text = await asyncio.to_thread(scrape, exporter.port)
+            return "redis_memory_bytes{" in text and "queue_jobs{" in text
+
+        await until(is_read)
+        text = await asyncio.to_thread(scrape, exporter.port)
+        assert value(text, "redis_memory_limit_bytes", queue="q") == 64 * 2**20
+        assert 0 < value(text, "redis_memory_bytes", queue="q") < 64 * 2**20
+        with pytest.raises(urllib.error.HTTPError) as failing:
+            await asyncio.to_thread(scrape, exporter.port, "/healthz")
+        assert b"maxmemory-policy is allkeys-lru" in failing.value.read()
+    finally:
+        await exporter.stop()

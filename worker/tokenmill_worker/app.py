@@ -305,7 +305,7 @@ class Worker:
             self.settings.redis_url, queue=self.settings.queue_name, prefix=self.settings.key_prefix
         )
         undo.push_async_callback(client.close)
-        queue = QueueMetrics(client)
+        queue = QueueMetrics(client, server=self.stream.server)
         self.metrics.add_queue_source(lambda: queue_samples([queue]))
         await undo.enter_async_context(background(queue.run(), self._stop))
 

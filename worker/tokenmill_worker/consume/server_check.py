@@ -56,9 +56,14 @@ class ServerState:
         return bool(self.info.get("aof_enabled", 0))
 
     @property
+    def max_memory(self) -> int:
+        """The server's own limit in bytes; 0: none."""
+        return int(self.info.get("maxmemory", 0))
+
+    @property
     def memory(self) -> tuple[int, int] | None:
-        """Bytes in use, and their limit (`maxmemory`); None without a limit."""
-        limit = int(self.info.get("maxmemory", 0))
+        """Bytes in use, and their limit: the server's own, or else its machine's memory."""
+        limit = self.max_memory or int(self.info.get("total_system_memory", 0))
         return (int(self.info["used_memory"]), limit) if limit else None
 
     def problems(self) -> list[str]:
@@ -68,7 +73,7 @@ class ServerState:
         if self.info and version < MIN_VERSION:
             found.append(f"the server is {self.name}; Redis 7.0 is the oldest that works")
         policy = self.info.get("maxmemory_policy", "noeviction")
-        if self.info.get("maxmemory", 0) and policy != "noeviction":
+        if self.max_memory and policy != "noeviction":
             found.append(
                 f"the server's maxmemory-policy is {policy}: "
                 "it would silently drop accepted jobs; set it to noeviction"
@@ -140,7 +145,7 @@ class ServerWatch:
             try:
                 problems = (await self._look()).problems()
             except (*SERVER_TROUBLE, TimeoutError):
-                pass  # whoever needs the server says that it is away
+                self.memory = None  # whoever needs the server says that it is away
             else:
                 self._note("; ".join(problems) or None)
             await asyncio.sleep(self._interval_s)

@@ -95,7 +95,7 @@ def _eviction(state: ServerState) -> Iterator[Finding]:
     policy = state.info.get("maxmemory_policy", "noeviction")
     if policy == "noeviction":
         yield Finding("redis", "ok", "it deletes no job when its memory is full (noeviction)")
-    elif state.memory is None:
+    elif not state.max_memory:
         hint = "CONFIG SET maxmemory-policy noeviction (else it deletes jobs once it has a limit)"
         yield Finding("redis", "warning", f"its eviction policy is {policy}", hint)
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from tokenmill import AsyncClient
+from tokenmill.transport.connect import connect_async
+from tokenmill_worker.consume.server_check import ServerWatch
 from tokenmill_worker.telemetry import Check, HealthServer
 from tokenmill_worker.telemetry.instruments import CallbackCollector
 from tokenmill_worker.telemetry.queue_metrics import INTERVAL_S, QueueMetrics, queue_samples
@@ -35,7 +37,11 @@ class Exporter:
         every_s: float = INTERVAL_S,
     ) -> None:
         self._clients = [AsyncClient(redis_url, queue=queue, prefix=prefix) for queue in queues]
-        self._queues = [QueueMetrics(client, every_s) for client in self._clients]
+        self._redis = connect_async(redis_url)
+        self._queues = [
+            QueueMetrics(client, every_s, server=ServerWatch(self._redis, client.keys.meta))
+            for client in self._clients
+        ]
         registry = CollectorRegistry(auto_describe=False)
         registry.register(CallbackCollector(lambda: queue_samples(self._queues)))
         checks = [Check(f"queue {queue.queue}", queue.problem) for queue in self._queues]
@@ -50,6 +56,9 @@ class Exporter:
         """Start serving and reading. Raises PortTaken."""
         await self._server.start()
         self._tasks = [asyncio.create_task(queue.run()) for queue in self._queues]
+        self._tasks += [
+            asyncio.create_task(queue.server.run()) for queue in self._queues if queue.server
+        ]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -58,6 +67,7 @@ class Exporter:
         await self._server.stop()
         for client in self._clients:
             await client.close()
+        await self._redis.aclose()
 
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises ConfigurationError if Redis refuses the first read

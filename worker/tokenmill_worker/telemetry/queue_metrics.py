@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tokenmill import AsyncClient, ConfigurationError, TokenmillError
 from tokenmill.operations.overview import QueueState
+from tokenmill_worker.consume.server_check import ServerWatch
 from tokenmill_worker.telemetry.instruments import MetricSample
 
 log = logging.getLogger(__name__)
@@ -24,10 +25,19 @@ Values = dict[tuple[str, ...], float | None]
 
 
 class QueueMetrics:
-    """Reads one queue at intervals. `state` is None until the first read, and while reads fail."""
+    """Reads one queue at intervals. `state` is None until the first read, and while reads fail.
+    `server` looks at the server of the queue; somebody else runs it.
+    """
 
-    def __init__(self, client: AsyncClient, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        interval_s: float = INTERVAL_S,
+        *,
+        server: ServerWatch | None = None,
+    ) -> None:
         self.queue = client.queue
+        self.server = server
         self.state: QueueState | None = None
         self._client = client
         self._interval_s = interval_s
@@ -64,9 +74,9 @@ class QueueMetrics:
             self.state, self._failing = None, True
 
     def problem(self) -> str | None:
-        return (
-            None if self.state is not None else f"the queue {self.queue} cannot be read from Redis"
-        )
+        if self.state is None:
+            return f"the queue {self.queue} cannot be read from Redis"
+        return self.server.problem if self.server is not None else None
 
 
 def queue_samples(queues: Sequence[QueueMetrics]) -> Iterator[MetricSample]:
@@ -75,6 +85,7 @@ def queue_samples(queues: Sequence[QueueMetrics]) -> Iterator[MetricSample]:
     known = {queue: state for queue, state in states.items() if state is not None}
     up: Values = {(queue,): float(state is not None) for queue, state in states.items()}
     yield MetricSample("queue_up", "1 while the queue can be read from Redis", up, ("queue",))
+    yield from _memory(queues)
     yield from _by_class(known)
     for name, words, of in _NUMBERS:
         yield MetricSample(
@@ -93,6 +104,16 @@ def queue_samples(queues: Sequence[QueueMetrics]) -> Iterator[MetricSample]:
         ("queue", "status"),
         is_counter=True,
     )
+
+
+def _memory(queues: Sequence[QueueMetrics]) -> Iterator[MetricSample]:
+    known = {
+        queue.queue: queue.server.memory for queue in queues if queue.server and queue.server.memory
+    }
+    words = ("Memory that the queue's server uses", "Its limit: maxmemory, or the machine's memory")
+    for place, name in enumerate(("redis_memory_bytes", "redis_memory_limit_bytes")):
+        values: Values = {(queue,): float(memory[place]) for queue, memory in known.items()}
+        yield MetricSample(name, words[place], values, ("queue",))
 
 
 def _by_class(known: Mapping[str, QueueState]) -> Iterator[MetricSample]:
