@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import redis
 
-from tests.support.other_servers import SERVERS, binary_of
-from tests.support.topologies import ValkeyCluster
+from tests.support.other_servers import SERVERS, binary_of, every_server
+from tests.support.topologies import SentinelGroup, ValkeyCluster, wait_until
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
 from tokenmill import AsyncClient, Client, ConfigurationError
 from tokenmill.transport import scripts
 from tokenmill.transport.scripts import Script
+from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.consume import scripts as worker_scripts
 
@@ -182,6 +183,40 @@ async def test_all_work_is_allowed_in_a_cluster(
 ) -> None:
     await work(guarded_cluster.url, tmp_path)
     assert [refusals(node) for node in guarded_cluster.nodes] == [[], [], []]
+
+
+@pytest.mark.slow
+@every_server
+async def test_replicas_and_sentinels_fail_over_as_their_users(
+    tmp_path: Path, server_name: str
+) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text(RULES)
+    with SentinelGroup(users=users, binary=binary_of(server_name)) as group:
+        first = group.primary
+        async with (
+            running_worker(
+                named("worker", group.url),
+                database_url(tmp_path),
+                model="synthetic?step_ms=3",
+                lease_seconds=1.0,
+                heartbeat_seconds=0.25,
+            ),
+            AsyncClient(named("producer", group.url), queue=QUEUE) as producer,
+        ):
+            job = await producer.submit(**LONG | {"max_tokens": 1_500})
+            stream = producer.stream(job)
+            chunks = [await anext(stream)]
+            second = await asyncio.to_thread(group.fail_over)
+            chunks += [chunk async for chunk in stream]
+            answer = await producer.result(job, timeout=60)
+            assert answer.status is JobStatus.SUCCEEDED
+            assert "".join(chunk.text for chunk in chunks) == answer.text
+            await asyncio.to_thread(first.start)  # comes back, and becomes a replica
+            await asyncio.to_thread(wait_until, lambda: group.is_in_step(first), "the return")
+        with first.client(**OPERATOR) as client:
+            assert client.exists(Keys(QUEUE).meta)
+        assert [refusals(server) for server in (first, second)] == [[], []]
 
 
 # ── no more than that ──

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Self
 
 import redis
@@ -135,13 +136,16 @@ class _SentinelProcess(ControlledValkey):
 
     _ready_line = b"Sentinel ID is"
 
-    def __init__(self, service: str, primary_port: int, quorum: int) -> None:
-        super().__init__(persistent=False)
+    def __init__(
+        self, service: str, primary_port: int, quorum: int, *, auth: bool, binary: Path | None
+    ) -> None:
+        super().__init__(persistent=False, binary=binary)
         self._watched = (
             f"sentinel monitor {service} 127.0.0.1 {primary_port} {quorum}",
             f"sentinel down-after-milliseconds {service} 500",
             f"sentinel failover-timeout {service} 2000",
             f"sentinel parallel-syncs {service} 1",
+            *(_sentinel_login(service) if auth else ()),
         )
 
     def _config_lines(self) -> list[str]:
@@ -157,12 +161,36 @@ class _SentinelProcess(ControlledValkey):
         return ["--sentinel"]
 
 
-class SentinelGroup(ManagedProcess):
-    """One primary, replicas of it, and three sentinels that agree by two."""
+def _sentinel_login(service: str) -> tuple[str, str]:
+    return (
+        f"sentinel auth-user {service} sentinel",
+        f"sentinel auth-pass {service} change-me-sentinel",
+    )
 
-    def __init__(self, num_replicas: int = 1, service: str = "main") -> None:
+
+_REPLICA_LOGIN = {"masteruser": "replica", "masterauth": "change-me-replica"}
+
+
+class SentinelGroup(ManagedProcess):
+    """One primary, replicas of it, and three sentinels that agree by two. `users` is a copy of
+    ops/deploy/redis/users.acl, under which all of them then work.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        service: str = "main",
+        *,
+        users: Path | None = None,
+        binary: Path | None = None,
+    ) -> None:
         self.service = service
-        self.servers = [ControlledValkey() for _ in range(1 + num_replicas)]
+        self._binary = binary
+        self._has_users = users is not None
+        settings = _REPLICA_LOGIN | {"aclfile": str(users)} if users is not None else None
+        self.servers = [
+            ControlledValkey(settings=settings, binary=binary) for _ in range(1 + num_replicas)
+        ]
         self.sentinels: list[_SentinelProcess] = []
 
     @property
@@ -175,12 +203,17 @@ class SentinelGroup(ManagedProcess):
             undo.callback(self.stop)
             primary, *replicas = [server.start() for server in self.servers]
             for replica in replicas:
-                with replica.client() as client:
+                with self._administer(replica) as client:
                     client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
             wait_until(
-                lambda: all(self._is_in_step(replica) for replica in replicas), "replication"
+                lambda: all(self.is_in_step(replica) for replica in replicas), "replication"
             )
-            self.sentinels = [_SentinelProcess(self.service, primary.port, 2) for _ in range(3)]
+            self.sentinels = [
+                _SentinelProcess(
+                    self.service, primary.port, 2, auth=self._has_users, binary=self._binary
+                )
+                for _ in range(3)
+            ]
             for sentinel in self.sentinels:
                 sentinel.start()
             wait_until(
@@ -210,15 +243,17 @@ class SentinelGroup(ManagedProcess):
         )
         return self.primary
 
-    @staticmethod
-    def _takes_writes(server: ControlledValkey) -> bool:
-        with server.client() as client:
+    def _administer(self, server: ControlledValkey) -> "redis.Redis":
+        login = {"username": "operator", "password": "change-me-operator"}
+        return server.client(**(login if self._has_users else {}))
+
+    def _takes_writes(self, server: ControlledValkey) -> bool:
+        with self._administer(server) as client:
             role: Any = client.execute_command("ROLE")
         return bool(role[0] == b"master")
 
-    @staticmethod
-    def _is_in_step(server: ControlledValkey) -> bool:
-        with server.client() as client:
+    def is_in_step(self, server: ControlledValkey) -> bool:
+        with self._administer(server) as client:
             role: Any = client.execute_command("ROLE")
         return bool(role[0] == b"slave" and role[3] == b"connected")
 
