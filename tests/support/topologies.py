@@ -205,9 +205,7 @@ class SentinelGroup(ManagedProcess):
             for replica in replicas:
                 with self._administer(replica) as client:
                     client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
-            wait_until(
-                lambda: all(self.is_in_step(replica) for replica in replicas), "replication"
-            )
+            wait_until(lambda: all(self.is_in_step(replica) for replica in replicas), "replication")
             self.sentinels = [
                 _SentinelProcess(
                     self.service, primary.port, 2, auth=self._has_users, binary=self._binary
