@@ -14,8 +14,11 @@ import pytest
 import yaml
 
 from tokenmill_worker.settings import Settings, load_settings
+from tokenmill_worker.settings.fields import variable_of
 
 ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "ops/deploy/Dockerfile").read_text()
+SERVICES = list(yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"])
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +42,11 @@ def test_volumes_are_declared_and_bind_mounts_exist(compose: dict[str, Any]) -> 
     used = set()
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
+            source, _target, *_options = re.split(r":(?!-)", volume)
             if source.startswith("."):
                 assert (ROOT / source).exists(), source
             else:
-                used.add(source)
+                used.add(_plain(source))
     assert used == set(compose["volumes"])
 
 
@@ -74,8 +77,140 @@ def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Setti
     for name in [name for name in os.environ if name.startswith("TOKENMILL_")]:  # noqa: TID251 - the worker's own source
         monkeypatch.delenv(name)
     for name, value in service["environment"].items():
-        monkeypatch.setenv(name, _plain(value))
+        if value is not None:  # None: the variable of .env or of the shell, if there is one
+            monkeypatch.setenv(name, _plain(value))
     return load_settings()  # strict: an unknown variable is an error
+
+
+# The file sets these itself: who talks to whom, and what its own waiting times and volumes fit.
+_OWN = {
+    *("redis_url", "database_url", "tasks_broker_url", "webhook_secret", "worker_id"),
+    *("drain_seconds", "record_drain_seconds", "metrics_host", "metrics_port", "cache_dir"),
+    "tensor_parallel",  # needs torchrun
+}
+
+
+@pytest.mark.parametrize("service", ["worker-cpu", "worker-gpu", "migrate", "tasks", "exporter"])
+def test_every_setting_of_env_reaches_every_role(compose: dict[str, Any], service: str) -> None:
+    """A variable without a value is passed on where .env or the shell has it."""
+    environment = compose["services"][service]["environment"]
+    passed = {name for name, value in environment.items() if value is None}
+    assert passed == {variable_of(name) for name in Settings.model_fields if name not in _OWN}
+    assert {name for name in environment if name not in passed} <= {
+        variable_of(name) for name in _OWN
+    }
+
+
+def test_the_secret_of_webhooks_is_passed_to_the_tasks_alone(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    knowing = [
+        name
+        for name, service in services.items()
+        if "TOKENMILL_WEBHOOK_SECRET" in service.get("environment", {})
+    ]
+    assert knowing == ["tasks"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_container_has_few_rights(compose: dict[str, Any], service: str) -> None:
+    content = compose["services"][service]
+    assert content["cap_drop"] == ["ALL"]
+    assert content["security_opt"] == ["no-new-privileges:true"]
+    assert content["init"] is True
+    assert re.fullmatch(r"\d+[mg]", _plain(content["mem_limit"]))
+    assert content["logging"]["driver"] == "json-file"
+    assert set(content["logging"]["options"]) == {"max-size", "max-file"}
+    if service not in ("prometheus", "grafana"):  # they choose what they write themselves
+        assert content["read_only"] is True
+        assert content["tmpfs"][0].startswith("/tmp")
+
+
+def test_the_servers_run_as_their_own_users(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert [services[name]["user"] for name in ("redis", "postgres")] == ["valkey", "postgres"]
+    assert "USER tokenmill" in DOCKERFILE
+
+
+@pytest.mark.parametrize("role", ["worker", "tasks", "exporter"])
+def test_a_role_has_the_memory_that_it_has_in_kubernetes(
+    compose: dict[str, Any], role: str
+) -> None:
+    documents = yaml.safe_load_all((ROOT / f"ops/deploy/k8s/{role}.yaml").read_text())
+    (container,) = next(iter(documents))["spec"]["template"]["spec"]["containers"]
+    service = "worker-cpu" if role == "worker" else role
+    limit = _plain(compose["services"][service]["mem_limit"])
+    assert limit.upper() + "i" == container["resources"]["limits"]["memory"]
+    if role == "worker":  # and the time that Kubernetes gives it to come up
+        probe = container["startupProbe"]
+        minutes = int(compose["services"][service]["healthcheck"]["start_period"][:-1])
+        assert minutes * 60 == probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_valkey_s_data_take_half_of_its_memory(compose: dict[str, Any]) -> None:
+    server = compose["services"]["redis"]
+    limit = server["mem_limit"]
+    assert limit == server["environment"]["MEMORY_MB"] + "m"
+    assert '--maxmemory "$$((MEMORY_MB / 2))mb"' in server["command"][-1]
+
+
+def test_a_start_of_postgresql_is_not_healthy_before_its_port_is_open(
+    compose: dict[str, Any],
+) -> None:
+    """The first start answers on its socket while it still makes the database."""
+    (_, command) = compose["services"]["postgres"]["healthcheck"]["test"]
+    assert "-h 127.0.0.1" in command
+
+
+@pytest.mark.parametrize("service", ["worker-cpu", "worker-gpu"])
+def test_a_folder_of_own_models_is_mounted(compose: dict[str, Any], service: str) -> None:
+    assert "${MODELS_FOLDER:-no-models}:/models:ro" in compose["services"][service]["volumes"]
+
+
+@pytest.mark.parametrize("service", ["worker-cpu", "worker-gpu", "migrate", "tasks", "exporter"])
+def test_the_build_takes_the_index_and_the_version(compose: dict[str, Any], service: str) -> None:
+    content = compose["services"][service]
+    given = content["build"]["args"]
+    assert set(given) <= set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "TORCH_INDEX_URL", "VERSION"} == set(given)
+    assert given["VERSION"] == "${TOKENMILL_VERSION:-local}"
+    assert given["VERSION"] in content["image"]
+    is_for_gpus = service == "worker-gpu"
+    assert (given["TORCH_INDEX_URL"] == "") is is_for_gpus  # CPU builds are for the others
+    assert content["image"].endswith("-gpu") is is_for_gpus
+
+
+def test_the_image_needs_no_image_of_cuda() -> None:
+    """Every stage of a file is built without BuildKit, wanted or not."""
+    assert "nvidia" not in DOCKERFILE
+    bases = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    assert set(bases) == {"$PYTHON_IMAGE", "dependencies"}
+    assert "FROM $CUDA_IMAGE AS wheel" in (ROOT / "ops/deploy/flash-attn.Dockerfile").read_text()
+
+
+def test_a_change_of_the_code_installs_no_package_again() -> None:
+    """Docker repeats what follows the first line that changed."""
+    steps = [
+        DOCKERFILE.index(step)
+        for step in (
+            "torch setuptools\n",
+            "COPY pyproject.toml",
+            "-r requirements.txt",
+            "COPY worker",
+        )
+    ]
+    assert steps == sorted(steps)
+    last = DOCKERFILE.rindex("\nFROM ")
+    assert DOCKERFILE.index("COPY --from=dependencies", last) < DOCKERFILE.index(
+        "COPY --from=code", last
+    )
+    assert DOCKERFILE.index("ARG VERSION", last) > DOCKERFILE.index("pip install", last)
+
+
+def test_compiled_kernels_go_into_the_volume(compose: dict[str, Any]) -> None:
+    """The root file system is read-only, and a container's own files go with it."""
+    (cache, _) = compose["services"]["worker-gpu"]["volumes"]
+    folder = cache.split(":")[1]
+    assert f"TRITON_CACHE_DIR={folder}/" in DOCKERFILE
 
 
 def test_the_worker_s_variables_are_settings(

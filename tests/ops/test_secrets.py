@@ -67,12 +67,25 @@ def test_files_are_private_and_never_overwritten(
             break
 
 
-def test_git_and_docker_ignore_them() -> None:
-    for name in (".gitignore", ".dockerignore"):
-        lines = (ROOT / name).read_text().splitlines()
-        here = {line.removeprefix("/") for line in lines}
-        assert {".env", "users.acl", "ops/deploy/k8s/secret.env"} <= here, name
-        assert "ops/deploy/k8s/users.acl" in here, name
+def test_git_ignores_them() -> None:
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    here = {line.removeprefix("/") for line in lines}
+    assert {".env", "users.acl", "ops/deploy/k8s/secret.env", "ops/deploy/k8s/users.acl"} <= here
+
+
+def test_a_builder_of_images_gets_nothing_but_what_the_images_are_built_from() -> None:
+    first, *rest = [
+        line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"
+    ]
+    assert first == "*"
+    named = {line[1:] for line in rest if line.startswith("!")}
+    copied = {
+        source
+        for path in (ROOT / "ops/deploy").glob("*Dockerfile")
+        for sources in re.findall(r"^COPY (?!--)(.+) \S+$", path.read_text(), re.MULTILINE)
+        for source in sources.split()
+    }
+    assert named == copied
 
 
 def test_the_cluster_s_users_have_the_passwords_of_its_secret(tmp_path: Path) -> None:
