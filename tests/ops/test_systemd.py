@@ -1,0 +1,40 @@
+"""The units of ops/deploy/systemd: commands and options exist, and a stop has the time of a drain."""
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenmill_worker.cli import app
+from tokenmill_worker.settings import Settings
+
+UNITS = sorted((Path(__file__).parents[2] / "ops/deploy/systemd").glob("*.service"))
+
+
+def service_of(path: Path) -> configparser.SectionProxy:
+    unit = configparser.ConfigParser(interpolation=None, delimiters="=", comment_prefixes="#")
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(path)
+    assert set(unit) == {"DEFAULT", "Unit", "Service", "Install"}
+    return unit["Service"]
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_stop_has_the_time_of_a_drain(path: Path) -> None:
+    service = service_of(path)
+    fields = Settings.model_fields
+    drain = fields["drain_seconds"].default + fields["record_drain_seconds"].default
+    assert float(service["TimeoutStopSec"]) > drain + 20  # Redis may not answer meanwhile
+    assert service["KillMode"] == "mixed"  # the engine's process is ended by the worker, not beside
+    assert service["Restart"] == "always"
+    assert service["User"] == "tokenmill"
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_the_command_and_its_options_exist(path: Path) -> None:
+    _, command, *options = service_of(path)["ExecStart"].split()
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    for option in re.findall(r"--\S+", " ".join(options)):
+        assert option in shown
