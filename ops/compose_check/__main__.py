@@ -56,6 +56,7 @@ def _checks(older: str) -> Mapping[str, Check]:
         "build": checks.builds,
         "older version": lambda project: checks.starts_older(project, older),
         "upgrade in mid-answer": checks.upgrades,
+        "back to the older version": checks.goes_back,
         "rights": checks.has_few_rights,
         "settings of every role": checks.settings_reach_roles,
         "a backend on the host": checks.answers_a_backend,

@@ -23,9 +23,8 @@ def builds(project: ComposeProject) -> str:
     label = '{{index .Config.Labels "org.opencontainers.image.version"}} {{.Size}}'
     version, size = project.run(["docker", "image", "inspect", "-f", label, image]).split()
     _expect(version == IMAGE, f"the label names the version {version}")
-    passwords = project.run(
-        ["docker", "run", "--rm", "--entrypoint", "find", image, "/", "-xdev", "-name", ".env"]
-    )
+    find = ["docker", "run", "--rm", "--user", "root", "--entrypoint", "find", image]
+    passwords = project.run([*find, "/", "-xdev", "-name", ".env"])
     _expect(not passwords, f"the image has {passwords}")
     return f"{image}, {int(size) / 1e9:.2f} GB"
 
@@ -57,21 +56,22 @@ def starts_older(project: ComposeProject, commit: str) -> str:
 def upgrades(project: ComposeProject) -> str:
     """Name another version and call `up`: migrated first, then drained and replaced."""
     backend, before = HostBackend(project.variables), _revision(project)
-
-    def upgrade() -> None:
-        project.change(TOKENMILL_VERSION=IMAGE)
-        project.up()
-
-    _, told = backend.ask_while(upgrade)
-    for service in ROLES:
-        for container in project.containers(service):
-            used = container["Config"]["Image"]
-            _expect(used == f"tokenmill:{IMAGE}", f"{service} runs {used}")
+    told = _change_version(project, IMAGE)
     jobs = (project.folder / "older-jobs").read_text().split()
     _expect(backend.rows(jobs) == len(jobs), "rows of the older version are gone")
     after = _revision(project)
     _expect(after != before, f"the schema is at {after} before and after")
     return f"{before} → {after}; {told}"
+
+
+def goes_back(project: ComposeProject) -> str:
+    """Name the older version again: it runs on the newer schema. Then the newer one."""
+    before = _revision(project)
+    told = _change_version(project, OLDER)
+    after = _revision(project)
+    _expect(after == before, f"the schema went from {before} to {after}")
+    _change_version(project, IMAGE)
+    return f"{after} stays; {told}"
 
 
 def has_few_rights(project: ComposeProject) -> str:
@@ -274,6 +274,19 @@ def previous_schema() -> str:
     pattern = "migrations/tokenmill_migrations/versions/0*.py"
     found = subprocess.run([*command, pattern], capture_output=True, text=True, check=True)
     return found.stdout.strip()
+
+
+def _change_version(project: ComposeProject, version: str) -> str:
+    def change() -> None:
+        project.change(TOKENMILL_VERSION=version)
+        project.up()
+
+    _, told = HostBackend(project.variables).ask_while(change)
+    for service in ROLES:
+        for container in project.containers(service):
+            used = container["Config"]["Image"]
+            _expect(used == f"tokenmill:{version}", f"{service} runs {used}")
+    return told
 
 
 def _expect(is_so: bool, otherwise: str) -> None:
