@@ -1,4 +1,4 @@
-"""The units of ops/deploy/systemd: commands and options exist, and a stop has the time of a drain."""
+"""The units of ops/deploy/systemd: options exist, and a stop has the time of a drain."""
 
 import configparser
 import re
