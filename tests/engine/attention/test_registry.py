@@ -50,14 +50,23 @@ def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.Mo
     monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)
     cuda, half = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert choose("auto", cuda, half, [SHAPE], 0).name == "flash"
+    assert choose("flash", cuda, half, [SHAPE], 0).name == "flash"
     assert backend_class("flash").default_block_size(cuda) == 256
     reason = why_not("flash", cuda, half, [SHAPE], 16)
     assert reason is not None
     assert "256" in reason
 
 
-def test_without_flash_attn_and_a_block_size_auto_passes_on(
+def test_auto_prefers_triton_which_was_measured_to_flash_attn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = flash.FlashLibrary(3, lambda: None, lambda: None)
+    monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert choose("auto", torch.device("cuda"), torch.bfloat16, [SHAPE], 16).name == "triton"
+
+
+def test_without_flash_attn_and_a_block_size_it_gives_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flash, "installed_library", no_library)

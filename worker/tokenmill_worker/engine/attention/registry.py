@@ -23,7 +23,8 @@ _MODULES: dict[str, tuple[str, str]] = {
     "flash": ("tokenmill_worker.engine.cuda.attention.flash", "FlashAttention"),
     "torch_varlen": ("tokenmill_worker.engine.cuda.attention.torch_varlen", "TorchVarlenAttention"),
 }
-_PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("flash", "triton", "torch_varlen", "reference")}
+# Measured ones first: flash-attn's library has not run here yet.
+_PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flash", "torch_varlen", "reference")}
 
 
 def backend_names() -> tuple[str, ...]:
