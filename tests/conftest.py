@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.exits import last_words, leave_last_words
 from tests.support.leaks import leaked_keys
 from tests.support.lifecycle import missing, need_valkey
+from tests.support.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.support.postgres import PostgresServer, PostgresUnavailable
 from tests.support.proxy import FaultProxy
 from tests.support.topologies import SentinelGroup, ValkeyCluster
@@ -248,6 +249,16 @@ def postgres_url(postgres: PostgresServer) -> Iterator[str]:
     url = postgres.create_database()
     yield url
     postgres.drop_database(url)
+
+
+@pytest.fixture
+def pooled_url(postgres: PostgresServer, postgres_url: str) -> Iterator[str]:
+    """The database of `postgres_url` behind PgBouncer in transaction mode."""
+    if (binary := pgbouncer_binary()) is None:
+        missing("no pgbouncer on this machine")
+    pooler = PgBouncer(postgres, binary).start()
+    yield pooler.url(postgres_url)
+    pooler.stop()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from tokenmill.sql.engine import (
     IDLE_TIMEOUT_S,
     STATEMENT_TIMEOUT_S,
     open_engine,
-    open_producer_engine,
 )
 from tokenmill_worker.record import ResultStore
 from tokenmill_worker.record.migrate import upgrade
@@ -40,12 +39,12 @@ async def test_a_frozen_transaction_ends_and_frees_the_job_for_others(postgres_u
     await other.close()
 
 
-@pytest.mark.parametrize("opened", [open_engine, open_producer_engine])
+@pytest.mark.parametrize("is_producer", [False, True])
 def test_every_transaction_has_a_limit_a_little_above_that_of_a_statement(
-    postgres_url: str, opened
+    postgres_url: str, is_producer: bool
 ) -> None:
     assert STATEMENT_TIMEOUT_S < IDLE_TIMEOUT_S <= STATEMENT_TIMEOUT_S + 10
-    engine = opened(postgres_url)
+    engine = open_engine(postgres_url, is_producer=is_producer)
     for _ in range(2):
         with engine.begin() as connection:
             assert connection.scalar(SHOW) == f"{IDLE_TIMEOUT_S}s"

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.waiting import until
+from tokenmill.sql.driver_errors import is_misconfigured
 from tokenmill.sql.engine import open_engine, parse_database_url
 from tokenmill_worker.errors import StoreUnavailable
-from tokenmill_worker.record.sql_errors import is_misconfigured
 from tokenmill_worker.record.threads import BlockingCalls
 
 

@@ -69,7 +69,7 @@ def _version(path: Path) -> tuple[int, ...]:
     return tuple(int(number) for number in digits)
 
 
-def _ordinary_user() -> int | None:
+def ordinary_user() -> int | None:
     """Return the account for the server's processes; None to run it as ourselves, without root."""
     if os.getuid() != 0:
         return None
@@ -84,13 +84,21 @@ def _ordinary_user() -> int | None:
 
 
 class PostgresServer:
-    """One cluster on a loopback port that is kept over restarts."""
+    """One cluster on a loopback port that is kept over restarts. `standby_of`: the primary that it
+    follows until `promote`.
+    """
 
-    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, str] | None = None,
+        *,
+        standby_of: "PostgresServer | None" = None,
+    ) -> None:
+        self._primary = standby_of
         self.settings = {**_SETTINGS, **(settings or {})}
         self.port = free_port()
         self._binaries = postgres_binaries()
-        self.uid = _ordinary_user()
+        self.uid = ordinary_user()
         self.directory = private_directory("postgres")
         self._child: GuardedProcess | None = None
         self._numbers = itertools.count(1)
@@ -155,10 +163,14 @@ class PostgresServer:
         self.halt(signal.SIGQUIT if crash else signal.SIGINT)
         return self.start()
 
-    def create_database(self) -> str:
+    def promote(self) -> None:
+        """Make a standby the primary; returns once it may be written to."""
+        self.execute("SELECT pg_promote(true)")
+
+    def create_database(self, options: str = "") -> str:
         """Create an empty database and return its URL."""
         name = f"test_{os.getpid()}_{next(self._numbers)}"
-        self.execute(f'CREATE DATABASE "{name}"')
+        self.execute(f'CREATE DATABASE "{name}" {options}')
         return self.url(name)
 
     def drop_database(self, url: str) -> None:
@@ -184,17 +196,16 @@ class PostgresServer:
         self.data_directory.mkdir(mode=0o700)
         if self.uid is not None:
             os.chown(self.data_directory, self.uid, self.uid)
-        options = [
-            "-D",
-            str(self.data_directory),
-            "-U",
-            "tokenmill",
-            "--auth=trust",
-            "--encoding=UTF8",
-        ]
-        options += ["--locale=C", "--no-sync"]
+        options = ["-D", str(self.data_directory), "--no-sync"]
+        if self._primary is None:
+            program = "initdb"
+            options += ["-U", "tokenmill", "--auth=trust", "--encoding=UTF8", "--locale=C"]
+        else:
+            program = "pg_basebackup"
+            address = ["-h", "127.0.0.1", "-p", str(self._primary.port), "-U", "tokenmill"]
+            options += [*address, "--write-recovery-conf", "--checkpoint=fast"]
         command = guarded_command(
-            [str(self._binaries / "initdb"), *options], at_death=signal.SIGKILL, uid=self.uid
+            [str(self._binaries / program), *options], at_death=signal.SIGKILL, uid=self.uid
         )
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, cwd="/", timeout=_START_TIMEOUT_S
@@ -202,7 +213,7 @@ class PostgresServer:
         if done.returncode != 0:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise PostgresUnavailable(
-                f"initdb failed: {(done.stderr or done.stdout).strip()[-500:]}"
+                f"{program} failed: {(done.stderr or done.stdout).strip()[-500:]}"
             )
 
     def _wait_until_ready(self) -> None:

@@ -310,7 +310,7 @@ def _place(settings: Settings) -> str:
 def _database(settings: Settings) -> Iterator[None]:
     import sqlalchemy.exc
 
-    from tokenmill.sql.engine import sentence_of
+    from tokenmill.sql.driver_errors import sentence_of
 
     try:
         yield

@@ -6,7 +6,6 @@ Needs the extra `sql` (SQLAlchemy), which is imported when the first database is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ class Database:
         try:
             import sqlalchemy
 
-            from tokenmill.sql import engine
+            from tokenmill.sql import driver_errors, engine
         except ImportError as error:
             raise ConfigurationError(
                 "reading results from SQL needs SQLAlchemy (and PostgreSQL psycopg): "
@@ -35,14 +34,14 @@ class Database:
                 "client"
             ) from error
         self.sql = sqlalchemy
-        self._sentence_of = engine.sentence_of
+        self._errors = driver_errors
         scheme, separator, _ = url.partition("://")
         if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
             raise ConfigurationError(
                 "the database URL begins with sqlite:/// or postgresql://; others are not served"
             )
         try:
-            self._engine = engine.open_producer_engine(url)
+            self._engine = engine.open_engine(url, pool_size=5, is_producer=True)
         except ImportError as error:
             raise ConfigurationError(f"the database's driver is not installed: {error}") from error
         except (sqlalchemy.exc.ArgumentError, ValueError):  # their messages repeat parts of the URL
@@ -60,19 +59,22 @@ class Database:
             with self._engine.begin() as connection:
                 yield connection
         except self.sql.exc.SQLAlchemyError as error:
-            words = self._sentence_of(error)
-            if "unable to open database file" in words:
+            words = self._errors.sentence_of(error)
+            if "unable to open database file" in words or "there is no database at" in words:
                 raise ConfigurationError(self._why_not_open()) from error
-            if re.search(r"no such table|does not exist", words):
+            if self._errors.lacks_schema(error):
                 raise ConfigurationError(
-                    f"the database has no results table ({words}): `tokenmill db upgrade`"
+                    f"the database lacks a table or a column of this version ({words}): "
+                    "`tokenmill db upgrade`"
                 ) from error
+            if self._errors.is_misconfigured(error):
+                raise ConfigurationError(f"the database cannot be used: {words}") from error
             raise QueueUnavailable(f"the database cannot be read: {words}") from error
         except UnicodeEncodeError as error:
             raise not_unicode(error) from error
 
     def _why_not_open(self) -> str:
-        path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()
+        path = Path(str(self._engine.url.database)).absolute()
         if not path.exists():
             return f"there is no database at {path}"
         return (

@@ -1,20 +1,23 @@
 """Opens SQL databases: forms of the URL, SQLite's write-ahead log, PostgreSQL's timeouts.
 
-Workers, tasks and migrations write through `open_engine`. Producers read through
-`open_producer_engine`, which changes nothing of the database.
+`open_engine` opens each of them: for workers, tasks and migrations, which write, and for producers,
+which read and leave the settings of an SQLite file as they are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 import time
 from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
-from sqlalchemy.engine import URL
+from sqlalchemy.engine import URL, ExceptionContext
 
 from tokenmill.errors import ConfigurationError
+from tokenmill.sql.driver_errors import is_fault_of_statement
 
 LOCK_TIMEOUT_S: Final = 10
 STATEMENT_TIMEOUT_S: Final = 30
@@ -55,51 +58,48 @@ def open_engine(
     *,
     pool_size: int = 2,
     may_create: bool = False,
+    is_producer: bool = False,
     idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> Engine:
     """Create an engine that connects lazily; raises only for a URL that makes no sense.
 
-    `pool_size`: connections to PostgreSQL. `may_create`: create an SQLite file that does not exist;
-    without it, a missing file is an error. `idle_timeout_s`: how long a PostgreSQL transaction may
-    send nothing.
+    `pool_size`: connections to PostgreSQL that stay open. `may_create`: create an SQLite file that
+    does not exist; without it, a missing file is an error. `is_producer`: leave the settings of an
+    SQLite file as they are. `idle_timeout_s`: how long a PostgreSQL transaction may send nothing.
     """
     parsed = parse_database_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        return _open_sqlite(parsed, may_create)
-    if parsed.get_backend_name() != "postgresql":
-        raise ValueError(
-            f"the SQL store must be SQLite or PostgreSQL, not {parsed.get_backend_name()}"
-        )
+    match parsed.get_backend_name():
+        case "sqlite":
+            engine = _open_sqlite(parsed, may_create, is_producer)
+        case "postgresql":
+            engine = _open_postgresql(parsed, pool_size, idle_timeout_s)
+        case other:
+            raise ValueError(f"the SQL store must be SQLite or PostgreSQL, not {other}")
+    _close_useless_connections(engine)
+    return engine
+
+
+def _open_postgresql(url: URL, pool_size: int, idle_timeout_s: float) -> Engine:
     arguments: dict[str, Any] = {
         "connect_timeout": 5,
         "keepalives_idle": 10,
         "keepalives_interval": 5,
         "keepalives_count": 3,
         "application_name": "tokenmill",
+        "client_encoding": "utf8",  # whatever PGCLIENTENCODING or the role's settings say
         "prepare_threshold": None,  # poolers in transaction mode lose prepared statements
     }
-    arguments = {name: value for name, value in arguments.items() if name not in parsed.query}
-    pool: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 4, "pool_pre_ping": True}
-    engine = create_engine(parsed, connect_args=arguments, hide_parameters=True, **pool)
+    engine = create_engine(
+        url,
+        connect_args={name: value for name, value in arguments.items() if name not in url.query},
+        hide_parameters=True,
+        pool_size=pool_size,
+        max_overflow=2 * pool_size,
+        pool_pre_ping=True,
+    )
+    _require_utf8(engine)
     _limit_idle_transactions(engine, idle_timeout_s)
     return engine
-
-
-def open_producer_engine(url: str) -> Engine:
-    """Create an engine for a producer, which connects lazily. It never creates an SQLite file, and
-    leaves the file's settings as they are.
-    """
-    parsed = parse_database_url(url)
-    if parsed.get_backend_name() == "postgresql":
-        arguments = {} if "connect_timeout" in parsed.query else {"connect_timeout": 5}
-        engine = create_engine(
-            parsed, connect_args=arguments, pool_pre_ping=True, hide_parameters=True
-        )
-        _limit_idle_transactions(engine, IDLE_TIMEOUT_S)
-        return engine
-    if url.startswith("sqlite:///") and not parsed.query:
-        parsed = make_url(f"sqlite:///file:{url.removeprefix('sqlite:///')}?mode=rw&uri=true")
-    return create_engine(parsed, pool_pre_ping=True, hide_parameters=True)
 
 
 def limit_statements(connection: Connection) -> None:
@@ -108,13 +108,34 @@ def limit_statements(connection: Connection) -> None:
         _set_local(connection, lock_timeout=LOCK_TIMEOUT_S, statement_timeout=STATEMENT_TIMEOUT_S)
 
 
-def sentence_of(error: BaseException) -> str:
-    """Return the driver's message on one line, without the statement and its values, which may hold
-    a user's text.
+def _close_useless_connections(engine: Engine) -> None:
+    """Close a connection that has failed for any other reason than its statement, and all others of
+    the pool before they are used again.
+
+    A session keeps what its server told it at its start. After a switchover it may stay read-only,
+    or keep a search path, a right or a broken file, though the cause is gone; a ping does not
+    notice.
     """
-    source = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
-    words = " ".join(str(source).split("\nLINE ")[0].split("DETAIL:")[0].split())
-    return words[:300] or type(source).__name__
+
+    @event.listens_for(engine, "handle_error")
+    def _judge(context: ExceptionContext) -> None:
+        if not is_fault_of_statement(context.original_exception):
+            context.is_disconnect = True
+
+
+def _require_utf8(engine: Engine) -> None:
+    """Refuse a database that cannot store every text. Raises ConfigurationError at each connect."""
+
+    @event.listens_for(engine, "connect", insert=True)  # SQLAlchemy's queries fail on SQL_ASCII
+    def _check(connection: Any, _record: object) -> None:
+        encoding = connection.info.parameter_status("server_encoding")
+        if encoding not in (None, "UTF8"):
+            name = connection.info.dbname
+            connection.close()
+            raise ConfigurationError(
+                f"the database {name} has the encoding {encoding}, which cannot store every text: "
+                "make it with ENCODING 'UTF8'"
+            )
 
 
 def _limit_idle_transactions(engine: Engine, idle_timeout_s: float) -> None:
@@ -134,7 +155,7 @@ def _set_local(connection: Connection, **seconds: float) -> None:
     connection.exec_driver_sql(f"SELECT {calls}")
 
 
-def _open_sqlite(url: URL, may_create: bool) -> Engine:
+def _open_sqlite(url: URL, may_create: bool, is_producer: bool) -> Engine:
     options: dict[str, Any] = {"connect_args": {"timeout": LOCK_TIMEOUT_S}}
     path = None
     if url.database and not url.database.startswith((":", "file:")):
@@ -152,11 +173,18 @@ def _open_sqlite(url: URL, may_create: bool) -> Engine:
         cursor = connection.cursor()
         # first, because the next statement may wait for a lock
         cursor.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")
-        _use_write_ahead_log(cursor)
+        if not is_producer:
+            _use_write_ahead_log(cursor)
         # commits must be on disk before acknowledgements
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute("PRAGMA foreign_keys = ON")
         cursor.close()
+
+    @event.listens_for(engine, "invalidate")
+    def _roll_back(connection: Any, _record: object, _error: object) -> None:
+        # closed alone, it keeps its locks while a traceback holds one of its cursors
+        with contextlib.suppress(sqlite3.Error):
+            connection.rollback()
 
     return engine
 
@@ -193,10 +221,23 @@ def _connect(path: Path, may_create: bool) -> sqlite3.Connection:
             f"there is no database at {path}: `tokenmill db upgrade` makes it, "
             "TOKENMILL_DATABASE_URL names another"
         )
-    mode = "rwc" if may_create else "rw"
+    if may_create:
+        _make_file(path)
     return sqlite3.connect(
-        f"{path.as_uri()}?mode={mode}", uri=True, timeout=LOCK_TIMEOUT_S, check_same_thread=False
+        f"{path.as_uri()}?mode=rw", uri=True, timeout=LOCK_TIMEOUT_S, check_same_thread=False
     )
+
+
+def _make_file(path: Path) -> None:
+    """Create the file for this account alone, since it will hold prompts and answers. SQLite gives
+    its log and index beside it the same mode. A file that exists keeps its mode.
+    """
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise sqlite3.OperationalError(f"unable to open database file: {error.strerror}") from error
 
 
 def _drop_connections_of_removed_file(engine: Engine, path: Path) -> None:

@@ -2,6 +2,7 @@
 must refuse.
 """
 
+import hmac
 import re
 import time
 from pathlib import Path
@@ -70,6 +71,29 @@ def test_a_changed_body_and_a_foreign_secret_are_refused() -> None:
         verify(body.replace(b'"j"', b'"k"'), headers, SECRET, now=NOW)
     with pytest.raises(BadSignature, match="no signature"):
         verify(body, headers, new_secret(), now=NOW)
+
+
+@pytest.mark.parametrize(("num_others", "is_found"), [(15, True), (16, False), (100_000, False)])
+def test_a_right_signature_is_found_among_the_first_sixteen(
+    num_others: int, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+    compare = hmac.compare_digest
+
+    def count(one: bytes, other: bytes) -> bool:
+        compared.append(one)
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", count)
+    body, headers = message()
+    signatures = " ".join(["v1,other"] * num_others + [headers["Webhook-Signature"]])
+    try:
+        verify(body, {**headers, "Webhook-Signature": signatures}, SECRET, now=NOW)
+    except BadSignature:
+        assert not is_found
+    else:
+        assert is_found
+    assert len(compared) == 16
 
 
 @pytest.mark.parametrize("stamp", ["", "soon", "-1", "١", "1e9", "9" * 400, "9" * 5000])

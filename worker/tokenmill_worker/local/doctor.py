@@ -69,7 +69,9 @@ def _redis(settings: Settings) -> Iterator[Finding]:
 def _sql(settings: Settings) -> Iterator[Finding]:
     import sqlalchemy
 
-    from tokenmill.sql.engine import missing_file, open_engine, sentence_of
+    from tokenmill.errors import ConfigurationError
+    from tokenmill.sql.driver_errors import sentence_of
+    from tokenmill.sql.engine import missing_file, open_engine
     from tokenmill_worker.record.schema_version import read_schema_version
 
     address = str(settings.public()["database_url"])
@@ -84,6 +86,10 @@ def _sql(settings: Settings) -> Iterator[Finding]:
     except sqlalchemy.exc.SQLAlchemyError as error:
         hint = "start it, or set TOKENMILL_DATABASE_URL"
         yield Finding("sql", "error", with_address(address, sentence_of(error)), hint)
+        return
+    except ConfigurationError as error:
+        hint = "CREATE DATABASE … TEMPLATE template0 ENCODING 'UTF8'"
+        yield Finding("sql", "error", _with_address(address, str(error)), hint)
         return
     finally:
         engine.dispose()

@@ -55,7 +55,8 @@ class FinalizerLimits:
     max_group: int = 256
     max_group_bytes: int = 32 * 1024 * 1024
     linger_s: float = 0.25  # how long lines of a batch wait for others to share a transaction
-    record_backoff: Backoff = field(default_factory=Backoff)
+    # a server that is back is noticed within two seconds
+    record_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
     acknowledge_backoff: Backoff = field(default_factory=lambda: Backoff(longest_s=2.0))
 
 

@@ -19,12 +19,8 @@ from sqlalchemy import Engine, Table, and_, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from tokenmill.sql.engine import (
-    STATEMENT_TIMEOUT_S,
-    limit_statements,
-    open_engine,
-    sentence_of,
-)
+from tokenmill.sql.driver_errors import is_misconfigured, sentence_of
+from tokenmill.sql.engine import STATEMENT_TIMEOUT_S, limit_statements, open_engine
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_schemas.tables import jobs, usage, webhooks
@@ -32,7 +28,7 @@ from tokenmill_worker.errors import SchemaOutdated, StoreUnavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record.rows import JobRecord
 from tokenmill_worker.record.schema_version import SchemaVersion, read_schema_version
-from tokenmill_worker.record.sql_errors import ErrorKind, error_kind, is_misconfigured
+from tokenmill_worker.record.sql_errors import ErrorKind, error_kind
 from tokenmill_worker.record.threads import BlockingCalls
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@ cannot be stored.
 
 | kind | examples |
 |---|---|
-| LATER | connection refused or lost, locked, deadlock, disk full, read-only replica, timeout |
+| LATER | connection refused or lost, locked, disk full, read-only replica, a right is missing |
 | SCHEMA | a table or column is missing: waits as well, and the error names the remedy |
 | ROW | a value that this database cannot hold: NUL in text, too large, violated constraint |
 
@@ -12,11 +12,13 @@ An unknown error counts as LATER: a job that waits is not lost.
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Final
 
 from sqlalchemy import exc
+
+from tokenmill.errors import TokenmillError
+from tokenmill.sql.driver_errors import is_fault_of_statement, lacks_schema, sqlstate_of
 
 
 class ErrorKind(StrEnum):
@@ -25,22 +27,6 @@ class ErrorKind(StrEnum):
     ROW = "row"
 
 
-# PostgreSQL's classes of SQLSTATE (its documentation, appendix A)
-_SQLSTATE_CLASSES: Final = {
-    "21": ErrorKind.ROW,  # cardinality violation
-    "22": ErrorKind.ROW,  # data exception
-    "23": ErrorKind.ROW,  # integrity constraint violation
-    "54": ErrorKind.ROW,  # program limit exceeded: too large for an index or a page
-    "42": ErrorKind.SCHEMA,  # undefined table or column, insufficient privilege
-    "3F": ErrorKind.SCHEMA,  # invalid schema name
-}
-_SQLITE_SCHEMA: Final = ("no such table", "no such column", "has no column")
-# SQLite's messages, and PostgreSQL's in English: libpq gives no SQLSTATE for a connection that
-# failed.
-_MISCONFIGURED: Final = re.compile(
-    r"there is no database at|file is not a database|password authentication failed"
-    r'|no password supplied|(database|role) ".*" does not exist'
-)
 _SQLITE_ROW: Final = ("string or blob too big", "too large to convert")
 
 
@@ -48,6 +34,8 @@ def error_kind(error: BaseException) -> ErrorKind:
     """Classify any exception that a transaction raised."""
     if isinstance(error, exc.DBAPIError):
         return _of_driver(error)
+    if isinstance(error, TokenmillError):  # the database is the wrong one
+        return ErrorKind.LATER
     if isinstance(
         error, exc.StatementError | OverflowError | UnicodeError | TypeError | ValueError
     ):
@@ -56,21 +44,14 @@ def error_kind(error: BaseException) -> ErrorKind:
 
 
 def _of_driver(error: exc.DBAPIError) -> ErrorKind:
+    if lacks_schema(error):
+        return ErrorKind.SCHEMA
+    if sqlstate_of(error) is not None:
+        return ErrorKind.ROW if is_fault_of_statement(error) else ErrorKind.LATER
     if error.connection_invalidated:
         return ErrorKind.LATER
-    sqlstate = getattr(error.orig, "sqlstate", None)
-    if isinstance(sqlstate, str):
-        return _SQLSTATE_CLASSES.get(sqlstate[:2], ErrorKind.LATER)
-    words = str(error.orig)
-    if any(phrase in words for phrase in _SQLITE_SCHEMA):
-        return ErrorKind.SCHEMA
     if isinstance(error, exc.DataError | exc.IntegrityError) or any(
-        phrase in words for phrase in _SQLITE_ROW
+        phrase in str(error.orig) for phrase in _SQLITE_ROW
     ):
         return ErrorKind.ROW
     return ErrorKind.LATER
-
-
-def is_misconfigured(error: BaseException) -> bool:
-    """Must a person repair the cause, so that retries cannot help?"""
-    return _MISCONFIGURED.search(str(error)) is not None

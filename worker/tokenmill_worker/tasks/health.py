@@ -19,7 +19,7 @@ from celery import Celery, bootsteps, signals
 from celery.worker import state as worker_state
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tokenmill.sql.engine import sentence_of
+from tokenmill.sql.driver_errors import sentence_of
 from tokenmill_worker.tasks.webhooks.outbox import OutboxBacklog
 from tokenmill_worker.telemetry import Check, HealthServer, Watchdog
 from tokenmill_worker.telemetry.instruments import (
