@@ -11,7 +11,7 @@ from tests.support.waiting import until
 from tests.test_service_jobs import CAPACITY
 from tokenmill.transport.cancellation import end_task
 from tokenmill_worker import supervisor as module
-from tokenmill_worker.engine.process.host import EngineDied
+from tokenmill_worker.engine.process.death import EngineDied
 from tokenmill_worker.engine.process.messages import Frame, Ready
 from tokenmill_worker.engine.types import EngineStats, TokenEvent
 from tokenmill_worker.supervisor import EngineSupervisor
@@ -24,16 +24,25 @@ READY = Ready(
 
 
 class FakeHost:
-    """Yields its frames, then dies; loads only if `loads`."""
+    """Yields its frames, then dies; loads only if `loads`. `may_pass`: it was killed instead."""
 
     capacity = CAPACITY
 
-    def __init__(self, trace: list[str], num_frames: int = 0, *, loads: bool = True) -> None:
+    def __init__(
+        self,
+        trace: list[str],
+        num_frames: int = 0,
+        *,
+        loads: bool = True,
+        may_pass: bool = False,
+    ) -> None:
         self.trace, self.num_frames, self.loads = trace, num_frames, loads
+        self.may_pass = may_pass
 
     async def start(self, on_progress: Callable[[str, float], None]) -> Ready:
         if not self.loads:
-            raise EngineDied("no such model", at_start=True)
+            words = "it was killed" if self.may_pass else "no such model"
+            raise EngineDied(words, at_start=True, may_pass=self.may_pass)
         on_progress("weights", 0.5)
         self.trace.append("ready")
         return READY
@@ -72,6 +81,39 @@ async def test_a_first_engine_that_does_not_load_is_an_error() -> None:
         await supervisor.run()
     assert trace == ["killed"]
     assert not supervisor.started.is_set()
+
+
+async def test_a_first_engine_that_is_killed_while_it_loads_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
+    trace: list[str] = []
+    killed = [FakeHost(trace, loads=False, may_pass=True) for _ in range(3)]
+    supervisor = supervised([*killed, FakeHost(trace, 1)], trace)
+    with pytest.raises(RuntimeError):  # there is no fifth host
+        await supervisor.run()
+    assert trace[-5:] == ["ready", "prepared", "frame", "killed", "given back"]
+    assert supervisor.started.is_set()
+
+
+async def test_the_starts_of_a_first_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
+    trace: list[str] = []
+    hosts = [FakeHost(trace, loads=False, may_pass=True) for _ in range(9)]
+    supervisor = supervised(hosts, trace)
+    with pytest.raises(EngineDied, match="it was killed; none of 5 starts succeeded"):
+        await supervisor.run()
+    assert trace.count("killed") == 5
+
+
+async def test_a_first_engine_that_says_why_it_cannot_load_after_one_was_killed_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
+    trace: list[str] = []
+    hosts = [FakeHost(trace, loads=False, may_pass=True), FakeHost(trace, loads=False)]
+    with pytest.raises(EngineDied, match=r"^no such model$"):
+        await supervised(hosts, trace).run()
 
 
 async def test_a_dead_engine_is_replaced_after_its_jobs_were_given_back(

@@ -15,7 +15,7 @@ import sys
 
 from tests.support.worker import settings, thread_host
 from tokenmill_worker.app import Worker
-from tokenmill_worker.engine.process.host import EngineDied
+from tokenmill_worker.engine.process.death import EngineDied
 from tokenmill_worker.telemetry import configure_logging
 
 LISTENING, READY = "[listening]", "[ready]"

@@ -1,12 +1,29 @@
-"""`tokenmill dev` where it cannot begin: one sentence, nothing left running."""
+"""`tokenmill dev`: where it cannot begin, one sentence and nothing left running; what is killed
+under it starts again.
+"""
 
+import io
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.support.lifecycle import need_valkey
+from tokenmill import Client
 from tokenmill.cli import app
+from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.local.dev import ServiceWatch
+from tokenmill_worker.local.valkey_server import free_port
 
 
 def test_a_database_that_is_away_is_one_sentence(
@@ -50,3 +67,180 @@ def test_another_server_is_refused_not_ignored(
     assert done.exit_code == 2
     assert "--redis-url: this command starts a server of its own" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+class RunningDev:
+    """`tokenmill dev` in a process of its own, and the lines that it has printed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "tokenmill.cli", "dev", "--port", str(self.port)]
+        command += ["--model", "synthetic", "--queue", "q", "--num-blocks", "64"]
+        self.process = subprocess.Popen(
+            command, cwd=folder, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+        self.lines: list[str] = []
+        self._arrived = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._arrived:
+                self.lines.append(line)
+                self._arrived.notify_all()
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            self._reader.join()
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+    def wait_for(self, words: str) -> None:
+        def is_there() -> bool:
+            return any(words in line for line in self.lines)
+
+        with self._arrived:
+            assert self._arrived.wait_for(is_there, 60), "".join(self.lines)
+
+    def child(self, command: str) -> int:
+        """Return the process of this service whose command line has these words."""
+        for number in Path("/proc").iterdir():
+            if not number.name.isdigit():
+                continue
+            try:
+                words = (number / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                parent = re.search(r"PPid:\t(\d+)", (number / "status").read_text())
+            except OSError:
+                continue
+            if command in words and parent and int(parent[1]) == self.process.pid:
+                return int(number.name)
+        raise AssertionError(f"no child runs {command}")
+
+
+@pytest.fixture
+def running_dev(tmp_path: Path) -> Iterator[RunningDev]:
+    need_valkey()
+    running = RunningDev(tmp_path)
+    try:
+        running.wait_for("ready. In another terminal")
+        yield running
+    finally:
+        status = running.end()
+    assert status == 0, "".join(running.lines)
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_worker_and_a_server_that_are_killed_are_started_again(running_dev: RunningDev) -> None:
+    worker = running_dev.child("tokenmill.cli worker")
+    server = running_dev.child(f" 127.0.0.1:{running_dev.port}")
+    with Client(f"redis://127.0.0.1:{running_dev.port}/0", queue="q") as client:
+        job = client.submit(prompt="before it", max_tokens=2)
+        client.result(job, timeout=60)
+        os.kill(server, signal.SIGKILL)
+        running_dev.wait_for("the queue's server has ended: it starts again, with its data")
+        os.kill(worker, signal.SIGKILL)
+        running_dev.wait_for("the worker was killed (SIGKILL): it starts again in 1 s")
+        running_dev.wait_for("the worker is ready again")
+        later = client.submit(prompt="after it", max_tokens=3)
+        assert client.result(later, timeout=60).status is JobStatus.SUCCEEDED
+        assert client.status(job).status is JobStatus.SUCCEEDED
+    assert running_dev.child("tokenmill.cli worker") != worker
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_worker_that_says_why_it_cannot_start_ends_the_service(tmp_path: Path) -> None:
+    need_valkey()
+    command = [sys.executable, "-m", "tokenmill.cli", "dev", "--port", str(free_port())]
+    done = subprocess.run(
+        [*command, "--model", str(tmp_path / "none")],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert "the worker ended (1) before it was ready, so all of it ends" in lines
+    assert any(line.startswith("Error: there is no folder or file") for line in lines)
+
+
+class ServiceOnPaper:
+    """A service whose workers end one after the other as `ends` says; None: it lives."""
+
+    def __init__(self, ends: list[int | None]) -> None:
+        self.ends = ends
+        self.has_server = True
+        self.workers = 1
+        self.ready = False
+
+    @property
+    def exit_status(self) -> int | None:
+        return self.ends[0]
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def start_worker(self) -> None:
+        self.workers += 1
+        self.ends.pop(0)
+
+
+class Pauses(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return False
+
+
+@pytest.fixture
+def watch_of() -> Callable[[Any], tuple[ServiceWatch, io.StringIO]]:
+    def make(service: Any) -> tuple[ServiceWatch, io.StringIO]:
+        said = io.StringIO()
+        return ServiceWatch(service, Console(file=said, width=200), lambda: None), said
+
+    return make
+
+
+def test_a_worker_that_is_killed_before_it_is_ready_is_started_five_times(watch_of: Any) -> None:
+    service, pauses = ServiceOnPaper([-9] * 5), Pauses()
+    watch, said = watch_of(service)
+    assert [watch.look(pauses) for _ in range(5)] == [None, None, None, None, 9]
+    assert pauses.seconds == [1, 2, 4, 8]
+    assert service.workers == 5
+    last = said.getvalue().splitlines()[-1]
+    assert last == "the worker was killed (SIGKILL) 5 times before it was ready, so all of it ends"
+
+
+def test_a_worker_that_was_ready_is_started_again_whatever_ended_it(watch_of: Any) -> None:
+    service, pauses = ServiceOnPaper([None, 1, None, -11, None]), Pauses()
+    watch, said = watch_of(service)
+    service.ready = True
+    assert watch.look(pauses) is None
+    for number in range(2):
+        service.ends.pop(0)
+        assert watch.look(pauses) is None
+        assert watch.look(pauses) is None
+        assert service.workers == 2 + number
+    assert pauses.seconds == [1, 1]
+    assert "the worker ended (1): it starts again in 1 s" in said.getvalue()
+    assert "the worker was killed (SIGSEGV): it starts again in 1 s" in said.getvalue()
+
+
+def test_a_worker_that_has_drained_ends_the_service(watch_of: Any) -> None:
+    watch, said = watch_of(ServiceOnPaper([0]))
+    assert watch.look(Pauses()) == 0
+    assert said.getvalue() == "the worker has drained, so all of it ends\n"

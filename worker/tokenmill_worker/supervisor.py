@@ -8,13 +8,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tokenmill.transport.cancellation import wait_at_most
-from tokenmill_worker.engine.process.host import EngineDied, EngineHost
+from tokenmill_worker.engine.process.death import EngineDied
+from tokenmill_worker.engine.process.host import EngineHost
 from tokenmill_worker.engine.process.messages import Frame, Ready
 from tokenmill_worker.engine.types import EngineStats
 
 log = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+START_TRIES = 5  # of the first engine, where it was killed or lacked memory
 
 
 @dataclass(slots=True)
@@ -54,7 +56,9 @@ class EngineSupervisor:
         self._deaths = 0  # consecutive deaths of engines
 
     async def run(self) -> None:
-        """Keep an engine running until stop(). Raises EngineDied if the first one does not load."""
+        """Keep an engine running until stop(). Raises EngineDied if the first one does not load: at
+        once where it says why, after START_TRIES where it was killed or lacked memory.
+        """
         while not self.stopping.is_set():
             try:
                 await self._start()
@@ -68,8 +72,8 @@ class EngineSupervisor:
                     await self.host.kill()
                 if self.stopping.is_set():  # it was stopped while it started
                     return
-                if death.at_start and not self.health.engine_restarts:
-                    raise
+                if not self.started.is_set():
+                    self._judge_start(death)
                 log.error("Engine died; a new one starts: %s", death)
                 await self._on_death()
                 pause_s = RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)]
@@ -82,6 +86,14 @@ class EngineSupervisor:
         self.stopping.set()
         if self.host is not None:
             await self.host.stop()
+
+    def _judge_start(self, death: EngineDied) -> None:
+        """Raise the death of a first engine that another start would share."""
+        tries = self.health.engine_restarts + 1
+        if not death.may_pass:
+            raise death
+        if tries >= START_TRIES:
+            raise EngineDied(f"{death}; none of {tries} starts succeeded", at_start=True)
 
     async def _start(self) -> None:
         self.host = self._host_factory()

@@ -11,7 +11,8 @@ import sys
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.process.host import EngineDied, EngineProcess
+from tokenmill_worker.engine.process.death import EngineDied
+from tokenmill_worker.engine.process.host import EngineProcess
 from tokenmill_worker.engine.types import GenerationRequest
 
 COUNT = 50

@@ -1,6 +1,7 @@
 """The engine's process seen from the worker: it starts and ends, whenever it is asked to."""
 
 import asyncio
+import errno
 import logging
 import os
 import re
@@ -15,12 +16,16 @@ import pytest
 
 from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
+from tokenmill_worker.engine.process import child
 from tokenmill_worker.engine.process.child import PARENT_GONE
-from tokenmill_worker.engine.process.host import EngineDied, EngineProcess, EngineThread
+from tokenmill_worker.engine.process.death import EngineDied
+from tokenmill_worker.engine.process.host import EngineProcess, EngineThread
+from tokenmill_worker.engine.process.mailbox import Mailbox
+from tokenmill_worker.engine.process.messages import EngineFailed
 from tokenmill_worker.engine.types import GenerationRequest
 
 CONFIG = EngineConfig(model="synthetic", num_blocks=64)
@@ -97,6 +102,50 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
         slower = "The model runs on torch's own linear layers, which is slower"
         assert ("WARNING", prepare_weights, slower) in logged
     assert "linear layers" not in capfd.readouterr().err
+
+
+async def test_one_that_is_killed_while_it_loads_may_be_started_again() -> None:
+    host = EngineProcess(CONFIG)
+    starting = asyncio.create_task(host.start())
+    while host.pid is None:  # noqa: ASYNC110 - the host tells nobody
+        await asyncio.sleep(0.01)
+    os.kill(host.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match=r"ended by SIGKILL \(.*memory.* before it was") as death:
+        await starting
+    assert (death.value.at_start, death.value.may_pass) == (True, True)
+    await host.kill()
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "may_pass"),
+    [
+        (MemoryError(), "MemoryError: the process gets no more memory", True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), "allocate", True),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "Cannot allocate memory", True),
+        (EngineConfigError(["there is no folder or file m"]), "there is no folder", False),
+        (KeyError("model_type"), "KeyError: 'model_type'", False),
+    ],
+)
+def test_only_want_of_memory_may_pass_at_the_start(
+    error: Exception, says: str, may_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Engine:
+        raise error
+
+    monkeypatch.setattr(Engine, "load", fail)
+    reports: list[object] = []
+    before = list(logging.getLogger().handlers)
+    start = child._Start(CONFIG)
+    # of its own: the engine lengthens its thread's time slices
+    thread = threading.Thread(target=child._serve, args=(start, Mailbox(), reports.append))
+    thread.start()
+    thread.join()
+    logging.getLogger().handlers[:] = before
+    logging.captureWarnings(False)
+    (report,) = reports
+    assert isinstance(report, EngineFailed)
+    assert says in report.message
+    assert (report.at_start, report.may_pass) == (True, may_pass)
 
 
 async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,13 +32,30 @@ def why(error: BaseException) -> str:
 
     Messages of other libraries may be meaningless without the class.
     """
-    is_ours = type(error).__module__.startswith("tokenmill_worker.") and str(error)
-    return str(error) if is_ours else f"{type(error).__name__}: {error}"
+    words = _words(error)
+    is_ours = type(error).__module__.startswith("tokenmill_worker.") and words
+    return words if is_ours else f"{type(error).__name__}: {words}".removesuffix(": ")
 
 
 def sentence_of(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {_words(error).partition(chr(10))[0]}".removesuffix(": ")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether the machine's memory was too small, or taken by others for the moment."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(sign in text for sign in _SIGNS_OF_NO_MEMORY)
+
+
+def _words(error: BaseException) -> str:
+    is_mute = isinstance(error, MemoryError) and not str(error).strip()
+    return "the process gets no more memory" if is_mute else str(error).strip()
+
+
+# torch's allocator, libc and the dynamic loader say it in these words, whatever class they raise
+_SIGNS_OF_NO_MEMORY = (
+    "cannot allocate memory", "can't allocate memory", "not enough memory", "bad_alloc",
+)  # fmt: skip
 
 
 SIGNS_OF_LOSS = (

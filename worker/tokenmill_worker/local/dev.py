@@ -2,7 +2,7 @@
 
 The server takes the usual port when it is free, so that other terminals need no settings. Its data
 stays under .tokenmill/ of the current folder, where the next `tokenmill dev` finds it. The worker
-is a process of its own, as in production.
+is a process of its own, as in production; if it or the server is killed, it is started again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final, Self
@@ -22,6 +23,8 @@ from rich.text import Text
 
 from tokenmill import Client, TokenmillError
 from tokenmill.sql.engine import sqlite_file
+from tokenmill.transport.backoff import Backoff
+from tokenmill_worker.engine.process.death import signal_name
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer, ValkeyServerError
 from tokenmill_worker.record.migrate import upgrade
@@ -30,6 +33,8 @@ from tokenmill_worker.settings import Settings, child_environment
 USUAL_PORT: Final = 6379
 DATA: Final = Path(".tokenmill") / "valkey"
 _DRAIN_MARGIN_S: Final = 10.0
+_START_TRIES: Final = 5  # of a worker that is killed before it is ready
+_POLL_S: Final = 0.2
 
 
 class PrivateService:
@@ -54,6 +59,7 @@ class PrivateService:
         self._log = log
         self._at_death = at_death
         self._worker: GuardedProcess | None = None
+        self._worker_since_ms = 0.0
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -69,6 +75,14 @@ class PrivateService:
         self.settings = self.settings.model_copy(update={"redis_url": url})
         return url
 
+    @property
+    def has_server(self) -> bool:
+        return self._server.is_running
+
+    def restart_server(self) -> None:
+        """Start a server that has ended, with its data and on its port."""
+        self._server.start()
+
     def create_tables(self) -> str:
         """Bring the database to this version's schema; returns its revision."""
         _, revision = upgrade(self.settings.database_url)
@@ -77,6 +91,7 @@ class PrivateService:
     def start_worker(self) -> None:
         """Start the worker, in a session of its own: Ctrl-C reaches only us, and we end it."""
         command = [sys.executable, "-m", "tokenmill.cli", "worker"]
+        self._worker_since_ms = time.time() * 1000
         with contextlib.ExitStack() as files:
             output = files.enter_context(self._log.open("ab")) if self._log is not None else None
             self._worker = GuardedProcess(
@@ -93,7 +108,9 @@ class PrivateService:
         return None if self._worker is None else self._worker.process.poll()
 
     def is_ready(self) -> bool:
-        """Does the worker report a model? It does so from its first heartbeat after loading."""
+        """Does the worker report a model? It does so from its first heartbeat after loading. The
+        status of one that was killed stays for the length of its lease, and is older.
+        """
         settings = self.settings
         with (
             contextlib.suppress(TokenmillError),
@@ -101,7 +118,10 @@ class PrivateService:
                 settings.redis_url, queue=settings.queue_name, prefix=settings.key_prefix
             ) as client,
         ):
-            return any(status.model for status in client.workers())
+            return any(
+                status.model and status.started_ms >= self._worker_since_ms
+                for status in client.workers()
+            )
         return False
 
     def end_worker(self, hurry: threading.Event | None = None) -> None:
@@ -122,8 +142,8 @@ class PrivateService:
 
 
 def run(settings: Settings, port: int | None = None) -> int:
-    """Run until Ctrl-C, or until the worker ends by itself; returns its exit status. `port`: the
-    only port that the server may take.
+    """Run until Ctrl-C, or until the worker ends by itself; returns its exit status. A worker or a
+    server that is killed is started again. `port`: the only port that the server may take.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     stop = threading.Event()
@@ -143,19 +163,72 @@ def run(settings: Settings, port: int | None = None) -> int:
         console.print(f"[bold]database[/bold]  {place} (revision {revision})")
         console.print(f"[bold]worker[/bold]    {settings.engine_config().model}, loading …")
         service.start_worker()
-        if _wait_until_ready(service, stop):
-            _explain(service.settings, console, is_usual=is_usual)
-            while service.exit_status is None and not stop.wait(0.2):
-                pass
+        explain = partial(_explain, service.settings, console, is_usual=is_usual)
+        watch = ServiceWatch(service, console, explain)
+        while not stop.wait(_POLL_S):
+            if (status := watch.look(stop)) is not None:
+                return status
+        console.print(Text("stopping: running jobs may finish (Ctrl-C again: now)", style="dim"))
+        hurry = threading.Event()
+        with _signals(hurry):
+            service.end_worker(hurry)
+        return 0
+
+
+class ServiceWatch:
+    """Starts a killed worker or server again, and says so. `on_ready` is called once, when the
+    first worker is ready.
+    """
+
+    def __init__(
+        self, service: PrivateService, console: Console, on_ready: Callable[[], None]
+    ) -> None:
+        self._service = service
+        self._console = console
+        self._on_ready: Callable[[], None] | None = on_ready
+        self._is_ready = False  # the worker that runs now
+        self._tries = 0  # workers in a row that were not ready before they ended
+        self._backoff = Backoff(first_s=1.0, longest_s=30.0, spread=(1, 1))
+
+    def look(self, stop: threading.Event) -> int | None:
+        """Start again what has ended. Returns the exit status if there is nothing to start, after
+        a line that says why. `stop` ends a pause.
+        """
+        service = self._service
+        if not service.has_server:
+            self._say("the queue's server has ended: it starts again, with its data")
+            service.restart_server()
         status = service.exit_status
-        if status is None:
-            console.print(
-                Text("stopping: running jobs may finish (Ctrl-C again: now)", style="dim")
-            )
-            hurry = threading.Event()
-            with _signals(hurry):
-                service.end_worker(hurry)
-        return abs(status or 0)
+        if status is not None:
+            return self._replace(status, stop)
+        if not self._is_ready and service.is_ready():
+            self._is_ready, self._tries = True, 0
+            if self._on_ready is not None:
+                self._on_ready()
+                self._on_ready = None
+            else:
+                self._say("the worker is ready again")
+        return None
+
+    def _replace(self, status: int, stop: threading.Event) -> int | None:
+        manner = f"was killed ({signal_name(-status)})" if status < 0 else f"ended ({status})"
+        if status == 0:
+            self._say("the worker has drained, so all of it ends")
+            return 0
+        self._tries += 1
+        if not self._is_ready and (status > 0 or self._tries >= _START_TRIES):
+            tries = f" {self._tries} times" if self._tries > 1 else ""
+            self._say(f"the worker {manner}{tries} before it was ready, so all of it ends")
+            return abs(status)
+        pause_s = self._backoff.delay_s(self._tries)
+        self._say(f"the worker {manner}: it starts again in {pause_s:g} s")
+        self._is_ready = False
+        if not stop.wait(pause_s):
+            self._service.start_worker()
+        return None
+
+    def _say(self, words: str) -> None:
+        self._console.print(Text(words, style="yellow"))
 
 
 def _start_server(port: int | None) -> ValkeyServer:
@@ -168,13 +241,6 @@ def _start_server(port: int | None) -> ValkeyServer:
         return ValkeyServer(Path.cwd() / DATA, port=USUAL_PORT).start()
     except ValkeyServerError:
         return ValkeyServer(Path.cwd() / DATA).start()
-
-
-def _wait_until_ready(service: PrivateService, stop: threading.Event) -> bool:
-    while service.exit_status is None and not stop.wait(0.2):
-        if service.is_ready():
-            return True
-    return False
 
 
 def _explain(settings: Settings, console: Console, *, is_usual: bool) -> None:

@@ -143,6 +143,7 @@ class ValkeyServer(ManagedProcess):
             if self._port is None:
                 self._port = free_port()
             if self._launch(binary):
+                self._fixed_port = self._port
                 return self
             if self._fixed_port is not None or attempt + 1 == _PORT_ATTEMPTS:
                 break

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.config.cache import CacheConfig
+from tokenmill_worker.engine.errors import why
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Ranks:
 
     def fail(self, error: BaseException) -> GroupLostError:
         """Report this error to the other ranks; return the error to raise instead."""
-        reason = f"rank {self.rank} failed in a step: {type(error).__name__}: {error}"
+        reason = f"rank {self.rank} failed in a step: {why(error)}"
         self.is_lost = True
         self._over.set()
         try:

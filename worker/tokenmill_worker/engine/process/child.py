@@ -21,7 +21,7 @@ from collections.abc import Callable, MutableMapping
 import msgspec
 
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.errors import why
+from tokenmill_worker.engine.errors import lacks_memory, why
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
     EngineFailed,
@@ -95,7 +95,8 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
             on_progress=lambda message, fraction: emit(LoadProgress(message, fraction)),
         )
     except Exception as error:
-        emit(EngineFailed(why(error), at_start=True))
+        may_pass = lacks_memory(error) and not start.config.tensor_parallel
+        emit(EngineFailed(why(error), at_start=True, may_pass=may_pass))
         return 1
     finally:
         forwarder.loaded()

@@ -22,8 +22,9 @@ import msgspec
 
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.errors import why
+from tokenmill_worker.engine.errors import lacks_memory, why
 from tokenmill_worker.engine.execution.interface import FOLLOWS
+from tokenmill_worker.engine.process.death import DYING_S, EngineDied, manner_of
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
     CancelRequest,
@@ -40,23 +41,9 @@ from tokenmill_worker.engine.process.messages import (
 from tokenmill_worker.engine.process.socket_frames import FrameReader
 from tokenmill_worker.engine.types import Capacity, GenerationRequest
 
-# wait for a process that closed its socket to exit: killing it would lose its exit status
-DYING_S = 1.0
 CHILD_MODULE: Final = "tokenmill_worker.engine.process.child"
 ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)  # the worker decides when its engine ends
 _encoder = msgspec.msgpack.Encoder()
-
-
-class EngineDied(RuntimeError):
-    """The engine has died, or hangs.
-
-    `at_start`: it never became ready. `any_step`: its steps failed whatever they held.
-    """
-
-    def __init__(self, message: str, at_start: bool = False, any_step: bool = False) -> None:
-        super().__init__(message)
-        self.at_start = at_start
-        self.any_step = any_step
 
 
 class EngineHost(Protocol):
@@ -114,6 +101,8 @@ class _Reports:
         self._arrival: asyncio.Future[None] | None = None  # completed by the next report
         self._capacity: Capacity | None = None
         self._stopping = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_alone = True  # no rank of a group, which would have to start anew with it
 
     @property
     def capacity(self) -> Capacity:
@@ -160,9 +149,11 @@ class _Reports:
                         self._look_again(self._stall_s, 0.0)
                     return report
                 case EngineFailed():
-                    raise EngineDied(report.message, at_start=True)
+                    raise EngineDied(report.message, at_start=True, may_pass=report.may_pass)
                 case _:
-                    raise EngineDied("the engine process ended before it was ready", at_start=True)
+                    words = await manner_of(self._process)
+                    words = f"the engine process ended{words} before it was ready"
+                    raise EngineDied(words, at_start=True, may_pass=self._is_alone)
 
     def _look_again(self, stall_s: float, silent_s: float) -> None:
         """Schedule the next check for silence.
@@ -203,7 +194,7 @@ class _Reports:
                 if report is None:
                     if self._stopping:
                         return
-                    raise EngineDied("the engine process ended unexpectedly")
+                    raise EngineDied(f"the engine process ended{await manner_of(self._process)}")
 
 
 def _as_one(frames: list[Frame]) -> Frame:
@@ -224,8 +215,8 @@ class EngineProcess(_Reports):
     ) -> None:
         super().__init__(stall_s)
         self._config = config
+        self._is_alone = not config.tensor_parallel
         self._cache_dir = cache_dir
-        self._process: asyncio.subprocess.Process | None = None
         self._frames: FrameReader | None = None
 
     @property
@@ -326,7 +317,7 @@ class EngineThread(_Reports):
                 raise TypeError(f"load() gave {type(engine).__name__}, not an Engine")
             EngineLoop(engine, self._mailbox, emit).run()
         except Exception as error:
-            emit(EngineFailed(why(error)))
+            emit(EngineFailed(why(error), may_pass=lacks_memory(error)))
         finally:
             emit(None)
 

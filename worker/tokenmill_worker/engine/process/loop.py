@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.errors import EngineError, StepsFailError, why
+from tokenmill_worker.engine.errors import EngineError, StepsFailError, lacks_memory, why
 from tokenmill_worker.engine.execution.warm_up import warm_up
 from tokenmill_worker.engine.process.mailbox import Mailbox
 from tokenmill_worker.engine.process.messages import (
@@ -65,7 +65,8 @@ class EngineLoop:
                 lambda message, fraction: self._emit(LoadProgress(message, fraction)),
             )
         except Exception as error:
-            self._emit(EngineFailed(f"the first step failed: {why(error)}", at_start=True))
+            words = f"the first step failed: {why(error)}"
+            self._emit(EngineFailed(words, at_start=True, may_pass=lacks_memory(error)))
             self._close()
             return
         self._emit(self._ready())

@@ -63,12 +63,14 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
 class EngineFailed(msgspec.Struct, frozen=True, tag="broken"):
     """The engine's last report: it could not load, or it cannot continue.
 
-    `any_step`: its steps fail whatever they hold, so no request is the cause.
+    `any_step`: its steps fail whatever they hold, so no request is the cause. `may_pass`: it lacked
+    memory, which another start may have.
     """
 
     message: str
     at_start: bool = False
     any_step: bool = False
+    may_pass: bool = False
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
