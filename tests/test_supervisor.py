@@ -106,7 +106,7 @@ async def test_the_starts_of_a_first_engine_are_bounded(monkeypatch: pytest.Monk
     assert trace.count("killed") == 5
 
 
-async def test_a_first_engine_that_says_why_it_cannot_load_after_one_was_killed_ends_the_worker(
+async def test_an_engine_that_cannot_load_ends_the_worker_also_after_one_that_was_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.redis
 
 
 class KilledWhileLoading(EngineProcess):
-    """As the system's out-of-memory killer does it."""
+    """Dies as by the system's out-of-memory killer."""
 
     async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
         starting = asyncio.create_task(super().start(on_progress))

@@ -158,7 +158,7 @@ def test_a_worker_and_a_server_that_are_killed_are_started_again(running_dev: Ru
 @pytest.mark.redis
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_worker_that_says_why_it_cannot_start_ends_the_service(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_ends_the_service_after_its_reason(tmp_path: Path) -> None:
     need_valkey()
     command = [sys.executable, "-m", "tokenmill.cli", "dev", "--port", str(free_port())]
     done = subprocess.run(

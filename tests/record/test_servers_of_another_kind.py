@@ -27,7 +27,7 @@ ENDS_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE da
 async def test_jobs_that_waited_for_a_read_only_server_are_recorded_when_it_is_writable(
     postgres: PostgresServer, postgres_url: str
 ) -> None:
-    """After a switchover: new sessions are read-only, and the server takes it back."""
+    """New sessions are read-only after a switchover, and then the server takes it back."""
     await asyncio.to_thread(upgrade, postgres_url)
     name = postgres_url.rsplit("/", 1)[1]
     redis = FakeRedis()
@@ -125,7 +125,7 @@ def test_a_database_that_is_not_utf8_is_refused_in_one_sentence(
     assert "Traceback" not in done.stderr
 
 
-def test_doctor_says_that_a_database_is_not_utf8(other_encoding: str) -> None:
+def test_a_database_that_is_not_utf8_is_an_error_of_doctor(other_encoding: str) -> None:
     settings = load_settings({"database_url": other_encoding, "redis_url": "redis://127.0.0.1:1/0"})
     (found,) = [item for item in examine(settings, servers_only=True) if item.subject == "sql"]
     assert isinstance(found, Finding)
@@ -144,7 +144,7 @@ async def test_a_database_that_is_not_utf8_cannot_be_waited_for(other_encoding: 
     await store.close()
 
 
-def test_text_reaches_the_database_whatever_the_environment_says(
+def test_text_reaches_the_database_whatever_encoding_the_environment_names(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")

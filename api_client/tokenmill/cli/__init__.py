@@ -3,7 +3,6 @@
 Belongs here: what people type and read. Plugins register the commands that need the worker.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from tokenmill.cli.commands import bulk, dead, jobs, score, submit, top, usage, webhooks
 from tokenmill.cli.output import replace_unencodable, say
 from tokenmill.cli.plugins import CommandGroup
+from tokenmill_schemas.release import version
 
 app = typer.Typer(
     name="tokenmill",
@@ -25,11 +25,7 @@ app = typer.Typer(
 def _show_version(is_wanted: bool) -> None:
     if not is_wanted:
         return
-    try:
-        installed = version("tokenmill")
-    except PackageNotFoundError:
-        installed = version("tokenmill-client")  # the distribution without the worker
-    say(f"tokenmill {installed}\n")
+    say(f"tokenmill {version()}\n")
     raise typer.Exit
 
 

@@ -1,7 +1,7 @@
 """Runs the commands on a real queue without a worker, and on a database with known rows."""
 
 import json
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import cast
 
@@ -25,11 +25,6 @@ def test_submit_prints_an_id_and_nothing_else(shell: Shell, client: Client) -> N
     assert (info.status, info.tenant, info.priority) == ("queued", "acme", "bulk")
     again = [shell("submit", "Hello", "--idempotency-key", "k").stdout for _ in range(2)]
     assert again[0] == again[1]
-
-
-def test_the_version_is_printed(shell: Shell) -> None:
-    done = shell("--version")
-    assert (done.exit_code, done.stdout) == (0, f"tokenmill {version('tokenmill')}\n")
 
 
 def test_help_distinguishes_the_two_options_n(shell: Shell) -> None:

@@ -182,8 +182,8 @@ def test_only_a_missing_table_asks_for_an_upgrade(
 
 
 @postgres_only
-def test_a_lost_prepared_statement_is_not_told_as_a_missing_table(engine: sa.Engine) -> None:
-    """What a pooler answers where a session has not prepared the statement."""
+def test_a_lost_prepared_statement_is_no_missing_table(engine: sa.Engine) -> None:
+    """A pooler answers so where a session has not prepared the statement."""
     results = SqlResults(engine.url.render_as_string(hide_password=False))
     with (
         pytest.raises(QueueUnavailable, match="cannot be read: prepared statement"),

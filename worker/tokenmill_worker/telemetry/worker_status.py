@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 from tokenmill.sql.engine import missing_file
 from tokenmill_schemas.control import WorkerStatus
+from tokenmill_schemas.release import version
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.consume.leases import LeaseKeeper
 from tokenmill_worker.publish.publisher import Publisher
@@ -282,13 +282,10 @@ class StatusReporter:
 
 @cache
 def package_version() -> str:
-    """Return the installed version. It is read once: importlib parses the whole package
-    description, and each heartbeat needs it.
+    """Return the version. It is read once: that takes a process or a file, and each heartbeat needs
+    it.
     """
-    try:
-        return version("tokenmill")
-    except PackageNotFoundError:
-        return "unknown"
+    return version()
 
 
 def _milliseconds(pair: tuple[float | None, ...]) -> tuple[float, float] | None:
