@@ -1,7 +1,8 @@
 """The version, and the revision that it was built from.
 
-`0.1.0+g9fc2b2b7` tells two deployments of one version apart. setuptools calls `described` for both distributions when it builds one; it imports this file alone.
-A checkout asks git when it runs. A release, whose tag is `v0.1.0`, has the version alone.
+`0.1.0+g9fc2b2b7` tells two deployments of one version apart. setuptools calls `described` for both
+distributions when it builds one; it imports this file alone. A checkout asks git when it runs. A
+release, whose tag is `v0.1.0`, has the version alone.
 """
 
 import os

@@ -14,7 +14,8 @@ from tests.support.waiting import until
 from tokenmill.sql.engine import open_engine
 from tokenmill.transport.backoff import Backoff
 from tokenmill_worker.errors import StoreUnavailable
-from tokenmill_worker.local.doctor import Finding, examine
+from tokenmill_worker.local.doctor import examine
+from tokenmill_worker.local.findings import Finding
 from tokenmill_worker.record import Finalizer, FinalizerLimits, ResultStore
 from tokenmill_worker.record.migrate import upgrade
 from tokenmill_worker.settings import load_settings

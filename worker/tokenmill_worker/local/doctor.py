@@ -89,7 +89,7 @@ def _sql(settings: Settings) -> Iterator[Finding]:
         return
     except ConfigurationError as error:
         hint = "CREATE DATABASE … TEMPLATE template0 ENCODING 'UTF8'"
-        yield Finding("sql", "error", _with_address(address, str(error)), hint)
+        yield Finding("sql", "error", with_address(address, str(error)), hint)
         return
     finally:
         engine.dispose()
