@@ -32,19 +32,22 @@ def why(error: BaseException) -> str:
 
     Messages of other libraries may be meaningless without the class.
     """
-    words = _words(error)
-    is_ours = type(error).__module__.startswith("tokenmill_worker.") and words
-    return words if is_ours else f"{type(error).__name__}: {words}".removesuffix(": ")
+    is_ours = type(error).__module__.startswith("tokenmill_worker.") and str(error)
+    return str(error) if is_ours else _named(error, _words(error))
 
 
 def sentence_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_words(error).partition(chr(10))[0]}".removesuffix(": ")
+    return _named(error, _words(error).partition("\n")[0])
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether the machine's memory was too small, or taken by others for the moment."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(sign in text for sign in _SIGNS_OF_NO_MEMORY)
+
+
+def _named(error: BaseException, words: str) -> str:
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _words(error: BaseException) -> str:

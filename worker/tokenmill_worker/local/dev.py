@@ -33,7 +33,7 @@ from tokenmill_worker.settings import Settings, child_environment
 USUAL_PORT: Final = 6379
 DATA: Final = Path(".tokenmill") / "valkey"
 _DRAIN_MARGIN_S: Final = 10.0
-_START_TRIES: Final = 5  # of a worker that is killed before it is ready
+_START_TRIES: Final = 5  # of a worker that is killed before it is ready again
 _POLL_S: Final = 0.2
 
 
@@ -187,7 +187,7 @@ class ServiceWatch:
         self._console = console
         self._on_ready: Callable[[], None] | None = on_ready
         self._is_ready = False  # the worker that runs now
-        self._tries = 0  # workers in a row that were not ready before they ended
+        self._tries = 0  # workers that have ended since one was ready
         self._backoff = Backoff(first_s=1.0, longest_s=30.0, spread=(1, 1))
 
     def look(self, stop: threading.Event) -> int | None:
@@ -211,14 +211,16 @@ class ServiceWatch:
         return None
 
     def _replace(self, status: int, stop: threading.Event) -> int | None:
-        manner = f"was killed ({signal_name(-status)})" if status < 0 else f"ended ({status})"
         if status == 0:
-            self._say("the worker has drained, so all of it ends")
+            self._say("the worker has drained, so the service ends")
             return 0
         self._tries += 1
-        if not self._is_ready and (status > 0 or self._tries >= _START_TRIES):
-            tries = f" {self._tries} times" if self._tries > 1 else ""
-            self._say(f"the worker {manner}{tries} before it was ready, so all of it ends")
+        manner = f"was killed by {signal_name(-status)}" if status < 0 else f"ended ({status})"
+        if status > 0 and not self._is_ready:
+            self._say(f"the worker {manner} before it was ready, so the service ends")
+            return status
+        if self._tries > _START_TRIES:
+            self._say(f"the worker {manner}, for the {self._tries}th time: the service ends")
             return abs(status)
         pause_s = self._backoff.delay_s(self._tries)
         self._say(f"the worker {manner}: it starts again in {pause_s:g} s")

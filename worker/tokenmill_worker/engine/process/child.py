@@ -95,8 +95,7 @@ def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> i
             on_progress=lambda message, fraction: emit(LoadProgress(message, fraction)),
         )
     except Exception as error:
-        may_pass = lacks_memory(error) and not start.config.tensor_parallel
-        emit(EngineFailed(why(error), at_start=True, may_pass=may_pass))
+        emit(EngineFailed(why(error), at_start=True, may_pass=lacks_memory(error)))
         return 1
     finally:
         forwarder.loaded()

@@ -149,7 +149,8 @@ class _Reports:
                         self._look_again(self._stall_s, 0.0)
                     return report
                 case EngineFailed():
-                    raise EngineDied(report.message, at_start=True, may_pass=report.may_pass)
+                    may_pass = report.may_pass and self._is_alone
+                    raise EngineDied(report.message, at_start=True, may_pass=may_pass)
                 case _:
                     words = await manner_of(self._process)
                     words = f"the engine process ended{words} before it was ready"
