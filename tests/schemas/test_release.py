@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tokenmill.cli import app
 from tokenmill_schemas import release
 from tokenmill_schemas.release import BASE, with_revision
+from tokenmill_worker.telemetry.worker_status import package_version
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,10 @@ def test_without_a_repository_the_variable_names_the_revision(
     assert names["described"]() == f"{BASE}+g9fc2b2b7"
 
 
-def test_the_command_prints_it() -> None:
+def test_command_and_worker_report_it() -> None:
     done = CliRunner().invoke(app, ["--version"])
-    assert (done.exit_code, done.stdout) == (0, f"tokenmill {release.version()}\n")
+    found = release.version()
+    assert found.startswith(BASE)
+    assert (done.exit_code, done.stdout) == (0, f"tokenmill {found}\n")
+    package_version.cache_clear()
+    assert package_version() == found

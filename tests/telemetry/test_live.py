@@ -20,10 +20,10 @@ from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
 from tokenmill.operations.overview import QueueState
 from tokenmill_schemas.control import WorkerStatus
-from tokenmill_schemas.release import version
 from tokenmill_worker.telemetry import configure_logging
 from tokenmill_worker.telemetry.exporter import Exporter
 from tokenmill_worker.telemetry.queue_metrics import QueueMetrics
+from tokenmill_worker.telemetry.worker_status import package_version
 
 pytestmark = pytest.mark.redis
 SECRET = "the launch code is 0451"
@@ -117,8 +117,8 @@ async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> Non
     assert ready["checks"] == dict.fromkeys(
         ("engine", "steps", "claims", "redis", "sql", "buffer", "drain"), "ok"
     )
-    assert value(text, "build_info", version=version()) == 1
-    assert {status.version for status in statuses} == {version()}
+    assert value(text, "build_info", version=package_version()) == 1
+    assert {status.version for status in statuses} == {package_version()}
     assert value(text, "generation_tokens_total") == 90
     assert (
         value(text, "inter_token_latency_seconds_count", priority="standard") == 87
