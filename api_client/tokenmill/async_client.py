@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 
-from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, translate
+from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, one_job, translate
 from tokenmill.errors import JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
@@ -29,6 +29,7 @@ from tokenmill.operations.io_requests import (
     QueryDatabase,
     Receive,
     RunScript,
+    ServerTime,
     Sleep,
     StreamMessages,
     Subscribe,
@@ -79,11 +80,11 @@ class AsyncClient(ClientBase):
 
     async def submit(self, request: JobRequest | None = None, **arguments: Any) -> JobHandle:
         """Submit one job and return its id; see Client.submit."""
-        return (await self.submit_many([self._request(request, arguments)]))[0]
+        return (await self.submit_many([one_job(request, arguments)]))[0]
 
     async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """Submit many jobs in few round trips; see Client.submit_many."""
-        with producing(self.queue, self._requests(jobs)) as requests:
+        with producing(self.queue, await self._run(self._requests(jobs))) as requests:
             return self._noted(await self._run(submit(self._context, requests)))
 
     def stream(
@@ -300,6 +301,9 @@ class AsyncIODriver:
                     if self._client.has_database
                     else None
                 )
+            case ServerTime():
+                clock, key = self._client.clock, self._client.keys.meta
+                return await clock.refresh_async(self._redis, key)
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
         raise TypeError(f"no such IO request: {request!r}")

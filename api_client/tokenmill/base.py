@@ -23,10 +23,16 @@ from tokenmill.errors import (
     not_unicode,
 )
 from tokenmill.operations.form_values import FormError
-from tokenmill.operations.io_requests import QueueContext
-from tokenmill.operations.job_request import JobHandle, build_request, checked
+from tokenmill.operations.io_requests import Operation, QueueContext, ServerTime
+from tokenmill.operations.job_request import (
+    JobHandle,
+    build_request,
+    checked,
+    has_relative_times,
+)
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, parse_url, server_words
 from tokenmill.transport.refusals import write_refusal
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobResult
@@ -93,6 +99,7 @@ class ClientBase:
         self._database = database
         self._results: SqlResults | None = None
         self._opening = threading.Lock()
+        self.clock = ServerClock()
         self.is_closed = False
         self._has_warned = False
         publish = "SPUBLISH" if parse_url(url).is_cluster else "PUBLISH"
@@ -138,13 +145,6 @@ class ClientBase:
                 self._results.close()
                 self._results = None
 
-    def _request(self, request: JobRequest | None, arguments: Mapping[str, Any]) -> JobRequest:
-        if request is None:
-            return _built(arguments)
-        if arguments:
-            raise TypeError("give a JobRequest or its fields, not both")
-        return checked(request)
-
     def _noted(self, handles: list[JobHandle]) -> list[JobHandle]:
         """Return the handles. Warn once per client if no worker has ever served the queue."""
         if handles and handles[-1].is_unserved and not self._has_warned:
@@ -156,15 +156,41 @@ class ClientBase:
                 log.warning("%s", trouble)
         return handles
 
-    def _requests(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobRequest]:
-        return [checked(job) if isinstance(job, JobRequest) else _built(job) for job in jobs]
+    def _requests(
+        self, jobs: Iterable[JobRequest | Mapping[str, Any]]
+    ) -> Operation[list[JobRequest]]:
+        """Build requests. The server is asked for its time only if relative times need it, and an
+        invalid job is refused before.
+        """
+        jobs = list(jobs)
+        requests = self._built(jobs)
+        if not self.clock.is_fresh and any(
+            isinstance(job, Mapping) and has_relative_times(job) for job in jobs
+        ):
+            yield ServerTime()
+            requests = self._built(jobs)
+        return requests
+
+    def _built(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobRequest]:
+        now_ms = self.clock.now_ms()
+        try:
+            return [
+                checked(job) if isinstance(job, JobRequest) else build_request(job, now_ms)
+                for job in jobs
+            ]
+        except FormError as error:  # internal: it has the place that a bulk file's error names
+            raise InvalidRequest(error.problems) from None
 
 
-def _built(arguments: Mapping[str, Any]) -> JobRequest:
-    try:
-        return build_request(arguments)
-    except FormError as error:  # internal: it has the place that a bulk file's error names
-        raise InvalidRequest(error.problems) from None
+def one_job(
+    request: JobRequest | None, arguments: Mapping[str, Any]
+) -> JobRequest | Mapping[str, Any]:
+    """Return the job that `submit` was given in either form."""
+    if request is None:
+        return arguments
+    if arguments:
+        raise TypeError("give a JobRequest or its fields, not both")
+    return request
 
 
 def checked_queue(name: str) -> str:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import redis
 
-from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, translate
+from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, one_job, translate
 from tokenmill.errors import JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
@@ -31,6 +30,7 @@ from tokenmill.operations.io_requests import (
     QueryDatabase,
     Receive,
     RunScript,
+    ServerTime,
     Sleep,
     StreamMessages,
     Subscribe,
@@ -92,7 +92,7 @@ class Client(ClientBase):
         Raises InvalidRequest with all problems of the request, QueueFull, RateLimited,
         IdempotencyConflict or QueueUnavailable.
         """
-        return self.submit_many([self._request(request, arguments)])[0]
+        return self.submit_many([one_job(request, arguments)])[0]
 
     def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """Submit many jobs in few round trips and return their ids in the same order.
@@ -100,7 +100,7 @@ class Client(ClientBase):
         Each round trip stores all of its jobs or none. If the queue refuses one (QueueFull,
         RateLimited), the exception's `accepted` has the ids of the jobs stored before it.
         """
-        with producing(self.queue, self._requests(jobs)) as requests:
+        with producing(self.queue, self._run(self._requests(jobs))) as requests:
             return self._noted(self._run(submit(self._context, requests)))
 
     def stream(
@@ -232,12 +232,7 @@ class Client(ClientBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ── running operations ──
@@ -318,6 +313,8 @@ class IODriver:
                 return self.receive(timeout)
             case QueryDatabase(job_id):
                 return self._client.look_up(job_id)
+            case ServerTime():
+                return self._client.clock.refresh(self._redis, self._client.keys.meta)
             case Sleep(seconds):
                 return time.sleep(seconds)
         raise TypeError(f"no such IO request: {request!r}")

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from tests.support.tokenizers import byte_level
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
@@ -25,14 +26,15 @@ EOS = 260
 CREATED_MS = 1_000_000
 
 
-class Clock:
-    """Seconds, moved by hand."""
+class Clock(ServerClock):
+    """A clock moved by hand."""
 
     def __init__(self, ms: int = CREATED_MS + 500) -> None:
         self.ms = ms
+        super().__init__(self._now, self._now)
 
-    def __call__(self) -> float:
-        return self.ms / 1000
+    def _now(self) -> int:
+        return self.ms * 1_000_000
 
 
 def size_of(chunk: Chunk) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from tokenmill import AsyncClient
 from tokenmill.transport.cancellation import end_task, wait_at_most
 from tokenmill.transport.connect import Link, connect_async, parse_url
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.builders import engine_host, input_processor, open_tracing, stream_options
 from tokenmill_worker.consume.consumer import Consumer
@@ -87,15 +88,25 @@ class Worker:
         self._host_factory = host_factory or partial(engine_host, settings, config)
         self.metrics = Metrics(settings.queue_name, self._config.model)
         self._tracing = open_tracing(settings)
+        clock = ServerClock()
         observer = self._observer = JobTelemetry(
-            self.metrics, self._tracing, queue=settings.queue_name, worker_id=settings.worker_name
+            self.metrics,
+            self._tracing,
+            queue=settings.queue_name,
+            worker_id=settings.worker_name,
+            clock_ns=clock.now_ns,
         )
         keys = Keys(settings.queue_name, settings.key_prefix)
         sharded = parse_url(settings.redis_url).is_cluster
         self._redis = connect_async(settings.redis_url, REDIS_LINK)
         self._redis_control = connect_async(settings.redis_url, REDIS_LINK)
         self.stream = stream_type(
-            self._redis, keys, settings.worker_name, stream_options(settings), sharded=sharded
+            self._redis,
+            keys,
+            settings.worker_name,
+            stream_options(settings),
+            sharded=sharded,
+            clock=clock,
         )
         self.stream.on_call, self.stream.on_refused = observer.called, observer.refused
         self._store = store_type(
@@ -116,11 +127,12 @@ class Worker:
                 chunk_tokens=settings.chunk_tokens,
                 chunk_wait_s=settings.chunk_wait_seconds,
             ),
+            clock=clock,
         )
         self.service = Service(
             stream=self.stream,
             host_factory=self._host_factory,
-            processor_factory=partial(input_processor, settings, config),
+            processor_factory=partial(input_processor, settings, config, clock),
             publisher=self._publisher,
             finalizer=self._finalizer,
             on_frame=lambda _frame: self._note_frame(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import StreamOptions
 from tokenmill_worker.consume.served_model import ServedModel
@@ -27,7 +28,9 @@ def engine_host(settings: Settings, config: EngineConfig) -> EngineHost:
     return EngineThread(lambda: Engine.load(config, settings.cache_dir), settings.stall_seconds)
 
 
-async def input_processor(settings: Settings, config: EngineConfig, ready: Ready) -> InputProcessor:
+async def input_processor(
+    settings: Settings, config: EngineConfig, clock: ServerClock, ready: Ready
+) -> InputProcessor:
     """Load the tokenizer of the model that the engine has loaded. Raises OSError, or
     SettingsError for a `reasoning_format` that the model does not have.
     """
@@ -58,6 +61,7 @@ async def input_processor(settings: Settings, config: EngineConfig, ready: Ready
         max_payload_bytes=settings.max_payload_bytes,
         reasoning=reasoning,
         tool_format=tokenizer.tool_format(settings.tool_format),
+        clock=clock,
     )
 
 

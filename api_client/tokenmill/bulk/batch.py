@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from enum import StrEnum
 from typing import Final
 
@@ -173,10 +172,6 @@ def _second(moment_ms: int) -> int | None:
 
 def new_batch_id() -> str:
     return f"batch_{os.urandom(12).hex()}"
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)
 
 
 def window_ms(text: str) -> int:

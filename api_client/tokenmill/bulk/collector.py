@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokenmill.bulk.batch import Totals, now_ms
+from tokenmill.bulk.batch import Totals
 from tokenmill.bulk.formats.input_file import BadLine, LineSet, line_of
 from tokenmill.bulk.formats.output_files import Done
 from tokenmill.bulk.formats.output_line import EncodedLine, of_bad_line, of_result
@@ -26,12 +26,18 @@ class Sink(Protocol):
 
 class Collector:
     """Collects the answers of a batch. Without a sink it only counts them, and they stay in the
-    store or queue.
+    store or queue. `began_ms`: the server's time from which tokens count for the rate.
     """
 
-    def __init__(self, batch_id: str, sink: Sink | None = None, done: Done | None = None) -> None:
+    def __init__(
+        self,
+        batch_id: str,
+        sink: Sink | None = None,
+        done: Done | None = None,
+        began_ms: int = 0,
+    ) -> None:
         self._batch_id = batch_id
-        self._began_ms = now_ms()
+        self._began_ms = began_ms
         self.generated = 0  # tokens of jobs that ended since then, for the rate
         self._sink = sink
         self._lines = done.lines if done else LineSet()

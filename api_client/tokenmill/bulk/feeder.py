@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from tokenmill.bulk import job_queries
-from tokenmill.bulk.batch import Batch, BatchState, now_ms
+from tokenmill.bulk.batch import Batch, BatchState
 from tokenmill.bulk.collector import Collector
 from tokenmill.bulk.formats import input_file
 from tokenmill.bulk.formats.input_file import job_id, line_of
@@ -91,13 +91,13 @@ class BatchFeeder:
 
     @property
     def is_late(self) -> bool:
-        return bool(self._batch.expires_ms) and now_ms() >= self._batch.expires_ms
+        return 0 < self._batch.expires_ms <= self._client.clock.now_ms()
 
     @property
     def _is_long_late(self) -> bool:
         return (
             bool(self._batch.expires_ms)
-            and now_ms() >= self._batch.expires_ms + self._limits.late_s * 1000
+            and self._client.clock.now_ms() >= self._batch.expires_ms + self._limits.late_s * 1000
         )
 
     def submit(self, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from tokenmill.bulk import job_queries
-from tokenmill.bulk.batch import Batch, BatchState, Totals, now_ms
+from tokenmill.bulk.batch import Batch, BatchState, Totals
 from tokenmill.bulk.collector import Collector
 from tokenmill.bulk.formats.input_file import job_id, read
 from tokenmill.bulk.formats.output_files import OutputFiles, Paths
@@ -31,6 +31,7 @@ from tokenmill.bulk.progress import WINDOW
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
+from tokenmill.operations.io_requests import server_time
 from tokenmill_schemas.openai import LineError
 
 _ALIVE_MS: Final = 15_000  # a process that submits lines updates `seen_ms` every second
@@ -47,20 +48,21 @@ def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
     batch = store.get(batch_id)
     if batch.state.is_final or batch.state is BatchState.VALIDATING:
         return batch
-    if not _may_end(batch) or any(_running(client, batch)):
+    now_ms = client.perform(server_time())
+    if not _may_end(batch, now_ms) or any(_running(client, batch)):
         totals = _counted(client, store, batch, with_tokens=False)
         return msgspec.structs.replace(batch, totals=totals)
     totals = _counted(client, store, batch, with_tokens=True)
-    if totals.ended < batch.total and _has_runner(store, batch):
+    if totals.ended < batch.total and _has_runner(store, batch, now_ms):
         return msgspec.structs.replace(batch, totals=totals)
     return end_batch(store, batch, totals)
 
 
-def _has_runner(store: BatchStore, batch: Batch) -> bool:
+def _has_runner(store: BatchStore, batch: Batch, now_ms: int) -> bool:
     """Return whether a live run has counts that nobody else has: if results are not stored, only
     the run counts those in its files.
     """
-    is_alive = now_ms() - batch.seen_ms <= _ALIVE_MS
+    is_alive = now_ms - batch.seen_ms <= _ALIVE_MS
     return (
         is_alive
         and batch.state is BatchState.IN_PROGRESS
@@ -83,12 +85,12 @@ def _unsettled(batch: Batch) -> Iterator[list[str]]:
         yield [job_id(batch.id, line) for line in lines]
 
 
-def _may_end(batch: Batch) -> bool:
+def _may_end(batch: Batch, now_ms: int) -> bool:
     """Return whether a batch without running jobs is complete: no more lines will be submitted."""
-    is_left = now_ms() - batch.seen_ms > _ALIVE_MS
+    is_left = now_ms - batch.seen_ms > _ALIVE_MS
     if batch.state is BatchState.CANCELLING:
         return batch.is_submitted or is_left
-    return batch.is_submitted or (is_left and 0 < batch.expires_ms <= now_ms())
+    return batch.is_submitted or (is_left and 0 < batch.expires_ms <= now_ms)
 
 
 def end_batch(store: BatchStore, batch: Batch, totals: Totals) -> Batch:
@@ -153,7 +155,7 @@ def export_batch(
                 f"`bulk run` of {begun.id} continues with {paths.output}: name another output"
             )
         files.discard()
-        collector = Collector(batch.id, files)
+        collector = Collector(batch.id, files, began_ms=client.clock.now_ms())
         fill(client, store, batch, collector)
         if batch.state.is_final and collector.totals.ended < batch.total:
             _fill_rest(batch, collector, source or Path(batch.input_file))

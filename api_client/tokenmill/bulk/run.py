@@ -21,7 +21,6 @@ from tokenmill.bulk.batch import (
     Totals,
     check_metadata,
     new_batch_id,
-    now_ms,
     window_ms,
 )
 from tokenmill.bulk.collector import Collector
@@ -34,6 +33,7 @@ from tokenmill.bulk.progress import BatchProgress, RunLimits
 from tokenmill.bulk.stores.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, InvalidRequest
+from tokenmill.operations.io_requests import server_time
 from tokenmill.operations.job_request import build_request
 from tokenmill_schemas.openai import BatchError
 
@@ -56,7 +56,7 @@ def new_batch(client: Client, path: Path, options: BatchOptions | None = None) -
     """
     options = options or BatchOptions()
     check_readable(path)
-    now = now_ms()
+    now = client.perform(server_time())
     return Batch(
         id=new_batch_id(),
         queue=client.queue,
@@ -110,7 +110,7 @@ def run_batch(
         batch = _stored(store, _described(batch, found))
         if batch.state is BatchState.FINALIZING:  # another process was interrupted while ending it
             batch = refresh(client, store, batch.id)
-        collector = Collector(batch.id, files, files.resume())
+        collector = Collector(batch.id, files, files.resume(), client.clock.now_ms())
         feeder = BatchFeeder(
             client,
             store,
@@ -210,7 +210,7 @@ def import_batch(
             client,
             store,
             batch,
-            Collector(batch.id, done=Done(totals=batch.totals)),
+            Collector(batch.id, done=Done(totals=batch.totals), began_ms=client.clock.now_ms()),
             repeated_lines=found.repeated,
             limits=limits,
             is_resumed=is_resumed,

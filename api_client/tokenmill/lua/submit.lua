@@ -3,8 +3,8 @@
 -- Keys       meta, job:, jobs:, lanes:, tenant:, idem:, delayed, deadlines, ready, ready:urgent
 -- Arguments  ARGV[3]  largest backlog that the caller accepts; 0: the queue's setting alone
 --            ARGV[4]  idempotency TTL from the job's end, ms; 0: the queue's setting
---            then per job: id, class, tenant, fingerprint, idempotency key, request, created ms,
---            deadline ms, due ms, cost
+--            then per job: id, class, tenant, fingerprint, idempotency key, request, created ms
+--            (recorded is the server's own time), deadline ms, due ms, cost
 -- Reply      {'ok', id, 'new' or 'known', ...}, then 'unserved' if no worker has ever served the
 --            queue. {'conflict', id, place}, {'large', size, limit}, {'full', depth, limit},
 --            {'rate', tenant, wait ms}, {'name', place}: nothing was stored
@@ -133,7 +133,7 @@ for _, job in ipairs(jobs) do
     redis.call('HSET', job_key(job.id), 'request', job.request, 'state',
       waits and 'scheduled' or 'queued',
       'class', job.class, 'tenant', job.tenant, 'fingerprint', job.fingerprint, 'created_ms',
-        whole(job.created),
+        whole(now),
       'deadline_ms', whole(job.deadline), 'cost', whole(job.cost), 'due_ms', whole(job.due))
     if job.idem ~= '' then  -- without a TTL while the job lives; the job's end sets one
       redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)

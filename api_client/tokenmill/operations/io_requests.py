@@ -100,6 +100,13 @@ class QueryDatabase:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerTime:
+    """Ask for the server's time. Reply: Unix milliseconds, from the client's clock, which is set by
+    the server's once a minute at most.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Sleep:
     seconds: float
 
@@ -112,6 +119,20 @@ class Emit:
 
 
 IORequest: TypeAlias = (
-    RunScript | Commands | Subscribe | Receive | StreamMessages | QueryDatabase | Sleep | Emit
+    RunScript
+    | Commands
+    | Subscribe
+    | Receive
+    | StreamMessages
+    | QueryDatabase
+    | ServerTime
+    | Sleep
+    | Emit
 )
 Operation: TypeAlias = Generator[IORequest, Any, T]
+
+
+def server_time() -> Operation[int]:
+    """Return the server's time in Unix milliseconds."""
+    now_ms: int = yield ServerTime()
+    return now_ms

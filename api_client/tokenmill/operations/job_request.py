@@ -100,16 +100,25 @@ def as_score(continuations: Sequence[Any], arguments: Mapping[str, Any]) -> dict
     return {"stream": False, **arguments, "continuations": continuations}
 
 
-def build_request(arguments: Mapping[str, Any]) -> JobRequest:
+def has_relative_times(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a time among the arguments of `submit` counts from now."""
+    deadline, not_before = arguments.get("deadline"), arguments.get("not_before")
+    is_absolute = deadline is None or isinstance(deadline, datetime)
+    return not is_absolute or isinstance(not_before, timedelta)
+
+
+def build_request(arguments: Mapping[str, Any], now_ms: int | None = None) -> JobRequest:
     """Build a request from the arguments of `submit`. Raises InvalidRequest with every problem
     found.
+
+    `now_ms`: the server's time, from which relative times count; None: this machine's.
     """
+    now_ms = round(time.time() * 1000) if now_ms is None else now_ms
     unknown = sorted(set(arguments) - _SAMPLING - _REQUEST - _OTHER_NAMES)
     if unknown:
         raise InvalidRequest(
             [f"{name} is neither a job field nor a sampling parameter" for name in unknown]
         )
-    now_ms = round(time.time() * 1000)
     moments = {name: arguments.get(name) for name in ("deadline", "not_before")}
     try:
         given = _plain({name: arguments[name] for name in arguments if name not in moments})

@@ -7,7 +7,6 @@ disappears between two commands counts as empty.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.operations.io_requests import Commands, Operation, QueueContext
+from tokenmill.operations.io_requests import Commands, Operation, QueueContext, server_time
 from tokenmill.operations.queue import DueJob, due_jobs, number_of, workers
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.control import WorkerStatus
@@ -99,7 +98,8 @@ def overview(context: QueueContext) -> Operation[QueueState]:
     due = yield from due_jobs(context)
     living = yield from workers(context)
     counts_now = (max(0, int(scheduled) - len(due)), int(unrecorded), int(dead))
-    return _state(context, meta, counts_now, streams, since, living, due)
+    now_ms = yield from server_time()
+    return _state(context, meta, counts_now, streams, since, living, due, now_ms)
 
 
 def _first_returned(context: QueueContext, priority: Priority) -> tuple[Argument, ...]:
@@ -194,10 +194,10 @@ def _state(
     since: dict[Priority, int],
     living: Sequence[WorkerStatus],
     due: Sequence[DueJob],
+    now_ms: int,
 ) -> QueueState:
     numbers = defaultdict(float, {_text(name): number_of(value) for name, value in meta.items()})
     _count_due(due, numbers, since)
-    now_ms = int(time.time() * 1000)
     classes = {
         priority.value: ClassState(
             waiting=max(0, round(numbers.get(f"queued:{priority.value}", 0))),

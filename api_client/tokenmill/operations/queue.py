@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tokenmill.errors import ConfigurationError, UnreadableRecord, readable
-from tokenmill.operations.io_requests import Commands, Operation, QueueContext, RunScript
+from tokenmill.operations.io_requests import (
+    Commands,
+    Operation,
+    QueueContext,
+    RunScript,
+    server_time,
+)
 from tokenmill.operations.records import (
     JobInfo,
     QueueDepth,
@@ -79,7 +84,7 @@ def due_jobs(context: QueueContext) -> Operation[list[DueJob]]:
     With a live worker there are few. Without one they must count as backlog, or an autoscaler would
     start no worker.
     """
-    keys, now_ms = context.keys, round(time.time() * 1000)
+    keys, now_ms = context.keys, (yield from server_time())
     (ids,) = yield Commands((("ZRANGEBYSCORE", keys.delayed, "-inf", now_ms, "LIMIT", 0, MAX_DUE),))
     fields = ("class", "cost", "uncounted", "due_ms", "created_ms", "state")
     names = [

@@ -8,7 +8,7 @@ import math
 import time
 
 from tokenmill.errors import QueueUnavailable, QueueUnserved, ResultTimeout, TokenmillError
-from tokenmill.operations.io_requests import Commands, Operation, QueueContext
+from tokenmill.operations.io_requests import Commands, Operation, QueueContext, server_time
 from tokenmill.operations.records import JobInfo
 from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.result import JobStatus
@@ -62,8 +62,9 @@ class RetryWindow:
         """Raise QueueUnserved if the job has waited long enough and no worker has ever served the
         queue. Ask the server once.
         """
-        is_due = info.status in _WAITING and info.not_before_ms <= time.time() * 1000
-        if not is_due or time.monotonic() < self._unserved_at:
+        if info.status not in _WAITING or time.monotonic() < self._unserved_at:
+            return
+        if info.not_before_ms > (yield from server_time()):
             return
         if not (yield from is_served(self._context)):
             raise QueueUnserved(self._context.keys.queue, self._job_id)

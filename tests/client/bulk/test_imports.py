@@ -151,7 +151,7 @@ def test_out_of_time_it_names_only_lines_without_a_job(
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 25)
     batch = begin(any_client, store, path, completion_window="60s")
-    monkeypatch.setattr(feeder, "now_ms", lambda: batch.expires_ms)
+    monkeypatch.setattr(any_client.clock, "now_ms", lambda: batch.expires_ms)
     ended = import_batch(any_client, store, path, batch=batch)
     assert ended.state is BatchState.IN_PROGRESS  # of what waits in the queue
     assert [bad.line for bad in store.rejected(batch.id)] == list(range(WINDOW + 1, 26))

@@ -33,11 +33,11 @@ from tokenmill.bulk import (
     RunLimits,
     cancel_batch,
     export_batch,
-    feeder,
     import_batch,
     refresh,
 )
 from tokenmill.errors import ConfigurationError
+from tokenmill.transport.server_clock import ServerClock
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 SLOW: dict[str, Any] = {
@@ -187,7 +187,7 @@ async def test_what_was_answered_in_time_is_kept_by_a_run_that_goes_on_too_late(
     async with running_worker(setup.redis_url, str(setup.database)):
         (left,) = await asyncio.to_thread(setup.do, lambda _, store: store.newest())
         await until(lambda: setup.do(lambda _, store: len(list(store.results(left.id))) == 30))
-    monkeypatch.setattr(feeder, "now_ms", lambda: left.expires_ms + 1)
+    monkeypatch.setattr(ServerClock, "now_ms", lambda _clock: left.expires_ms + 1)
     batch = await setup.run(path)
     assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 30)
     assert len(set(names(setup.paths.output))) == 30

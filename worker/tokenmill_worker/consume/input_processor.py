@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable
 
 import msgspec
 
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, decode_request
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
@@ -48,7 +47,7 @@ class InputProcessor:
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         reasoning: ReasoningFormat | None = None,
         tool_format: ToolFormat | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: ServerClock | None = None,
     ) -> None:
         self._model = model
         chat = ChatFormat(tokenizer, reasoning, tool_format)
@@ -56,8 +55,8 @@ class InputProcessor:
         self._params = ParamResolver(model)
         self._log = LogReader(tokenizer, model)
         self._max_payload_bytes = max_payload_bytes
-        self._clock = clock
-        self._outcomes = Outcomes(worker_id, model.names[0], self._now_ms)
+        self._clock = clock or ServerClock()
+        self._outcomes = Outcomes(worker_id, model.names[0], self._clock.now_ms)
 
     async def process(self, delivery: Delivery) -> AdmittedJob | FinishedJob:
         """Return the job with its request for the engine, or its end. Never raises."""
@@ -125,7 +124,9 @@ class InputProcessor:
             priority=request.priority.rank,
             tenant=request.tenant,
             cache_salt=request.tenant,
-            deadline=None if request.deadline_ms is None else request.deadline_ms / 1000,
+            deadline=None
+            if request.deadline_ms is None
+            else self._clock.monotonic_s(request.deadline_ms),
             resumed=resumed if answer.num_tokens else (),
             done=answer.ended_choices,
         )
@@ -138,7 +139,7 @@ class InputProcessor:
         self._model.check_ids(request)
 
     def _is_late(self, request: JobRequest) -> bool:
-        return request.deadline_ms is not None and request.deadline_ms <= self._now_ms()
+        return request.deadline_ms is not None and request.deadline_ms <= self._clock.now_ms()
 
     async def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
         """Build the end of a job that the claim script found ended; its answer is what the log
@@ -153,6 +154,3 @@ class InputProcessor:
                 prompt_ids = await self._prompts.encode(request, chat) if params.echo else ()
                 answer = self._log.resume(delivery, chunks, params, form, prompt_ids)
         return self._outcomes.ended(delivery, request, answer)
-
-    def _now_ms(self) -> int:
-        return int(self._clock() * 1000)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import redis.asyncio
 
 from tokenmill.transport.scripts import Argument, Script, call_async, in_parts
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.keys import Keys
@@ -76,10 +77,12 @@ class JobStream:
         options: StreamOptions | None = None,
         *,
         sharded: bool = False,
+        clock: ServerClock | None = None,
     ) -> None:
         self.keys = keys
         self.worker_id = worker_id
         self.options = options or StreamOptions()
+        self.clock = clock or ServerClock()  # set by the server's with every heartbeat
         self.wake_up = asyncio.Event()
         # (script, seconds, round trips, was it answered?)
         self.on_call: Callable[[str, float, int, bool], None] = lambda *_: None
@@ -111,6 +114,7 @@ class JobStream:
         """
         with translated_errors():
             await self.server.check()
+            await self.clock.refresh_async(self._client, self.keys.meta)
         await self._call(scripts.RESIGN, self.worker_id, "orphan")
         options = self.options
         limits: dict[str, float] = {
@@ -255,7 +259,8 @@ class JobStream:
             encode(status),
             *(value for job in owned.items() for value in job),
         )
-        cancelled, lost, unacknowledged, _, before = reply
+        cancelled, lost, unacknowledged, _, before, server_us = reply
+        self.clock.note(int(server_us) * 1_000)
         # Owned jobs that are unknown here come from a claim whose reply was lost. Jobs of a claim
         # under way look the same, so then none counts.
         if unacknowledged and idle and claims == self._claims:

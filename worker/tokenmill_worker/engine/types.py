@@ -39,8 +39,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     are prefilled with the prompt, count towards max_tokens and the penalties, and are not reported
     again. `given` holds the tokens of every choice, if they are to be scored and not drawn: the
     events have them with their log-probabilities. `priority` is a class rank; 0 is the most urgent.
-    `cache_salt` separates the prefix caches of tenants; the server sets it. `deadline` is in Unix
-    seconds.
+    `cache_salt` separates the prefix caches of tenants; the server sets it. `deadline` is a
+    time of `time.monotonic`, which the processes of a machine share.
     """
 
     request_id: str

@@ -17,12 +17,12 @@ from tokenmill import Client
 from tokenmill.base import translate
 from tokenmill.cli.output import count
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect, connect_async
+from tokenmill.transport.server_clock import MAX_SKEW_S
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume.server_check import ServerState, read_server
 from tokenmill_worker.local.findings import Finding
 from tokenmill_worker.settings import Settings
 
-MAX_SKEW_S = 1.0
 _LINK = Link(timeout_s=3, connect_timeout_s=3)
 
 
@@ -117,10 +117,10 @@ def _clock(client: Any) -> Iterator[Finding]:
     try:
         seconds, microseconds = client.time()
     except NoPermissionError:
-        return  # a reader compares no times
+        return
     skew = abs(time.time() - (seconds + microseconds / 1e6))
     if skew > MAX_SKEW_S:
-        hint = "synchronise the clocks (NTP): deadlines are compared across machines"
+        hint = "synchronise the clocks (NTP): jobs follow the server's, logs this machine's"
         words = f"this machine's clock and the server's differ by {skew:.1f} s"
         yield Finding("clock", "warning", words, hint)
 

@@ -9,10 +9,10 @@ engine nor SQL.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.engine.types import TokenEvent
 from tokenmill_worker.jobs import AdmittedJob, ChunkAppend, ChunkLog, FinishedJob, PublishReport
@@ -45,12 +45,12 @@ class Publisher:
         worker_id: str = "",
         model: str = "",
         limits: PublishLimits | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: ServerClock | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._model = model
         self._limits = limits or PublishLimits()
-        self._clock = clock
+        self._clock = clock or ServerClock()
         self._writer = LogWriter(
             log, self._limits.max_appends, self._limits.chunk_wait_s, self.close
         )
@@ -119,7 +119,7 @@ class Publisher:
         writer = self._writer
         fast: dict[RunningJob, ChunkAppend] = {}
         touched: dict[str, RunningJob] = {}
-        now_ms = self._now_ms()
+        now_ms = self._clock.now_ms()
         may_be_fast = (
             not (writer.due or writer.is_behind) and len(events) <= self._limits.max_appends
         )
@@ -151,16 +151,13 @@ class Publisher:
                         running.job.delivery,
                         JobStatus.FAILED if running.error else running.answer.status,
                         worker_id=self._worker_id,
-                        now_ms=self._now_ms(),
+                        now_ms=self._clock.now_ms(),
                         request=running.job.request,
                         answer=running.answer,
                         error=running.error,
                         model=self._model,
                     )
                 )
-
-    def _now_ms(self) -> int:
-        return int(self._clock() * 1000)
 
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:

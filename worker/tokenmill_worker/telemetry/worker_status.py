@@ -6,12 +6,14 @@ which metric.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from tokenmill.sql.engine import missing_file
+from tokenmill.transport.server_clock import MAX_SKEW_S
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.release import version
 from tokenmill_worker.consume.job_stream import JobStream
@@ -23,6 +25,8 @@ from tokenmill_worker.settings import Settings
 from tokenmill_worker.telemetry import Check, Watchdog
 from tokenmill_worker.telemetry.instruments import MetricSample, by_label, counter, gauge
 from tokenmill_worker.telemetry.job_telemetry import JobTelemetry
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ class StatusReporter:
         self._parts = parts
         self._model = model
         self._is_stopping = is_stopping
-        self._started_at = time.time()
+        self._started_at, self._began = time.time(), time.monotonic()
+        self._started_ms = 0  # by the server's clock, once it is known
+        self._told_of_skew = False
         self.claims = Watchdog("claim", limit_s=parts.settings.stall_seconds)
         self.steps = Watchdog("engine frame", limit_s=parts.settings.stall_seconds)
 
@@ -97,13 +103,17 @@ class StatusReporter:
         stats, health = parts.service.health.stats, parts.service.health
         observer.forget_all_but({*parts.stream.owned, *parts.finalizer.held_ids})
         observer.log_lines()
+        if not self._started_ms:  # fixed: a process that started later replaces this one
+            since_ms = round((time.monotonic() - self._began) * 1000)
+            self._started_ms = parts.stream.clock.now_ms() - since_ms
+        self._tell_of_skew(parts.stream.clock.skew_s)
         return WorkerStatus(
             worker_id=parts.settings.worker_name,
             model=self._model
             if parts.service.started.is_set()
             else "",  # empty while the model loads
             version=package_version(),
-            started_ms=int(self._started_at * 1000),
+            started_ms=self._started_ms,
             running=stats.num_running,
             waiting=stats.num_waiting,
             free_blocks=stats.blocks_free,
@@ -127,6 +137,16 @@ class StatusReporter:
             ),
             tenants=observer.tenants(),
         )
+
+    def _tell_of_skew(self, skew_s: float) -> None:
+        if abs(skew_s) > MAX_SKEW_S and not self._told_of_skew:
+            self._told_of_skew = True
+            log.warning(
+                "This machine's clock is %.1f s %s the Redis server's: deadlines and recorded times"
+                " follow the server's, times in this log do not",
+                abs(skew_s),
+                "ahead of" if skew_s > 0 else "behind",
+            )
 
     # ── the numbers ──
 
@@ -271,6 +291,8 @@ class StatusReporter:
                 up[check.name] = float(problem is None)
         yield by_label("dependency_up", "1 while the dependency can be used", "dependency", up)
         yield gauge("ready", "1 while /readyz answers 200", float(all_well))
+        skew_s = self._parts.stream.clock.skew_s
+        yield gauge("clock_skew_seconds", "This clock's lead over the Redis server's", skew_s)
         yield gauge("draining", "1 after the signal to stop", float(self._is_stopping()))
         yield gauge("start_time_seconds", "Unix time of the worker's start", self._started_at)
         labels = ("version", "worker")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
+from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.job_queries import send_commands
 from tokenmill.bulk.pages import paged
@@ -85,8 +85,9 @@ class RedisBatchStore:
     def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
         moment = "finished" if state.is_final else state.value
         words = [word.value for word in expected]
+        now_ms = self._client.clock.now_ms()
         (moved,) = self._do(
-            ("EVAL", _MOVE, 1, self._keys.batch(batch_id), state.value, moment, now_ms(), *words),
+            ("EVAL", _MOVE, 1, self._keys.batch(batch_id), state.value, moment, now_ms, *words),
         )
         return bool(moved)
 
@@ -104,7 +105,7 @@ class RedisBatchStore:
             "totals",
             _json(totals),
             "seen",
-            now_ms(),
+            self._client.clock.now_ms(),
         )
         self._do(("HSET", self._keys.batch(batch_id), *values), *self._renew(batch_id))
 

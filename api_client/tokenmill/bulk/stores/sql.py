@@ -13,12 +13,13 @@ from typing import Any, Final
 
 import msgspec
 
-from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals, now_ms
+from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
 from tokenmill.bulk.pages import PAGE, paged
 from tokenmill.sql.database import Database
 from tokenmill.sql.storable import storable
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.openai import BatchError
 from tokenmill_schemas.result import JobError, JobResult, JobStatus
@@ -71,8 +72,9 @@ PURGED: Final = JobError(
 class SqlBatchStore:
     """The batches in one database; may be shared between threads."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, clock: ServerClock) -> None:
         self._database = Database(url)
+        self._clock = clock
         from tokenmill_schemas import tables  # imports SQLAlchemy
 
         self._sql = self._database.sql
@@ -126,7 +128,9 @@ class SqlBatchStore:
             table.c.id == batch_id, table.c.state.in_([word.value for word in expected])
         )
         with self._database.connection() as connection:
-            changed = connection.execute(statement.values({"state": state.value, moment: now_ms()}))
+            changed = connection.execute(
+                statement.values({"state": state.value, moment: self._clock.now_ms()})
+            )
             return bool(changed.rowcount)
 
     def describe(self, batch: Batch) -> None:
@@ -135,7 +139,10 @@ class SqlBatchStore:
         )
 
     def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None:
-        known = msgspec.to_builtins(totals) | {"over_line": over_line, "seen_ms": now_ms()}
+        known = msgspec.to_builtins(totals) | {
+            "over_line": over_line,
+            "seen_ms": self._clock.now_ms(),
+        }
         changes = {
             "submitted": submitted,
             "completed": totals.completed,

@@ -68,7 +68,7 @@ def open_store(client: Client) -> BatchStore:
     if client.database is not None:
         from tokenmill.bulk.stores.sql import SqlBatchStore
 
-        return SqlBatchStore(client.database)
+        return SqlBatchStore(client.database, client.clock)
     from tokenmill.bulk.stores.redis import RedisBatchStore
 
     return RedisBatchStore(client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
@@ -288,7 +289,8 @@ def _response_format(
     return from_json(whole, "--response-format")
 
 
-def _in_seconds(delay: float) -> float:
-    import time
-
-    return time.time() + delay
+def _in_seconds(delay: float) -> timedelta:
+    try:
+        return timedelta(seconds=delay)
+    except (ValueError, OverflowError):
+        raise InvalidRequest([f"--delay is no time: {delay!r}"]) from None

@@ -24,6 +24,7 @@ from tokenmill.cli.views.top import Look
 from tokenmill.cli.views.top_queues import draw_all, trouble
 from tokenmill.client import Client
 from tokenmill.errors import QueueUnavailable
+from tokenmill.operations.io_requests import server_time
 
 FIXED_LINES = 16  # lines used by everything but the list of jobs, for a small queue with one worker
 
@@ -136,9 +137,8 @@ def _quit_key() -> Iterator[Callable[[float], bool]]:
 def _look(client: Client, rows: int) -> Look:
     queue = client.overview()
     jobs = client.list(limit=rows) if rows else []
-    return Look(
-        now_ms=int(time.time() * 1000), clock=time.strftime("%H:%M:%S"), queue=queue, jobs=jobs
-    )
+    now_ms = client.perform(server_time())
+    return Look(now_ms=now_ms, clock=time.strftime("%H:%M:%S"), queue=queue, jobs=jobs)
 
 
 def _room(console: Console, last: Sequence[Look]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.client.bulk.support import names, result
-from tokenmill.bulk.batch import Batch, Totals, now_ms
+from tokenmill.bulk.batch import Batch, Totals
 from tokenmill.bulk.collector import Collector
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_files import OutputFiles, Paths
@@ -126,10 +126,10 @@ def test_a_damaged_record_and_a_folder_are_errors(paths: Paths, tmp_path: Path) 
 
 
 def test_a_rate_is_made_of_what_this_run_generated() -> None:
-    collector = Collector(BATCH)
+    collector = Collector(BATCH, began_ms=1_000_000)
     old, new = (
-        result(BATCH, 1, finished_ms=now_ms() - 60_000),
-        result(BATCH, 2, finished_ms=now_ms() + 1),
+        result(BATCH, 1, finished_ms=940_000),
+        result(BATCH, 2, finished_ms=1_000_001),
     )
     collector.take([old, new])
     collector.take([new])

@@ -9,7 +9,8 @@
 --            ARGV[4]: the worker's status, stored under its lease
 --            then per job that the worker believes to own: id, token
 -- Reply      {cancelled ids, lost ids, ids that it owns and did not name, number of orphans freed,
---            the previous status}. An id without a valid job hash counts as lost.
+--            the previous status, the server's time in microseconds}. An id without a valid job
+--            hash counts as lost.
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local FIRST = 5
 check_groups(FIRST, 2)
@@ -38,4 +39,6 @@ for _, id in ipairs(redis.call('SMEMBERS', base .. 'held:' .. worker)) do
   if not known[id] then unacknowledged[#unacknowledged + 1] = id end
 end
 local freed = sweep(clock_ms(), sweep_ms, lease_ms, returns)
-return {cancelled, lost, unacknowledged, freed, type(before) == 'string' and before or ''}
+local time = redis.call('TIME')
+return {cancelled, lost, unacknowledged, freed, type(before) == 'string' and before or '',
+  string.format('%s%06d', time[1], time[2])}

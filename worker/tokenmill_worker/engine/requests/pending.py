@@ -59,7 +59,7 @@ class Prerequisites:
 class PendingRequests:
     """Waiting requests by id, each with its choices that have not ended."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock  # the clock of the deadlines
         self._requests: dict[str, tuple[Prerequisites, list[Sequence]]] = {}
 

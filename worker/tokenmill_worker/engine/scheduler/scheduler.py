@@ -55,7 +55,7 @@ class Scheduler:
         *,
         max_model_len: int,
         eos_token_ids: frozenset[int],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         proposer: Proposer | None = None,
         has_state: Callable[[bytes], bool] | None = None,
         async_depth: int = 0,

@@ -1,0 +1,121 @@
+"""Tells the time of the Redis server.
+
+Every deadline and recorded time is the server's, so that the wall clocks of producers and workers
+need not agree. The time is computed from readings of the server's clock and this machine's
+monotonic clock, which no change of the wall clock moves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.cluster
+from redis.exceptions import NoPermissionError
+
+FRESH_S: Final = 60.0  # age of a reading after which clients read again
+MAX_SKEW_S: Final = 1.0  # difference of the wall clock that people are told of
+_READINGS: Final = 4
+_NS: Final = 1_000_000_000
+
+
+class ServerClock:
+    """The server's time. Before the first reading it is that of the wall clock `wall`; `monotonic`
+    goes on while the process is frozen. Both are in nanoseconds.
+
+    A reply that travels for long makes the server's time look earlier. So the latest of a few
+    readings counts.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._wall, self._monotonic = wall, monotonic
+        self._read_at: int | None = None  # by the monotonic clock
+        self._drift_at_read = 0  # of the wall clock from the monotonic one
+        self._offsets: deque[int] = deque(maxlen=_READINGS)
+        self._offset = wall() - monotonic()
+
+    def note(self, server_ns: int) -> None:
+        """Take a reading of the server's clock that has just arrived."""
+        self._read_at = self._monotonic()
+        self._drift_at_read = self._wall() - self._read_at
+        self._offsets.append(server_ns - self._read_at)
+        self._offset = max(self._offsets)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Was the clock read within FRESH_S? A wall clock that has moved against the monotonic one
+        since then makes it stale: the machine may have been suspended.
+        """
+        if self._read_at is None:
+            return False
+        now = self._monotonic()
+        drift = self._wall() - now - self._drift_at_read
+        return now - self._read_at < FRESH_S * _NS and abs(drift) < MAX_SKEW_S * _NS
+
+    @property
+    def skew_s(self) -> float:
+        """How far the wall clock is ahead of the server's."""
+        return (self._wall() - self.now_ns()) / _NS
+
+    def now_ns(self) -> int:
+        return self._monotonic() + self._offset
+
+    def now_ms(self) -> int:
+        return self.now_ns() // 1_000_000
+
+    def monotonic_s(self, moment_ms: int) -> float:
+        """Return what `time.monotonic` shows at a moment of the server. All processes of this
+        machine share that clock.
+        """
+        return (moment_ms * 1_000_000 - self._offset) / _NS
+
+    def refresh(self, client: redis.Redis, key: str) -> int:
+        """Return the time in Unix milliseconds, from a reading within FRESH_S. `key` selects the
+        node of a cluster.
+        """
+        if not self.is_fresh:
+            any_client: Any = client
+            try:
+                if isinstance(any_client, redis.cluster.RedisCluster):
+                    node = any_client.get_node_from_key(key)
+                    self._note(any_client.execute_command("TIME", target_nodes=node))
+                else:
+                    self._note(any_client.execute_command("TIME"))
+            except NoPermissionError:
+                self._keep()
+        return self.now_ms()
+
+    async def refresh_async(self, client: redis.asyncio.Redis, key: str) -> int:
+        """Return the time from an event loop; see `refresh`."""
+        if not self.is_fresh:
+            any_client: Any = client
+            try:
+                if isinstance(any_client, redis.asyncio.cluster.RedisCluster):
+                    await any_client.initialize()
+                    node = any_client.get_node_from_key(key)
+                    self._note(await any_client.execute_command("TIME", target_nodes=node))
+                else:
+                    self._note(await any_client.execute_command("TIME"))
+            except NoPermissionError:
+                self._keep()
+        return self.now_ms()
+
+    def _note(self, reply: Any) -> None:
+        if isinstance(reply, dict):  # a cluster's, by node
+            (reply,) = reply.values()
+        seconds, microseconds = reply
+        self.note((int(seconds) * 1_000_000 + int(microseconds)) * 1_000)
+
+    def _keep(self) -> None:
+        """Keep the time as it is: an older list of users does not allow TIME to readers."""
+        self._read_at = self._monotonic()
+        self._drift_at_read = self._wall() - self._read_at
