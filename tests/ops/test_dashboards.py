@@ -56,7 +56,7 @@ def _tend_and_scrape(database: str) -> str:
     )
     resources = TaskResources(settings)
     app = build_app(settings, resources)
-    watch = TasksHealth(app, resources.outbox.backlog, lambda: True)
+    watch = TasksHealth(app, resources.backlog, lambda: True)
     port = watch.start("127.0.0.1", 0)
     try:
         app.tasks["tokenmill.webhooks.sweep"].apply().get()

@@ -60,7 +60,7 @@ class ServedHealth:
         self.app = build_app(settings, self.resources)
         self.health = TasksHealth(
             self.app,
-            self.resources.outbox.backlog,
+            self.resources.backlog,
             lambda: self.beats,
             every_s=0.05,
             clock=lambda: self.clock.seconds,

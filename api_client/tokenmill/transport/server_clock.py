@@ -63,7 +63,7 @@ class ServerClock:
 
     @property
     def skew_s(self) -> float:
-        """How far the wall clock is ahead of the server's."""
+        """The lead of the wall clock over the server's."""
         return (self._wall() - self.now_ns()) / _NS
 
     def now_ns(self) -> int:
@@ -84,29 +84,31 @@ class ServerClock:
         """
         if not self.is_fresh:
             any_client: Any = client
+            is_cluster = isinstance(any_client, redis.cluster.RedisCluster)
             try:
-                if isinstance(any_client, redis.cluster.RedisCluster):
+                if is_cluster:
                     node = any_client.get_node_from_key(key)
                     self._note(any_client.execute_command("TIME", target_nodes=node))
                 else:
                     self._note(any_client.execute_command("TIME"))
             except NoPermissionError:
-                self._keep()
+                self.keep()
         return self.now_ms()
 
     async def refresh_async(self, client: redis.asyncio.Redis, key: str) -> int:
         """Return the time from an event loop; see `refresh`."""
         if not self.is_fresh:
             any_client: Any = client
+            is_cluster = isinstance(any_client, redis.asyncio.cluster.RedisCluster)
             try:
-                if isinstance(any_client, redis.asyncio.cluster.RedisCluster):
+                if is_cluster:
                     await any_client.initialize()
                     node = any_client.get_node_from_key(key)
                     self._note(await any_client.execute_command("TIME", target_nodes=node))
                 else:
                     self._note(await any_client.execute_command("TIME"))
             except NoPermissionError:
-                self._keep()
+                self.keep()
         return self.now_ms()
 
     def _note(self, reply: Any) -> None:
@@ -115,7 +117,9 @@ class ServerClock:
         seconds, microseconds = reply
         self.note((int(seconds) * 1_000_000 + int(microseconds)) * 1_000)
 
-    def _keep(self) -> None:
-        """Keep the time as it is: an older list of users does not allow TIME to readers."""
+    def keep(self) -> None:
+        """Keep the time as it is, as fresh: the server is away, or an older list of users does not
+        allow this user to ask.
+        """
         self._read_at = self._monotonic()
         self._drift_at_read = self._wall() - self._read_at

@@ -54,7 +54,7 @@ def test_a_jump_of_the_wall_clock_changes_no_time() -> None:
     assert (clock.now_ns(), clock.skew_s) == (SERVER, 3_600.0)
 
 
-def test_a_moment_of_the_server_is_told_by_the_monotonic_clock() -> None:
+def test_a_moment_of_the_server_is_converted_to_the_monotonic_clock() -> None:
     machine = Machine()
     clock = machine.clock()
     clock.note(SERVER)

@@ -47,7 +47,7 @@ class TasksHealth:
     def __init__(
         self,
         app: Celery,
-        webhooks: Callable[[int], OutboxBacklog],
+        webhooks: Callable[[], OutboxBacklog],
         beats: Callable[[], bool],
         *,
         every_s: float = POLL_S,
@@ -171,7 +171,7 @@ class TasksHealth:
             connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
 
     def _ask_sql(self) -> None:
-        self._backlog = self._webhooks(round(time.time() * 1000))
+        self._backlog = self._webhooks()
         self._sql_answers.reset()
 
 

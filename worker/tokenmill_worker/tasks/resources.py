@@ -6,17 +6,43 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import redis
 from sqlalchemy import Engine
 
 from tokenmill.sql.engine import open_engine
 from tokenmill.transport.backoff import Backoff
+from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
+from tokenmill.transport.server_clock import ServerClock
+from tokenmill_schemas.keys import Keys
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.bulk_files import BulkFiles
 from tokenmill_worker.tasks.retention import Limits, Retention
 from tokenmill_worker.tasks.usage_rollup import RollUp
 from tokenmill_worker.tasks.webhooks.delivery import WebhookDelivery
 from tokenmill_worker.tasks.webhooks.http_sender import Sender
-from tokenmill_worker.tasks.webhooks.outbox import Outbox
+from tokenmill_worker.tasks.webhooks.outbox import Outbox, OutboxBacklog
+
+
+class QueueTime:
+    """Gives the Redis server's time in Unix seconds, which due times are in. While the server is
+    away, the time goes on from the last reading.
+    """
+
+    def __init__(self, settings: Settings, clock: ServerClock | None = None) -> None:
+        self._settings = settings
+        self._clock = clock or ServerClock()
+        self._client: redis.Redis | None = None
+
+    def __call__(self) -> float:
+        settings = self._settings
+        try:
+            if self._client is None:
+                self._client = connect(settings.redis_url, Link(timeout_s=2, connect_timeout_s=2))
+            key = Keys(settings.queue_name, settings.key_prefix).meta
+            return self._clock.refresh(self._client, key) / 1000
+        except SERVER_TROUBLE:
+            self._clock.keep()
+            return self._clock.now_ms() / 1000
 
 
 class TaskResources:
@@ -24,6 +50,7 @@ class TaskResources:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.time = QueueTime(settings)
 
     @cached_property
     def engine(self) -> Engine:
@@ -35,6 +62,9 @@ class TaskResources:
         return Outbox(
             self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host
         )
+
+    def backlog(self) -> OutboxBacklog:
+        return self.outbox.backlog(round(self.time() * 1000))
 
     @cached_property
     def delivery(self) -> WebhookDelivery:
@@ -49,11 +79,12 @@ class TaskResources:
                 factor=4.0,
                 spread=(0.75, 1.25),
             ),
+            self.time,
         )
 
     @cached_property
     def roll_up(self) -> RollUp:
-        return RollUp(self.engine)
+        return RollUp(self.engine, self.time)
 
     @cached_property
     def retention(self) -> Retention:
@@ -64,7 +95,7 @@ class TaskResources:
             usage_days=settings.retain_usage_days,
             webhook_days=settings.retain_webhook_days,
         )
-        return Retention(self.engine, limits, self.roll_up)
+        return Retention(self.engine, limits, self.roll_up, self.time)
 
     @cached_property
     def bulk(self) -> BulkFiles:

@@ -53,7 +53,7 @@ def run(settings: Settings) -> int:
     beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
     with _served(
         settings,
-        TasksHealth(app, resources.outbox.backlog, lambda: beat.ident is None or beat.is_alive()),
+        TasksHealth(app, resources.backlog, lambda: beat.ident is None or beat.is_alive()),
     ):
         worker = app.Worker(
             pool="threads",
