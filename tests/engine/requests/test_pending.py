@@ -18,7 +18,7 @@ class SlowlyPreparing(SyntheticRunner):
 
     grammar: Future[object]
 
-    def prepare(self, params: SamplingParams) -> Future[object]:
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[object]:
         return self.grammar
 
 

@@ -88,6 +88,10 @@ class StepPlan:
         return not (self.scheduled or self.swap_out or self.swap_in)
 
 
+class RequestFault(str):
+    """An error of a sequence for which its request is to blame, such as a grammar's dead end."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The result of a step: one entry per scheduled sequence with `samples`, in plan order.

@@ -11,7 +11,7 @@ from tests.engine.sampling.grammar.test_calls import EOS, VOCAB, answer, read
 from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.sampling import GrammarCompiler
-from tokenmill_worker.engine.sampling.grammar.compiler import GrammarError
+from tokenmill_worker.engine.sampling.grammar.errors import GrammarError
 from tokenmill_worker.text.chat.call_parser import CallParser
 from tokenmill_worker.text.chat.tools import PYTHONIC, XML, ToolFormat, call_grammar, call_ids
 

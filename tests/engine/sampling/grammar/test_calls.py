@@ -14,7 +14,7 @@ from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
-from tokenmill_worker.engine.sampling.grammar.compiler import GrammarError
+from tokenmill_worker.engine.sampling.grammar.errors import GrammarError
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.text.chat.call_parser import CallParser
 from tokenmill_worker.text.chat.tools import ToolFormat, call_grammar, call_ids

@@ -8,7 +8,8 @@ import pytest
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
-from tokenmill_worker.engine.sampling.grammar.compiler import MAX_SOURCE_CHARS, source_of
+from tokenmill_worker.engine.sampling.grammar.compilation import CompileLimits
+from tokenmill_worker.engine.sampling.grammar.sources import MAX_SOURCE_CHARS, source_of
 
 VOCAB = [bytes([i]) for i in range(256)] + [b""]
 TAG: dict[str, object] = {
@@ -48,7 +49,8 @@ class Slow:
 
 
 def make(slow: Slow, **options: object) -> GrammarCompiler:
-    return GrammarCompiler(None, compile_source=slow, **options)  # type: ignore[arg-type]
+    limits = CompileLimits(**options)  # type: ignore[arg-type]
+    return GrammarCompiler(None, compile_source=slow, limits=limits)
 
 
 def regex(source: str) -> ResponseFormat:
@@ -57,7 +59,7 @@ def regex(source: str) -> ResponseFormat:
 
 def test_equal_grammars_are_compiled_once_and_the_recent_are_kept() -> None:
     slow = Slow()
-    compiler = make(slow, max_cached=2)
+    compiler = make(slow, cached=2)
     for source in ("a", "a", "b", "a", "c", "a", "b"):
         assert compiler.compile(regex(source)).result(60) == f"regex:{source}"
     assert slow.calls == ["a", "b", "c", "b"]
@@ -84,11 +86,11 @@ def test_a_failure_is_one_sentence_and_is_not_cached() -> None:
 
 def test_one_that_takes_too_long_is_given_up_and_others_go_on() -> None:
     slow = Slow()
-    compiler = make(slow, timeout_s=0.5, max_threads=1, max_stuck=2)
-    with pytest.raises(GrammarError, match=r"took more than 0\.5 s"):
+    compiler = make(slow, wall_s=0.5, threads=1, stuck=2)
+    with pytest.raises(GrammarError, match=r"too busy to compile the grammar within 0\.5 s"):
         compiler.compile(regex("slow 1")).result(60)
     assert compiler.compile(regex("quick")).result(60) == "regex:quick"
-    with pytest.raises(GrammarError, match="took more than"):
+    with pytest.raises(GrammarError, match="too busy"):
         compiler.compile(regex("slow 2")).result(60)
     with pytest.raises(GrammarError, match="too many grammars"):
         compiler.compile(regex("quick 2")).result(60)
@@ -105,10 +107,10 @@ def test_one_that_takes_too_long_is_given_up_and_others_go_on() -> None:
 
 def test_those_that_wait_behind_too_many_stuck_are_refused() -> None:
     slow = Slow()
-    compiler = make(slow, timeout_s=0.1, max_threads=1, max_stuck=2)
+    compiler = make(slow, wall_s=0.1, threads=1, stuck=2)
     futures = [compiler.compile(regex(f"slow {i}")) for i in range(6)]
     messages = [str(future.exception(60)) for future in futures]
-    assert ["took more than" in message for message in messages] == [
+    assert ["too busy" in message for message in messages] == [
         True,
         True,
         False,
@@ -124,7 +126,7 @@ def test_those_that_wait_behind_too_many_stuck_are_refused() -> None:
 
 def test_only_so_many_run_at_once() -> None:
     slow = Slow()
-    compiler = make(slow, max_threads=2)
+    compiler = make(slow, threads=3, threads_each=2)
     futures = [compiler.compile(regex(f"slow {i}")) for i in range(4)]
     deadline = time.monotonic() + 60
     while len(slow.calls) < 2:

@@ -62,9 +62,9 @@ class Runner(Protocol):
 
     def finish(self, step: Any) -> StepOutput: ...
 
-    def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Start compiling a grammar if these parameters need one; return None if there is nothing
-        to wait for.
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[Any] | None:
+        """Start compiling a grammar if these parameters need one, in the turn of the tenant; return
+        None if there is nothing to wait for.
         """
         ...
 

@@ -165,9 +165,9 @@ class ModelRunner:
 
     # ── around the steps ──
 
-    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[Any] | None:
         """Start compiling a grammar, outside the step; return None if the parameters need none."""
-        return None if self._grammars is None else self._grammars.prepare(params)
+        return None if self._grammars is None else self._grammars.prepare(params, tenant)
 
     def prepare_adapter(self, name: str) -> Future[str]:
         """Start loading an adapter in its current version; the future gives that version's key.

@@ -141,7 +141,7 @@ class SyntheticRunner:
         for sequence in sequences:
             self._states.pop(sequence, None)
 
-    def prepare(self, params: SamplingParams) -> Future[object] | None:
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[object] | None:
         return None
 
     def prepare_adapter(self, name: str) -> Future[str]:

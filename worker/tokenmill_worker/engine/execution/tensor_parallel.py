@@ -173,8 +173,8 @@ class TensorParallelRunner:
         except Exception as error:
             raise self._ranks.fail(error) from error
 
-    def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        return self._runner.prepare(params)
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[Any] | None:
+        return self._runner.prepare(params, tenant)
 
     def prepare_adapter(self, name: str) -> Future[str]:
         return self._runner.prepare_adapter(name)

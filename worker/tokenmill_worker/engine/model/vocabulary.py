@@ -13,7 +13,8 @@ from typing import Any
 class Vocabulary:
     """A model's tokens as grammar compilers need them.
 
-    `info` is xgrammar's TokenizerInfo. `encode` returns the ids of a text without special tokens.
+    `info` is xgrammar's TokenizerInfo. `encode` returns the ids of a text; the letters of special
+    tokens are text too.
     """
 
     info: Any
@@ -79,5 +80,8 @@ def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
-        return lambda text: tokenizer.encode(text, add_special_tokens=False)
+        return lambda text: tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+    fast.encode_special_tokens = True  # as text
     return lambda text: fast.encode(text, add_special_tokens=False).ids

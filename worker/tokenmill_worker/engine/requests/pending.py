@@ -41,7 +41,10 @@ class Prerequisites:
             reason = str(error) if isinstance(error, ValueError) else sentence_of(error)
             wanted = sequences[0].params.response_format
             what = "response_format" if wanted is None or wanted.calls is None else "tools"
-            raise RequestError(f"{what} cannot be used: {reason}") from error
+            refusal = f"{what} cannot be used: {reason}"
+            if isinstance(error, RequestError):
+                raise RequestError(refusal, error.code) from error
+            raise RequestError(refusal) from error
         for sequence in sequences:
             sequence.grammar = None if self.grammar is None else self.grammar.result()
         if self.adapter is None:

@@ -36,7 +36,7 @@ class SequenceQueue(Protocol):
 class PrerequisiteLoader(Protocol):
     """The part of a runner that loads what requests need; implemented by every Runner."""
 
-    def prepare(self, params: SamplingParams) -> Future[Any] | None: ...
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[Any] | None: ...
 
     def prepare_adapter(self, name: str) -> Future[str]: ...
 
@@ -143,7 +143,9 @@ class RequestTracker:
             raise RequestError(f"request id {request_id!r} is already in use")
         params = request.params
         prerequisites = Prerequisites(
-            self._loader.prepare(params) if params.response_format is not None else None,
+            self._loader.prepare(params, request.tenant)
+            if params.response_format is not None
+            else None,
             self._loader.prepare_adapter(params.lora) if params.lora else None,
         )
         if prerequisites.are_met:

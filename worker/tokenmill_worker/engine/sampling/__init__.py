@@ -7,7 +7,8 @@ given tokens. Kernels that sample belong to `cpu` and `cuda`.
 from tokenmill_worker.engine.sampling.acceptance import AcceptanceLimit
 from tokenmill_worker.engine.sampling.draft_gain import DraftGain
 from tokenmill_worker.engine.sampling.drafts import Drafts
-from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler, GrammarError
+from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler
+from tokenmill_worker.engine.sampling.grammar.errors import GrammarError
 from tokenmill_worker.engine.sampling.prompt_lookup import PromptLookup
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sampling.sampler import Layout, Sampler

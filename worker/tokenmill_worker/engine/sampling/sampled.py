@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
+from tokenmill_worker.engine.plan import RequestFault
 from tokenmill_worker.engine.sampling.logprobs import ChosenLogprobs
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-NOTHING_ALLOWED = "no token is allowed here: masks and biases exclude the whole vocabulary"
+NOTHING_ALLOWED = RequestFault(
+    "no token is allowed here: masks and biases exclude the whole vocabulary"
+)
 
 Finished = tuple[
     tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...] | None, ...], dict[int, str]

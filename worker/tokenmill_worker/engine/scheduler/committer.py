@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
-from tokenmill_worker.engine.plan import ScheduledSequence, StepOutput, StepPlan
+from tokenmill_worker.engine.plan import RequestFault, ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler.state import (
     DECODING,
     FINISHED,
@@ -62,11 +62,10 @@ class Committer:
             if samples and copies.is_counted:
                 item.sequence.num_inflight -= 1
             if output.errors and index in output.errors:
-                events.append(
-                    state.end(
-                        item.sequence, FinishReason.ERROR, output.errors[index], "engine_error"
-                    )
-                )
+                error = output.errors[index]
+                is_fault = isinstance(error, RequestFault)
+                code = "invalid_request" if is_fault else "engine_error"
+                events.append(state.end(item.sequence, FinishReason.ERROR, str(error), code))
             else:
                 if item.num_scored:
                     events.append(self._take_scores(item, output.scored[index]))

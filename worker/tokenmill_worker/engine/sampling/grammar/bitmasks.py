@@ -49,6 +49,29 @@ def allow_only(words: Tensor, token_ids: list[int]) -> None:
         view[token_id // 32] |= np.uint32(1 << (token_id % 32))
 
 
+def open_masks(count: int, vocab_size: int) -> Tensor:
+    """Return masks [count, words] that allow every token."""
+    import xgrammar
+
+    masks: Tensor = xgrammar.allocate_token_bitmask(count, vocab_size)
+    return masks
+
+
+def allowed_ids(words: Tensor) -> list[int]:
+    """Return the tokens that one row's mask allows."""
+    view = words.numpy().view(np.uint32)
+    places = np.flatnonzero(view)
+    bits = np.unpackbits(view[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+    rows, columns = np.nonzero(bits)
+    found: list[int] = (places[rows] * 32 + columns).tolist()
+    return found
+
+
+def num_places(words: Tensor) -> int:
+    """Return how many words of one row's mask allow any token; it is at most their number."""
+    return int(np.count_nonzero(words.numpy()))
+
+
 def is_only(words: Tensor, token_ids: list[int]) -> bool:
     """Return whether one row's mask allows none but these tokens."""
     rest = words.clone()

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from tokenmill_worker.engine.sampling.grammar.errors import DEAD_END, GrammarError
 from tokenmill_worker.engine.sampling.grammar.json_schema import Rewritten, modern, rewrite
 from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import subschemas
-
-Encode = Callable[[str], Sequence[int]]
+from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED, Words
 
 # fixed white space: a small model could otherwise fill its answer with it
 _STYLE: dict[str, Any] = {
@@ -26,6 +26,7 @@ _STYLE: dict[str, Any] = {
 _LOOSE: dict[str, Any] = {"lenient": True, "coerce_one_of": True}
 _MAX_TRIES = 64  # compilations to find the place of a refusal
 _ONE_OF = "oneOf constraints"
+_NO_TEXT = "NoExtensionBias"
 _SENTENCES = (
     ("Unsatisfiable schema", "no value satisfies it"),
     (_ONE_OF, "'oneOf' is not supported where its branches may admit the same value"),
@@ -57,58 +58,53 @@ class JsonMatcher:
         return bool(self._matcher.is_stopped())
 
     def accept_token(self, token_id: int) -> bool:
-        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        """Read a token; return False if it is not allowed.
+
+        Raises GrammarError where the grammar is too complex to continue.
+        """
+        is_taken = bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        if not is_taken:
+            self._check()
+        return is_taken
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 
-    def forced_tokens(self) -> list[int]:
-        """Return the tokens of the text that must follow, as the model's tokenizer cuts it. Empty
-        where several texts may follow.
+    def forced_tokens(self, most: int = MAX_FORCED) -> list[int]:
+        """Return the first tokens of the text that must follow, as the model's tokenizer cuts it.
+        Empty where several texts may follow.
         """
-        return [int(i) for i in self._matcher.compute_ff_tokens()]
+        return [int(i) for i in self._matcher.compute_ff_tokens()[:most]]
 
     def fill_next_token_bitmask(self, words: Tensor, row: int) -> None:
         """Write the mask of the next token to `words[row]`.
 
-        Raises ValueError where the grammar is too complex to continue.
+        Raises GrammarError where the grammar is too complex to continue.
         """
         into = words[row]
         self._matcher.unsafe_compute_mask_ptr(into.data_ptr(), into.numel() * into.element_size())
+        self._check()
+
+    def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(
-                f"its grammar is too complex: {_first_line(self._matcher.get_error())}"
+            reason = _first_line(self._matcher.get_error())
+            raise GrammarError(
+                DEAD_END if _NO_TEXT in reason else f"its grammar is too complex: {reason}"
             )
 
 
 class JsonCompiler:
     """Compiles grammars over one vocabulary; safe for several threads."""
 
-    def __init__(
-        self,
-        vocab: Sequence[bytes],
-        vocab_size: int,
-        stop_token_ids: Sequence[int],
-        special_ids: Sequence[int] = (),
-        encode: Encode | None = None,
-    ) -> None:
-        """Read the vocabulary.
-
-        `vocab_size` is the width of the logits; `encode` returns the tokens that the model itself
-        would write.
-        """
+    def __init__(self, words: Words, vocab_size: int) -> None:
+        """Read the vocabulary; `vocab_size` is the width of the logits."""
         from llguidance import LLTokenizer
         from llguidance._tokenizer import TokenizerWrapper
 
-        self._stops = list(stop_token_ids)
-        self._words = _Words(vocab, self._stops[0], special_ids, encode)
+        self._stops = words.stop_token_ids
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(self._words), n_vocab=vocab_size, eos_token=self._stops
+            TokenizerWrapper(words), n_vocab=vocab_size, eos_token=self._stops
         )
-
-    def tokens_of(self, text: str) -> list[int]:
-        """Return the tokens of a text, as the model's tokenizer cuts it."""
-        return self._words(text.encode())
 
     def compile(self, source: str, *, strict: bool) -> Callable[[], JsonMatcher]:
         """Return a function that makes a matcher for each sequence.
@@ -186,41 +182,6 @@ class JsonCompiler:
                     break
         where = _existing(schema, pointer)
         return f"{_explained(error)} ({'at ' + where[:200] if where else 'at the top'})"
-
-
-class _Words:
-    """The tokenizer interface that llguidance requires."""
-
-    def __init__(
-        self, vocab: Sequence[bytes], eos: int, special_ids: Sequence[int], encode: Encode | None
-    ) -> None:
-        self.tokens = list(vocab)
-        self.eos_token_id = eos
-        self.bos_token_id = None
-        self.special_token_ids = list(special_ids)
-        self._encode = encode
-        special = set(special_ids)
-        self._ids = {text: i for i, text in enumerate(vocab) if text and i not in special}
-        self._longest = max(map(len, self._ids), default=1)
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Return tokens that stand for exactly these bytes: the model's own, or else the longest
-        that fit.
-        """
-        if self._encode is not None:
-            ids = list(self._encode(text.decode("utf-8", "replace")))
-            if b"".join(self.tokens[i] for i in ids) == text:
-                return ids
-        found, start = [], 0
-        while start < len(text):
-            for end in range(min(len(text), start + self._longest), start, -1):
-                if (token_id := self._ids.get(text[start:end])) is not None:
-                    found.append(token_id)
-                    start = end
-                    break
-            else:
-                start += 1  # no token stands for it
-        return found
 
 
 def _inside(

@@ -12,25 +12,28 @@ import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_worker.engine.plan import NO_DRAFT, Draft, ScheduledSequence
+from tokenmill_worker.engine.plan import NO_DRAFT, Draft, RequestFault, ScheduledSequence
 from tokenmill_worker.engine.sampling.acceptance import AcceptanceLimit
-from tokenmill_worker.engine.sampling.grammar.bitmasks import Masks, allow_only, is_only
-from tokenmill_worker.engine.sampling.grammar.compiler import (
-    GrammarCompiler,
-    GrammarError,
-    sentence,
+from tokenmill_worker.engine.sampling.grammar.bitmasks import (
+    Masks,
+    allow_only,
+    is_only,
+    open_masks,
 )
+from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler
+from tokenmill_worker.engine.sampling.grammar.errors import LATER, GrammarError
+from tokenmill_worker.engine.sampling.grammar.sources import sentence
 from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher
+from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED
 from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sequence import Sequence
 
-MAX_FORCED: Final = 16  # forced tokens in one step
 TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the step waits for it
 
 
@@ -106,7 +109,7 @@ class Grammars:
         num_allowed = limit.allowed(length)
         if not num_allowed or state.matcher.is_terminated():
             return ()
-        forced = tuple(state.matcher.forced_tokens()[: num_allowed + sequence.num_inflight])
+        forced = tuple(state.matcher.forced_tokens(num_allowed + sequence.num_inflight))
         limit.note(forced, length)
         return forced
 
@@ -118,7 +121,7 @@ class Grammars:
         """
         if not token_ids or params.wants_logprobs or params.logit_bias or params.min_tokens:
             return 0
-        words = self._open_masks(1)
+        words = open_masks(1, self._vocab_size)
         count = 0
         for token_id in token_ids:
             if matcher.is_terminated():
@@ -130,13 +133,6 @@ class Grammars:
         if count:
             matcher.rollback(count)
         return count
-
-    def _open_masks(self, count: int) -> Tensor:
-        """Return masks [count, words] that allow every token."""
-        import xgrammar
-
-        masks: Tensor = xgrammar.allocate_token_bitmask(count, self._vocab_size)
-        return masks
 
     def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:
         """Record the step that samples each structured sequence's token.
@@ -179,7 +175,7 @@ class Grammars:
                 try:
                     mask, ends = self._fill(item)
                 except Exception as error:  # any failure of a grammar ends only its own sequence
-                    errors[index] = f"structured output failed: {sentence(error)}"
+                    errors[index] = _failure(error)
                 else:
                     rows.extend(range(first, first + len(mask)))
                     filled.append(mask)
@@ -202,7 +198,7 @@ class Grammars:
         _read(state, new)
         matcher = state.matcher
         stops = [int(i) for i in matcher.stop_token_ids]
-        words = self._open_masks(1 + len(item.draft_ids))
+        words = open_masks(1 + len(item.draft_ids), self._vocab_size)
         ends: list[int] = []
         taken = 0
         for row in range(1 + len(item.draft_ids)):
@@ -260,13 +256,13 @@ class Grammars:
             return []
         sampled, row, position = self._launched.get(sequence, (None, 0, -1))
         if sampled is None or sequence.num_inflight > 1 or position != sequence.num_output_tokens:
-            raise GrammarError("its last token has not reached the host")
+            raise GrammarError("its last token has not reached the host", LATER)
         return [sampled.wait_for(row)]
 
     def _start(self, sequence: Sequence) -> Any:
         compiler, wanted = self._compiler, sequence.params.response_format
         if compiler is None:
-            raise GrammarError("the engine has no grammar compiler for this model")
+            raise GrammarError("the engine has no grammar compiler for this model", LATER)
         inner = None if wanted is None else self._matcher(sequence, compiler, wanted)
         if sequence.thoughts is None:
             return inner
@@ -278,8 +274,14 @@ class Grammars:
         if (
             sequence.grammar is None
         ):  # a sequence added without request validation has no compiled grammar
-            sequence.grammar = compiler.compile(wanted).result(compiler.timeout_s + 1)
+            sequence.grammar = compiler.compile(wanted).result(compiler.limits.wall_s + 1)
         return sequence.grammar()
+
+
+def _failure(error: Exception) -> str:
+    message = f"structured output failed: {sentence(error)}"
+    is_fault = isinstance(error, GrammarError) and error.code != LATER
+    return RequestFault(message) if is_fault else message
 
 
 def _read(state: _MatcherState, new: list[int]) -> None:
@@ -290,6 +292,6 @@ def _read(state: _MatcherState, new: list[int]) -> None:
         # after its end only end tokens follow (ignore_eos), which the matcher need not see
         if not state.matcher.is_terminated() and not state.matcher.accept_token(token_id):
             raise GrammarError(
-                f"token {token_id} at output position {state.num_read} is not in the grammar"
+                f"token {token_id} at output position {state.num_read} is not in the grammar", LATER
             )
         state.num_read += 1

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED
 from tokenmill_worker.engine.types import Thoughts
 
 _ALL: Final = -1  # a word of a mask that allows each of its 32 tokens
@@ -65,11 +66,11 @@ class ThoughtsMatcher:
         if num_tokens > behind:
             del self._states[behind - num_tokens :]
 
-    def forced_tokens(self) -> list[int]:
+    def forced_tokens(self, most: int = MAX_FORCED) -> list[int]:
         """Return what the inner matcher forces behind the thoughts."""
         if self._inner is None or self._phase != "behind" or self._inner.is_terminated():
             return []
-        found: list[int] = self._inner.forced_tokens()
+        found: list[int] = self._inner.forced_tokens(most)
         return found
 
     def fill_next_token_bitmask(self, words: Tensor, row: int) -> None:

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import subschemas
 
 _SPACE = r"\t\n\x0B\f\r \u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACE}
@@ -104,3 +107,34 @@ def other_than(literal: str) -> str | None:
 
 def of_length(shortest: int, longest: int | None) -> str:
     return f"^{_ANY}{{{shortest},{'' if longest is None else longest}}}$"
+
+
+def most_patterns(main: Any, defs: dict[str, Any], given: set[str]) -> int:
+    """Return how many of the given patterns one text must match in a rewritten schema, at most."""
+    known: dict[str, int] = {}
+    most = 0
+    waiting = [main, *defs.values()]
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, dict):
+            most = max(most, _patterns_of(schema, defs, given, known))
+            waiting += [inner for _, inner in subschemas(schema)]
+    return most
+
+
+def _patterns_of(schema: Any, defs: dict[str, Any], given: set[str], known: dict[str, int]) -> int:
+    if not isinstance(schema, dict):
+        return 0
+    count = int(schema.get("pattern") in given)
+    count += sum(_patterns_of(inner, defs, given, known) for inner in schema.get("allOf", ()))
+    for key in ("anyOf", "oneOf"):
+        count += max(
+            (_patterns_of(inner, defs, given, known) for inner in schema.get(key, ())), default=0
+        )
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name not in known:
+            known[name] = 0  # where it leads back to itself
+            known[name] = _patterns_of(defs.get(name), defs, given, known)
+        count += known[name]
+    return count

@@ -128,6 +128,7 @@ class SchemaReader:
             and (pattern := self._pattern(self.given["pattern"], "pattern")) is not None
         ):
             self.out["pattern"] = pattern
+            self.owner.given_patterns.add(pattern)
         name = self.given.get("format")
         if name in _FORMAT_PATTERNS:
             self.parts.append({"pattern": translated(_FORMAT_PATTERNS[name])})

@@ -13,10 +13,12 @@ from typing import Any
 
 from tokenmill_worker.engine.sampling.grammar.json_schema import references
 from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import Schema
+from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import most_patterns
 from tokenmill_worker.engine.sampling.grammar.json_schema.reading import SchemaReader
 
 __all__ = ["Rewritten", "rewrite"]
 
+MAX_PATTERNS = 10  # of one text
 # most that are visited: an expanded schema may be far larger than the original
 MAX_SCHEMAS = 20_000
 
@@ -65,6 +67,7 @@ class Rewriter:
         self._beside: dict[
             str, set[str]
         ] = {}  # by referenced schema: those that it applies to the same value
+        self.given_patterns: set[str] = set()
         self._current = ""
         self._num_schemas = 0
 
@@ -77,6 +80,11 @@ class Rewriter:
             self._current, place = self._waiting.pop()
             defs[self._current] = self.schema(place, 0, is_same_value=True)
         self._check_loops()
+        # the compiler's time and memory double with each of them
+        count = most_patterns(main, defs, self.given_patterns)
+        if count > MAX_PATTERNS:
+            problem = f"{count} patterns for one text are not supported; at most {MAX_PATTERNS} are"
+            return Rewritten(True, (problem,), {})
         if defs and isinstance(main, dict):
             main = {**main, "$defs": defs}
         return Rewritten(

@@ -1,0 +1,17 @@
+"""The error of a grammar that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tokenmill_worker.engine.types import RequestError
+
+LATER: Final = "engine_error"  # the code of what may succeed when it is tried again
+
+DEAD_END: Final = "no text of its grammar can follow"
+
+
+class GrammarError(RequestError):
+    """A grammar that cannot be used; its text is one sentence for the user. The request is at
+    fault, unless the code says otherwise.
+    """

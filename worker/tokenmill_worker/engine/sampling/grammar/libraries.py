@@ -1,0 +1,143 @@
+"""Compiles one grammar: JSON schemas and tools by llguidance, everything else by xgrammar.
+
+llguidance either enforces all of a schema or refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused
+from tokenmill_worker.engine.sampling.grammar.bitmasks import allowed_ids, open_masks
+from tokenmill_worker.engine.sampling.grammar.calls import compile_calls
+from tokenmill_worker.engine.sampling.grammar.errors import DEAD_END, GrammarError
+from tokenmill_worker.engine.sampling.grammar.json_grammar import JsonCompiler, SchemaRefused
+from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
+from tokenmill_worker.engine.sampling.grammar.sources import LOOSE_JSON, sentence
+from tokenmill_worker.engine.sampling.grammar.text_matcher import TextMatcher
+from tokenmill_worker.engine.sampling.grammar.words import Encode, Words
+
+Compile: TypeAlias = Callable[[str, str], Any]  # (kind, source) → makes each sequence's matcher
+
+_NO_TEXT: Final = b"\xff"  # begins no text that a grammar can admit
+
+
+class Libraries:
+    """Both libraries over one vocabulary, which is read here; safe for several threads."""
+
+    def __init__(self, info: Any, special_ids: Sequence[int], encode: Encode | None) -> None:
+        import xgrammar
+
+        stops, vocab = list(info.stop_token_ids), list(info.decoded_vocab)
+        self._vocab_size = info.vocab_size
+        self._json = JsonCompiler(Words(vocab, stops, special_ids, encode), info.vocab_size)
+        # xgrammar knows no special tokens, only texts: with this text they stand for no other
+        marked = {*special_ids} - {*stops}
+        texts = [_NO_TEXT + text if i in marked else text for i, text in enumerate(vocab)]
+        self._words = Words(texts, stops, special_ids, encode)
+        self._special = {vocab[i].decode("utf-8", "replace"): i for i in marked}
+        self._texts = xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo(
+                texts,
+                xgrammar.VocabType.RAW,
+                vocab_size=info.vocab_size,
+                stop_token_ids=stops,
+                add_prefix_space=info.add_prefix_space,
+            ),
+            max_threads=1,
+            cache_enabled=False,
+        )
+
+    def compile(self, kind: str, source: str) -> Callable[[], Any]:
+        """Return a function that makes a matcher for each sequence. Raises GrammarError."""
+        start = self._compiled(kind, source)
+        try:
+            self._try(start())
+        except GrammarError as error:
+            raise GrammarError(f"{_named(kind)} cannot be used: {error}", error.code) from error
+        return start
+
+    def _compiled(self, kind: str, source: str) -> Callable[[], Any]:
+        if kind == "tools":
+            try:
+                wanted = msgspec.json.decode(source, type=ResponseFormat)
+                return compile_calls(self._json, wanted)
+            except ToolRefused as refused:
+                raise GrammarError(str(refused)) from refused
+        if kind in ("json", LOOSE_JSON):
+            try:
+                return self._json.compile(source, strict=kind == "json")
+            except InvalidSchema as problem:
+                raise GrammarError(
+                    f"{_named(kind)} is no valid JSON schema: {problem}"
+                ) from problem
+            except SchemaRefused as refusal:
+                raise GrammarError(f"{_named(kind)} cannot be enforced: {refusal}") from refusal
+        return self._text_grammar(kind, source)
+
+    def _text_grammar(self, kind: str, source: str) -> Callable[[], TextMatcher]:
+        import xgrammar
+
+        try:
+            if kind == "regex":
+                compiled = self._texts.compile_regex(source)
+            elif kind == "grammar":
+                compiled = self._texts.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+            else:
+                tag = with_token_ids(json.loads(source), self._special)
+                compiled = self._texts.compile_structural_tag(json.dumps(tag))
+        except Exception as error:
+            raise GrammarError(f"{_named(kind)} cannot be compiled: {sentence(error)}") from error
+        return lambda: TextMatcher(xgrammar.GrammarMatcher(compiled), self._words, self._vocab_size)
+
+    def _try(self, matcher: Any) -> None:
+        """Read one token that is allowed. Raises GrammarError where there is none, or where the
+        text behind it has no end that the library finds.
+        """
+        if matcher.is_terminated():
+            return
+        mask = open_masks(1, self._vocab_size)
+        matcher.fill_next_token_bitmask(mask, 0)
+        ids = allowed_ids(mask[0])
+        if not ids:
+            raise GrammarError(DEAD_END)
+        matcher.accept_token(ids[0])
+
+
+def with_token_ids(part: Any, ids: dict[str, int]) -> Any:
+    """Return a part of a structural tag in which special tokens that are named as tokens, and not
+    as texts, have their ids.
+    """
+    if isinstance(part, list):
+        return [with_token_ids(inner, ids) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    found = {key: with_token_ids(inner, ids) for key, inner in part.items() if key != "json_schema"}
+    if "json_schema" in part:
+        found["json_schema"] = part["json_schema"]
+    if part.get("type") == "token":
+        found["token"] = _id_of(part.get("token"), ids)
+    for key in ("exclude_tokens", "trigger_tokens"):
+        if isinstance(named := part.get(key), list):
+            found[key] = [_id_of(token, ids) for token in named]
+    if part.get("type") == "token_dispatch" and isinstance(found.get("rules"), list):
+        found["rules"] = [
+            [_id_of(rule[0], ids), *rule[1:]] if isinstance(rule, list) and rule else rule
+            for rule in found["rules"]
+        ]
+    return found
+
+
+def _id_of(token: Any, ids: dict[str, int]) -> Any:
+    return ids.get(token, token) if isinstance(token, str) else token
+
+
+def _named(kind: str) -> str:
+    if kind == "tools":
+        return "a tool"
+    return f"response_format.{'json_schema' if kind in ('json', LOOSE_JSON) else kind}"
