@@ -78,6 +78,12 @@ def harmony() -> Tokenizer:
     return _marked(marks, "{% set count = (tools or []) | length %}" + CHANNEL_CHAT, special=True)
 
 
+@cache
+def hermes() -> Tokenizer:
+    """Byte-level; the marks of Hermes' tool calls are special tokens."""
+    return _marked(["<tool_call>", "</tool_call>"], CHAT, special=True)
+
+
 def _marked(marks: list[str], chat: str, *, special: bool = False) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=token_bytes)
     backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))

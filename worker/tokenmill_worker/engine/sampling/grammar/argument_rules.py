@@ -72,6 +72,13 @@ def _value(
 ) -> Iterator[str]:
     if form.has_plain_texts and argument.is_text:
         if argument.choices:
+            if any(
+                (choice + form.end).index(form.end) < len(choice) for choice in argument.choices
+            ):
+                raise ToolRefused(
+                    f"the argument {argument.name!r} has a value with the text {form.end!r}, which "
+                    "ends a value in this model's form"
+                )
             texts = " | ".join(_text(choice + form.end) for choice in argument.choices)
             yield f"{rule}: {begin} ({texts})"
             return

@@ -8,8 +8,6 @@ from tokenmill_worker.engine.types import RequestError
 
 LATER: Final = "engine_error"  # the code of what may succeed when it is tried again
 
-DEAD_END: Final = "no text of its grammar can follow"
-
 
 class GrammarError(RequestError):
     """A grammar that cannot be used; its text is one sentence for the user. The request is at

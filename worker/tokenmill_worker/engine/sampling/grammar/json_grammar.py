@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from tokenmill_worker.engine.sampling.grammar.errors import DEAD_END, GrammarError
+from tokenmill_worker.engine.sampling.grammar.errors import GrammarError
 from tokenmill_worker.engine.sampling.grammar.json_schema import Rewritten, modern, rewrite
 from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import subschemas
 from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED, Words
@@ -26,7 +26,10 @@ _STYLE: dict[str, Any] = {
 _LOOSE: dict[str, Any] = {"lenient": True, "coerce_one_of": True}
 _MAX_TRIES = 64  # compilations to find the place of a refusal
 _ONE_OF = "oneOf constraints"
-_NO_TEXT = "NoExtensionBias"
+_STOPS = (
+    ("NoExtensionBias", "it admits no text here"),
+    ("; ff_tokens)", "the text that must follow is too long"),
+)
 _SENTENCES = (
     ("Unsatisfiable schema", "no value satisfies it"),
     (_ONE_OF, "'oneOf' is not supported where its branches may admit the same value"),
@@ -88,9 +91,8 @@ class JsonMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
-            raise GrammarError(
-                DEAD_END if _NO_TEXT in reason else f"its grammar is too complex: {reason}"
-            )
+            found = next((text for sign, text in _STOPS if sign in reason), None)
+            raise GrammarError(found or f"it is too complex: {reason}")
 
 
 class JsonCompiler:

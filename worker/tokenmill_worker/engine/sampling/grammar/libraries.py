@@ -6,6 +6,7 @@ llguidance either enforces all of a schema or refuses it.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +16,7 @@ from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused
 from tokenmill_worker.engine.sampling.grammar.bitmasks import allowed_ids, open_masks
 from tokenmill_worker.engine.sampling.grammar.calls import compile_calls
-from tokenmill_worker.engine.sampling.grammar.errors import DEAD_END, GrammarError
+from tokenmill_worker.engine.sampling.grammar.errors import GrammarError
 from tokenmill_worker.engine.sampling.grammar.json_grammar import JsonCompiler, SchemaRefused
 from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
 from tokenmill_worker.engine.sampling.grammar.sources import LOOSE_JSON, sentence
@@ -24,6 +25,9 @@ from tokenmill_worker.engine.sampling.grammar.words import Encode, Words
 
 Compile: TypeAlias = Callable[[str, str], Any]  # (kind, source) → makes each sequence's matcher
 
+# CPU seconds to begin an answer. Most grammars take 1 % of it; each of many choices takes it, and
+# about a megabyte for a millisecond.
+START_LIMIT_S: Final = 0.005
 _NO_TEXT: Final = b"\xff"  # begins no text that a grammar can admit
 
 
@@ -57,9 +61,9 @@ class Libraries:
         """Return a function that makes a matcher for each sequence. Raises GrammarError."""
         start = self._compiled(kind, source)
         try:
-            self._try(start())
+            self._try(start)
         except GrammarError as error:
-            raise GrammarError(f"{_named(kind)} cannot be used: {error}", error.code) from error
+            raise GrammarError(f"{_named(kind)} cannot be compiled: {error}") from error
         return start
 
     def _compiled(self, kind: str, source: str) -> Callable[[], Any]:
@@ -95,17 +99,20 @@ class Libraries:
             raise GrammarError(f"{_named(kind)} cannot be compiled: {sentence(error)}") from error
         return lambda: TextMatcher(xgrammar.GrammarMatcher(compiled), self._words, self._vocab_size)
 
-    def _try(self, matcher: Any) -> None:
+    def _try(self, start: Callable[[], Any]) -> None:
         """Read one token that is allowed. Raises GrammarError where there is none, or where the
-        text behind it has no end that the library finds.
+        library gives up; so a step does not meet what shows at once.
         """
+        if min(_cpu_s(start), _cpu_s(start)) > START_LIMIT_S:
+            raise GrammarError("its rules are too many, or nested too deep, to begin an answer")
+        matcher = start()
         if matcher.is_terminated():
             return
         mask = open_masks(1, self._vocab_size)
         matcher.fill_next_token_bitmask(mask, 0)
         ids = allowed_ids(mask[0])
         if not ids:
-            raise GrammarError(DEAD_END)
+            raise GrammarError("it admits no text")
         matcher.accept_token(ids[0])
 
 
@@ -131,6 +138,12 @@ def with_token_ids(part: Any, ids: dict[str, int]) -> Any:
             for rule in found["rules"]
         ]
     return found
+
+
+def _cpu_s(call: Callable[[], object]) -> float:
+    begun_s = time.thread_time()
+    call()
+    return time.thread_time() - begun_s
 
 
 def _id_of(token: Any, ids: dict[str, int]) -> Any:

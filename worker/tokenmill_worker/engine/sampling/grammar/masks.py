@@ -35,6 +35,10 @@ from tokenmill_worker.engine.sampling.sampled import Sampled
 from tokenmill_worker.engine.sequence import Sequence
 
 TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the step waits for it
+# Most grammars take less than 0.001 s for a token. An answer may take 2 s, and 0.01 s for each of
+# its tokens: their matchers' memory grows with the time, too.
+ANSWER_LIMIT_S = 2.0
+MEAN_LIMIT_S = 0.01
 
 
 @dataclass(slots=True)
@@ -47,6 +51,8 @@ class _MatcherState:
         0,
         0.0,
     )  # tokens read since the last mask, and their CPU seconds
+    num_checked: int = 0  # tokens read and masks computed
+    spent_s: float = 0.0  # CPU seconds for them
 
 
 class Grammars:
@@ -219,11 +225,7 @@ class Grammars:
             matcher.rollback(taken)
         (read, read_s), state.unchecked = state.unchecked, (0, 0.0)
         spent_s = read_s + time.thread_time() - started_s
-        if spent_s / (read + len(new) + len(words)) > TOKEN_LIMIT_S:
-            raise GrammarError(
-                f"its grammar is too ambiguous: one token takes more than {TOKEN_LIMIT_S:g} s to "
-                "check"
-            )
+        _check_cost(state, read + len(new) + len(words), spent_s)
         return words, ends
 
     @property
@@ -276,6 +278,20 @@ class Grammars:
         ):  # a sequence added without request validation has no compiled grammar
             sequence.grammar = compiler.compile(wanted).result(compiler.limits.wall_s + 1)
         return sequence.grammar()
+
+
+def _check_cost(state: _MatcherState, count: int, spent_s: float) -> None:
+    """Note what so many tokens took; raise GrammarError if that is too much."""
+    state.num_checked += count
+    state.spent_s += spent_s
+    limit_s = TOKEN_LIMIT_S
+    if spent_s / count <= limit_s:
+        if state.spent_s <= ANSWER_LIMIT_S + MEAN_LIMIT_S * state.num_checked:
+            return
+        limit_s = MEAN_LIMIT_S
+    raise GrammarError(
+        f"its grammar is too ambiguous: one token takes more than {limit_s:g} s to check"
+    )
 
 
 def _failure(error: Exception) -> str:

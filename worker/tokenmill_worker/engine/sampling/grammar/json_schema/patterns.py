@@ -109,6 +109,21 @@ def of_length(shortest: int, longest: int | None) -> str:
     return f"^{_ANY}{{{shortest},{'' if longest is None else longest}}}$"
 
 
+def written_patterns(root: Any) -> frozenset[str]:
+    """Return what stands under `pattern` anywhere in a schema."""
+    found: set[str] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+            if isinstance(pattern := value.get("pattern"), str):
+                found.add(pattern)
+        elif isinstance(value, list):
+            waiting += value
+    return frozenset(found)
+
+
 def most_patterns(main: Any, defs: dict[str, Any], given: set[str]) -> int:
     """Return how many of the given patterns one text must match in a rewritten schema, at most."""
     known: dict[str, int] = {}

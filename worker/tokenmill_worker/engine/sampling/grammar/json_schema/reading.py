@@ -128,7 +128,8 @@ class SchemaReader:
             and (pattern := self._pattern(self.given["pattern"], "pattern")) is not None
         ):
             self.out["pattern"] = pattern
-            self.owner.given_patterns.add(pattern)
+            if self.given["pattern"] in self.owner.written:
+                self.owner.given_patterns.add(pattern)
         name = self.given.get("format")
         if name in _FORMAT_PATTERNS:
             self.parts.append({"pattern": translated(_FORMAT_PATTERNS[name])})

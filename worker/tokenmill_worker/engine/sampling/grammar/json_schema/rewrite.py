@@ -13,7 +13,10 @@ from typing import Any
 
 from tokenmill_worker.engine.sampling.grammar.json_schema import references
 from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import Schema
-from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import most_patterns
+from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import (
+    most_patterns,
+    written_patterns,
+)
 from tokenmill_worker.engine.sampling.grammar.json_schema.reading import SchemaReader
 
 __all__ = ["Rewritten", "rewrite"]
@@ -67,11 +70,13 @@ class Rewriter:
         self._beside: dict[
             str, set[str]
         ] = {}  # by referenced schema: those that it applies to the same value
-        self.given_patterns: set[str] = set()
+        self.written = frozenset[str]()  # patterns of the request; complements add cheap ones
+        self.given_patterns: set[str] = set()  # the same, translated
         self._current = ""
         self._num_schemas = 0
 
     def run(self, root: Any) -> Rewritten:
+        self.written = written_patterns(root)
         main = self.schema(
             references.Place(root, "", self._resources.root_base), 0, is_same_value=True
         )
