@@ -29,6 +29,13 @@ TAG: dict[str, object] = {
 }
 
 
+def nested(depth: int) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for _ in range(depth):
+        found = {"type": "object", "properties": {"a": found}}
+    return found
+
+
 class Slow:
     """A compiler that blocks until the test releases it; "bad" sources fail."""
 
@@ -124,6 +131,85 @@ def test_those_that_wait_behind_too_many_stuck_are_refused() -> None:
         gate.set()
 
 
+def test_a_grammar_is_limited_by_its_work_not_by_the_time_that_it_waits() -> None:
+    over = threading.Event()
+
+    def work(kind: str, source: str) -> str:
+        while source == "endless" and not over.is_set():
+            pass
+        over.wait(1 if source == "waits" else 0)
+        return source
+
+    compiler = GrammarCompiler(
+        None, compile_source=work, limits=CompileLimits(cpu_s=0.2, wall_s=600)
+    )
+    waits, endless = compiler.compile(regex("waits")), compiler.compile(regex("endless"))
+    error = endless.exception(120)
+    assert isinstance(error, GrammarError)
+    assert str(error) == "the grammar took more than 0.2 s to compile"
+    assert error.code == "invalid_request"
+    assert waits.result(120) == "waits"
+    over.set()
+
+
+def test_what_fails_for_want_of_time_may_be_tried_again() -> None:
+    slow = Slow()
+    compiler = make(slow, cpu_s=60, wall_s=0.1, threads=1, stuck=1)
+    codes = []
+    for source in ("slow 1", "quick"):
+        error = compiler.compile(regex(source)).exception(60)
+        assert isinstance(error, GrammarError)
+        codes.append(error.code)
+    slow.gate("slow 1").set()
+    assert codes == ["engine_error", "engine_error"]
+
+
+def test_slow_grammars_of_one_tenant_leave_a_thread_to_the_others() -> None:
+    slow = Slow()
+    compiler = make(slow)
+    futures = [compiler.compile(regex(f"slow {i}"), "mallory") for i in range(10)]
+    for i in range(5):
+        assert compiler.compile(regex(f"quick {i}"), "victim").result(60) == f"regex:quick {i}"
+    assert sorted(slow.calls)[:5] == [f"quick {i}" for i in range(5)]
+    assert len(slow.calls) == 7
+    assert not any(future.done() for future in futures)
+    for i in range(10):
+        slow.gate(f"slow {i}").set()
+    assert not wait(futures, 60).not_done
+
+
+def test_a_grammar_that_waits_for_another_tenant_is_compiled_in_the_first_turn() -> None:
+    slow = Slow()
+    compiler = make(slow, threads=2, threads_each=1)
+    first = compiler.compile(regex("slow"), "mallory")
+    shared = compiler.compile(regex("shared"), "mallory")
+    assert compiler.compile(regex("shared"), "victim").result(60) == "regex:shared"
+    assert shared.result(60) == "regex:shared"
+    slow.gate("slow").set()
+    assert first.result(60) == "regex:slow"
+    assert compiler.compile(regex("last"), "mallory").result(60) == "regex:last"
+    assert slow.calls == ["slow", "shared", "last"]
+
+
+def test_threads_that_one_tenant_keeps_busy_stop_its_own_grammars_alone() -> None:
+    slow = Slow()
+    compiler = make(slow, wall_s=0.1, stuck=3, stuck_each=1)
+    with pytest.raises(GrammarError, match="too busy"):
+        compiler.compile(regex("slow"), "mallory").result(60)
+    with pytest.raises(GrammarError, match="too many grammars"):
+        compiler.compile(regex("quick"), "mallory").result(60)
+    assert compiler.compile(regex("quick"), "victim").result(60) == "regex:quick"
+    slow.gate("slow").set()
+
+
+def test_the_cache_holds_so_many_characters() -> None:
+    slow = Slow()
+    compiler = make(slow, cached_chars=1_000)
+    for source in ("a" * 600, "b" * 300, "b" * 300, "c" * 600, "b" * 300, "a" * 600):
+        compiler.compile(regex(source)).result(60)
+    assert [source[0] for source in slow.calls] == ["a", "b", "c", "a"]
+
+
 def test_only_so_many_run_at_once() -> None:
     slow = Slow()
     compiler = make(slow, threads=3, threads_each=2)
@@ -171,12 +257,36 @@ def test_what_is_refused_before_it_is_compiled(wanted: ResponseFormat, problem: 
         ResponseFormat(json_schema={"$ref": "#/definitions/nowhere"}),
         ResponseFormat(json_schema={"type": "array", "uniqueItems": True}),
         ResponseFormat(regex="(" * 50_000 + "a" + ")" * 50_000),
+        # recursion without an end, and what admits no text at all
+        ResponseFormat(grammar="root ::= root"),
+        ResponseFormat(grammar="root ::= root | root root"),
+        ResponseFormat(grammar="root ::= a\na ::= b\nb ::= a"),
+        ResponseFormat(regex=r"[^\x00-\U0010ffff]"),
+        ResponseFormat(json_schema={"$ref": "#"}),
+        ResponseFormat(json_schema={"$ref": "#"}, strict=False),
+        ResponseFormat(json_schema={"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}),
+        ResponseFormat(
+            json_schema={"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+        ),
+        ResponseFormat(json_schema={"type": "array", "items": {"const": 1}, "minItems": 10**9}),
+        ResponseFormat(
+            structural_tag={**TAG, "format": {"type": "json_schema", "json_schema": {"$ref": "#"}}}
+        ),
+        ResponseFormat(json_schema=nested(900)),
+        ResponseFormat(structural_tag={**TAG, "format": nested(900)}),
+        # what takes long to begin, many times over with many choices
+        ResponseFormat(
+            grammar="root ::= a0\n"
+            + "\n".join(f"a{i} ::= a{i + 1}" for i in range(9_000))
+            + '\na9000 ::= "x"'
+        ),
     ],
 )
 def test_what_the_library_refuses(wanted: ResponseFormat) -> None:
     error = GrammarCompiler.from_vocab(VOCAB, [256]).compile(wanted).exception(20)
     assert isinstance(error, GrammarError)
-    assert str(error)
+    assert error.code == "invalid_request"
+    assert 10 < len(str(error)) < 300
     assert "/project" not in str(error)
     assert "\n" not in str(error)
 
@@ -185,6 +295,18 @@ def test_equal_schemas_have_one_source() -> None:
     assert source_of(ResponseFormat(json_schema={})) == source_of(
         ResponseFormat(json_schema={"type": "object"})
     )
+
+
+def test_the_vocabulary_is_read_before_the_first_grammar() -> None:
+    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
+
+    class Unreadable:
+        def __getattribute__(self, name: str) -> object:
+            raise AssertionError(f"{name} of the vocabulary is read for a grammar")
+
+    compiler.tokenizer_info = Unreadable()
+    for wanted in (regex("1"), ResponseFormat(json_schema={"const": 1})):
+        assert compiler.compile(wanted).result(60)().accept_token(ord("1"))
 
 
 def is_allowed(compiler: GrammarCompiler, wanted: ResponseFormat, answer: str) -> bool:

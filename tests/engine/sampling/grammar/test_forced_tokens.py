@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.sampling.grammar.hostile import arrays, doubling
 from tests.engine.sampling.grammar.test_masks import (
     EOS,
     JSON,
@@ -15,10 +16,14 @@ from tests.engine.sampling.grammar.test_masks import (
     structured,
 )
 from tests.engine.sampling.helpers import plan_item
+from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.plan import NO_DRAFT, Draft
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
+from tokenmill_worker.engine.sampling.grammar.text_matcher import TextMatcher
+from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED, MAX_TEXT, Words
 from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.text.chat.tools import HERMES, XML, ToolFormat, call_grammar
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +102,85 @@ def test_reading_for_drafts_counts_as_time_of_the_grammar(
     sampler.forced_tokens(sequence)
     _, _, errors = sampler.sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
     assert "too ambiguous" in errors[0]
+
+
+def with_calls(value: dict[str, Any], form: ToolFormat) -> ResponseFormat:
+    schema = {"properties": {"x": value}, "required": ["x"], "additionalProperties": False}
+    tools = (Tool(ToolFunction("f", parameters=schema)),)
+    return ResponseFormat(calls=call_grammar(form, {}, tools, "required", False))
+
+
+def tagged(form: dict[str, Any]) -> ResponseFormat:
+    return ResponseFormat(structural_tag={"type": "structural_tag", "format": form})
+
+
+LONG = {
+    "EBNF": ResponseFormat(grammar=doubling(40)),
+    "EBNF, repeated": ResponseFormat(grammar='root ::= ("ab"{1000000}){1000000}'),
+    "EBNF, for ever": ResponseFormat(grammar='root ::= "ab" root'),
+    "regex": ResponseFormat(regex="((x{1000}){1000}){1000}"),
+    "tag": tagged({"type": "const_string", "value": "x" * 100_000}),
+    "grammar of a tag": tagged({"type": "grammar", "grammar": doubling(40)}),
+    "schema": ResponseFormat(json_schema=arrays(12)),
+    "const": ResponseFormat(json_schema={"const": "é" * 15_000}),
+    "pattern": ResponseFormat(json_schema={"type": "string", "pattern": "^(x{300}){300}$"}),
+    "tool": with_calls({"const": "x" * 50_000}, HERMES),
+    "tool, in plain text": with_calls({"const": "x" * 50_000}, XML),
+}
+
+
+@pytest.mark.parametrize("wanted", LONG.values(), ids=LONG)
+def test_a_forced_text_is_bounded_before_it_is_computed(
+    wanted: ResponseFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer gets no more than a draft can hold, and the matcher is walked no further."""
+    lengths: list[int] = []
+    walked = 0
+    forced_byte = TextMatcher._forced_byte
+
+    def encode(text: str) -> list[int]:
+        lengths.append(len(text.encode()))
+        return []
+
+    def count(matcher: TextMatcher) -> bytes:
+        nonlocal walked
+        walked += 1
+        return forced_byte(matcher)
+
+    monkeypatch.setattr(TextMatcher, "_forced_byte", count)
+    compiler = GrammarCompiler.from_vocab(VOCAB, [EOS], encode=encode)
+    matcher = compiler.compile(wanted).result(120)()
+    for _ in range(5):
+        lengths.clear()
+        walked = 0
+        forced = matcher.forced_tokens()
+        assert 1 <= len(forced) <= MAX_FORCED
+        assert len(matcher.forced_tokens(3)) <= 3
+        assert max(lengths) <= MAX_TEXT
+        assert walked <= 200
+        assert matcher.accept_token(forced[0])
+
+
+def test_the_walk_of_a_forced_text_leaves_the_matcher_where_it_was(
+    compiler: GrammarCompiler,
+) -> None:
+    wanted = ResponseFormat(grammar='root ::= "é☁" "x" ("true" | "tru" [0-9]) "end"')
+    matcher = compiler.compile(wanted).result(60)()
+    text = b""
+    for token_id in "é☁xtru7end".encode():
+        forced = b"".join(VOCAB[i] for i in matcher.forced_tokens())
+        rest = "é☁xtru7end".encode().removeprefix(text)
+        assert rest.startswith(forced)
+        assert bool(forced) == (text[-3:] != b"tru")
+        assert matcher.accept_token(token_id)
+        text += bytes([token_id])
+    assert matcher.forced_tokens() == []
+    assert matcher.accept_token(EOS)
+
+
+def test_a_long_text_is_cut_between_characters() -> None:
+    words = Words(VOCAB, [EOS], (), lambda text: list(text.encode()))
+    for start in ("", "a", "aa", "aaa"):
+        cut = bytes(words((start + "☁" * MAX_TEXT).encode()))
+        assert MAX_TEXT - 3 <= len(cut) <= MAX_TEXT
+        assert cut.decode().strip("a☁") == ""
