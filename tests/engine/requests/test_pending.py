@@ -17,8 +17,10 @@ class SlowlyPreparing(SyntheticRunner):
     """Grammars are ready when a test says so."""
 
     grammar: Future[object]
+    tenants: list[str]
 
     def prepare(self, params: SamplingParams, tenant: str = "") -> Future[object]:
+        self.tenants.append(tenant)
         return self.grammar
 
 
@@ -28,7 +30,7 @@ def pending():
         EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8)
     )
     runner.info = dataclasses.replace(runner.info, can_structure=True)
-    runner.grammar = Future()
+    runner.grammar, runner.tenants = Future(), []
     with Engine.around(runner) as engine:
         yield engine
         runner.grammar.set_exception(ValueError("over"))
@@ -81,6 +83,22 @@ def test_requests_added_together_are_taken_all_or_none(pending):
     with pytest.raises(RequestError, match="vocabulary"):
         pending.add_requests([[1, 2], [10**9]], STRUCTURED)
     assert pending.request_ids() == []
+
+
+@pytest.mark.parametrize("code", ["invalid_request", "engine_error"])
+def test_a_grammar_that_fails_ends_its_request_with_its_code(pending, code):
+    pending.submit([GenerationRequest(request_id="x", prompt_ids=(1, 2), params=STRUCTURED)])
+    pending.runner.grammar.set_exception(RequestError("too late", code))
+    pending.runner.grammar, failed = Future(), pending.runner.grammar
+    (event,) = pending.step()
+    assert failed.done()
+    assert (event.error, event.error_code) == ("response_format cannot be used: too late", code)
+
+
+def test_a_grammar_is_prepared_in_the_turn_of_its_tenant(pending):
+    request = GenerationRequest(request_id="x", prompt_ids=(1, 2), params=STRUCTURED, tenant="acme")
+    pending.submit([request])
+    assert pending.runner.tenants == ["acme"]
 
 
 def test_a_request_with_nothing_left_to_do_is_refused(pending):

@@ -10,7 +10,7 @@ from tests.engine.scheduler.fake_device import EOS, expected_tokens
 from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
-from tokenmill_worker.engine.plan import Draft, StepOutput
+from tokenmill_worker.engine.plan import Draft, RequestFault, StepOutput
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
 from tokenmill_worker.engine.types import TokenEvent
 
@@ -159,6 +159,16 @@ def test_a_device_error_ends_one_sequence_and_no_other() -> None:
     loop.run()
     loop.assert_truth()
     assert loop.ends["b", 0] is FinishReason.LENGTH
+
+
+def test_an_error_for_which_the_request_is_to_blame_has_its_code() -> None:
+    loop = Loop.build()
+    loop.add(endless("a", 1, 4, 5))
+    plan = loop.scheduler.plan()
+    broken = StepOutput(plan.step_id, ((),), (None,), {0: RequestFault("it has a dead end")})
+    (event,) = loop._take(loop.scheduler.commit(plan, broken))
+    assert (event.error, event.error_code) == ("it has a dead end", "invalid_request")
+    assert type(event.error) is str
 
 
 def test_drafts_are_accepted_as_far_as_they_are_right() -> None:

@@ -144,6 +144,8 @@ def test_text_that_does_not_begin_with_a_call_has_none() -> None:
         ({"properties": {"a": {"type": "string", "maxLength": 10**6}}}, "'maxLength'"),
         ({"anyOf": [{"properties": {"a": {}}}]}, "are not named under 'properties'"),
         ({"properties": 5}, "are no valid JSON schema"),
+        ({"properties": {"a": {"const": "a\n</parameter>\nb"}}}, "'</parameter>', which ends"),
+        ({"properties": {"a": {"enum": ["b", "a\n</parameter>\n"]}}}, "'</parameter>', which ends"),
     ],
 )
 def test_what_this_form_cannot_enforce_is_refused_by_name(

@@ -244,6 +244,29 @@ def test_what_grows_without_measure_is_refused() -> None:
     assert "more than" in rewrite(schema).problems[0]
 
 
+def test_many_patterns_of_one_text_are_refused_and_those_of_a_complement_are_not() -> None:
+    """The compiler's time and memory double with each of them."""
+    parts = [{"pattern": f"xy{i}"} for i in range(11)]
+    refused: list[dict[str, object]] = [
+        {"allOf": parts},
+        {"allOf": [{"allOf": parts[:6]}, {"anyOf": [{"minLength": 1}, {"allOf": parts[6:]}]}]},
+        {"$defs": {"a": {"allOf": parts[:10]}}, "properties": {"b": {"$ref": "#/$defs/a",
+                                                                    "pattern": "z"}}},
+    ]  # fmt: skip
+    for schema in refused:
+        found = rewrite(schema)
+        assert found.problems == ("11 patterns for one text are not supported; at most 10 are",)
+        assert found.schema is True
+    allowed: list[dict[str, object]] = [
+        {"allOf": parts[:10]},
+        {"anyOf": parts},
+        {"properties": {str(i): part for i, part in enumerate(parts)}},
+        {"type": "string", "not": {"enum": [f"v{i}" for i in range(30)]}},
+    ]
+    for schema in allowed:
+        assert rewrite(schema).problems == ()
+
+
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [

@@ -14,7 +14,6 @@ from tests.engine.sampling.helpers import CPU, ToyModel, generate_a_step_late, p
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.requests.pending import Prerequisites
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
-from tokenmill_worker.engine.sampling.grammar import masks as structured_output
 from tokenmill_worker.engine.sequence import Sequence
 
 WORDS = [
@@ -253,26 +252,6 @@ def test_release_forgets_the_matcher(compiler: GrammarCompiler) -> None:
     sampler.release(sequence)
     sampler.release(sequence)
     assert len(sampler._grammars) == 0
-
-
-def test_a_grammar_that_holds_up_every_step_fails_alone(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(structured_output, "TOKEN_LIMIT_S", 0.01)
-    ambiguous = structured(ResponseFormat(grammar="root ::= s\ns ::= s s | s s s | [a-z]"))
-    plain = structured(ResponseFormat(regex="[a-z]{1,2000}"))
-    sampler, letters = make_sampler(compiler), torch.full((2, WIDTH), -100.0)
-    letters[:, ord("a") : ord("z")] = 0.0
-    errors: dict[int, str] = {}
-    for _ in range(500):
-        items = [plan_item(ambiguous), plan_item(plain)]
-        tokens, _, errors = sampler.sample(letters.clone(), items).finish()
-        if errors:
-            break
-        for sequence, new in zip((ambiguous, plain), tokens, strict=True):
-            sequence.token_ids += new
-    assert list(errors) == [0]
-    assert "too ambiguous" in errors[0]
 
 
 def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(

@@ -205,7 +205,7 @@ def test_special_tokens_that_a_tag_names_as_tokens_are_tokens(
                 {"type": "const_string", "value": "</tool_call>"},
             ],
         }
-        tag = {"type": "structural_tag", "format": form}
+        tag: dict[str, object] = {"type": "structural_tag", "format": form}
         matcher = hermes.compiler.compile(ResponseFormat(structural_tag=tag)).result(60)()
         assert matcher.forced_tokens() == []
         for token_id in (ids["<tool_call>"], *b"</tool_call>"):

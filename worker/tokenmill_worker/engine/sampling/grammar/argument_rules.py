@@ -51,6 +51,11 @@ def argument_rules(
             f"the parameters of {tool.name!r} cannot be enforced in this model's form: {left[0]!r}"
         )
     for i, argument in enumerate(arguments):
+        if form.has_plain_texts and any(_ends_within(choice, form) for choice in argument.choices):
+            raise ToolRefused(
+                f"the parameters of {tool.name!r} have a value of {argument.name!r} with "
+                f"{form.end.strip()!r}, which ends a value in this model's form"
+            )
         one = f"{rule}_{i}"
         after = f"{one} {rule}_more_{i + 1}"
         skip = "" if argument.is_required else f" | {rule}_first_{i + 1}"
@@ -63,6 +68,11 @@ def argument_rules(
     yield f"{rule}_more_{len(arguments)}: {_NONE}"
 
 
+def _ends_within(choice: str, form: ArgumentForm) -> bool:
+    """Does a plain text end before its end, since it has the text that ends a value?"""
+    return (choice + form.end).index(form.end) < len(choice)
+
+
 def _value(
     rule: str,
     begin: str,
@@ -72,13 +82,6 @@ def _value(
 ) -> Iterator[str]:
     if form.has_plain_texts and argument.is_text:
         if argument.choices:
-            if any(
-                (choice + form.end).index(form.end) < len(choice) for choice in argument.choices
-            ):
-                raise ToolRefused(
-                    f"the argument {argument.name!r} has a value with the text {form.end!r}, which "
-                    "ends a value in this model's form"
-                )
             texts = " | ".join(_text(choice + form.end) for choice in argument.choices)
             yield f"{rule}: {begin} ({texts})"
             return

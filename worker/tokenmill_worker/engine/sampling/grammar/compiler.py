@@ -1,4 +1,4 @@
-"""Compiles grammars outside of the step: daemon threads, limits, turns of the tenants, and a cache
+"""Compiles grammars outside of the step: daemon threads, limits, turns of tenants, and a cache
 of recent grammars.
 
 A compilation that goes beyond its limits fails, and another may start in its place. Its thread
@@ -20,7 +20,7 @@ from tokenmill_worker.engine.sampling.grammar.compilation import Compilation, Co
 from tokenmill_worker.engine.sampling.grammar.errors import LATER, GrammarError
 from tokenmill_worker.engine.sampling.grammar.libraries import Compile, Libraries
 from tokenmill_worker.engine.sampling.grammar.sources import source_of
-from tokenmill_worker.engine.sampling.grammar.turns import Turns
+from tokenmill_worker.engine.sampling.grammar.tenant_queues import TenantQueues
 from tokenmill_worker.engine.sampling.grammar.words import Encode
 
 TOO_MANY_STUCK: Final = "too many grammars took too long to compile; try again later"
@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cache: OrderedDict[_Source, Future[Any]] = OrderedDict()
         self._cached_chars = 0
-        self._turns: Turns[tuple[_Source, Future[Any]]] = Turns(
+        self._queues: TenantQueues[tuple[_Source, Future[Any]]] = TenantQueues(
             self.limits.threads, self.limits.threads_each
         )
         self._stuck: Counter[str] = Counter()  # threads beyond their limits, by tenant
@@ -106,7 +106,7 @@ class GrammarCompiler:
                 return future
             else:
                 self._keep(source, future)
-            self._turns.add(tenant, (source, future))
+            self._queues.add(tenant, (source, future))
             refused = self._start_waiting()
         _refuse(refused)
         return future
@@ -122,7 +122,7 @@ class GrammarCompiler:
     ) -> None:
         """Release the place of one compilation, and settle its future."""
         with self._lock:
-            self._turns.free(tenant)
+            self._queues.free(tenant)
             self._stuck[tenant] += is_stuck
             if problem is not None:
                 self._forget(source, future)
@@ -162,17 +162,17 @@ class GrammarCompiler:
     def _start_waiting(self) -> list[Future[Any]]:
         """Start the compilations whose turn it is; return those that are refused."""
         refused: list[Future[Any]] = []
-        for tenant in self._turns.tenants():
+        for tenant in self._queues.tenants():
             if self._is_refused(tenant):
-                for source, future in self._turns.drop(tenant):
+                for source, future in self._queues.drop(tenant):
                     if _is_claimed(future):
                         continue
                     self._forget(source, future)
                     refused.append(future)
-        while (turn := self._turns.take()) is not None:
+        while (turn := self._queues.take()) is not None:
             tenant, (source, future) = turn
             if _is_claimed(future):
-                self._turns.free(tenant)
+                self._queues.free(tenant)
                 continue
             Compilation(
                 partial(self._compile_source, *source),

@@ -1,4 +1,4 @@
-"""Whose turn it is: what waits is taken from one tenant after the other."""
+"""Queues of tenants: what waits is taken from one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class TenantQueues(Generic[T]):
     """Waiting items by tenant, and the places that taken ones hold. Not thread-safe.
 
     Args:
