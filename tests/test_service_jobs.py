@@ -15,6 +15,7 @@ from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.engine.process.host import EngineDied
 from tokenmill_worker.engine.process.messages import Frame, Ready
 from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 from tokenmill_worker.errors import RedisUnavailable
@@ -40,8 +41,9 @@ class ScriptedHost:
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
+        self.unsendable: set[str] = set()  # requests that cannot be encoded
         self.cancelled: list[str] = []
-        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+        self._frames: asyncio.Queue[Frame | None] = asyncio.Queue()
 
     async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
         return Ready(
@@ -51,6 +53,10 @@ class ScriptedHost:
         )  # fmt: skip
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        requests = tuple(requests)
+        for request in requests:
+            if request.request_id in self.unsendable:
+                raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
         self.submitted += [request.request_id for request in requests]
 
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None:
@@ -58,8 +64,15 @@ class ScriptedHost:
 
     async def frames(self) -> AsyncIterator[Frame]:
         while True:
-            yield await self._frames.get()
+            frame = await self._frames.get()
+            if frame is None:
+                raise EngineDied("it crashed")
+            yield frame
             self._frames.task_done()
+
+    def die(self) -> None:
+        """Die at the next frame."""
+        self._frames.put_nowait(None)
 
     async def step(self, *events: TokenEvent) -> None:
         """Send a step's events, and return when the worker has handled them."""
@@ -76,12 +89,18 @@ class Orders:
 
     def __init__(self) -> None:
         self.retried: list[tuple[str, int]] = []
+        self.released: list[tuple[str, int, bool]] = []  # job id, token, crashed?
         self.is_down = False
 
     async def retry(self, job_id: str, token: int, delay_ms: int, reason: str) -> None:
         if self.is_down:
             raise RedisUnavailable("connection refused")
         self.retried.append((job_id, token))
+
+    async def release(self, jobs: list[tuple[str, int, bool]]) -> None:
+        if self.is_down:
+            raise RedisUnavailable("connection refused")
+        self.released += jobs
 
 
 class Record:
@@ -135,9 +154,10 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
         await end_task(engine)
 
 
-def delivery(job_id: str, **fields: Any) -> Delivery:
+def delivery(job_id: str, request: JobRequest | None = None, **fields: Any) -> Delivery:
     retry = RetryPolicy(max_attempts=3, backoff_ms=0)
-    return delivery_of(JobRequest(job_id=job_id, prompt="hi", stream=True, retry=retry), **fields)
+    default = JobRequest(job_id=job_id, prompt="hi", stream=True, retry=retry)
+    return delivery_of(request or default, **fields)
 
 
 async def test_a_job_lost_and_claimed_again_gets_no_event_of_its_first_delivery(

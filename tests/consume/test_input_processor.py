@@ -46,7 +46,7 @@ def request(**fields) -> JobRequest:
 
 
 async def refusal(processor: InputProcessor, delivery: Delivery) -> tuple[str, str]:
-    outcome = await processor.process(delivery)
+    outcome = processor.process(delivery)
     assert isinstance(outcome, FinishedJob)
     result = outcome.result
     assert result.status is JobStatus.FAILED
@@ -71,7 +71,7 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
         priority=Priority.BULK,
         deadline_ms=CREATED_MS + 9_000,
     )  # fmt: skip
-    admitted = await InputProcessor(smollm2(), SMOLLM2, clock=Clock()).process(delivery_of(job))
+    admitted = InputProcessor(smollm2(), SMOLLM2, clock=Clock()).process(delivery_of(job))
     assert isinstance(admitted, AdmittedJob)
     generation = admitted.generation
     assert generation.prompt_ids == smollm2().encode(smollm2().template.render(chat))
@@ -89,14 +89,14 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
 
 
 async def test_prompts_and_ids(processor):
-    assert (await processor.process(delivery_of(request()))).generation.prompt_ids == tuple(b"hi")
-    ids = await processor.process(delivery_of(request(prompt=None, prompt_ids=(5, 6))))
+    assert (processor.process(delivery_of(request()))).generation.prompt_ids == tuple(b"hi")
+    ids = processor.process(delivery_of(request(prompt=None, prompt_ids=(5, 6))))
     assert ids.generation.prompt_ids == (5, 6)
 
 
 async def test_no_seed_is_the_same_seed_at_every_delivery(processor):
     for attempt in (1, 2):
-        admitted = await processor.process(delivery_of(request(), attempt=attempt))
+        admitted = processor.process(delivery_of(request(), attempt=attempt))
         assert isinstance(admitted, AdmittedJob)
         assert admitted.generation.params.seed == seed_of("job")
     assert seed_of("job") != seed_of("job2")
@@ -106,7 +106,7 @@ async def test_no_seed_is_the_same_seed_at_every_delivery(processor):
 async def test_no_limit_means_the_default_or_the_rest_of_the_length():
     for default, prompt, expected in ((None, "hi", 4094), (100, "hi", 100), (100, "x" * 4090, 6)):
         model = ServedModel(("tiny",), 4096, MODEL.vocab_size, MODEL.eos_token_ids, default)
-        admitted = await InputProcessor(byte_level(), model, clock=Clock()).process(
+        admitted = InputProcessor(byte_level(), model, clock=Clock()).process(
             delivery_of(request(prompt=prompt))
         )
         assert isinstance(admitted, AdmittedJob)
@@ -118,7 +118,7 @@ async def test_no_limit_means_the_default_or_the_rest_of_the_length():
 
 async def test_prompt_and_max_tokens_beyond_the_models_length(processor):
     fits = request(prompt="x" * 96, params=SamplingParams(max_tokens=4000))
-    assert isinstance(await processor.process(delivery_of(fits)), AdmittedJob)
+    assert isinstance(processor.process(delivery_of(fits)), AdmittedJob)
     code, message = await refusal(
         processor, delivery_of(request(prompt="x" * 97, params=fits.params))
     )
@@ -127,7 +127,7 @@ async def test_prompt_and_max_tokens_beyond_the_models_length(processor):
 
 
 async def test_a_prompt_that_leaves_no_room(processor):
-    assert isinstance(await processor.process(delivery_of(request(prompt="x" * 4095))), AdmittedJob)
+    assert isinstance(processor.process(delivery_of(request(prompt="x" * 4095))), AdmittedJob)
     for prompt in ("x" * 4096, "abc" * 5000):
         code, message = await refusal(processor, delivery_of(request(prompt=prompt)))
         assert code == "context_length_exceeded"
@@ -169,7 +169,7 @@ async def test_an_unknown_model(processor):
         "model_not_found",
         "model 'gpt-99' is not served here; this queue serves 'tiny'",
     )
-    assert isinstance(await processor.process(delivery_of(request(model="tiny"))), AdmittedJob)
+    assert isinstance(processor.process(delivery_of(request(model="tiny"))), AdmittedJob)
 
 
 # ── bad input ──
@@ -222,7 +222,7 @@ async def test_a_worker_may_take_less_than_the_wire_does():
     payload = encode(request(prompt="x" * 2_000))
     _, message = await refusal(strict, raw(payload))
     assert message == f"the job request has {len(payload)} bytes; the limit is 2000"
-    assert isinstance(await strict.process(raw(encode(request(prompt="x" * 20)))), AdmittedJob)
+    assert isinstance(strict.process(raw(encode(request(prompt="x" * 20)))), AdmittedJob)
 
 
 @pytest.mark.parametrize(
@@ -289,15 +289,13 @@ async def test_messages_where_the_model_has_no_chat_template():
 async def test_a_refused_requests_names_fit_the_record(processor):
     """SQL text holds no null character, and its columns have an end."""
     bad = request(tenant="a\0b" * 500, model="m\n", metadata={"k": "v" * 1_000_000, "\0": ""})
-    outcome = await processor.process(delivery_of(bad))
+    outcome = processor.process(delivery_of(bad))
     assert isinstance(outcome, FinishedJob)
     assert outcome.result.status is JobStatus.FAILED
     assert outcome.result.tenant.startswith("abab")
     assert len(outcome.result.tenant) <= 256
     assert (outcome.result.model, outcome.result.metadata) == ("m", {})
-    fine = await processor.process(
-        delivery_of(request(prompt="", tenant="acme", metadata={"k": "v"}))
-    )
+    fine = processor.process(delivery_of(request(prompt="", tenant="acme", metadata={"k": "v"})))
     assert (fine.result.tenant, fine.result.metadata) == ("acme", {"k": "v"})
 
 
@@ -318,7 +316,7 @@ async def test_whatever_breaks_inside_is_an_answer_too():
 
 async def test_a_deadline_that_passed_in_the_queue(processor):
     late = request(deadline_ms=CREATED_MS + 400)
-    outcome = await processor.process(delivery_of(late))
+    outcome = processor.process(delivery_of(late))
     assert isinstance(outcome, FinishedJob)
     assert outcome.result.error is not None
     assert (outcome.result.status, outcome.result.error.code) == (
@@ -333,6 +331,6 @@ async def test_a_deadline_that_passed_in_the_queue(processor):
 
 async def test_a_deadline_from_before_a_redrive_does_not_count(processor):
     late = delivery_of(request(deadline_ms=CREATED_MS + 400))
-    outcome = await processor.process(dataclasses.replace(late, is_redriven=True))
+    outcome = processor.process(dataclasses.replace(late, is_redriven=True))
     assert isinstance(outcome, AdmittedJob)
     assert outcome.generation.deadline is None

@@ -30,7 +30,7 @@ async def process(
     job: JobRequest, tokenizer: Tokenizer, length: int = 8192
 ) -> AdmittedJob | FinishedJob:
     processor = InputProcessor(tokenizer, model_of(tokenizer, length), clock=Clock())
-    return await processor.process(delivery_of(job))
+    return processor.process(delivery_of(job))
 
 
 async def admitted(job: JobRequest, tokenizer: Tokenizer) -> AdmittedJob:
@@ -111,7 +111,7 @@ async def test_what_cannot_be_scored_is_refused_in_a_sentence(
 async def test_a_resume_at_every_chunk_scores_what_is_missing() -> None:
     """The engine's events, chunk by chunk, then a second worker from any of them."""
     job = request("ax", "cde", prompt="hi", stream=True)
-    first = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery_of(job))
+    first = InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery_of(job))
     assert isinstance(first, AdmittedJob)
     log = FakeLog()
     publisher = Publisher(log)
@@ -129,7 +129,7 @@ async def test_a_resume_at_every_chunk_scores_what_is_missing() -> None:
     assert finished.result.usage.completion_tokens == 5
     for num_chunks in range(len(log.chunks["job"])):
         delivery = second_delivery(job, log, num_chunks)
-        again = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
+        again = InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
         assert isinstance(again, AdmittedJob)
         reported: dict[int, tuple[int, ...]] = {0: (), 1: ()}
         for chunk in log.chunks["job"][:num_chunks]:
@@ -137,7 +137,7 @@ async def test_a_resume_at_every_chunk_scores_what_is_missing() -> None:
         assert again.generation.resumed == (tuple(reported.values()) if num_chunks else ())
         assert again.generation.given == (tuple(b"ax"), tuple(b"cde"))
         assert again.generation.done == ((0,) if len(reported[0]) == 2 else ())
-    ended = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(
+    ended = InputProcessor(byte_level(), MODEL, clock=Clock()).process(
         second_delivery(job, log, len(log.chunks["job"]))
     )
     assert isinstance(ended, FinishedJob)

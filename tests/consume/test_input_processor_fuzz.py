@@ -57,7 +57,7 @@ async def admit(
         outcome=delivery_outcome,  # type: ignore[arg-type]
         created_ms=CREATED_MS, started_ms=CREATED_MS, attempt=1,
     )  # fmt: skip
-    outcome = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
+    outcome = InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
     if isinstance(outcome, FinishedJob):
         result = outcome.result
         assert result.status.is_final

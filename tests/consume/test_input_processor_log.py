@@ -48,7 +48,7 @@ async def resume(
     request = JobRequest(
         job_id="job", prompt="hi", params=SamplingParams(**params), deadline_ms=deadline_ms
     )
-    return await processor().process(
+    return processor().process(
         delivery_of(request, log, outcome=delivery_outcome, attempt=2, token=2)
     )
 
@@ -196,7 +196,7 @@ async def test_what_several_choices_held_back_is_in_the_result():
 )
 async def test_an_outcome_on_a_bad_request_stands(payload):
     delivery = delivery_of(JobRequest(job_id="job"), (tokens("a"),), outcome="cancelled")
-    outcome = await processor().process(
+    outcome = processor().process(
         type(delivery)(
             **{f: getattr(delivery, f) for f in delivery.__slots__} | {"payload": payload}
         )
@@ -226,7 +226,7 @@ async def test_a_deadline_that_passed_in_mid_answer_keeps_the_text():
 async def test_a_log_that_cannot_be_continued_fails_the_job(log):
     delivery = delivery_of(JobRequest(job_id="job", prompt="hi"))
     broken = type(delivery)(**{f: getattr(delivery, f) for f in delivery.__slots__} | {"log": log})
-    outcome = await processor().process(broken)
+    outcome = processor().process(broken)
     assert isinstance(outcome, FinishedJob)
     assert outcome.result.error is not None
     assert (outcome.result.status, outcome.result.error.code) == (JobStatus.FAILED, "corrupt_log")
@@ -265,9 +265,7 @@ async def run(steps, stop, stream, hand_over_at):
             request = JobRequest(
                 job_id="job", prompt="hi", stream=stream, params=SamplingParams(n=2, stop=stop)
             )
-            again = await processor().process(
-                delivery_of(request, tuple(log.chunks.get("job", ())))
-            )
+            again = processor().process(delivery_of(request, tuple(log.chunks.get("job", ()))))
             if isinstance(again, FinishedJob):
                 return again.result, log
             publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=3), clock=Clock())

@@ -34,7 +34,7 @@ def processor_of(tokenizer=thinking) -> InputProcessor:
 
 async def admitted(**fields) -> AdmittedJob:
     request = JobRequest(**({"job_id": "job", "messages": HI} | fields))
-    outcome = await processor_of().process(delivery_of(request))
+    outcome = processor_of().process(delivery_of(request))
     assert isinstance(outcome, AdmittedJob)
     return outcome
 
@@ -67,7 +67,7 @@ async def test_a_prompt_has_no_thoughts():
 async def test_a_budget_without_thoughts_is_refused(fields):
     request = JobRequest(job_id="job", params=SamplingParams(thinking_budget=1), **fields)
     tokenizer = byte_level if request.messages else thinking
-    outcome = await processor_of(tokenizer).process(delivery_of(request))
+    outcome = processor_of(tokenizer).process(delivery_of(request))
     assert isinstance(outcome, FinishedJob)
     assert outcome.result.error is not None
     assert outcome.result.error.message == (
@@ -79,7 +79,7 @@ async def test_a_log_that_ends_within_thoughts_is_continued_there():
     ids = thinking().encode("<think>ab")
     log = Chunk(job_id="job", index=0, token_ids=ids, reasoning="ab")
     request = JobRequest(job_id="job", messages=HI)
-    outcome = await processor_of().process(delivery_of(request, (log,)))
+    outcome = processor_of().process(delivery_of(request, (log,)))
     assert isinstance(outcome, AdmittedJob)
     outcome.answer.push(0, thinking().encode("c</think>Yes"))
     (result,) = outcome.answer.results()

@@ -57,7 +57,7 @@ async def publish(queue: Queue, chunk: Chunk, entry: str) -> None:
 async def go_on(queue: Queue) -> tuple[Publisher, AdmittedJob]:
     worker = queue.worker("new")
     (delivery,) = await worker.claim(1)
-    admitted = await InputProcessor(byte_level(), MODEL).process(delivery)
+    admitted = InputProcessor(byte_level(), MODEL).process(delivery)
     assert isinstance(admitted, AdmittedJob)
     publisher = Publisher(worker)
     publisher.open(admitted)

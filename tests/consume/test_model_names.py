@@ -48,7 +48,7 @@ def job(model: str = "", lora: str = "") -> JobRequest:
 async def test_names_lead_to_the_model_or_an_adapter(
     processor: InputProcessor, model: str, lora: str, adapter: str
 ) -> None:
-    admitted = await processor.process(delivery_of(job(model, lora)))
+    admitted = processor.process(delivery_of(job(model, lora)))
     assert isinstance(admitted, AdmittedJob)
     assert admitted.generation.params.lora == adapter
     assert admitted.request == job(model, lora), "what is recorded is what was asked"
@@ -71,7 +71,7 @@ async def test_names_lead_to_the_model_or_an_adapter(
 async def test_other_names_are_answered(
     processor: InputProcessor, model: str, lora: str, words: str
 ) -> None:
-    outcome = await processor.process(delivery_of(job(model, lora)))
+    outcome = processor.process(delivery_of(job(model, lora)))
     assert isinstance(outcome, FinishedJob)
     error = outcome.result.error
     assert error is not None
@@ -87,7 +87,7 @@ async def test_a_template_from_a_file_replaces_the_models_own() -> None:
     )
     rendered = []
     for tokenizer in (own, replaced):
-        admitted = await InputProcessor(tokenizer, MODEL, clock=Clock()).process(delivery_of(chat))
+        admitted = InputProcessor(tokenizer, MODEL, clock=Clock()).process(delivery_of(chat))
         assert isinstance(admitted, AdmittedJob)
         rendered.append(
             own._tokenizer.decode(list(admitted.generation.prompt_ids), skip_special_tokens=False)

@@ -31,7 +31,7 @@ def with_defaults(
 
 
 async def drawn_with(processor: InputProcessor, **params: Any) -> SamplingParams:
-    admitted = await processor.process(delivery_of(request(params=SamplingParams(**params))))
+    admitted = processor.process(delivery_of(request(params=SamplingParams(**params))))
     assert isinstance(admitted, AdmittedJob)
     drawn = admitted.answer.params
     assert msgspec.structs.replace(drawn, seed=admitted.generation.params.seed) == (
@@ -72,7 +72,7 @@ async def test_texts_of_the_request_are_not_repeated_in_the_log():
     params = SamplingParams(
         stop=("secret",), logit_bias={5: 1.0}, response_format=ResponseFormat(regex="a+")
     )
-    admitted = await with_defaults().process(delivery_of(request(params=params)))
+    admitted = with_defaults().process(delivery_of(request(params=params)))
     assert isinstance(admitted, AdmittedJob)
     kept = admitted.answer.params
     assert (kept.stop, kept.logit_bias, kept.response_format) == ((), {}, None)
@@ -88,7 +88,7 @@ async def continued(log: tuple[Chunk, ...], **params):
         MODEL, sampling_defaults=SamplingParams(temperature=0.1, top_k=3, max_tokens=20)
     )
     request = JobRequest(job_id="job", prompt="hi", params=SamplingParams(**params))
-    admitted = await InputProcessor(byte_level(), model, clock=Clock()).process(
+    admitted = InputProcessor(byte_level(), model, clock=Clock()).process(
         delivery_of(request, log, attempt=2, token=2)
     )
     assert isinstance(admitted, AdmittedJob)

@@ -105,7 +105,7 @@ class _Processing:
         )
         payload, *log = _bytes([parts[0] if parts else b"", *parts[2:]])
         delivery = Delivery("job", 1, payload, 1, 0, outcome, tuple(log), CREATED_MS, CREATED_MS, 1)
-        outcome = self.runner.run(self.processor.process(delivery))
+        outcome = self.processor.process(delivery)
         if isinstance(outcome, FinishedJob):
             assert outcome.result.status.is_final
             error = outcome.result.error

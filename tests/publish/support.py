@@ -139,7 +139,7 @@ async def admit(
         retry=retry or RetryPolicy(),
         params=SamplingParams(**params),
     )
-    admitted = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(
+    admitted = InputProcessor(byte_level(), MODEL, clock=Clock()).process(
         delivery_of(request, log, token=token)
     )
     assert isinstance(admitted, AdmittedJob), admitted

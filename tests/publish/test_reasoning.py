@@ -23,7 +23,7 @@ async def published(chunk_tokens: int, n: int = 1, stream: bool = True):
         log, limits=PublishLimits(chunk_tokens=chunk_tokens, chunk_wait_s=math.inf)
     )
     request = JobRequest(job_id="job", messages=HI, params=SamplingParams(n=n), stream=stream)
-    job = await processor_of().process(delivery_of(request))
+    job = processor_of().process(delivery_of(request))
     assert isinstance(job, AdmittedJob)
     publisher.open(job)
     finished: list[FinishedJob] = []

@@ -66,7 +66,7 @@ async def resume(log: FakeLog, num_chunks: int, **params) -> AdmittedJob | Finis
         params=SamplingParams(**({"prompt_logprobs": 0, "max_tokens": 2} | params)),
     )
     delivery = delivery_of(request, chunks, token=2, attempt=2)
-    return await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
+    return InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
 
 
 async def test_the_next_worker_has_them_from_the_log_and_asks_for_them_only_without() -> None:
@@ -91,7 +91,7 @@ async def test_too_many_are_refused_by_their_number() -> None:
     request = JobRequest(
         job_id="job", prompt="h" * 3_000, params=SamplingParams(max_tokens=1, prompt_logprobs=100)
     )
-    outcome = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery_of(request))
+    outcome = InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery_of(request))
     assert isinstance(outcome, FinishedJob)
     assert outcome.result.error is not None
     assert outcome.result.error.message == (
@@ -136,6 +136,6 @@ async def test_a_job_that_ended_in_the_queue_has_its_echo() -> None:
     await publisher.handle([event("a")])
     request = JobRequest(job_id="job", prompt="hi", params=SamplingParams(echo=True, max_tokens=5))
     delivery = delivery_of(request, tuple(log.chunks["job"]), token=2, outcome="cancelled")
-    ended = await InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
+    ended = InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
     assert isinstance(ended, FinishedJob)
     assert ended.result.text == "hia"

@@ -75,7 +75,7 @@ async def processed(
     processor = InputProcessor(
         tokenizer, model, clock=Clock(), reasoning=reasoning, tool_format=form
     )
-    return await processor.process(delivery_of(request, log))
+    return processor.process(delivery_of(request, log))
 
 
 async def admitted(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,8 @@ from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
 from tokenmill_worker.engine.process.messages import Frame
 from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.text.job_output import JobOutput
+
+INTERNAL_ERROR: Final = "internal_error"  # the worker's own fault, with this job alone
 
 # ── a job on its way ──
 
@@ -86,6 +88,10 @@ class FinishedJob:
     is_recorded: bool = False  # SQL has its end already: it only has to be acknowledged
 
     @property
+    def job_id(self) -> str:
+        return self.result.job_id
+
+    @property
     def is_batch_line(self) -> bool:
         """Is this a line of a batch, whose end no caller waits for alone?"""
         request = self.request
@@ -133,6 +139,29 @@ class FinishedJob:
             prompt=answer.prompt if answer is not None and generated else None,
         )
         return cls(delivery.token, result, _final_chunk(result, answer), request)
+
+
+def set_aside(finished: FinishedJob, doing: str, error: Exception) -> FinishedJob:
+    """Return the end of a job whose content makes a stage raise: failed, without the answer. Its
+    usage stays, because readers may have its tokens. A job that was set aside before loses its
+    request too.
+
+    Args:
+        doing: what the worker could not do with the job.
+    """
+    before = finished.result.error
+    words = f"the worker could not {doing} this job: {type(error).__name__}"
+    ended = {"status": JobStatus.FAILED, "error": JobError(INTERNAL_ERROR, words)}
+    result = msgspec.structs.replace(
+        finished.result, choices=(), order=(), params=None, prompt=None, **ended
+    )
+    chunk = msgspec.structs.replace(
+        finished.final_chunk, text="", reasoning="", tool_calls=(), finish_reason=None, **ended
+    )
+    request = finished.request
+    if before is not None and before.code == INTERNAL_ERROR:
+        request, result = None, msgspec.structs.replace(result, metadata={})
+    return FinishedJob(finished.token, result, chunk, request)
 
 
 def _deadline_error(request: JobRequest | None) -> JobError:

@@ -22,10 +22,10 @@ from tokenmill_worker.consume.log_reader import LogReader
 from tokenmill_worker.consume.outcomes import Outcomes
 from tokenmill_worker.consume.param_resolver import ParamResolver, seed_of
 from tokenmill_worker.consume.prompt_encoder import PromptEncoder
-from tokenmill_worker.consume.refusal import INVALID_REQUEST, Refused
+from tokenmill_worker.consume.refusal import Refused
 from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.engine.types import GenerationRequest
-from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.jobs import INTERNAL_ERROR, AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.chat.chat_format import ChatFormat
 from tokenmill_worker.text.chat.reasoning import ReasoningFormat
 from tokenmill_worker.text.chat.tools import ToolFormat
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class InputProcessor:
-    """Validates and tokenises the jobs of one worker. Several jobs may be processed at once."""
+    """Validates and tokenises the jobs of one worker. Several threads may process one job each."""
 
     def __init__(
         self,
@@ -58,34 +58,58 @@ class InputProcessor:
         self._clock = clock or ServerClock()
         self._outcomes = Outcomes(worker_id, model.names[0], self._clock.now_ms)
 
-    async def process(self, delivery: Delivery) -> AdmittedJob | FinishedJob:
-        """Return the job with its request for the engine, or its end. Never raises."""
+    def process(self, delivery: Delivery) -> AdmittedJob | FinishedJob:
+        """Return the job with its request for the engine, or its end. Never raises. May take
+        seconds, and may be called from any thread.
+        """
         request: JobRequest | None = None
         try:
+            request = self._decode(delivery)
+            if request is None or delivery.outcome != "run":
+                return self._end(delivery, request)
+            return self._process(delivery, request)
+        except Refused as refusal:
+            error = refusal.error
+        except BaseException as caught:  # of any kind, also a panic of native code: only this job
+            log.exception("Job %s fails: its request could not be processed", delivery.job_id)
+            words = f"the worker could not take this request in: {type(caught).__name__}"
+            error = JobError(INTERNAL_ERROR, words)
+        return self.failed(delivery, request, error)
+
+    def failed(
+        self, delivery: Delivery, request: JobRequest | None, error: JobError
+    ) -> FinishedJob:
+        """Return the end of a job that cannot run. Never raises."""
+        try:
+            return self._outcomes.failed(delivery, request, error)
+        except Exception:
+            log.exception("Job %s ends without its request: it is unreadable", delivery.job_id)
+            return self._outcomes.failed(delivery, None, error)
+
+    def cancelled(self, job: AdmittedJob) -> FinishedJob:
+        """Return the end of a job that was cancelled before it entered the engine."""
+        job.answer.end_all(FinishReason.CANCELLED)
+        return self._outcomes.complete(job.delivery, job.request, job.answer)
+
+    def _decode(self, delivery: Delivery) -> JobRequest | None:
+        """Return the request; None for bytes that are none, of a job that has ended."""
+        try:
             request = decode_request(delivery.payload, self._max_payload_bytes)
-            if delivery.is_redriven:
-                request = msgspec.structs.replace(request, deadline_ms=None)
-            if delivery.outcome != "run":
-                return await self._end(delivery, request)
-            return await self._process(delivery, request)
         except DecodeError as error:
             if delivery.outcome != "run":
-                return await self._end(delivery, None)
-            return self._outcomes.failed(delivery, None, JobError(INVALID_REQUEST, f"the {error}"))
-        except Refused as refusal:
-            return self._outcomes.failed(delivery, request, refusal.error)
-        except Exception as error:  # any error: the other jobs of the claim must still start
-            log.exception("Job %s fails: its request could not be processed", delivery.job_id)
-            message = f"the worker could not take this request in: {type(error).__name__}"
-            return self._outcomes.failed(delivery, request, JobError("internal_error", message))
+                return None
+            raise Refused(f"the {error}") from error
+        if delivery.is_redriven:
+            return msgspec.structs.replace(request, deadline_ms=None)
+        return request
 
-    async def _process(self, delivery: Delivery, request: JobRequest) -> AdmittedJob | FinishedJob:
+    def _process(self, delivery: Delivery, request: JobRequest) -> AdmittedJob | FinishedJob:
         self._check(request)
         if self._is_late(request) and not delivery.log:
             return self._outcomes.expired(delivery, request)
         chat, form = self._prompts.render(request)
-        prompt_ids = await self._prompts.encode(request, chat)
-        given = await self._prompts.encode_continuations(request, chat, prompt_ids)
+        prompt_ids = self._prompts.encode(request, chat)
+        given = self._prompts.encode_continuations(request, chat, prompt_ids)
         chunks = self._log.read(delivery)
         params = self._params.resolve(request, chunks, len(prompt_ids), given)
         answer = self._log.resume(delivery, chunks, params, form, prompt_ids)
@@ -141,7 +165,7 @@ class InputProcessor:
     def _is_late(self, request: JobRequest) -> bool:
         return request.deadline_ms is not None and request.deadline_ms <= self._clock.now_ms()
 
-    async def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
+    def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
         """Build the end of a job that the claim script found ended; its answer is what the log
         holds.
         """
@@ -151,6 +175,6 @@ class InputProcessor:
                 chunks = self._log.read(delivery)
                 params = self._params.resolve_logged(request, chunks)
                 chat, form = self._prompts.render(request)
-                prompt_ids = await self._prompts.encode(request, chat) if params.echo else ()
+                prompt_ids = self._prompts.encode(request, chat) if params.echo else ()
                 answer = self._log.resume(delivery, chunks, params, form, prompt_ids)
         return self._outcomes.ended(delivery, request, answer)

@@ -25,18 +25,18 @@ class PromptEncoder:
         except TemplateError as error:
             raise Refused(str(error)) from error
 
-    async def encode(self, request: JobRequest, chat: str | None) -> tuple[int, ...]:
+    def encode(self, request: JobRequest, chat: str | None) -> tuple[int, ...]:
         if request.prompt_ids is not None:
             prompt_ids = request.prompt_ids
         else:
-            prompt_ids = await self._encode(request, chat)
+            prompt_ids = self._encode(request, chat)
         if not prompt_ids:
             raise Refused("the prompt is empty: it has no tokens")
         if len(prompt_ids) >= self._max_model_len:
             raise Refused(f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG)
         return prompt_ids
 
-    async def encode_continuations(
+    def encode_continuations(
         self, request: JobRequest, chat: str | None, prompt_ids: tuple[int, ...]
     ) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each continuation of the prompt, whose own tokens all share.
@@ -46,7 +46,7 @@ class PromptEncoder:
         found: list[tuple[int, ...]] = []
         for i, given in enumerate(request.continuations):
             if isinstance(given, str):
-                whole = await self._encode(request, chat, given)
+                whole = self._encode(request, chat, given)
                 if whole[: len(prompt_ids)] != prompt_ids or len(whole) == len(prompt_ids):
                     raise Refused(
                         f"continuations[{i}] shares a token with the end of the prompt: begin it "
@@ -63,14 +63,12 @@ class PromptEncoder:
             found.append(given)
         return tuple(found)
 
-    async def _encode(
+    def _encode(
         self, request: JobRequest, chat: str | None, continuation: str = ""
     ) -> tuple[int, ...]:
         text = (chat if chat is not None else request.prompt or "") + continuation
         self._refuse_absurd_length(text)
-        if chat is not None:
-            return await self._tokenizer.encode_rendered(text)
-        return await self._tokenizer.encode_prompt(text)
+        return self._tokenizer.encode(text, special=chat is None)
 
     def _refuse_absurd_length(self, text: str) -> None:
         """Refuse a text that exceeds the limit by its least possible number of tokens. Tokenising

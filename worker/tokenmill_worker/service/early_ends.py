@@ -42,9 +42,16 @@ class EarlyEnds:
         self.retries: list[RetryOrder] = []  # failed jobs that may run again
 
     def cancel(self, job_id: str) -> None:
-        """Stop generating. The job ends through its last event, with the text that it has."""
-        if (delivery := self._owned.get(job_id)) is not None:
+        """Stop generating. The job ends through its last event, with the text that it has. A job
+        that is not in the engine yet ends when it would enter.
+        """
+        delivery = self._owned.get(job_id)
+        if delivery is None:
+            return
+        if delivery.request_id in self._owned.in_engine:
             self.stop_generating(delivery.request_id)
+        else:
+            self._owned.cancelled.add(delivery.request_id)
 
     def cancel_all(self, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:
@@ -109,10 +116,26 @@ class EarlyEnds:
     async def release_suspects(self) -> None:
         """Give back all jobs after an engine's death; jobs that were in the engine are suspects."""
         suspects, others = self._owned.split_suspects()
+        await self._release_patiently(suspects, crash=True)
+        await self._release_patiently(others, crash=False)
+
+    async def give_back(self, delivery: Delivery, error: Exception) -> None:
+        """Give back a job that could not be started; as a suspect, unless the queue was away."""
+        is_away = isinstance(error, RedisUnavailable)
+        if not is_away:
+            log.error(
+                "Job %s could not be started; it returns to the queue as a suspect",
+                delivery.job_id,
+                exc_info=error,
+            )
+        self.stop_generating(delivery.request_id)
+        await self._release_patiently([delivery], crash=not is_away)
+
+    async def _release_patiently(self, deliveries: list[Delivery], *, crash: bool) -> None:
+        """Give back jobs as soon as the queue takes them."""
         while not self._supervisor.stopping.is_set():
             try:
-                await self.release(suspects, crash=True)
-                await self.release(others, crash=False)
+                await self.release([d for d in deliveries if d in self._owned], crash=crash)
                 return
             except RedisUnavailable:
                 await wait_at_most(self._supervisor.stopping, RELEASE_RETRY_S)

@@ -10,14 +10,18 @@ from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob, JobObserve
 
 
 class OwnedJobs:
-    """Knows which jobs this worker owns, and which of them are in the engine."""
+    """Knows which jobs this worker owns, and which of them are in the engine. Sets hold request
+    ids.
+    """
 
     def __init__(self, quarantine: Quarantine, observer: JobObserver) -> None:
         self._quarantine = quarantine
         self._observer = observer
         self._deliveries: dict[str, Delivery] = {}  # by job id
-        self.in_engine: set[str] = set()  # request ids
-        self.urgent: set[str] = set()  # the request ids of the most urgent class
+        self.preparing: set[str] = set()  # processed beside the event loop
+        self.in_engine: set[str] = set()
+        self.urgent: set[str] = set()  # those of the most urgent class in either of them
+        self.cancelled: set[str] = set()  # cancelled before they were in the engine
         self.idle = asyncio.Event()  # set while no job is owned
         self.idle.set()
 
@@ -46,14 +50,21 @@ class OwnedJobs:
             self._deliveries[delivery.job_id] = delivery
         self.idle.clear()
 
+    def prepare(self, delivery: Delivery, *, is_urgent: bool) -> None:
+        """Note that a job is processed beside the event loop. It counts like one in the engine."""
+        self.preparing.add(delivery.request_id)
+        if is_urgent:
+            self.urgent.add(delivery.request_id)
+
     def enter_engine(self, job: AdmittedJob) -> None:
+        self.preparing.discard(job.request_id)
         self.in_engine.add(job.request_id)
         if not job.generation.priority:
             self.urgent.add(job.request_id)
 
     def leave_engine(self, delivery: Delivery) -> None:
-        self.in_engine.discard(delivery.request_id)
-        self.urgent.discard(delivery.request_id)
+        for requests in (self.preparing, self.in_engine, self.urgent, self.cancelled):
+            requests.discard(delivery.request_id)
         self._quarantine.ended(delivery.job_id)
 
     def forget(self, delivery: Delivery) -> None:

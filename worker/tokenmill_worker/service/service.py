@@ -1,19 +1,21 @@
 """Passes each job of the running worker from stage to stage, and decides what happens when a part
 fails.
 
-    consumer ──Delivery──▶ input processor ──AdmittedJob──▶ engine ──Frame──▶ publisher
-                                                                                  │
-                                         finalizer ◀──FinishedJob── checks ◀──────┘
+    consumer ──Delivery──▶ preparation ──AdmittedJob──▶ engine ──Frame──▶ publisher
+                                                                              │
+                                     finalizer ◀──FinishedJob── checks ◀──────┘
 
 `owned_jobs.py` has the claimed jobs, `early_ends.py` what ends one before its answer is complete.
+A job whose content makes a stage raise is set aside: it ends as failed, and the others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
+from tokenmill_schemas.result import JobError
 from tokenmill_worker.checking import Checks
 from tokenmill_worker.consume.credits import Credits, credits_of
 from tokenmill_worker.consume.input_processor import InputProcessor
@@ -23,18 +25,21 @@ from tokenmill_worker.engine.process.death import EngineDied
 from tokenmill_worker.engine.process.host import EngineHost
 from tokenmill_worker.engine.process.messages import Frame, Ready
 from tokenmill_worker.jobs import (
+    INTERNAL_ERROR,
     AdmittedJob,
     Delivery,
     FinishedJob,
     JobObserver,
     NullObserver,
     PublishReport,
+    set_aside,
 )
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.service.early_ends import HAND_OVER_S, EarlyEnds
 from tokenmill_worker.service.owned_jobs import OwnedJobs
+from tokenmill_worker.service.preparation import Outcome, Preparation
 from tokenmill_worker.supervisor import EngineSupervisor
 
 log = logging.getLogger(__name__)
@@ -72,7 +77,7 @@ class Service:
         self._observer = observer or NullObserver()
         self._owned = OwnedJobs(self._quarantine, self._observer)
         self.ends = EarlyEnds(self._owned, stream, publisher, self.supervisor)
-        self._processor: InputProcessor | None = None
+        self._preparation = Preparation(self._owned, self._admit, self.ends.give_back)
         self._on_frame = on_frame
 
     @property
@@ -96,41 +101,74 @@ class Service:
             or self._checks.is_full
         ):
             return Credits()
-        return credits_of(host.capacity, len(self._owned.in_engine), len(self._owned.urgent))
+        owned = self._owned
+        num_taken = len(owned.in_engine) + len(owned.preparing)
+        return credits_of(host.capacity, num_taken, len(owned.urgent))
 
     async def take(self, deliveries: list[Delivery]) -> None:
-        """Start the jobs that the consumer claimed. On an error the consumer gives them back."""
+        """Start the jobs that the consumer claimed, without waiting for those with much to read. On
+        an error the consumer gives them back.
+        """
         self._owned.add(deliveries)
         self._observer.claimed(deliveries)
         ended = [delivery for delivery in deliveries if delivery.outcome != "run"]
         runnable = [delivery for delivery in deliveries if delivery.outcome == "run"]
         try:
-            await self._start([*ended, *self._quarantine.release_suspects(runnable)])
+            await self._preparation.start([*ended, *self._quarantine.release_suspects(runnable)])
         except Exception:
             self.ends.abandon(deliveries)
             raise
 
-    async def _start(self, deliveries: list[Delivery]) -> None:
-        """Process all jobs together, and submit those that can run to the engine."""
-        processor = self._processor
-        if processor is None or self.supervisor.host is None:
-            raise RuntimeError("jobs were claimed before the engine was there")
-        outcomes = await asyncio.gather(*(processor.process(delivery) for delivery in deliveries))
-        admitted: list[AdmittedJob] = []
+    async def _admit(self, outcomes: Sequence[Outcome]) -> None:
+        """Submit jobs that can run to the engine, and end the others."""
+        ready: list[AdmittedJob] = []
         for outcome in await self._finalizer.skip_recorded(outcomes):
             if isinstance(outcome, FinishedJob):
                 await self._finish(outcome)
             elif outcome.delivery in self._owned:
-                admitted.append(outcome)
+                ready.append(outcome)
         if not self.health.engine_ready:  # the engine died meanwhile and never had these jobs
-            await self.ends.release([job.delivery for job in admitted], crash=False)
+            await self.ends.release([job.delivery for job in ready], crash=False)
             return
-        for job in admitted:
-            self._publisher.open(job)
-            self._owned.enter_engine(job)
+        admitted = [job for job in ready if await self._may_enter(job)]
         if admitted:
             self._observer.started(admitted)
-            self.supervisor.host.submit(job.generation for job in admitted)
+            await self._submit(admitted)
+
+    async def _may_enter(self, job: AdmittedJob) -> bool:
+        """Open the job's answer. A cancelled job ends instead."""
+        try:
+            if job.request_id in self._owned.cancelled:
+                await self._finish(self._preparation.ready_processor().cancelled(job))
+                return False
+            self._publisher.open(job)
+        except Exception as error:
+            await self._fail(job, error)
+            return False
+        self._owned.enter_engine(job)
+        return True
+
+    async def _submit(self, jobs: list[AdmittedJob]) -> None:
+        """Submit all jobs together, so that they share the engine's next step."""
+        host = self.supervisor.host
+        if host is None:
+            raise RuntimeError("jobs were claimed before the engine was there")
+        try:
+            host.submit(job.generation for job in jobs)
+        except Exception as error:  # a request that cannot be encoded; nothing was sent
+            if len(jobs) == 1:
+                await self._fail(jobs[0], error)
+                return
+            for job in jobs:
+                await self._submit([job])
+
+    async def _fail(self, job: AdmittedJob, error: Exception) -> None:
+        log.error("Job %s fails: it could not be started", job.job_id, exc_info=error)
+        self._publisher.close(job.request_id)
+        words = f"the worker could not start this job: {type(error).__name__}"
+        failure = JobError(INTERNAL_ERROR, words)
+        processor = self._preparation.ready_processor()
+        await self._finish(processor.failed(job.delivery, job.request, failure))
 
     # ── from the engine to the record ──
 
@@ -141,9 +179,9 @@ class Service:
     async def _prepare(self, ready: Ready) -> None:
         """Create the input processor when the first engine is ready."""
         self._quarantine.max_num_seqs = ready.max_num_seqs
-        if self._processor is None:
+        if self._preparation.processor is None:
             try:
-                self._processor = await self._processor_factory(ready)
+                self._preparation.processor = await self._processor_factory(ready)
             except OSError as error:  # files were removed after the engine had read them
                 message = f"the tokenizer cannot be loaded: {error}"
                 raise EngineDied(message, at_start=True) from error
@@ -159,7 +197,7 @@ class Service:
                 await self._act_on(await self._publisher.handle(batch))
         await self.ends.retry_failed()
         if len(self._quarantine):
-            await self._start(self._quarantine.release_suspects([]))
+            await self._preparation.start(self._quarantine.release_suspects([]))
         self._observer.stepped(frame)
         self._on_frame(frame)
 
@@ -176,7 +214,12 @@ class Service:
         """Record a job's end. An answer with a schema is validated first; the job stays owned
         meanwhile.
         """
-        if not self._checks.take(finished):
+        try:
+            is_checked = self._checks.take(finished)
+        except Exception as error:
+            log.exception("Job %s fails: its answer could not be checked", finished.job_id)
+            finished, is_checked = set_aside(finished, "check the answer of", error), False
+        if not is_checked:
             await self._record(finished)
         elif (delivery := self._owned.delivery_of(finished)) is not None:
             self._owned.leave_engine(delivery)
@@ -202,5 +245,6 @@ class Service:
     async def stop(self) -> None:
         """Stop the engine; `run_engine` returns."""
         self.supervisor.stopping.set()
+        self._preparation.close()
         await self._checks.close(HAND_OVER_S)
         await self.supervisor.stop()

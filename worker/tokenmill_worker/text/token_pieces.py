@@ -29,7 +29,7 @@ def _byte_letters() -> dict[str, int]:
     }
 
 
-_BYTE_OF_LETTER = _byte_letters()
+BYTE_OF_LETTER = _byte_letters()
 
 
 def token_bytes(token: str) -> bytes:
@@ -37,7 +37,7 @@ def token_bytes(token: str) -> bytes:
     token) stands for itself.
     """
     try:
-        return bytes([_BYTE_OF_LETTER[letter] for letter in token])
+        return bytes([BYTE_OF_LETTER[letter] for letter in token])
     except KeyError:
         return token.encode()
 

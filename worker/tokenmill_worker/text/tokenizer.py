@@ -1,15 +1,13 @@
 """Converts texts and chats to token ids, and token ids to text, with one model's tokenizer, loaded
 offline from its folder.
 
-Long texts are tokenised in a thread, so that the event loop goes on. The tokenizer checks no
-length: the input processor compares the number of tokens with the model's length.
+Other threads run while a text is tokenised. The tokenizer checks no length: the input processor
+compares the number of tokens with the model's length.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +16,9 @@ from tokenmill_worker.text.chat.reasoning import ReasoningFormat, detect
 from tokenmill_worker.text.chat.templates import ChatTemplate
 from tokenmill_worker.text.chat.tools import ToolFormat, detect_tools, special_marks
 from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
+from tokenmill_worker.text.length_bound import LengthBound, read_bound
 from tokenmill_worker.text.token_pieces import Pieces, read_pieces
 
-THREAD_CHARS = 4_000  # longer texts are encoded in a thread
 # Classes of a tokenizer.json that needs no other class.
 _GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})
 # Model type ("": a tokenizer alone) → the classes that AutoTokenizer takes as they are named. For
@@ -52,7 +50,7 @@ class Tokenizer:
         self._pieces: Pieces | None = None
         if backend is not None and not _cleans_up(tokenizer, backend):
             self._pieces = read_pieces(backend, self._special)
-        self._longest_token = _longest_token(backend)
+        self._bound: LengthBound | None = None if backend is None else read_bound(backend)
 
     @classmethod
     def load(
@@ -65,36 +63,24 @@ class Tokenizer:
 
     # ── encoding ──
 
-    async def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Encode a prompt with the model's special tokens around it (a beginning-of-sequence token,
-        if it has one).
-        """
-        return await self._encode_apart(text, special=True)
-
-    async def encode_rendered(self, chat: str) -> tuple[int, ...]:
-        """Encode the text of `template.render`; the template has written the special tokens
-        already.
-        """
-        return await self._encode_apart(chat, special=False)
-
-    async def _encode_apart(self, text: str, special: bool) -> tuple[int, ...]:
-        if len(text) > THREAD_CHARS:
-            return await asyncio.to_thread(self.encode, text, special)
-        return self.encode(text, special)
-
     def encode(self, text: str, special: bool = False) -> tuple[int, ...]:
-        """Encode on the caller's thread; `special` adds the model's special tokens around the
-        text.
+        """Encode a text on the caller's thread; other threads run meanwhile.
+
+        Args:
+            special: add the model's special tokens around it (a beginning-of-sequence token, if it
+                has one). A prompt has them; the text of `template.render` has them already.
         """
-        if self._encoder is not None:
-            return tuple(self._encoder.encode(text, add_special_tokens=special).ids)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+        if self._encoder is None:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=special))
+        # A batch of one text: the call for a lone text holds the interpreter's lock to its end.
+        (found,) = self._encoder.encode_batch_fast([text], add_special_tokens=special)
+        return tuple(found.ids)
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound on the text's number of tokens; 0 if there is none. It is cheap, so
         that absurdly long texts need not be tokenised.
         """
-        return math.ceil(len(text) / self._longest_token) if self._longest_token else 0
+        return self._bound.least_tokens(text) if self._bound is not None else 0
 
     # ── decoding ──
 
@@ -221,14 +207,3 @@ def _cleans_up(tokenizer: Any, backend: Any) -> bool:
             )
         )
     )
-
-
-def _longest_token(backend: Any) -> int:
-    """Return the longest token's length in characters. 0 if that is no bound, because of a
-    normaliser or a token that swallows spaces.
-    """
-    if backend is None or backend.normalizer is not None:
-        return 0
-    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
-        return 0
-    return max(map(len, backend.get_vocab()), default=0)

@@ -1,0 +1,157 @@
+"""Processes claimed jobs, each until it may enter the engine or has ended.
+
+A job with little to read is processed at once. A job with much to read would stop the event loop,
+so it waits in a lane, whose jobs a thread processes one after the other: the most urgent class
+first, then in the order of their claims. Jobs with very much to read have a lane of their own, so
+that others wait for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Final, TypeAlias
+
+import msgspec
+
+from tokenmill_schemas.job import Priority
+from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.service.owned_jobs import OwnedJobs
+
+log = logging.getLogger(__name__)
+
+AT_ONCE_BYTES: Final = 4_000  # request and log together: a millisecond or two
+LANE_BYTES: Final = 256_000  # longer ones have the second lane
+
+Outcome: TypeAlias = AdmittedJob | FinishedJob
+GiveBack: TypeAlias = Callable[[Delivery, Exception], Awaitable[None]]
+
+
+class _Urgency(msgspec.Struct):
+    """The field of a request that is read before the others."""
+
+    priority: Priority = Priority.STANDARD
+
+
+_read_urgency: Final = msgspec.msgpack.Decoder(_Urgency).decode
+
+
+class Preparation:
+    """Processes the jobs of one worker.
+
+    Args:
+        owned: The worker's jobs. One that has left them is not processed, or its outcome dropped.
+        then: Called with the outcomes of jobs that were processed together.
+        give_back: Called with a job whose outcome made `then` raise after `start` had returned.
+    """
+
+    def __init__(
+        self,
+        owned: OwnedJobs,
+        then: Callable[[Sequence[Outcome]], Awaitable[None]],
+        give_back: GiveBack,
+    ) -> None:
+        self.processor: InputProcessor | None = None
+        self._owned = owned
+        self._then = then
+        self._give_back = give_back
+        self._lanes = _Lane(self._prepare), _Lane(self._prepare)
+
+    async def start(self, deliveries: Sequence[Delivery]) -> None:
+        """Process jobs. Returns when those with little to read have been passed on."""
+        processor = self.ready_processor()
+        short: list[Outcome] = []
+        for delivery in deliveries:
+            num_bytes = len(delivery.payload) + sum(map(len, delivery.log))
+            if num_bytes <= AT_ONCE_BYTES:
+                short.append(processor.process(self._as_known(delivery)))
+                continue
+            rank = _rank_of(delivery)
+            self._owned.prepare(delivery, is_urgent=not rank)
+            self._lanes[num_bytes > LANE_BYTES].put(rank, delivery)
+        if short:
+            await self._then(short)
+
+    def close(self) -> None:
+        """Process nothing more."""
+        for lane in self._lanes:
+            lane.close()
+
+    def ready_processor(self) -> InputProcessor:
+        if self.processor is None:
+            raise RuntimeError("jobs were claimed before the engine was there")
+        return self.processor
+
+    def _as_known(self, delivery: Delivery) -> Delivery:
+        """Return the delivery; as cancelled if it was cancelled since its claim."""
+        is_cancelled = delivery.request_id in self._owned.cancelled
+        return replace(delivery, outcome="cancelled") if is_cancelled else delivery
+
+    async def _prepare(self, delivery: Delivery) -> None:
+        if delivery not in self._owned:
+            return
+        outcome = await _in_thread(self.ready_processor().process, self._as_known(delivery))
+        if delivery not in self._owned:
+            return
+        try:
+            await self._then([outcome])
+        except Exception as error:
+            await self._give_back(delivery, error)
+
+
+class _Lane:
+    """Jobs that are processed one after the other."""
+
+    def __init__(self, work: Callable[[Delivery], Awaitable[None]]) -> None:
+        self._work = work
+        self._waiting: list[tuple[int, int, Delivery]] = []  # a heap by class and claim
+        self._numbers = count()
+        self._task: asyncio.Task[None] | None = None
+
+    def put(self, rank: int, delivery: Delivery) -> None:
+        heapq.heappush(self._waiting, (rank, next(self._numbers), delivery))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._waiting:
+            await self._work(heapq.heappop(self._waiting)[-1])
+
+    def close(self) -> None:
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _rank_of(delivery: Delivery) -> int:
+    """Return the rank of the job's class without decoding its request; 0 is the most urgent."""
+    try:
+        return _read_urgency(delivery.payload).priority.rank
+    except (ValueError, RecursionError):  # bytes that are no request; msgspec's are ValueErrors
+        return Priority.STANDARD.rank
+
+
+async def _in_thread(process: Callable[[Delivery], Outcome], delivery: Delivery) -> Outcome:
+    """Process a job in a thread of its own. A worker that ends does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Outcome] = loop.create_future()
+
+    def settle(outcome: Outcome) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    def run() -> None:
+        outcome = process(delivery)
+        try:
+            loop.call_soon_threadsafe(settle, outcome)
+        except RuntimeError:  # the loop has ended meanwhile
+            log.debug("Job %s was processed after the worker's end", delivery.job_id)
+
+    threading.Thread(target=run, name="input", daemon=True).start()
+    return await future
