@@ -18,10 +18,10 @@ from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
-from tokenmill_worker.service.preparation import AT_ONCE_BYTES, LANE_BYTES
+from tokenmill_worker.service.preparation import AT_ONCE_BYTES, LONG_BYTES
 
 LONG = {"a": "x" * AT_ONCE_BYTES}
-LONGER = {str(i): "x" * 4_000 for i in range(LANE_BYTES // 4_000)}
+LONGER = {str(i): "x" * 4_000 for i in range(LONG_BYTES // 4_000)}
 
 
 class GatedProcessor(InputProcessor):

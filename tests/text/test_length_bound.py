@@ -37,14 +37,14 @@ def _byte_backend(*words: str, pre_tokenizer=None) -> Backend:
 
 
 def composing() -> Tokenizer:
-    """As Qwen's: composed (NFC) before it is cut."""
+    """Compose the text (NFC) before it is cut, as Qwen does."""
     backend = _byte_backend("e", "é", "\u1ec7", "한", "日本", "🙂🙂", "    ", "aaaa")
     backend.normalizer = normalizers.NFC()
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def swallowing() -> Tokenizer:
-    """With a token that takes the spaces on its left."""
+    """Have a token that takes the spaces on its left."""
     backend = _byte_backend("ab")
     backend.add_tokens([AddedToken("<mask>", lstrip=True)])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))

@@ -14,22 +14,21 @@ import msgspec
 
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, decode_request
-from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
+from tokenmill_worker.consume.engine_request import engine_request
 from tokenmill_worker.consume.log_reader import LogReader
 from tokenmill_worker.consume.outcomes import Outcomes
-from tokenmill_worker.consume.param_resolver import ParamResolver, seed_of
+from tokenmill_worker.consume.param_resolver import ParamResolver
 from tokenmill_worker.consume.prompt_encoder import PromptEncoder
 from tokenmill_worker.consume.refusal import Refused
 from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.jobs import INTERNAL_ERROR, AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.chat.chat_format import ChatFormat
 from tokenmill_worker.text.chat.reasoning import ReasoningFormat
 from tokenmill_worker.text.chat.tools import ToolFormat
-from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -118,42 +117,11 @@ class InputProcessor:
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
-        generation = self._generation(delivery, request, answer, prompt_ids, params)
+        generation = engine_request(
+            self._model, self._clock, delivery, request, answer, prompt_ids, params
+        )
         generation = msgspec.structs.replace(form.bound(generation), given=given)
         return AdmittedJob(delivery, request, generation, answer)
-
-    def _generation(
-        self,
-        delivery: Delivery,
-        request: JobRequest,
-        answer: JobOutput,
-        prompt_ids: tuple[int, ...],
-        params: SamplingParams,
-    ) -> GenerationRequest:
-        lora = self._model.adapter_for(request.model, request.params.lora)
-        seed = seed_of(delivery.job_id) if params.seed is None else params.seed
-        resumed = tuple(tuple(choice.stream.token_ids) for choice in answer.choices)
-        known = {"prompt_logprobs": None} if answer.prompt is not None else {}  # from the log
-        return GenerationRequest(
-            request_id=delivery.request_id,
-            prompt_ids=prompt_ids,
-            params=msgspec.structs.replace(
-                params,
-                seed=seed,
-                stop=(),  # the engine sees no text
-                stop_token_ids=self._model.stop_token_ids(params),
-                lora=lora,
-                **known,
-            ),
-            priority=request.priority.rank,
-            tenant=request.tenant,
-            cache_salt=request.tenant,
-            deadline=None
-            if request.deadline_ms is None
-            else self._clock.monotonic_s(request.deadline_ms),
-            resumed=resumed if answer.num_tokens else (),
-            done=answer.ended_choices,
-        )
 
     def _check(self, request: JobRequest) -> None:
         found = problems(request, is_decoded=True)

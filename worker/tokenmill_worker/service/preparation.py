@@ -1,9 +1,9 @@
 """Processes claimed jobs, each until it may enter the engine or has ended.
 
 A job with little to read is processed at once. A job with much to read would stop the event loop,
-so it waits in a lane, whose jobs a thread processes one after the other: the most urgent class
-first, then in the order of their claims. Jobs with very much to read have a lane of their own, so
-that others wait for none of them.
+so a thread processes such jobs one after the other: the most urgent class first, then in the order
+of their claims. Jobs with very much to read have a thread of their own, so that others wait for
+none of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokenmill_worker.service.owned_jobs import OwnedJobs
 log = logging.getLogger(__name__)
 
 AT_ONCE_BYTES: Final = 4_000  # request and log together: a millisecond or two
-LANE_BYTES: Final = 256_000  # longer ones have the second lane
+LONG_BYTES: Final = 256_000  # from here on a job has very much to read
 
 Outcome: TypeAlias = AdmittedJob | FinishedJob
 GiveBack: TypeAlias = Callable[[Delivery, Exception], Awaitable[None]]
@@ -61,7 +61,7 @@ class Preparation:
         self._owned = owned
         self._then = then
         self._give_back = give_back
-        self._lanes = _Lane(self._prepare), _Lane(self._prepare)
+        self._threads = _InputThread(self._prepare), _InputThread(self._prepare)
 
     async def start(self, deliveries: Sequence[Delivery]) -> None:
         """Process jobs. Returns when those with little to read have been passed on."""
@@ -74,14 +74,14 @@ class Preparation:
                 continue
             rank = _rank_of(delivery)
             self._owned.prepare(delivery, is_urgent=not rank)
-            self._lanes[num_bytes > LANE_BYTES].put(rank, delivery)
+            self._threads[num_bytes > LONG_BYTES].put(rank, delivery)
         if short:
             await self._then(short)
 
     def close(self) -> None:
         """Process nothing more."""
-        for lane in self._lanes:
-            lane.close()
+        for thread in self._threads:
+            thread.close()
 
     def ready_processor(self) -> InputProcessor:
         if self.processor is None:
@@ -105,7 +105,7 @@ class Preparation:
             await self._give_back(delivery, error)
 
 
-class _Lane:
+class _InputThread:
     """Jobs that are processed one after the other."""
 
     def __init__(self, work: Callable[[Delivery], Awaitable[None]]) -> None:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
-from tokenmill_schemas.result import JobError
 from tokenmill_worker.checking import Checks
 from tokenmill_worker.consume.credits import Credits, credits_of
 from tokenmill_worker.consume.input_processor import InputProcessor
@@ -25,8 +24,6 @@ from tokenmill_worker.engine.process.death import EngineDied
 from tokenmill_worker.engine.process.host import EngineHost
 from tokenmill_worker.engine.process.messages import Frame, Ready
 from tokenmill_worker.jobs import (
-    INTERNAL_ERROR,
-    AdmittedJob,
     Delivery,
     FinishedJob,
     JobObserver,
@@ -38,8 +35,9 @@ from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.service.early_ends import HAND_OVER_S, EarlyEnds
+from tokenmill_worker.service.entrance import Entrance
 from tokenmill_worker.service.owned_jobs import OwnedJobs
-from tokenmill_worker.service.preparation import Outcome, Preparation
+from tokenmill_worker.service.preparation import Preparation
 from tokenmill_worker.supervisor import EngineSupervisor
 
 log = logging.getLogger(__name__)
@@ -77,7 +75,16 @@ class Service:
         self._observer = observer or NullObserver()
         self._owned = OwnedJobs(self._quarantine, self._observer)
         self.ends = EarlyEnds(self._owned, stream, publisher, self.supervisor)
-        self._preparation = Preparation(self._owned, self._admit, self.ends.give_back)
+        self._entrance = Entrance(
+            self._owned,
+            self.ends,
+            publisher,
+            finalizer,
+            self.supervisor,
+            self._observer,
+            self._finish,
+        )
+        self._preparation = Preparation(self._owned, self._entrance.admit, self.ends.give_back)
         self._on_frame = on_frame
 
     @property
@@ -119,57 +126,6 @@ class Service:
             self.ends.abandon(deliveries)
             raise
 
-    async def _admit(self, outcomes: Sequence[Outcome]) -> None:
-        """Submit jobs that can run to the engine, and end the others."""
-        ready: list[AdmittedJob] = []
-        for outcome in await self._finalizer.skip_recorded(outcomes):
-            if isinstance(outcome, FinishedJob):
-                await self._finish(outcome)
-            elif outcome.delivery in self._owned:
-                ready.append(outcome)
-        if not self.health.engine_ready:  # the engine died meanwhile and never had these jobs
-            await self.ends.release([job.delivery for job in ready], crash=False)
-            return
-        admitted = [job for job in ready if await self._may_enter(job)]
-        if admitted:
-            self._observer.started(admitted)
-            await self._submit(admitted)
-
-    async def _may_enter(self, job: AdmittedJob) -> bool:
-        """Open the job's answer. A cancelled job ends instead."""
-        try:
-            if job.request_id in self._owned.cancelled:
-                await self._finish(self._preparation.ready_processor().cancelled(job))
-                return False
-            self._publisher.open(job)
-        except Exception as error:
-            await self._fail(job, error)
-            return False
-        self._owned.enter_engine(job)
-        return True
-
-    async def _submit(self, jobs: list[AdmittedJob]) -> None:
-        """Submit all jobs together, so that they share the engine's next step."""
-        host = self.supervisor.host
-        if host is None:
-            raise RuntimeError("jobs were claimed before the engine was there")
-        try:
-            host.submit(job.generation for job in jobs)
-        except Exception as error:  # a request that cannot be encoded; nothing was sent
-            if len(jobs) == 1:
-                await self._fail(jobs[0], error)
-                return
-            for job in jobs:
-                await self._submit([job])
-
-    async def _fail(self, job: AdmittedJob, error: Exception) -> None:
-        log.error("Job %s fails: it could not be started", job.job_id, exc_info=error)
-        self._publisher.close(job.request_id)
-        words = f"the worker could not start this job: {type(error).__name__}"
-        failure = JobError(INTERNAL_ERROR, words)
-        processor = self._preparation.ready_processor()
-        await self._finish(processor.failed(job.delivery, job.request, failure))
-
     # ── from the engine to the record ──
 
     async def run_engine(self) -> None:
@@ -181,10 +137,11 @@ class Service:
         self._quarantine.max_num_seqs = ready.max_num_seqs
         if self._preparation.processor is None:
             try:
-                self._preparation.processor = await self._processor_factory(ready)
+                processor = await self._processor_factory(ready)
             except OSError as error:  # files were removed after the engine had read them
                 message = f"the tokenizer cannot be loaded: {error}"
                 raise EngineDied(message, at_start=True) from error
+            self._preparation.processor = self._entrance.processor = processor
 
     async def _handle_frame(self, frame: Frame) -> None:
         """Publish a frame's events, in batches if steps piled up, and act on the results."""
@@ -197,9 +154,16 @@ class Service:
                 await self._act_on(await self._publisher.handle(batch))
         await self.ends.retry_failed()
         if len(self._quarantine):
-            await self._preparation.start(self._quarantine.release_suspects([]))
+            await self._start_suspects(self._quarantine.release_suspects([]))
         self._observer.stepped(frame)
         self._on_frame(frame)
+
+    async def _start_suspects(self, deliveries: list[Delivery]) -> None:
+        try:
+            await self._preparation.start(deliveries)
+        except Exception as error:
+            for delivery in deliveries:
+                await self.ends.give_back(delivery, error)
 
     async def _act_on(self, report: PublishReport) -> None:
         for finished in report.finished:
