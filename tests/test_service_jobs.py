@@ -15,7 +15,7 @@ from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.engine.process.host import EngineDied
+from tokenmill_worker.engine.process.death import EngineDied
 from tokenmill_worker.engine.process.messages import Frame, Ready
 from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 from tokenmill_worker.errors import RedisUnavailable

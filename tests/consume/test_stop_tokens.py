@@ -36,7 +36,7 @@ async def process(
     request = JobRequest(
         job_id="job", messages=(Message("user", "Hi"),), params=SamplingParams(**params)
     )
-    return await InputProcessor(smollm2(), model, clock=Clock()).process(delivery_of(request, log))
+    return InputProcessor(smollm2(), model, clock=Clock()).process(delivery_of(request, log))
 
 
 async def stops(model: ServedModel = FORGETFUL, **params: Any) -> tuple[int, ...]:
