@@ -26,7 +26,9 @@ def builds(project: ComposeProject) -> str:
     find = ["docker", "run", "--rm", "--user", "root", "--entrypoint", "find", image]
     passwords = project.run([*find, "/", "-xdev", "-name", ".env"])
     _expect(not passwords, f"the image has {passwords}")
-    return f"{image}, {int(size) / 1e9:.2f} GB"
+    told = project.run(["docker", "run", "--rm", image, "--version"]).strip()
+    _expect(told.endswith(f"+{IMAGE}"), f"its version is {told}")
+    return f"{image}, {int(size) / 1e9:.2f} GB, {told}"
 
 
 def starts_older(project: ComposeProject, commit: str) -> str:

@@ -204,6 +204,7 @@ def test_a_change_of_the_code_installs_no_package_again() -> None:
         "COPY --from=code", last
     )
     assert DOCKERFILE.index("ARG VERSION", last) > DOCKERFILE.index("pip install", last)
+    assert 'TOKENMILL_REVISION="$VERSION" pip wheel' in DOCKERFILE  # see tokenmill_schemas.release
 
 
 def test_compiled_kernels_go_into_the_volume(compose: dict[str, Any]) -> None:
