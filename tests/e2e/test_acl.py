@@ -227,7 +227,7 @@ PUBSUB = {"subscribe", "unsubscribe", "ssubscribe", "sunsubscribe"}
 CLIENT = ROOT / "api_client" / "tokenmill"
 SOURCES = [
     path.read_text("utf-8")
-    for room in (".", "operations", "transport")
+    for room in ("operations", "transport")
     for path in (CLIENT / room).glob("*.py")
 ]
 # What the clients send beside scripts, as in `("HGETALL", key)`.
