@@ -16,10 +16,12 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 
 from tests.support.other_servers import binary_of, every_server
+from tests.support.topologies import ValkeyCluster
 from tests.support.valkey import ControlledValkey
 from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from tokenmill import QueueUnavailable
+from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume.server_check import ServerWatch, read_server
 from tokenmill_worker.errors import SettingsError
@@ -219,3 +221,24 @@ async def test_a_watch_outlives_a_server_that_is_away() -> None:
     assert watch.problem is None
     assert not looking.done()
     looking.cancel()
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+async def test_in_a_cluster_the_node_of_the_queue_is_looked_at_after_a_failover_too() -> None:
+    limits = {"maxmemory": "64mb"}
+    with ValkeyCluster(num_primaries=3, num_replicas=1, settings=limits) as cluster:
+        client = connect_async(cluster.url)
+        watch = ServerWatch(client, KEY, interval_s=0.05)
+        looking = asyncio.create_task(watch.run())
+        await until(lambda: watch.memory is not None)
+        owner = cluster.node_of(KEY)
+        owner.kill()
+        await until(lambda: watch.memory is None)
+        await until(lambda: watch.memory is not None)
+        successor = await asyncio.to_thread(cluster.node_of, KEY)
+        assert successor is not owner
+        successor.configure(maxmemory_policy="allkeys-lru")
+        await until(lambda: watch.problem is not None)
+        looking.cancel()
+        await client.aclose()

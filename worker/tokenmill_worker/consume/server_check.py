@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import redis.asyncio
@@ -85,21 +87,22 @@ class ServerState:
 
 async def read_server(client: redis.asyncio.Redis, key: str) -> ServerState:
     """Ask the server that holds `key` for its state and its default user's rights."""
-    server: Any = client
-    if isinstance(server, redis.asyncio.RedisCluster):
-        await server.initialize()
-        server = server.get_node_from_key(key)
+    ask: Any = client.execute_command
+    cluster: Any = client
+    if isinstance(cluster, redis.asyncio.RedisCluster):
+        await cluster.initialize()
+        ask = partial(ask, target_nodes=cluster.get_node_from_key(key))
     try:
-        info = await server.execute_command("INFO")
+        info = await ask("INFO")
     except (NoPermissionError, ResponseError):
         info = {}
-    return ServerState(info, await _drops_writes(server, key))
+    return ServerState(info, await _drops_writes(ask, key))
 
 
-async def _drops_writes(server: Any, key: str) -> bool | None:
+async def _drops_writes(ask: Callable[..., Awaitable[Any]], key: str) -> bool | None:
     for command in (("XADD", key, "*", "a", "b"), ("HSET", key, "a", "b"), ("DEL", key)):
         try:
-            reply = await server.execute_command("ACL DRYRUN", "default", *command)
+            reply = await ask("ACL DRYRUN", "default", *command)
         except (NoPermissionError, ResponseError):
             return None
         if reply not in (b"OK", "OK"):
