@@ -30,6 +30,7 @@ from tokenmill_schemas.job import PRIORITY_ORDER, Priority
 from tokenmill_schemas.result import JobStatus
 
 MAX_DUE = 1_000  # due jobs read for the backlog
+MOST_LATE_MS = 100  # a client's clock may lag the server's by the time of a reply
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ def due_jobs(context: QueueContext) -> Operation[list[DueJob]]:
     With a live worker there are few. Without one they must count as backlog, or an autoscaler would
     start no worker.
     """
-    keys, now_ms = context.keys, (yield from server_time())
+    keys, now_ms = context.keys, (yield from server_time()) + MOST_LATE_MS
     (ids,) = yield Commands((("ZRANGEBYSCORE", keys.delayed, "-inf", now_ms, "LIMIT", 0, MAX_DUE),))
     fields = ("class", "cost", "uncounted", "due_ms", "created_ms", "state")
     names = [
