@@ -3,7 +3,8 @@
 #   docker compose exec -T redis sh /etc/tokenmill/backup.sh > redis.tar
 # The log must not be rewritten meanwhile. What is appended during the copy may be in it or not, as after a crash.
 set -eu
-cli() { valkey-cli --no-auth-warning --user operator --pass "$OPERATOR" "$@"; }
+program=$(command -v valkey-cli || command -v redis-cli)
+cli() { "$program" --no-auth-warning --user operator --pass "$OPERATOR" "$@"; }
 percentage=$(cli config get auto-aof-rewrite-percentage | tail -n 1)
 finish() {
   rm -rf /data/copy
