@@ -57,19 +57,21 @@ def open_masks(count: int, vocab_size: int) -> Tensor:
     return masks
 
 
-def allowed_ids(words: Tensor) -> list[int]:
-    """Return the tokens that one row's mask allows."""
+def num_places(words: Tensor) -> int:
+    """Return how many words of one row's mask allow any token."""
+    return int(np.count_nonzero(words.numpy()))
+
+
+def allowed_ids(words: Tensor, first_places: int | None = None) -> list[int]:
+    """Return the tokens that one row's mask allows; with `first_places`, those of so many words
+    that allow any.
+    """
     view = words.numpy().view(np.uint32)
-    places = np.flatnonzero(view)
+    places = np.flatnonzero(view)[:first_places]
     bits = np.unpackbits(view[places].view(np.uint8), bitorder="little").reshape(-1, 32)
     rows, columns = np.nonzero(bits)
     found: list[int] = (places[rows] * 32 + columns).tolist()
     return found
-
-
-def num_places(words: Tensor) -> int:
-    """Return how many words of one row's mask allow any token; it is at most their number."""
-    return int(np.count_nonzero(words.numpy()))
 
 
 def is_only(words: Tensor, token_ids: list[int]) -> bool:

@@ -110,7 +110,7 @@ class Libraries:
             return
         mask = open_masks(1, self._vocab_size)
         matcher.fill_next_token_bitmask(mask, 0)
-        ids = allowed_ids(mask[0])
+        ids = allowed_ids(mask[0], 1)
         if not ids:
             raise GrammarError("it admits no text")
         matcher.accept_token(ids[0])

@@ -15,7 +15,7 @@ from tokenmill_worker.engine.sampling.grammar.bitmasks import allowed_ids, num_p
 from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED, Words
 
 _TOKEN_BYTES: Final = 8  # of a forced text, for each token of a draft
-_MAX_BRANCHES: Final = 256  # tokens; where one text must follow, those allowed are its beginnings
+_MAX_PLACES: Final = 256  # of a mask; where one text must follow, its beginnings alone are allowed
 
 
 class TextMatcher:
@@ -59,10 +59,8 @@ class TextMatcher:
     def _forced_byte(self) -> bytes:
         """Return the byte with which every token that may follow begins; b"": there is none."""
         self._matcher.fill_next_token_bitmask(self._mask, 0)
-        if num_places(self._mask[0]) > _MAX_BRANCHES:
+        if num_places(self._mask[0]) > _MAX_PLACES:
             return b""
         ids = allowed_ids(self._mask[0])
-        if not self._stops.isdisjoint(ids):
-            return b""
         found = {self._words.tokens[i][:1] for i in ids}
-        return found.pop() if len(found) == 1 else b""
+        return found.pop() if len(found) == 1 and self._stops.isdisjoint(ids) else b""
