@@ -39,11 +39,11 @@ class Libraries:
 
         stops, vocab = list(info.stop_token_ids), list(info.decoded_vocab)
         self._vocab_size = info.vocab_size
-        self._json = JsonCompiler(Words(vocab, stops, special_ids, encode), info.vocab_size)
+        self._words = Words(vocab, stops, special_ids, encode)
+        self._json = JsonCompiler(self._words, info.vocab_size)
         # xgrammar knows no special tokens, only texts: with this text they stand for no other
         marked = {*special_ids} - {*stops}
         texts = [_NO_TEXT + text if i in marked else text for i, text in enumerate(vocab)]
-        self._words = Words(texts, stops, special_ids, encode)
         self._special = {vocab[i].decode("utf-8", "replace"): i for i in marked}
         self._texts = xgrammar.GrammarCompiler(
             xgrammar.TokenizerInfo(
@@ -96,6 +96,8 @@ class Libraries:
                 tag = with_token_ids(json.loads(source), self._special)
                 compiled = self._texts.compile_structural_tag(json.dumps(tag))
         except Exception as error:
+            if isinstance(error, MemoryError) or str(error) == "std::bad_alloc":
+                raise MemoryError from error
             raise GrammarError(f"{_named(kind)} cannot be compiled: {sentence(error)}") from error
         return lambda: TextMatcher(xgrammar.GrammarMatcher(compiled), self._words, self._vocab_size)
 

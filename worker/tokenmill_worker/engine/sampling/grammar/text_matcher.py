@@ -19,14 +19,13 @@ _MAX_PLACES: Final = 256  # of a mask; where one text must follow, its beginning
 
 
 class TextMatcher:
-    """State of one sequence in the grammar. `words` are those that the grammar is compiled for."""
+    """State of one sequence in the grammar."""
 
     def __init__(self, matcher: Any, words: Words, vocab_size: int) -> None:
         self._matcher = matcher
         self._words = words
         self._mask = open_masks(1, vocab_size)
         self.stop_token_ids = [int(i) for i in matcher.stop_token_ids]
-        self._stops = frozenset(self.stop_token_ids)
 
     def is_terminated(self) -> bool:
         """Return whether only the end may follow."""
@@ -63,4 +62,4 @@ class TextMatcher:
             return b""
         ids = allowed_ids(self._mask[0])
         found = {self._words.tokens[i][:1] for i in ids}
-        return found.pop() if len(found) == 1 and self._stops.isdisjoint(ids) else b""
+        return found.pop() if len(found) == 1 and self._words.special.isdisjoint(ids) else b""

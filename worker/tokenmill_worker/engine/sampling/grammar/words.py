@@ -32,8 +32,8 @@ class Words:
         self.bos_token_id = None
         self.special_token_ids = sorted({*special_ids, *stop_token_ids})
         self._encode = encode
-        self._special = frozenset(self.special_token_ids)
-        self._ids = {text: i for i, text in enumerate(vocab) if text and i not in self._special}
+        self.special = frozenset(self.special_token_ids)
+        self._ids = {text: i for i, text in enumerate(vocab) if text and i not in self.special}
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
@@ -43,7 +43,7 @@ class Words:
         text = _beginning(text)
         if self._encode is not None:
             ids = list(self._encode(text.decode("utf-8", "replace")))
-            if self._special.isdisjoint(ids) and b"".join(self.tokens[i] for i in ids) == text:
+            if self.special.isdisjoint(ids) and b"".join(self.tokens[i] for i in ids) == text:
                 return ids
         found, start = [], 0
         while start < len(text):
