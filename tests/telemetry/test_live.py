@@ -120,6 +120,7 @@ async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> Non
     assert value(text, "build_info", version=package_version()) == 1
     assert {status.version for status in statuses} == {package_version()}
     assert value(text, "generation_tokens_total") == 90
+    assert abs(value(text, "clock_skew_seconds")) < 30  # one machine
     assert (
         value(text, "inter_token_latency_seconds_count", priority="standard") == 87
     )  # each token but the firsts

@@ -89,6 +89,7 @@ class ServerClock:
             return self.now_ms()
         any_client: Any = client
         is_cluster = isinstance(any_client, redis.cluster.RedisCluster)
+        self._offsets.clear()  # the server may be another one by now
         try:
             for _ in range(_READINGS):
                 node = {"target_nodes": any_client.get_node_from_key(key)} if is_cluster else {}
@@ -106,6 +107,7 @@ class ServerClock:
             return self.now_ms()
         any_client: Any = client
         is_cluster = isinstance(any_client, redis.asyncio.cluster.RedisCluster)
+        self._offsets.clear()
         try:
             if is_cluster:
                 await any_client.initialize()

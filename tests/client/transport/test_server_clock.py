@@ -122,6 +122,19 @@ async def test_clients_read_the_server_s_clock_once_a_minute(redis_url: str) -> 
 
 
 @pytest.mark.redis
+def test_a_client_follows_a_server_whose_clock_is_behind_that_of_the_one_before(
+    redis_url: str,
+) -> None:
+    passed = [0]
+    clock = ServerClock(monotonic=lambda: time.monotonic_ns() + passed[0])
+    clock.note(time.time_ns() + 90 * S)
+    with redis.Redis.from_url(redis_url) as server:
+        assert not near(clock.refresh(server, "any"))
+        passed[0] = 120 * S  # the reading is old
+        assert near(clock.refresh(server, "any"))
+
+
+@pytest.mark.redis
 async def test_a_cluster_s_time_is_that_of_the_queue_s_node() -> None:
     with ValkeyCluster() as cluster:
         with Client(cluster.url, queue="q") as client:
