@@ -37,7 +37,7 @@ def generated(model):
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         full = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=CONFIG)
-        answers.append(tuple(full[0, len(prompt) :].tolist()))
+        answers.append(full[0, len(prompt) :].tolist())
     return answers
 
 
@@ -143,5 +143,40 @@ def test_a_pause_commits_the_step_in_flight_and_changes_no_token(llama):
         for _ in range(5):
             with manager.pause():
                 assert not model._engine._steps.has_in_flight
-        output = manager.get_result("running")
+        *_, output = manager.request_id_iter("running")
     assert output.generated_tokens == expected.generated_tokens
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "paged|sdpa"])
+def test_a_held_model_gets_its_attention_back(llama, attention):
+    held = AutoModelForCausalLM.from_pretrained(llama, dtype="float32")
+    held.set_attn_implementation(attention)
+    before = held.config._attn_implementation
+    with BatchedModel.from_model(held, num_blocks=64) as model:
+        model.generate_batch(PROMPTS, CONFIG)
+        assert held.config._attn_implementation != before
+    assert held.config._attn_implementation == before
+
+
+@pytest.mark.timeout(120)
+def test_return_logprobs_gives_those_of_the_distribution_that_was_drawn_from(llama):
+    config = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, eos_token_id=-1)
+    with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
+        batching = ContinuousBatchingConfig(return_logprobs=True)
+        outputs = model.generate_batch(PROMPTS, config, batching)
+    for output in outputs.values():
+        assert output.logprobs == [0.0] * 8  # one token is left, with all of the probability
+
+
+def test_a_generation_config_s_own_batching_counts_and_one_given_twice_is_refused(llama):
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1)
+    config.continuous_batching_config = ContinuousBatchingConfig(return_logprobs=True)
+    with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
+        outputs = model.generate_batch(PROMPTS, config)
+        assert all(len(output.logprobs) == 2 for output in outputs.values())
+        with pytest.raises(ValueError, match="given twice"):
+            model.generate_batch(PROMPTS, config, ContinuousBatchingConfig())
+        config.continuous_batching_config = {"num_blocks": 3}
+        with pytest.raises(ValueError, match=r"not builtins\.dict"):
+            model.generate_batch(PROMPTS, config)

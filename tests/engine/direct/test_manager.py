@@ -4,7 +4,9 @@ import asyncio
 import threading
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import (
@@ -53,7 +55,7 @@ def test_tokens_are_those_of_the_engine(manager):
     found = {one.request_id: one.generated_tokens for one in manager}
     with load() as alone:
         expected = alone.generate_batch(prompts, GREEDY)
-    assert [found[name] for name in ids] == [one.token_ids for one in expected]
+    assert [found[name] for name in ids] == [list(one.token_ids) for one in expected]
 
 
 def test_a_wait_ends_after_its_timeout(manager):
@@ -121,28 +123,78 @@ def test_an_id_in_use_is_refused_and_the_first_request_continues(manager):
     assert manager.get_result("same").status is RequestStatus.FINISHED
 
 
+@pytest.mark.parametrize("ids", ["a text", [[65, 66]], [1.5], ["a"], None, [65, None]])
+def test_a_prompt_of_a_wrong_type_fails_alone(manager, ids):
+    manager.add_request([65, 66], "running", max_new_tokens=LONG)
+    name = manager.add_request(ids)
+    failed = manager.get_result(name)
+    assert failed.status is RequestStatus.FAILED
+    assert failed.error.startswith("input_ids must be a list of token ids, not ")
+    assert len(manager.get_result("running").generated_tokens) == LONG
+
+
+@pytest.mark.parametrize("params", [{"temperature": "hot"}, {"stop_token_ids": 7}, {"top_k": []}])
+def test_a_parameter_of_a_wrong_type_fails_alone(manager, params):
+    manager.add_request([65, 66], "running", max_new_tokens=LONG)
+    wrong = SamplingParams(max_tokens=2, **params)
+    failed = manager.get_result(manager.add_request([65], params=wrong))
+    assert failed.status is RequestStatus.FAILED
+    assert "cannot be read" in failed.error
+    assert len(manager.get_result("running").generated_tokens) == LONG
+
+
+def test_numbers_of_other_libraries_are_token_ids(manager):
+    given = (torch.tensor([65, 66]), np.array([65, 66]), range(65, 67))
+    found = [manager.get_result(manager.add_request(ids)) for ids in given]
+    assert [one.prompt_ids for one in found] == [[65, 66]] * 3
+    assert len({tuple(one.generated_tokens) for one in found}) == 1
+
+
+def test_an_output_has_its_prompt_its_times_and_lists(manager):
+    before = time.perf_counter()
+    manager.add_request([65, 66], "timed", record_timestamps=True)
+    timed = manager.get_result("timed")
+    started, ended = timed.lifespan
+    assert before <= timed.created_time <= started <= timed.timestamps[0]
+    assert timed.timestamps == sorted(timed.timestamps)
+    assert timed.timestamps[-1] == ended <= time.perf_counter()
+    assert len(timed.timestamps) == len([*timed.generated_tokens, *timed.logprobs]) == 6
+    assert manager.get_result(manager.add_request([65, 66])).timestamps is None
+
+
+def test_states_are_in_the_order_of_a_request_s_life():
+    names = ["PENDING", "PREFILLING", "DECODING", "FINISHED", "FAILED", "CANCELLED"]
+    assert [status.name for status in sorted(RequestStatus)] == names
+
+
+def test_a_stream_that_is_left_goes_on_where_it_was(manager):
+    manager.add_request([65, 66], "streamed", streaming=True)
+    first = next(manager.request_id_iter("streamed"))
+    second = manager.get_result("streamed")
+    rest = list(manager.request_id_iter("streamed"))
+    assert [len(one.generated_tokens) for one in (first, second, *rest)] == [1, 2, 3, 4, 5, 6]
+    assert rest[-1].status is RequestStatus.FINISHED
+    assert manager.get_result("streamed") is None
+
+
+def test_a_stream_read_by_several_threads_gives_each_output_once(manager):
+    manager.add_request([65, 66], "streamed", max_new_tokens=300, streaming=True)
+    got = []
+    readers = [
+        threading.Thread(target=lambda: got.extend(manager.request_id_iter("streamed")))
+        for _ in range(4)
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert sorted(len(one.generated_tokens) for one in got) == list(range(1, 301))
+
+
 def test_several_choices_are_refused(manager):
     with pytest.raises(RequestError, match="one choice here, not 2"):
         manager.add_request([1, 2], params=SamplingParams(n=2))
     assert manager.get_result(manager.add_request([1, 2], max_new_tokens=1)).finish_reason
-
-
-def test_a_pause_runs_no_step_loses_nothing_and_drops_cached_prefixes(engine, manager):
-    prompt = list(range(65, 105))
-    manager.add_request(prompt, "first")
-    manager.get_result("first")
-    manager.add_request(prompt, "hit")
-    assert manager.get_result("hit").num_cached_tokens > 0
-    manager.add_request([65, 66], "running", max_new_tokens=LONG)
-    with manager.pause(), manager.pause():
-        steps = engine.stats().steps
-        manager.add_request(prompt, "after")
-        with pytest.raises(EngineError, match="paused"):
-            manager.stop()
-        time.sleep(0.05)
-        assert engine.stats().steps == steps
-    assert manager.get_result("after").num_cached_tokens == 0
-    assert len(manager.get_result("running").generated_tokens) == LONG
 
 
 def test_stop_finishes_what_was_accepted_and_a_stopped_manager_refuses(engine):

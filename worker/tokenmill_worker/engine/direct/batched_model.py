@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = {
     "transformers_version", "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache",
     "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile",
     "low_memory", "prefill_chunk_size", "return_dict_in_generate", "is_assistant",
-    "continuous_batching_config",
+    "continuous_batching_config",  # init_continuous_batching reads it
 }  # fmt: skip
 # values that leave the answer as it is, beside None, False and Transformers' defaults
 _UNSET = {
@@ -83,6 +83,25 @@ class ContinuousBatchingConfig:
         return config.replace(**{name: v for name, v in values.items() if v is not None})
 
 
+def _batching_config(
+    generation_config: Any, given: ContinuousBatchingConfig | None
+) -> ContinuousBatchingConfig:
+    """Return the configuration of the batching: the argument, or the generation config's own."""
+    own = getattr(generation_config, "continuous_batching_config", None)
+    if own is None:
+        return given or ContinuousBatchingConfig()
+    if given is not None:
+        raise ValueError(
+            "continuous_batching_config is given twice: alone and in generation_config"
+        )
+    if isinstance(own, ContinuousBatchingConfig):
+        return own
+    raise ValueError(
+        "continuous_batching_config of a generation config must be tokenmill's "
+        f"ContinuousBatchingConfig, not {type(own).__module__}.{type(own).__qualname__}"
+    )
+
+
 def sampling_params(generation_config: Any, return_logprobs: bool = False) -> SamplingParams:
     """Translate Transformers' GenerationConfig; None: its defaults, 20 greedy tokens.
 
@@ -92,7 +111,9 @@ def sampling_params(generation_config: Any, return_logprobs: bool = False) -> Sa
         params = generation_config
     else:
         params = SamplingParams(**_sampling_fields(generation_config))
-    return msgspec.structs.replace(params, logprobs=True) if return_logprobs else params
+    if not return_logprobs:
+        return params
+    return msgspec.structs.replace(params, logprobs=True, logprobs_mode="processed_logprobs")
 
 
 def _sampling_fields(config: Any) -> dict[str, Any]:
@@ -139,6 +160,7 @@ class BatchedModel:
     def __init__(self, config: EngineConfig, model: Any = None) -> None:
         self._config = config
         self._model = model  # a Transformers model that the caller holds, or None: load the path
+        self._attention: str | None = None  # of the held model, while the engine has replaced it
         self._engine: Engine | None = None
         self._built_for: EngineConfig | None = None
         self._manager: ContinuousBatchingManager | None = None
@@ -164,10 +186,14 @@ class BatchedModel:
         generation_config: Any = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
     ) -> ContinuousBatchingManager:
-        """Return a manager, not started. Raises EngineError while another one runs."""
+        """Return a manager, not started.
+
+        Raises EngineError while another one runs, and ValueError for a batching configuration that
+        is given twice, also in `generation_config`.
+        """
         if self._manager is not None and self._manager.is_running():
             raise EngineError("a manager of this model is running: stop it first")
-        batching = continuous_batching_config or ContinuousBatchingConfig()
+        batching = _batching_config(generation_config, continuous_batching_config)
         params = sampling_params(generation_config, batching.return_logprobs)
         engine = self._engine_for(batching.applied_to(self._config))
         self._manager = ContinuousBatchingManager(engine, params)
@@ -201,12 +227,16 @@ class BatchedModel:
         return {request_id: found[request_id] for request_id in request_ids}
 
     def close(self) -> None:
-        """Stop the manager and release the engine's memory."""
+        """Stop the manager and release the engine's memory. A held model gets its attention
+        back.
+        """
         if self._manager is not None:
             self._manager.stop(cancel=True)
         if self._engine is not None:
             self._engine.stop(drain=False)
-        self._engine = self._built_for = self._manager = None
+        if self._attention is not None:
+            self._model.set_attn_implementation(self._attention)
+        self._engine = self._built_for = self._manager = self._attention = None
 
     def __enter__(self) -> BatchedModel:
         return self
@@ -229,6 +259,7 @@ class BatchedModel:
             return Engine.load(config)
         from tokenmill_worker.engine.execution.build import runner_of_model
 
+        self._attention = self._model.config._attn_implementation
         return Engine.around(runner_of_model(self._model, config))
 
 

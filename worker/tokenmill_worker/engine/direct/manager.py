@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.errors import EngineError
+from tokenmill_worker.engine.errors import EngineError, refusal_event
 from tokenmill_worker.engine.requests.results import RequestOutput, ResultHandler, Results
 from tokenmill_worker.engine.types import GenerationRequest, RequestError
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 class ContinuousBatchingManager:
     """Accepts requests from any thread and steps the engine in one of its own.
 
-    A result is returned once. A streaming request's result goes to `request_id_iter` or to
+    A result is returned once. The outputs of a streaming request go to `request_id_iter` or to
     `get_result` with its id, a handled one's to its handler; all others go to whoever asks first.
     The manager does not close the engine.
     """
@@ -43,7 +44,8 @@ class ContinuousBatchingManager:
         self._inbox: list[GenerationRequest] = []
         self._cancelled: list[str] = []
         self._ids = itertools.count()
-        self._pauses = 0
+        self._pausing: list[int] = []  # the threads inside of pause()
+        self._is_over = False  # has the thread run its last step?
         self._is_parked = True  # is the thread outside of a step, with no step in flight?
         self._is_stopping = False
         self._thread: threading.Thread | None = None
@@ -56,7 +58,7 @@ class ContinuousBatchingManager:
             self._results.raise_failure()
             if self.is_running():
                 return
-            self._is_stopping = False
+            self._is_stopping = self._is_over = False
             self._thread = threading.Thread(target=self._run, name="engine-manager", daemon=True)
             self._thread.start()
 
@@ -68,7 +70,7 @@ class ContinuousBatchingManager:
         return self._results.failure is not None
 
     def stop(self, block: bool = True, timeout: float | None = None, cancel: bool = False) -> None:
-        """Accept nothing more and end the thread when all requests have ended.
+        """Accept nothing more and end the thread when all requests, and all pauses, have ended.
 
         Args:
             block: wait for that, at most `timeout` seconds.
@@ -76,10 +78,10 @@ class ContinuousBatchingManager:
             cancel: cancel what has not ended.
 
         Raises:
-            EngineError: the manager is paused.
+            EngineError: this thread is inside of pause().
         """
         with self._changed:
-            if self._pauses:
+            if threading.get_ident() in self._pausing:
                 raise EngineError("the manager is paused: leave pause() before stop()")
             self._is_stopping = True
             if cancel:
@@ -98,20 +100,37 @@ class ContinuousBatchingManager:
         """Run no step inside the context; weights may change there. Requests continue after it.
 
         Cached prefixes are dropped at its end, because they belong to the old weights.
+
+        Raises:
+            EngineError: the manager has failed, fails before it pauses, or does not run.
         """
+        thread = threading.get_ident()
         with self._changed:
-            self._results.raise_failure()
-            self._pauses += 1
+            self._check_runs()
+            self._pausing.append(thread)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_parked)
+            try:
+                self._changed.wait_for(lambda: self._is_parked)
+                self._check_runs()
+            except BaseException:  # an interrupt too
+                self._end_pause(thread)
+                raise
         try:
             yield
         finally:
             with self._changed:
                 if self._is_parked:
                     self._engine.scheduler.reset_prefix_cache()
-                self._pauses -= 1
-                self._changed.notify_all()
+                self._end_pause(thread)
+
+    def _end_pause(self, thread: int) -> None:
+        self._pausing.remove(thread)
+        self._changed.notify_all()
+
+    def _check_runs(self) -> None:
+        self._results.raise_failure()
+        if not self.is_running() or self._is_over:
+            raise EngineError("the manager does not run: call start()")
 
     def __enter__(self) -> ContinuousBatchingManager:
         self.start()
@@ -126,14 +145,14 @@ class ContinuousBatchingManager:
                 pass
         except BaseException as error:
             log.exception("The manager's loop failed; every waiting call raises EngineError")
-            self._is_parked = True
+            self._is_parked = self._is_over = True
             self._results.fail(error)
 
     def _step(self) -> bool:
         """Take the inbox, run one step and deliver its events; return False at the end."""
         engine = self._engine
         with self._changed:
-            must_settle = self._pauses > 0 and not self._is_parked
+            must_settle = bool(self._pausing) and not self._is_parked
         if must_settle:
             events = engine.settle()
             self._results.deliver(events)
@@ -142,14 +161,15 @@ class ContinuousBatchingManager:
                 self._changed.notify_all()
         with self._changed:
             self._changed.wait_for(self._may_step)
-            if self._pauses:
+            if self._pausing:
                 return True
             if not (self._inbox or self._cancelled or engine.has_work):
-                self._is_parked = True
+                self._is_parked = self._is_over = True
                 return False
             self._is_parked = False
             inbox, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
+        self._results.note_start([request.request_id for request in inbox])
         engine.submit(inbox)
         for request_id in cancelled:
             engine.cancel(request_id)
@@ -160,7 +180,7 @@ class ContinuousBatchingManager:
         return True
 
     def _may_step(self) -> bool:
-        if self._pauses:
+        if self._pausing:
             return not self._is_parked
         has_work = self._inbox or self._cancelled or self._engine.has_work
         return bool(has_work or self._is_stopping)
@@ -174,8 +194,10 @@ class ContinuousBatchingManager:
         max_new_tokens: int | None = None,
         streaming: bool = False,
         params: SamplingParams | None = None,
+        record_timestamps: bool = False,
     ) -> str:
-        """Add one request and return its id. A request that cannot be served ends as FAILED.
+        """Add one request and return its id. A request that cannot be served ends as FAILED, also
+        one whose `input_ids` are no integers. `record_timestamps`: note when each token comes.
 
         Raises:
             RequestError: the id is in use, or its result has not been taken; or `params` asks for
@@ -192,12 +214,14 @@ class ContinuousBatchingManager:
             if self._is_stopping:
                 raise EngineError("the manager accepts no request: it is stopping")
             name = request_id or self._new_id()
-            request = GenerationRequest(
-                request_id=name, prompt_ids=tuple(input_ids), params=sampling
-            )
-            self._results.open(request, streaming)
-            self._inbox.append(request)
-            self._changed.notify_all()
+            ids, refusal = _token_ids(input_ids)
+            request = GenerationRequest(request_id=name, prompt_ids=ids, params=sampling)
+            self._results.open(request, streaming, record_timestamps)
+            if refusal is None:
+                self._inbox.append(request)
+                self._changed.notify_all()
+            else:
+                self._results.deliver([refusal_event(name, refusal)])
             return name
 
     def add_requests(
@@ -206,11 +230,13 @@ class ContinuousBatchingManager:
         max_new_tokens: int | None = None,
         streaming: bool = False,
         params: SamplingParams | None = None,
+        record_timestamps: bool = False,
     ) -> list[str]:
         """Add requests together, so that shared prefixes hit the cache; return ids in order."""
         with self._changed:  # the thread takes them with one inbox
             return [
-                self.add_request(ids, None, max_new_tokens, streaming, params) for ids in inputs
+                self.add_request(ids, None, max_new_tokens, streaming, params, record_timestamps)
+                for ids in inputs
             ]
 
     def _new_id(self) -> str:
@@ -228,7 +254,8 @@ class ContinuousBatchingManager:
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> RequestOutput | None:
-        """Wait for this request's result (None: anyone's next) and return it.
+        """Wait for this request's result (None: anyone's next) and return it; of a streaming
+        request, its next output.
 
         Return None after `timeout` seconds, for an unknown id, or when nothing is left to wait for.
 
@@ -246,7 +273,8 @@ class ContinuousBatchingManager:
     def request_id_iter(self, request_id: str) -> Iterator[RequestOutput]:
         """Yield one output per token, the last with the final status; the result is then taken.
 
-        Without streaming=True, yield the result only. Raises EngineError as get_result does.
+        A reader that comes later goes on where the one before left. Without streaming=True, yield
+        the result only. Raises EngineError as get_result does.
         """
         self._check_started()
         return self._results.request_id_iter(request_id)
@@ -262,3 +290,13 @@ class ContinuousBatchingManager:
     def _check_started(self) -> None:
         if self._thread is None:
             raise EngineError("the manager is not started: call start()")
+
+
+def _token_ids(given: Seq[int]) -> tuple[tuple[int, ...], RequestError | None]:
+    """Return the ids as integers; for anything else, none and the reason why it is refused."""
+    try:
+        return tuple(map(operator.index, given)), None
+    except TypeError:
+        shown = repr(given)
+        shown = shown if len(shown) <= 64 else shown[:61] + "..."
+        return (), RequestError(f"input_ids must be a list of token ids, not {shown}")

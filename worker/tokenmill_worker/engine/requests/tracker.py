@@ -5,18 +5,21 @@ A request that is refused on this way, or cancelled, ends with an event that bel
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.errors import refusal_event
+from tokenmill_worker.engine.errors import refusal_event, why
 from tokenmill_worker.engine.requests.outputs import Outputs
 from tokenmill_worker.engine.requests.pending import PendingRequests, Prerequisites
 from tokenmill_worker.engine.requests.validation import RequestValidator
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import GenerationRequest, RequestError, TokenEvent
+
+log = logging.getLogger(__name__)
 
 
 class SequenceQueue(Protocol):
@@ -87,6 +90,10 @@ class RequestTracker:
             except RequestError as error:
                 # not delivered to outputs: a request with the same id may be running
                 self._early.append(refusal_event(request.request_id, error))
+            except Exception as error:  # a value of a wrong type, which no check has foreseen
+                log.exception("Request %s is refused: it cannot be read", request.request_id)
+                refusal = RequestError(f"the request cannot be read: {why(error)}")
+                self._early.append(refusal_event(request.request_id, refusal))
         try:
             self._schedule(batch)
         except RequestError:
