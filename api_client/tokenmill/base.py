@@ -53,8 +53,8 @@ class ClientOptions:
     Args:
         link: options of the connections. Its retries are safe, because every call of the client
             may be repeated.
-        queue_limit: waiting jobs above which submit raises QueueFull; the queue's own limit applies
-            too. 0: only that one.
+        queue_limit: waiting jobs of one priority above which submit raises QueueFull; the queue's
+            own limit applies too. 0: only that one.
         idempotency_ttl_s: seconds for which an idempotency key is kept after its job has ended;
             0: the queue's own setting.
         idle_s: seconds of silence after which a stream reads the job's log.

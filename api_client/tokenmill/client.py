@@ -216,8 +216,8 @@ class Client(ClientBase):
         self._run(queue_operations.set_limits(self._context, tenant, limits))
 
     def set_queue_limit(self, limit: int) -> None:
-        """Set how many jobs may wait in the queue before submit raises QueueFull; 0 removes the
-        limit.
+        """Set how many jobs of each priority may wait before submit raises QueueFull; 0 removes
+        the limit.
 
         Scheduled jobs do not count before they are due.
         """

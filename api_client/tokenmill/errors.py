@@ -4,7 +4,7 @@ TokenmillError
 ├── ConfigurationError        a URL, a password or an option is wrong: fix it
 ├── InvalidRequest            the job can never run: fix it          (.problems)
 ├── QueueRefusal              nothing was stored: try later           (.accepted of earlier batches)
-│   ├── QueueFull             (.depth .limit)
+│   ├── QueueFull             (.depth .limit .priority)
 │   └── RateLimited           (.tenant .retry_after)
 ├── IdempotencyConflict       the key or id belongs to another job   (.job_id)
 ├── JobNotFound               neither the queue nor the database has the job
@@ -57,15 +57,28 @@ class QueueRefusal(TokenmillError):
 
 
 class QueueFull(QueueRefusal):
-    def __init__(self, queue: str, depth: int, limit: int, accepted: Sequence[str] = ()) -> None:
-        super().__init__(queue, depth, limit, [str(job_id) for job_id in accepted])
-        self.accepted = tuple(self.args[-1])
+    """Jobs of this priority wait in the largest number allowed. `depth`: how many wait."""
+
+    def __init__(
+        self,
+        queue: str,
+        depth: int,
+        limit: int,
+        accepted: Sequence[str] = (),
+        priority: str = "standard",
+    ) -> None:
+        super().__init__(queue, depth, limit, [str(job_id) for job_id in accepted], priority)
+        self.accepted = tuple(self.args[3])
         self.queue = queue
         self.depth = depth
         self.limit = limit
+        self.priority = priority
 
     def __str__(self) -> str:
-        return f"queue {self.queue} holds {self.depth} waiting jobs and its limit is {self.limit}"
+        return (
+            f"queue {self.queue} holds {self.depth} waiting {self.priority} jobs and its limit is "
+            f"{self.limit}"
+        )
 
 
 class RateLimited(QueueRefusal):

@@ -35,9 +35,9 @@ export class Producer {
     const [word, ...rest] = reply.map(String);
     if (word === "ok") return rest[0];
     if (word === "large") throw new Error(`the request has ${rest[0]} bytes; this queue takes at most ${rest[1]}`);
-    if (word === "full") throw new Error(`the queue holds ${rest[0]} waiting jobs and its limit is ${rest[1]}`);
+    if (word === "full") throw new Error(`the queue holds ${rest[0]} waiting ${rest[2]} jobs and its limit is ${rest[1]}`);
     if (word === "rate") throw new Error(`tenant "${rest[0]}" submits too fast: try again in ${rest[1]} ms`);
-    if (word === "name") throw new Error("job_id must be a text of 1 to 255 bytes, without a zero");
+    if (word === "name") throw new Error("job_id must be a text of 1 to 255 bytes without control characters");
     throw new Error(`the idempotency key or job id stands for job ${rest[0]}, whose content is different`);
   }
 

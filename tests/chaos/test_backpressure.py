@@ -69,7 +69,7 @@ async def test_a_worker_s_settings_refuse_what_is_too_much(redis_url: str, tmp_p
             await client.submit(prompt="x" * 5_000)
         for n in range(5):
             await client.submit(prompt="x", tenant=f"t{n}", **SHORT)
-        with pytest.raises(QueueFull, match="holds 5 waiting jobs and its limit is 5"):
+        with pytest.raises(QueueFull, match="holds 5 waiting standard jobs and its limit is 5"):
             await client.submit(prompt="x", tenant="t6", **SHORT)
         await client.set_queue_limit(0)
         await client.submit_many([{"prompt": "x", "tenant": "t0"} | SHORT] * 7)

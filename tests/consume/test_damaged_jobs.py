@@ -130,6 +130,15 @@ async def test_an_id_that_is_no_text_is_refused_and_stops_no_other_job(queue, na
     assert (await worker.heartbeat(WorkerStatus(worker_id="w1"))).lost == ()
 
 
+@pytest.mark.parametrize("letter", [chr(code) for code in (*range(1, 32), 127)])
+async def test_a_new_id_with_a_control_character_is_refused(queue, letter):
+    keys, request = queue.keys, encode(JobRequest(job_id="x", prompt="hello"))
+    fields = (f"a{letter}b", "standard", "", "print", "", request, 1, 0, 0, 10)
+    reply = await call_async(queue.redis, SUBMIT, keys.meta, keys.base, "PUBLISH", 0, 0, *fields)
+    assert reply == [b"name", b"0"]
+    assert await queue.redis.keys("*") == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_id_may_be_any_text_of_255_bytes(queue, name):
     await queue.submit(job_id=name)

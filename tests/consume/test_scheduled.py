@@ -60,8 +60,19 @@ async def test_it_does_not_fill_the_queue_before_it_is_due(queue: Queue) -> None
     (delivery,) = await queue.worker().claim(1)
     assert delivery.job_id == running
     await queue.pass_delay(jobs[0])
-    with pytest.raises(QueueFull, match="holds 1 waiting jobs and its limit is 1"):
+    with pytest.raises(QueueFull, match="holds 1 waiting standard jobs and its limit is 1"):
         await queue.submit()
+
+
+async def test_due_bulk_jobs_fill_the_limit_of_bulk_alone(queue: Queue) -> None:
+    """No worker has moved them into their streams yet."""
+    await queue.client.set_queue_limit(2)
+    jobs = [await queue.submit(priority="bulk", not_before=time.time() + 60) for _ in range(2)]
+    for job in jobs:
+        await queue.pass_delay(job)
+    with pytest.raises(QueueFull, match="holds 2 waiting bulk jobs and its limit is 2"):
+        await queue.submit(priority="bulk")
+    await queue.submit(priority="interactive")
 
 
 async def test_a_due_job_is_backlog_without_any_worker(queue: Queue) -> None:

@@ -121,9 +121,8 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
         )),
         Case(worker_scripts.FINISH, (
             ("result TTL", 600), ("dead TTL", 600), ("job id", "runs"), ("token", running),
-            ("state", "succeeded"),
-            ("result", "r"), ("last chunk", "c"), ("tokens served", 5), ("job id", "waits"),
-            ("token", "1"),
+            ("state", "succeeded"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
+            ("job id", "waits"), ("token", "1"),
             ("state", "dead"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
         )),
         Case(worker_scripts.RELEASE, (
@@ -133,7 +132,8 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
         )),
         Case(worker_scripts.HEARTBEAT, (
             ("options", {"worker": "w1", "lease_ms": 10_000, "sweep_ms": 0}), ("status", "s"),
-            ("job id", "runs"), ("token", running), ("job id", "x"), ("token", 1),
+            ("job id", "runs"), ("token", running), ("tenant", ""),
+            ("job id", "x"), ("token", 1), ("tenant", "t"),
         )),
         Case(worker_scripts.RESIGN, (("worker", "w1"), ("how", "orphan"))),
     ]  # fmt: skip
@@ -162,7 +162,7 @@ def populated(server: Any) -> dict[str, bytes]:
         assert run(server, producer_scripts.SUBMIT, 0, 0, *values) == [b"ok", name.encode(), b"new"]
         if name == "waits":
             break
-        _, delivery = run(server, worker_scripts.CLAIM, CLAIM_OPTIONS)
+        *_, delivery = run(server, worker_scripts.CLAIM, CLAIM_OPTIONS)
         tokens[name] = delivery[1]
         body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, "first"]))
         run(server, worker_scripts.APPEND, 600, "w1", 1, body)

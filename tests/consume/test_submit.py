@@ -96,7 +96,9 @@ async def test_a_full_queue_refuses_the_whole_call_with_its_depth(
 ) -> None:
     limited = AsyncClient(redis_url, queue=QUEUE, options=ClientOptions(queue_limit=3))
     await limited.submit_many([{"prompt": "x"}] * 2)
-    with pytest.raises(QueueFull, match="holds 2 waiting jobs and its limit is 3") as caught:
+    with pytest.raises(
+        QueueFull, match="holds 2 waiting standard jobs and its limit is 3"
+    ) as caught:
         await limited.submit_many([{"prompt": "x"}] * 2)
     assert (caught.value.depth, caught.value.limit) == (2, 3)
     assert (await limited.depth()).num_queued == 2
@@ -105,6 +107,28 @@ async def test_a_full_queue_refuses_the_whole_call_with_its_depth(
         with pytest.raises(QueueFull, match="its limit is 2"):
             await client.submit(prompt="x")
     await limited.close()
+
+
+async def test_each_priority_has_the_queues_limit_for_itself(queue: Queue) -> None:
+    await queue.client.set_queue_limit(3)
+    for priority in ("bulk", "standard", "interactive"):
+        await queue.client.submit_many([{"prompt": "x", "priority": priority}] * 3)
+        with pytest.raises(QueueFull, match=f"holds 3 waiting {priority} jobs") as caught:
+            await queue.submit(priority=priority)
+        refusal = caught.value
+        assert (refusal.depth, refusal.limit, refusal.priority) == (3, 3, priority)
+        assert str(type(refusal)(*refusal.args)) == str(refusal), "as pickle makes it"
+    assert (await queue.client.depth()).queued == {"bulk": 3, "standard": 3, "interactive": 3}
+
+
+async def test_a_call_with_a_full_class_stores_no_job_of_another(queue: Queue) -> None:
+    await queue.client.set_queue_limit(2)
+    await queue.client.submit_many([{"prompt": "x", "priority": "bulk"}] * 2)
+    with pytest.raises(QueueFull, match="waiting bulk jobs"):
+        await queue.client.submit_many(
+            [{"prompt": "x", "priority": priority} for priority in ("interactive", "bulk")]
+        )
+    assert (await queue.client.depth()).num_queued == 2
 
 
 async def test_a_known_key_is_answered_also_when_the_queue_is_full(queue: Queue) -> None:

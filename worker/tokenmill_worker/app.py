@@ -109,6 +109,7 @@ class Worker:
             clock=clock,
         )
         self.stream.on_call, self.stream.on_refused = observer.called, observer.refused
+        self.stream.on_gone = observer.lost_by_server
         self._store = store_type(
             settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts
         )

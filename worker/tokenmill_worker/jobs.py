@@ -222,7 +222,8 @@ class ChunkAppend(msgspec.Struct, frozen=True, gc=False):
 class AppendReply(StrEnum):
     """The queue's reply to one chunk.
 
-    LOST: another worker owns the job, or it is gone; drop the sequence and write nothing more.
+    LOST: another worker owns the job; drop the sequence and write nothing more.
+    GONE: the same, because the server has no record of the job any more.
     GAP: the log is shorter than this worker believed, because Redis lost its tail; send again from
     the log's end.
     """
@@ -230,6 +231,7 @@ class AppendReply(StrEnum):
     OK = "ok"
     DUPLICATE = "duplicate"  # a retried call: the chunk is there already
     LOST = "lost"
+    GONE = "gone"
     CANCELLED = "cancelled"  # appended, and the user wants it stopped
     GAP = "gap"
 
@@ -276,7 +278,7 @@ def retry_order(job: AdmittedJob, error: JobError) -> RetryOrder | None:
 @dataclass(slots=True)
 class PublishReport:
     """The results of publishing one step, besides its chunks: jobs to retry, jobs that ended,
-    choices that the engine must stop, and jobs that are another worker's now.
+    choices that the engine must stop, and jobs that this worker does not own any more.
     """
 
     retry: list[RetryOrder] = field(default_factory=list)

@@ -75,8 +75,11 @@ local function is_text(value, most)
   return not string.find(value, '[\128-\255]')
 end
 
--- Returns whether a job may have this id.
-local function is_name(id) return #id > 0 and is_text(id, 255) end
+-- Returns whether a job in the queue may have this id.
+local function is_id(id) return #id > 0 and is_text(id, 255) end
+
+-- Returns whether a new job may have this id.
+local function is_name(id) return is_id(id) and not string.find(id, '[\1-\31\127]') end
 
 local function text(value, name, least, of)
   if type(value) == 'string' and #value >= least and is_text(value, MOST_BYTES) then

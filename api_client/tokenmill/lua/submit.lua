@@ -1,12 +1,13 @@
 -- submit: store many jobs, or none of them. A repeated call finds the jobs by their ids.
 --
 -- Keys       meta, job:, jobs:, lanes:, tenant:, idem:, delayed, deadlines, ready, ready:urgent
--- Arguments  ARGV[3]  largest backlog that the caller accepts; 0: the queue's setting alone
+-- Arguments  ARGV[3]  largest backlog of one class that the caller accepts; 0: the queue's setting
+--                     alone
 --            ARGV[4]  idempotency TTL from the job's end, ms; 0: the queue's setting
 --            then per job: id, class, tenant, fingerprint, idempotency key, request, created ms
 --            (recorded is the server's own time), deadline ms, due ms, cost
 -- Reply      {'ok', id, 'new' or 'known', ...}, then 'unserved' if no worker has ever served the
---            queue. {'conflict', id, place}, {'large', size, limit}, {'full', depth, limit},
+--            queue. {'conflict', id, place}, {'large', size, limit}, {'full', depth, limit, class},
 --            {'rate', tenant, wait ms}, {'name', place}: nothing was stored
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
@@ -18,7 +19,7 @@ local own = redis.call('HMGET', meta, 'max_queued', 'max_payload', 'idempotency_
 local own_limit, max_bytes = number(own[1], 0), number(own[2], 0)
 if idempotency_ttl == 0 then idempotency_ttl = number(own[3], 86400000) end
 local now = clock_ms()
-local jobs, arriving, num_new, seen = {}, {}, 0, {}
+local jobs, arriving, new_of_class, num_new, seen = {}, {}, {}, 0, {}
 
 local function known_as(job)
   if job.idem ~= '' then
@@ -69,6 +70,7 @@ for first = FIRST, #ARGV, FIELDS do
     end
     num_new = num_new + 1
     arriving[job.tenant] = (arriving[job.tenant] or 0) + 1
+    new_of_class[job.class] = (new_of_class[job.class] or 0) + 1
     seen[job.id] = job.fingerprint
     if job.idem ~= '' then seen[job.idem] = job.fingerprint .. ' ' .. job.id end
   end
@@ -76,14 +78,27 @@ for first = FIRST, #ARGV, FIELDS do
 end
 
 if own_limit > 0 and (limit == 0 or own_limit < limit) then limit = own_limit end
-if limit > 0 and num_new > 0 then
-  local depth
-  -- Due jobs that no worker has moved into their streams yet count as waiting too.
-  depth = #redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0, MAX_DUE)
-  for _, class in ipairs(CLASSES) do
-    depth = depth + number(redis.call('HGET', meta, 'queued:' .. class), 0)
+
+-- Due jobs that no worker has moved into their streams yet count as waiting too.
+local function count_due_of(class, due)
+  local count = 0
+  for _, id in ipairs(due) do
+    if class_of(redis.call('HGET', job_key(id), 'class')) == class then count = count + 1 end
   end
-  if depth + num_new > limit then return {'full', whole(depth), whole(limit)} end
+  return count
+end
+
+-- Each class has the limit for itself: a backlog of bulk jobs refuses no interactive one.
+if limit > 0 and num_new > 0 then
+  local due = redis.call('ZRANGEBYSCORE', base .. 'delayed', '-inf', whole(now), 'LIMIT', 0,
+    MAX_DUE)
+  for class, count in pairs(new_of_class) do
+    local depth = number(redis.call('HGET', meta, 'queued:' .. class), 0)
+    if depth + count + #due > limit then
+      depth = depth + count_due_of(class, due)
+      if depth + count > limit then return {'full', whole(depth), whole(limit), class} end
+    end
+  end
 end
 
 -- One token bucket per tenant, filled at `rate` a second up to `burst`; `*` has the settings of

@@ -15,7 +15,14 @@ from typing import Any
 import msgspec
 
 from tokenmill.operations.io_requests import Commands, Operation, QueueContext, server_time
-from tokenmill.operations.queue import DueJob, due_jobs, number_of, workers
+from tokenmill.operations.queue import (
+    DueJob,
+    due_jobs,
+    first_group,
+    number_of,
+    text_of,
+    workers,
+)
 from tokenmill.transport.scripts import Argument
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import PRIORITY_ORDER, Priority
@@ -131,22 +138,13 @@ def _tenant_streams(
     replies = yield Commands(tuple(asked), tolerant=True)
     found = []
     for (priority, name), length, groups in zip(names, replies[::2], replies[1::2], strict=True):
-        group = _group(groups)
+        group = first_group(groups)
         if group is not None and isinstance(length, int):
             waiting = max(0, length - int(group["pending"]))
-            found.append(_TenantStream(priority, name, waiting, _text(group["last-delivered-id"])))
+            found.append(
+                _TenantStream(priority, name, waiting, text_of(group["last-delivered-id"]))
+            )
     return found
-
-
-def _group(reply: Any) -> Mapping[str, Any] | None:
-    """Return the first consumer group in a reply to XINFO GROUPS, in the form of RESP2 or RESP3;
-    None if there is none.
-    """
-    if not isinstance(reply, list) or not reply:
-        return None
-    first = reply[0]
-    pairs = first.items() if isinstance(first, dict) else zip(first[::2], first[1::2], strict=True)
-    return {_text(name): value for name, value in pairs}
 
 
 def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
@@ -182,7 +180,7 @@ def _oldest_in_streams(
     )
     for stream, entries in zip(waiting, firsts, strict=True):
         if isinstance(entries, list) and entries:
-            made_ms = int(_text(entries[0][0]).split("-")[0])
+            made_ms = int(text_of(entries[0][0]).split("-")[0])
             since[stream.priority] = min(made_ms, since.get(stream.priority, made_ms))
 
 
@@ -196,7 +194,7 @@ def _state(
     due: Sequence[DueJob],
     now_ms: int,
 ) -> QueueState:
-    numbers = defaultdict(float, {_text(name): number_of(value) for name, value in meta.items()})
+    numbers = defaultdict(float, {text_of(name): number_of(value) for name, value in meta.items()})
     _count_due(due, numbers, since)
     classes = {
         priority.value: ClassState(
@@ -264,7 +262,3 @@ def _tenants(streams: Sequence[_TenantStream], living: Sequence[WorkerStatus]) -
     return sorted(
         busy, key=lambda state: (-state.tokens_per_s, -state.running, -state.waiting, state.tenant)
     )
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

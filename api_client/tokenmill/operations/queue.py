@@ -143,13 +143,16 @@ def jobs(context: QueueContext, status: JobStatus | None, limit: int) -> Operati
     """Return the jobs that are not recorded yet, and dead ones: running jobs first, then by class
     and age. Recorded jobs are in SQL.
     """
+    if limit < 1:
+        return []
     ids = yield from _running(context)
     if status is not JobStatus.RUNNING:
         ids += yield from _waiting(context, limit)
     unique = list(dict.fromkeys(ids))
     found: list[JobInfo] = []
-    for start in range(0, len(unique), 500):
-        page = unique[start : start + 500]
+    size = max(50, min(limit, 500))
+    for start in range(0, len(unique), size):
+        page = unique[start : start + size]
         commands = tuple(command for job_id in page for command in questions(context.keys, job_id))
         replies = yield Commands(commands, tolerant=True)
         infos = [_info_of(*each) for each in zip(page, replies[::2], replies[1::2], strict=True)]
@@ -177,28 +180,73 @@ def _running(context: QueueContext) -> Operation[list[str]]:
 
 
 def _waiting(context: QueueContext, limit: int) -> Operation[list[str]]:
+    """Return ids of jobs that wait, ended without a record, or are dead: `limit` of each kind at
+    most, and of the tenants whose turn is next.
+    """
     keys = context.keys
-    tenants = yield Commands(
-        tuple(("ZRANGE", keys.fair_share_index(priority), 0, -1) for priority in PRIORITY_ORDER)
+    requeued, unrecorded, delayed, letters, *tenants = yield Commands(
+        (
+            ("ZRANGE", keys.requeued, 0, limit - 1),
+            ("ZRANGE", keys.unrecorded_ends, 0, limit - 1),
+            ("ZRANGE", keys.delayed, 0, limit - 1),
+            ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit),
+            *(("ZRANGE", keys.fair_share_index(each), 0, limit - 1) for each in PRIORITY_ORDER),
+        )
     )
-    stream_keys = [
-        keys.tenant_stream(priority, tenant)
-        for priority, names in zip(PRIORITY_ORDER, tenants, strict=True)
-        for tenant in dict.fromkeys(["", *(name.decode() for name in names)])
-    ]
-    # A stream begins with the entries of its running jobs, so read more entries than asked for.
-    sets = ((keys.requeued, limit), (keys.unrecorded_ends, limit))
-    front = yield Commands(tuple(("ZRANGE", name, 0, count) for name, count in sets))
-    streams = yield Commands(
-        tuple(("XRANGE", key, "-", "+", "COUNT", limit + 1_000) for key in stream_keys)
-    )
-    late = yield Commands(
-        (("ZRANGE", keys.delayed, 0, limit), ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit))
-    )
-    ids = [value.decode() for members in front for value in members]
-    ids += [_job_of(entry).decode() for entries in streams for entry in entries]
-    ids += [value.decode() for value in late[0]]
-    return ids + [_job_of(entry).decode() for entry in late[1]]
+    queued: list[bytes] = []
+    for priority, names in zip(PRIORITY_ORDER, tenants, strict=True):
+        if len(queued) >= limit:
+            break
+        streams = [
+            keys.tenant_stream(priority, tenant)
+            for tenant in dict.fromkeys(["", *(name.decode() for name in names)])
+        ]
+        queued += yield from _undelivered(streams, limit - len(queued))
+    ids = [*requeued, *unrecorded, *queued, *delayed, *(_job_of(entry) for entry in letters)]
+    return [job_id.decode() for job_id in ids]
+
+
+def _undelivered(streams: Sequence[str], limit: int) -> Operation[list[bytes]]:
+    """Return the jobs of the entries that no worker has claimed, the oldest first: `limit`, if the
+    streams have as many, and at most one more per stream. Each round trip reads its share of them
+    from each stream that has more.
+    """
+    groups = yield Commands(tuple(("XINFO GROUPS", name) for name in streams), tolerant=True)
+    starts: dict[str, str] = {}
+    for name, reply in zip(streams, groups, strict=True):
+        group = first_group(reply)
+        starts[name] = "-" if group is None else f"({text_of(group['last-delivered-id'])}"
+    entries: list[Any] = []
+    while starts and len(entries) < limit:
+        count = math.ceil((limit - len(entries)) / len(starts))
+        pages = yield Commands(
+            tuple(("XRANGE", name, start, "+", "COUNT", count) for name, start in starts.items()),
+            tolerant=True,
+        )
+        for name, page in zip(list(starts), pages, strict=True):
+            found = page if isinstance(page, list) else []
+            entries += found
+            if len(found) < count:
+                del starts[name]
+            else:
+                starts[name] = f"({text_of(found[-1][0])}"
+    entries.sort(key=lambda entry: tuple(map(int, entry[0].split(b"-"))))
+    return [_job_of(entry) for entry in entries]
+
+
+def first_group(reply: Any) -> Mapping[str, Any] | None:
+    """Return the first consumer group in a reply to XINFO GROUPS, in the form of RESP2 or RESP3;
+    None if there is none.
+    """
+    if not isinstance(reply, list) or not reply:
+        return None
+    first = reply[0]
+    pairs = first.items() if isinstance(first, dict) else zip(first[::2], first[1::2], strict=True)
+    return {text_of(name): value for name, value in pairs}
+
+
+def text_of(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _job_of(entry: tuple[bytes, Mapping[bytes, bytes]]) -> bytes:

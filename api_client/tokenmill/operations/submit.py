@@ -57,11 +57,11 @@ def _read_submitted(
     if word == "large":
         raise InvalidRequest([f"the request has {rest[0]} bytes; the queue's limit is {rest[1]}"])
     if word == "full":
-        raise QueueFull(context.keys.queue, int(rest[0]), int(rest[1]), accepted)
+        raise QueueFull(context.keys.queue, int(rest[0]), int(rest[1]), accepted, rest[2])
     if word == "rate":
         raise RateLimited(rest[0], int(rest[1]) / 1000, accepted)
     if word == "name":
-        raise InvalidRequest(["job_id must be a text of 1 to 255 bytes, without a zero"])
+        raise InvalidRequest(["job_id must be a text of 1 to 255 bytes without control characters"])
     if word == "conflict":
         raise IdempotencyConflict(rest[0])
     is_unserved = len(rest) % 2 == 1  # "unserved" follows the jobs

@@ -24,6 +24,7 @@ from tokenmill.transport.cancellation import end_task, wait_at_most
 from tokenmill.transport.connect import SERVER_TROUBLE
 from tokenmill.transport.pubsub_connection import PubSubConnection
 from tokenmill.transport.sync_pubsub import Signal
+from tokenmill.transport.time_limits import TICKS
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class PubSubMultiplexer:
         self._connection: PubSubConnection | None = None
         self._reader: asyncio.Task[None] | None = None
         self._trouble: Exception | None = None
+        self._num_heard = 0  # messages and confirmations
         self._is_closed = False
 
     async def subscribe(self, channel: str) -> MultiplexedSubscription:
@@ -183,10 +185,17 @@ class PubSubMultiplexer:
             raise QueueUnavailable("cannot subscribe: closed")
 
     async def _wait_confirmed(self, channel: bytes) -> None:
-        if not await wait_at_most(self._confirmed[channel], _CONFIRM_S):
-            raise QueueUnavailable(
-                f"cannot subscribe: {self._trouble or 'no answer'}"
-            ) from self._trouble
+        """Wait until the server has confirmed a channel. The limit is for the silence of the
+        connection: the confirmations of thousands of channels may come one after the other.
+        """
+        confirmed, heard, silent_ticks = self._confirmed[channel], self._num_heard, 0
+        while not await wait_at_most(confirmed, _CONFIRM_S / TICKS):
+            silent_ticks = silent_ticks + 1 if heard == self._num_heard else 0
+            heard = self._num_heard
+            if silent_ticks == TICKS:
+                raise QueueUnavailable(
+                    f"cannot subscribe: {self._trouble or 'no answer'}"
+                ) from self._trouble
         self._check_open()
 
     async def _stop_reader(self) -> None:
@@ -247,6 +256,7 @@ class PubSubMultiplexer:
     def _deliver(self, message: list[Any]) -> bool:
         """Deliver a message to its subscribers. Return False if the slot has moved to another node
         and the connection must be opened again."""
+        self._num_heard += 1
         kind, channel = message[0], message[1]
         if kind in (b"message", b"smessage"):
             for subscription in self._subscribers.get(channel, ()):

@@ -38,7 +38,7 @@ async def wait_at_most(event: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     except TimeoutError:
-        return False
+        return event.is_set()  # it may have been set while the loop was late
     return True
 
 

@@ -32,6 +32,7 @@ from redis.exceptions import RedisClusterException, RedisError
 
 from tokenmill.errors import ConfigurationError, QueueUnavailable
 from tokenmill.transport.failover import reconnect_on_readonly
+from tokenmill.transport.time_limits import with_time_limits
 
 # Every error of redis-py about a server; a cluster's own errors do not derive from RedisError.
 SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)
@@ -272,6 +273,7 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
         with _options_of_urls():
             made = redis.asyncio.Redis.from_url(endpoint.url, **options)
             aclient = cast("redis.asyncio.Redis", _with_known_options(made))
+        _set_time_limits(aclient)
         reconnect_on_readonly(aclient)
         return aclient
     options |= endpoint.options
@@ -282,13 +284,19 @@ def connect_async(url: str, link: Link | None = None) -> redis.asyncio.Redis:
             client = _with_known_options(
                 sentinel.master_for(endpoint.service, redis_class=_AsyncThroughSentinel)
             )
+        _set_time_limits(client)
         return cast("redis.asyncio.Redis", client)
     nodes = [redis.asyncio.cluster.ClusterNode(host, port) for host, port in endpoint.hosts]
     with _options_of_urls():
-        return cast(
-            "redis.asyncio.Redis",
-            redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options),
-        )
+        cluster = redis.asyncio.cluster.RedisCluster(startup_nodes=nodes, **options)
+    made_with = cluster.connection_kwargs  # what the nodes make their connections with
+    made_with["connection_class"] = with_time_limits(made_with["connection_class"])
+    return cast("redis.asyncio.Redis", cluster)
+
+
+def _set_time_limits(client: Any) -> None:
+    pool = client.connection_pool
+    pool.connection_class = with_time_limits(pool.connection_class)
 
 
 class _ThroughSentinel(redis.Redis):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -37,6 +37,7 @@ MAX_FINISH_BYTES = 4 * 1024 * 1024
 # The pause after a claim that left jobs to workers that were woken too: until then they have
 # claimed theirs, or have no room.
 LOOK_AGAIN_S = 0.05
+GONE = -1  # the reply of release for a job whose record the server lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class JobStream:
         self.on_call: Callable[[str, float, int, bool], None] = lambda *_: None
         # (call, number of outdated fencing tokens)
         self.on_refused: Callable[[str, int], None] = lambda *_: None
+        # (number of jobs that the server lost)
+        self.on_gone: Callable[[int], None] = lambda _: None
         # True while this process was frozen past its lease and has not dropped its jobs yet.
         self.lease_expired: Callable[[], bool] = lambda: False
         self.server = ServerWatch(client, keys.meta)
@@ -99,6 +102,7 @@ class JobStream:
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
         self._append_batch = AppendBatch()
         self._owned: dict[str, int] = {}  # job id → fencing token
+        self._tenants: dict[str, bytes] = {}  # of the owned jobs, as their hashes name them
         self._claiming = asyncio.Lock()
         self._claims = 0  # raised before and after each claim
         self._must_redeliver = False
@@ -165,11 +169,16 @@ class JobStream:
             )
             self._must_redeliver = False
             self._claims += 1
-            leaves_some, *items = reply
+            leaves_some, gone, *items = reply
+            self._report_gone(scripts.texts(gone))
             if leaves_some:
                 asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self.wake_up.set)
             deliveries = [scripts.read_delivery(item) for item in items]
             self._owned.update((delivery.job_id, delivery.token) for delivery in deliveries)
+            self._tenants.update(
+                (delivery.job_id, item[-1])
+                for delivery, item in zip(deliveries, items, strict=True)
+            )
             return deliveries
 
     # ── writing, under a fencing token ──
@@ -189,6 +198,7 @@ class JobStream:
             self._append_batch.reset()
             raise
         failures = self._append_batch.apply_reply(items, reply)
+        # The next heartbeat reports jobs that are gone.
         lost = [items[place] for place, (word, _) in failures.items() if word is AppendReply.LOST]
         for item in lost:
             self._forget(item.chunk.job_id, item.token)
@@ -238,8 +248,10 @@ class JobStream:
         reply = await self._call(scripts.RELEASE, *(value for job in jobs for value in job))
         for job_id, token, *_ in jobs:
             self._forget(job_id, token)
-        given_back = [bool(flag) for flag in reply]
-        self._count_refused("release", given_back.count(False))
+        gone = [job[0] for job, flag in zip(jobs, reply, strict=True) if flag == GONE]
+        self._report_gone(gone)
+        given_back = [flag == 1 for flag in reply]
+        self._count_refused("release", given_back.count(False) - len(gone))
         return given_back
 
     # ── staying alive ──
@@ -257,34 +269,47 @@ class JobStream:
                 sweep_ms=round(self.options.sweep_s * 1000),
             ),
             encode(status),
-            *(value for job in owned.items() for value in job),
+            *(
+                value
+                for job_id, token in owned.items()
+                for value in (job_id, token, self._tenants[job_id])
+            ),
         )
-        cancelled, lost, unacknowledged, _, before, server_us = reply
+        cancelled, lost, unacknowledged, _, before, server_us, no_record = reply
         self.clock.note(int(server_us) * 1_000)
         # Owned jobs that are unknown here come from a claim whose reply was lost. Jobs of a claim
         # under way look the same, so then none counts.
         if unacknowledged and idle and claims == self._claims:
             self._must_redeliver = True
             self.wake_up.set()
-        gone = [
+        dropped = [
             job_id for job_id in scripts.texts(lost) if self._owned.get(job_id) == owned[job_id]
         ]
-        for job_id in gone:
+        self._report_gone(set(scripts.texts(no_record)).intersection(dropped))
+        for job_id in dropped:
             self._forget(job_id, self._owned[job_id])
         is_replaced = scripts.started_ms(before) > status.started_ms
-        return HeartbeatReply(tuple(scripts.texts(cancelled)), tuple(gone), is_replaced)
+        return HeartbeatReply(tuple(scripts.texts(cancelled)), tuple(dropped), is_replaced)
 
     async def resign(self) -> int:
         """Give up every job, none as a suspect: at the end of a drain, or after a freeze that
         outlasted the lease.
         """
         self._owned.clear()
+        self._tenants.clear()
         return int(await self._call(scripts.RESIGN, self.worker_id, "handover"))
 
     def _forget(self, job_id: str, token: int) -> None:
         self._append_batch.forget(job_id)
         if self._owned.get(job_id) == token:
-            del self._owned[job_id]
+            del self._owned[job_id], self._tenants[job_id]
+
+    def _report_gone(self, job_ids: Collection[str]) -> None:
+        """Report jobs that the server lost: by FLUSHALL, an eviction, or a replica that lagged."""
+        for job_id in job_ids:
+            log.error("Job %s is lost by the server, which has no record of it any more", job_id)
+        if job_ids:
+            self.on_gone(len(job_ids))
 
     def _count_refused(self, call: str, count: int) -> None:
         if count:

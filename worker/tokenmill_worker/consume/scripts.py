@@ -35,8 +35,8 @@ OUTCOMES: Final = frozenset({"run", "cancelled", "expired", "dead"})
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
     """`cancelled`: jobs that a user wants stopped. `lost`: jobs to drop, because another worker has
-    them or will. `is_replaced`: a process that started later sends heartbeats under this worker's
-    name.
+    them or will, or because the server lost them. `is_replaced`: a process that started later sends
+    heartbeats under this worker's name.
     """
 
     cancelled: tuple[str, ...] = ()
@@ -81,6 +81,7 @@ def read_delivery(item: list[Any]) -> Delivery:
         log,
         redriven,
         log_end,
+        _tenant,
     ) = item
     word = outcome.decode("utf-8", "replace")
     return Delivery(

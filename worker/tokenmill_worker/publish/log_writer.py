@@ -165,7 +165,7 @@ class LogWriter:
             reply, end = failures.get(place, (AppendReply.OK, item.end))
             if running in rewound or not running.is_open:
                 continue
-            if reply is AppendReply.LOST:
+            if reply in (AppendReply.LOST, AppendReply.GONE):
                 self._close(running.request_id)
                 report.lost.append(running.job.delivery)
             elif reply is AppendReply.GAP:

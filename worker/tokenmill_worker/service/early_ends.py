@@ -58,7 +58,7 @@ class EarlyEnds:
             self.cancel(job_id)
 
     def drop_lost(self, job_ids: Iterable[str]) -> None:
-        """Stop jobs that another worker owns now, and write nothing more for them."""
+        """Stop jobs that this worker does not own any more, and write nothing more for them."""
         for job_id in job_ids:
             if (delivery := self._owned.get(job_id)) is not None:
                 self.drop(delivery)
@@ -72,7 +72,7 @@ class EarlyEnds:
         self.stop_generating(delivery.request_id)
         self._publisher.close(delivery.request_id)
         if delivery in self._owned:
-            log.warning("Dropped job %s: another worker owns it now", delivery.job_id)
+            log.warning("Dropped job %s: this worker does not own it any more", delivery.job_id)
             self._owned.leave([delivery], "lost")
 
     def abandon(self, deliveries: list[Delivery]) -> None:

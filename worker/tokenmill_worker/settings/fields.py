@@ -130,7 +130,11 @@ class Settings(_EngineFields):
     )
     # limits
     queue_limit: int = Field(
-        0, ge=0, description="submit is refused when this many jobs wait and are due; 0: no limit"
+        0,
+        ge=0,
+        description=(
+            "submit is refused when this many jobs of its priority wait and are due; 0: no limit"
+        ),
     )
     max_payload_bytes: int = Field(
         MAX_PAYLOAD_BYTES,

@@ -172,6 +172,9 @@ class JobTelemetry:
     def refused(self, call: str, count: int) -> None:
         self._metrics.refusals.labels(call).inc(count)
 
+    def lost_by_server(self, count: int) -> None:
+        self._metrics.lost_by_server.inc(count)
+
     # ── numbers for the heartbeat ──
 
     def log_lines(self) -> None:

@@ -156,6 +156,11 @@ class Metrics:
         )
         for call in ("append", "finish", "release"):
             self.refusals.labels(call)
+        self.lost_by_server = Counter(
+            PREFIX + "jobs_lost_by_server_total",
+            "Jobs that waited or ran and of which the server has no record any more",
+            registry=self._inner,
+        )
         self.commit_seconds = self._bare_histogram(
             "sql_commit_seconds", "Time of one SQL transaction of finished jobs", _CALL
         )

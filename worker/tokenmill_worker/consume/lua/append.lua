@@ -115,7 +115,8 @@ end
 local function append(id, token, start, size, how, chunk)
   local key, log = jobs .. id, logs .. id
   local job, last = ask('HMGET', key, 'token', 'state', 'cancel'), end_of(log)
-  if not job or job[1] ~= token or job[2] ~= 'running' then return 'lost', last or 0 end
+  if not job or not job[2] then return 'gone', last or 0 end
+  if job[1] ~= token or job[2] ~= 'running' then return 'lost', last or 0 end
   if not last then return reset_log(log) end
   local stop = start + size
   local entry = stop .. '-0'
@@ -153,7 +154,7 @@ for first = 1, #chunks, 6 do
   end
   if not is_current or how < 2 then
     local word, stop = append(id, token, start, size, how, chunk)
-    owns_any = owns_any or word ~= 'lost'
+    owns_any = owns_any or (word ~= 'lost' and word ~= 'gone')
     if word ~= 'ok' then
       local size = #reply
       reply[size + 1], reply[size + 2], reply[size + 3] = (first - 1) / 6, word, stop

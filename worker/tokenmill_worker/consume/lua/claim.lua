@@ -20,9 +20,10 @@
 --   bulk_every        while bulk jobs wait, one job in this many is bulk
 --   redeliver         1: the ids that follow are all jobs that this worker knows it owns; else 0
 --            then the ids of jobs
--- Reply      1 if jobs were left to other workers, else 0; then per job: id, token, request,
---            deliveries, crashes, outcome, created ms, started ms, attempt, 1 if it crashed alone,
---            log, 1 if redriven, number of the log's last entry
+-- Reply      1 if jobs were left to other workers, else 0; the ids of waiting jobs whose hash is
+--            gone; then per job: id, token, request, deliveries, crashes, outcome, created ms,
+--            started ms, attempt, 1 if it crashed alone, log, 1 if redriven, number of the log's
+--            last entry, tenant
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local returns = is_registered(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
@@ -37,7 +38,7 @@ local function redeliver()
     if job then
       if not deliver(id, job, true) then return end
     elseif not known[id] then
-      redis.call('SREM', owned, id)
+      drop_gone(id, worker)
     end
   end
 end
@@ -45,6 +46,7 @@ end
 -- Returns 'stays' or 'full' if the id stays in its list, nil if it leaves it.
 local function deliver_one(id, costs)
   local job = read_job(id)
+  if not job then note_gone(id) end
   if job and costs and not has_credit(job) then return 'stays' end
   if job and not deliver(id, job) then return 'full' end
 end
@@ -129,5 +131,6 @@ local is_whole, trouble = pcall(function()
 end)
 write_counts()
 if is_whole then reset_idle_counters() end
+table.insert(deliveries, 1, gone)
 table.insert(deliveries, 1, leaves_some and 1 or 0)
 return is_whole and deliveries or as_reply(trouble)

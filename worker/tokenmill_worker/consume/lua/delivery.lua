@@ -36,7 +36,7 @@ local function outcome_of(job)
 end
 
 local function read_job(id)
-  if not is_name(id) then return nil end
+  if not is_id(id) then return nil end
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries',
     'crashes', 'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel',
     'class', 'tenant', 'cost', 'orphaned',
@@ -49,6 +49,12 @@ local function read_job(id)
     cancel = raw[12], class = class_of(raw[13]), tenant = raw[14] or '', cost = number(raw[15], 0),
     orphaned = number(raw[16], 0), entry = raw[17], uncounted = raw[18], redriven = raw[19],
   }
+end
+
+-- Notes a waiting job whose hash is gone, for the reply.
+local gone = {}
+local function note_gone(id)
+  if is_id(id) and redis.call('EXISTS', job_key(id)) == 0 then gone[#gone + 1] = id end
 end
 
 -- Returns a job's log: chunks, bytes, number of the last entry. A key that another program wrote
@@ -109,6 +115,7 @@ local function deliver(id, job, again)
     id, whole(token), job.request, job.deliveries, job.crashes, outcome, whole(job.created),
       whole(started),
     job.attempt, (job.solo_crashes > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
+    job.tenant,
   }
   if outcome == 'run' then
     if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end

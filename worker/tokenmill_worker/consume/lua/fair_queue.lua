@@ -39,6 +39,7 @@ local function read_job_of(class, tenant, entry)
   local id = create_job_from_entry(class, tenant, entry)
   local job = id and read_job(id)
   if job and job.state == 'queued' and job.entry == entry[1] then return id, job end
+  if id then note_gone(id) end
   redis.call('XACK', stream_key(class, tenant), GROUP, entry[1])
   redis.call('XDEL', stream_key(class, tenant), entry[1])
   redis.call('HINCRBY', meta, 'entries_dropped', 1)

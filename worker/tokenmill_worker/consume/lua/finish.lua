@@ -4,8 +4,8 @@
 -- Arguments  ARGV[3]  TTL of an ended job, with its result, s
 --            ARGV[4]  TTL of a dead job and of its entry among the dead letters, s
 --            then per job: id, token, state, result, final chunk, tokens served
--- Reply      per job 1: done, now or before; 0: refused, because another worker owns the job or it
---            is gone
+-- Reply      per job 1: done, now or before, or nothing is left to do, because its hash is gone;
+--            0: refused, because another worker owns the job
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local FIRST, FIELDS = 5, 6
 check_groups(FIRST, FIELDS)
@@ -87,6 +87,7 @@ local function finish(id, token, state, result, chunk, served)
   local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant',
     'entry', 'cost',
     'idem')
+  if not job[2] then return 1 end
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
   if (job[4] or '') == '' then return 0 end  -- given back and not claimed since
@@ -117,7 +118,8 @@ local function finish(id, token, state, result, chunk, served)
     redis.call('HDEL', key, 'request', 'history', 'idem', 'idem_ms', 'entry')
     redis.call('EXPIRE', key, whole(result_ttl_s))
   end
-  publish_chunk(id, chunk)
+  -- The end of a job that ended while it waited is published already (end_waiting of common.lua).
+  if job[2] == 'running' then publish_chunk(id, chunk) end
   return 1
 end
 

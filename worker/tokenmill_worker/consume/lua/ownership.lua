@@ -29,6 +29,13 @@ local function release_ownership(id, worker, tenant)
   redis.call('HINCRBY', meta, 'running', -1)
 end
 
+-- Takes a job whose hash is gone from its worker, in whose set it still is.
+local function drop_gone(id, worker, tenant)
+  if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
+  redis.call('HINCRBY', meta, 'running', -1)
+  if tenant then tenant_running(tenant, -1) end
+end
+
 local function count_up(key, field)
   redis.call('HSET', key, field, whole(number(redis.call('HGET', key, field), 0) + 1))
 end
@@ -44,16 +51,16 @@ local function remember(key, line)
   redis.call('HSET', key, 'history', history)
 end
 
--- Gives a job back to the queue. how: 'handover' (drain, never counted as a crash), 'crash' (the
--- engine died while it ran the job), 'orphan' (the worker vanished), 'retry' (run again after a
--- delay). The log stays. The token stays too, and permits no write until the next claim raises it.
--- An orphan whose log has grown since its claim counts no crash.
-local function give_back(id, now, how, alone, delay_ms, note)
+-- Gives a job of the worker `owner` back to the queue. how: 'handover' (drain, never counted as a
+-- crash), 'crash' (the engine died while it ran the job), 'orphan' (the worker vanished), 'retry'
+-- (run again after a delay). The log stays. The token stays too, and permits no write until the
+-- next claim raises it. An orphan whose log has grown since its claim counts no crash.
+local function give_back(id, owner, now, how, alone, delay_ms, note)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms',
     'mark', 'cost')
   local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
-  if not state then return end
+  if not state then return drop_gone(id, owner) end
   release_ownership(id, worker, tenant)
   if state ~= 'running' then  -- it ended while it waited and only has to be recorded
     redis.call('HSET', key, 'worker', '')
@@ -84,7 +91,7 @@ end
 -- Gives back every job of a worker, and removes it from all sets. Returns how many jobs it owned.
 local function deregister_worker(worker, now, how)
   local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
-  for _, id in ipairs(ids) do give_back(id, now, how, #ids == 1, 0, '') end
+  for _, id in ipairs(ids) do give_back(id, worker, now, how, #ids == 1, 0, '') end
   invalidate_version(worker)
   redis.call('DEL', base .. 'held:' .. worker)
   redis.call('SREM', base .. 'workers', worker)
