@@ -231,7 +231,7 @@ def find_violations(injector, loads):
             found += (
                 load.problems
                 + left_in_redis(redis, load.queue, states)
-                + load.witness.violations(states)
+                + load.witness.violations()
             )
     return found
 

@@ -181,10 +181,10 @@ async def test_the_witness_counts_what_was_published_twice(redis_url):
         for _ in range(2):
             witness.receive({"job_id": "j", "index": 4, "token_ids": [7]})
         witness.receive({"job_id": "j", "index": 5, "token_ids": [8], "status": "succeeded"})
-        assert [item.words for item in witness.violations({})] == [
+        assert [item.words for item in witness.violations()] == [
             "token 4 of choice 0 of job j was published 2 times"
         ]
         witness.receive({"job_id": "j", "index": 6, "status": "succeeded"})
-        assert len(witness.violations({"j": "succeeded"})) == 2
+        assert len(witness.violations()) == 2
     finally:
         await witness.close()
