@@ -229,9 +229,7 @@ def find_violations(injector, loads):
         for load in loads:
             states = states_of(injector.database, load.queue)
             found += (
-                load.problems
-                + left_in_redis(redis, load.queue, states)
-                + load.witness.violations()
+                load.problems + left_in_redis(redis, load.queue, states) + load.witness.violations()
             )
     return found
 
