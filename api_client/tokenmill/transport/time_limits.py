@@ -25,22 +25,23 @@ async def at_most(seconds: float | None) -> AsyncIterator[None]:
     if seconds is None:
         yield
         return
-    loop, tick_s, left = asyncio.get_running_loop(), seconds / TICKS, TICKS
+    loop, tick_s = asyncio.get_running_loop(), seconds / TICKS
+    timer: asyncio.TimerHandle | None = None
     async with asyncio.timeout(None) as limit:
 
-        def tick() -> None:
-            nonlocal left, timer
-            left -= 1
+        def tick(left: int) -> None:
+            nonlocal timer
             if left:
-                timer = loop.call_later(tick_s, tick)
+                timer = loop.call_later(tick_s, tick, left - 1)
             else:
                 limit.reschedule(loop.time())
 
-        timer = loop.call_later(tick_s, tick)
+        tick(TICKS)
         try:
             yield
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
 
 @functools.cache

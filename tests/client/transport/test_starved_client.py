@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
@@ -19,6 +20,7 @@ from tokenmill.transport import async_pubsub
 from tokenmill.transport.cancellation import wait_at_most
 from tokenmill.transport.connect import connect_async
 from tokenmill.transport.time_limits import at_most
+from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.consume.append.connection import PipelinedConnection
 
 pytestmark = pytest.mark.redis
@@ -42,7 +44,7 @@ async def client_through(proxy) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def begin(*tasks: asyncio.Task) -> None:
+async def begin(*tasks: asyncio.Task[Any]) -> None:
     """Let tasks send their commands, then stop the loop for longer than their limits."""
     for _ in range(20):
         await asyncio.sleep(0)
@@ -91,7 +93,7 @@ async def test_no_stream_of_a_starved_client_raises(slow) -> None:
     async with client_through(slow) as client:
         jobs = await client.submit_many([{"prompt": "x"}] * 200)
 
-        async def last(job: str) -> str:
+        async def last(job: str) -> JobStatus | None:
             return [chunk.status async for chunk in client.stream(job)][-1]
 
         streams = [asyncio.create_task(last(job)) for job in jobs]
@@ -101,7 +103,7 @@ async def test_no_stream_of_a_starved_client_raises(slow) -> None:
             time.sleep(FREEZE_S)  # noqa: ASYNC251 - again, at other moments of their start
         for job in jobs:
             await client.cancel(job)
-        assert set(await asyncio.gather(*streams)) == {"cancelled"}
+        assert set(await asyncio.gather(*streams)) == {JobStatus.CANCELLED}
 
 
 @pytest.mark.parametrize("use", ["call", "held", "subscribe"])
@@ -114,7 +116,7 @@ async def test_a_server_that_does_not_answer_is_given_up(slow, monkeypatch, use)
     await redis.ping()
     await pubsub.subscribe("first")
     slow.freeze()
-    uses = {
+    uses: dict[str, Any] = {
         "call": redis.ping,
         "held": lambda: line.call(ECHO, KEY, "b"),
         "subscribe": lambda: pubsub.subscribe("second"),

@@ -20,7 +20,6 @@ from tokenmill.transport.connect import SERVER_TROUBLE
 from tokenmill.transport.failover import is_readonly_error
 from tokenmill.transport.raw_protocol import RawRedisProtocol
 from tokenmill.transport.scripts import Argument, Script, call_async
-from tokenmill.transport.time_limits import TICKS
 
 # A message that the server pushes, with RESP3.
 _PUSHED: Any = getattr(hiredis, "PushNotification", ())
@@ -82,18 +81,15 @@ class _OpenConnection:
     caller was cancelled is dropped. A connection that has ended stays ended, and fails the calls
     that were under way.
 
-    Calls share one timer, whose ticks count the time that the oldest call has waited while the loop
-    ran (see `tokenmill.transport.time_limits`).
+    Calls share one timer. It fires when the oldest call may have exceeded the time limit.
     """
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self._timeout_s: float | None = connection.socket_timeout
         self._loop = asyncio.get_running_loop()
-        self._pending: deque[asyncio.Future[Any]] = deque()
+        self._pending: deque[tuple[float, asyncio.Future[Any]]] = deque()  # (sent at, reply)
         self._timer: asyncio.TimerHandle | None = None
-        self._oldest: asyncio.Future[Any] | None = None  # at the last tick
-        self._num_ticks = 0  # since that call is the oldest
         self._wire = RawRedisProtocol.over(connection, self._answer, self._end)
 
     @property
@@ -107,10 +103,12 @@ class _OpenConnection:
         if self._wire is None:
             raise ConnectionError("this connection has no socket")
         self._wire.send(*command)
-        reply = self._loop.create_future()
-        self._pending.append(reply)
+        reply, now = self._loop.create_future(), self._loop.time()
+        self._pending.append((now, reply))
         if self._timer is None and self._timeout_s is not None:
-            self._set_timer(self._timeout_s)
+            self._timer = self._loop.call_at(
+                now + self._timeout_s, self._on_timeout, self._timeout_s
+            )
         return reply
 
     def _answer(self, reply: Any) -> None:
@@ -119,7 +117,7 @@ class _OpenConnection:
         if not self._pending:
             self._break(InvalidResponse("a reply without a call"))
             return
-        waiter = self._pending.popleft()
+        _, waiter = self._pending.popleft()
         if waiter.done():
             return
         if isinstance(reply, Exception):
@@ -129,20 +127,15 @@ class _OpenConnection:
         else:
             waiter.set_result(reply)
 
-    def _set_timer(self, timeout_s: float) -> None:
-        self._timer = self._loop.call_later(timeout_s / TICKS, self._on_tick, timeout_s)
-
-    def _on_tick(self, timeout_s: float) -> None:
+    def _on_timeout(self, timeout_s: float) -> None:
         self._timer = None
         if not self._pending:
             return
-        if self._pending[0] is not self._oldest:
-            self._oldest, self._num_ticks = self._pending[0], 0
-        self._num_ticks += 1
-        if self._num_ticks > TICKS:
+        due = self._pending[0][0] + timeout_s
+        if due <= self._loop.time():
             self._break(TimeoutError(f"no reply within {timeout_s:g} s"))
         else:
-            self._set_timer(timeout_s)
+            self._timer = self._loop.call_at(due, self._on_timeout, timeout_s)
 
     def _break(self, error: Exception) -> None:
         if self._wire is not None:
@@ -151,7 +144,7 @@ class _OpenConnection:
     def _end(self, error: Exception) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for waiter in self._pending:
+        for _, waiter in self._pending:
             if not waiter.done():
                 waiter.set_exception(error)
         self._pending.clear()
