@@ -26,8 +26,8 @@ async def at_most(seconds: float | None) -> AsyncIterator[None]:
         yield
         return
     loop, tick_s = asyncio.get_running_loop(), seconds / TICKS
-    timer: asyncio.TimerHandle | None = None
     async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(tick_s, lambda: tick(TICKS - 1))
 
         def tick(left: int) -> None:
             nonlocal timer
@@ -36,12 +36,10 @@ async def at_most(seconds: float | None) -> AsyncIterator[None]:
             else:
                 limit.reschedule(loop.time())
 
-        tick(TICKS)
         try:
             yield
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
 
 @functools.cache
