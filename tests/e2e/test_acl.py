@@ -250,7 +250,7 @@ def commands_of(*used: Script) -> set[str]:
 NEEDED = {
     "producer": SCRIPTS | LOOKING | commands_of(scripts.SUBMIT, scripts.CANCEL, scripts.REDRIVE),
     "worker": SCRIPTS | LOOKING | commands_of(*worker_scripts.ALL) | {"info", "acl|dryrun"},
-    "reader": LOOKING - {"hset"} | {"info"},
+    "reader": LOOKING - {"hset"} | {"acl|dryrun", "info"},
 }
 
 

@@ -132,7 +132,7 @@ MAY_NOT_ASK = "this user may not ask if a restart keeps what scripts wrote (ACL 
     ("user", "warnings"),
     [
         ("producer", [MAY_NOT_READ]),
-        ("reader", [MAY_NOT_ASK]),
+        ("reader", []),
         ("tasks", [MAY_NOT_ASK]),
         ("worker", []),
         ("operator", []),

@@ -244,5 +244,7 @@ async def test_the_exporter_reports_memory_and_a_server_that_evicts_with_the_rig
         with pytest.raises(urllib.error.HTTPError) as failing:
             await asyncio.to_thread(scrape, exporter.port, "/healthz")
         assert b"maxmemory-policy is allkeys-lru" in failing.value.read()
+        with server.client(username="operator", password="change-me-operator") as operator:
+            assert operator.acl_log() == []
     finally:
         await exporter.stop()

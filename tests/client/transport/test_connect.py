@@ -125,17 +125,18 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", refuse)
 
 
-def test_threads_connections_look_no_version_up(
+def test_threads_connections_look_no_version_up_and_name_no_library(
     redis_url: str, request: pytest.FixtureRequest
 ) -> None:
-    with connect(redis_url) as client:
+    with connect(redis_url, Link(client_name="ours")) as client:
         assert client.ping()
         request.getfixturevalue("nothing_installed")
         connections = [client.connection_pool.get_connection() for _ in range(3)]
-        names = {entry["lib-name"] for entry in client.client_list() if entry.get("lib-name")}
+        ours = [entry for entry in client.client_list() if entry["name"] == "ours"]
         for connection in connections:
             client.connection_pool.release(connection)
-    assert names == {"redis-py"}
+    assert [entry.get("lib-name", "") for entry in ours] == [""] * len(ours)
+    assert len(ours) >= 3
 
 
 async def test_a_loop_s_connections_look_no_version_up(
