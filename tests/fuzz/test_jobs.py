@@ -9,8 +9,9 @@ from tests.chaos.checker import Received
 from tests.fuzz.__main__ import main
 from tests.fuzz.jobs.cases import Case
 from tests.fuzz.jobs.producer import Submitted
-from tests.fuzz.jobs.run import Outcome
+from tests.fuzz.jobs.run import Outcome, fuzz
 from tests.fuzz.jobs.service import EndRow
+from tests.support.lifecycle import need_valkey
 from tokenmill.errors import InvalidRequest
 from tokenmill.operations.job_request import build_request
 
@@ -118,3 +119,16 @@ def test_the_command_of_whole_jobs_has_options_of_its_own(capsys):
     with pytest.raises(SystemExit):
         main(["jobs", "--help"])
     assert "--probe-seconds" in capsys.readouterr().out
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+async def test_drawn_jobs_against_a_real_worker_have_no_problems(tmp_path):
+    need_valkey()
+    found = await fuzz(DRAWN, rate=100.0, probe_s=2.0, folder=tmp_path)
+    assert list(found.problems()) == []
+    assert {"succeeded", "failed", "expired"} <= {row.state for row in found.rows.values()}
+    assert found.submitted.by_way["raw"] > 50
+    assert found.submitted.by_way["client"] > 50
+    assert found.undisturbed
+    assert found.beside

@@ -140,6 +140,8 @@ class JsonCompiler:
         rewritten = rewrite(read.schema)
         if problems := (*read.problems, *rewritten.problems):
             raise SchemaRefused("; ".join(problems))
+        if _has_lowest(rewritten.schema):
+            raise SchemaRefused("it holds an integer near -2^63, which is not supported")
         grammar = self._grammar(rewritten.schema)
         if _ONE_OF in grammar.get_error():
             rewritten = rewrite(read.schema, expand_one_of=True)
@@ -150,8 +152,8 @@ class JsonCompiler:
 
     def _loose(self, schema: Any) -> tuple[Any, Any]:
         found: Any = rewrite(modern(schema).schema).schema
-        grammar = self._grammar(found, **_LOOSE)
-        if grammar.is_error():
+        grammar = None if _has_lowest(found) else self._grammar(found, **_LOOSE)
+        if grammar is None or grammar.is_error():
             found = {"type": "object"} if _is_object(schema) else {}
             grammar = self._grammar(found)
         return grammar, found
@@ -226,6 +228,17 @@ def _explained(error: str) -> str:
 
 def _first_line(error: str) -> str:
     return error.strip().split("\n", 1)[0].strip()
+
+
+def _has_lowest(part: Any) -> bool:
+    """Return True if a schema holds an integer whose float is -2^63: there llguidance recurses
+    until the process dies of its stack.
+    """
+    if isinstance(part, dict):
+        return any(map(_has_lowest, part.values()))
+    if isinstance(part, list):
+        return any(map(_has_lowest, part))
+    return type(part) is int and -(2**64) < part < 0 and float(part) == -(2.0**63)
 
 
 def _as_object(schema: Any) -> dict[str, Any]:

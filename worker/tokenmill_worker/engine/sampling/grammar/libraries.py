@@ -16,6 +16,7 @@ from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused
 from tokenmill_worker.engine.sampling.grammar.bitmasks import allowed_ids, open_masks
 from tokenmill_worker.engine.sampling.grammar.calls import compile_calls
+from tokenmill_worker.engine.sampling.grammar.circles import refuse_circles
 from tokenmill_worker.engine.sampling.grammar.errors import GrammarError
 from tokenmill_worker.engine.sampling.grammar.json_grammar import JsonCompiler, SchemaRefused
 from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
@@ -91,10 +92,13 @@ class Libraries:
             if kind == "regex":
                 compiled = self._texts.compile_regex(source)
             elif kind == "grammar":
-                compiled = self._texts.compile_grammar(xgrammar.Grammar.from_ebnf(source))
+                parsed = xgrammar.Grammar.from_ebnf(source)
+                refuse_circles(str(parsed))
+                compiled = self._texts.compile_grammar(parsed)
             else:
-                tag = with_token_ids(json.loads(source), self._special)
-                compiled = self._texts.compile_structural_tag(json.dumps(tag))
+                tag = json.dumps(with_token_ids(json.loads(source), self._special))
+                refuse_circles(str(xgrammar.Grammar.from_structural_tag(tag)))
+                compiled = self._texts.compile_structural_tag(tag)
         except Exception as error:
             if isinstance(error, MemoryError) or str(error) == "std::bad_alloc":
                 raise MemoryError from error
