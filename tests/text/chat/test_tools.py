@@ -167,3 +167,45 @@ def test_a_choice_narrows_the_tools() -> None:
     assert (one.is_required, one.separator) == (True, None)
     assert grammar_of(formats.HERMES, "required").is_required
     assert grammar_of(formats.HERMES, is_parallel=False).separator is None
+
+
+MARKS = {"<tool_call>": 1, "</tool_call>": 2, "[TOOL_CALLS]": 3, "<parameter=": 4}
+
+
+def marked(form: ToolFormat) -> CallParser:
+    """Make a parser whose marks are special tokens of these ids."""
+    marks = {mark: id_ for mark, id_ in MARKS.items() if any(mark in text for text in form.texts)}
+    grammar = call_grammar(form, marks, TOOLS, "auto", True)
+    return CallParser(grammar, call_ids("job", 0, 9))
+
+
+@pytest.mark.parametrize("form", [formats.HERMES, formats.XML], ids=["json", "xml"])
+def test_a_mark_out_of_place_is_its_letters_in_a_call_and_nothing_in_free_text(form):
+    parser = marked(form)
+    end = parser.marks[2]
+    named = f"{form.before}ge{end}t{form.after}"
+    value = f'{{"x": "a{end}b"'
+    if form.arguments is not None:
+        value = f"<parameter=x{end}>\n7{end}\n</parameter>\n"
+    free, deltas = parser.push(f"I {end}look{end}. {parser.marks[1]}{named}{value}")
+    assert free == "I look. "
+    (call,) = parser.calls
+    assert call.name == "ge</tool_call>t"
+    assert "</tool_call>" in call.arguments
+    assert [delta.arguments for delta in deltas if delta.arguments] == [call.arguments]
+    for text in (free, call.name, call.arguments, *(delta.name for delta in deltas)):
+        text.encode()
+
+
+@pytest.mark.parametrize("form", [formats.HERMES, formats.MISTRAL_LIST], ids=["hermes", "mistral"])
+def test_an_answer_that_ends_within_a_mark_s_text_has_no_lone_surrogate(form):
+    parser = marked(form)
+    first = next(iter(parser.marks.values()))
+    free, _ = parser.push(f"I look{first}"[:-1] + first)
+    assert (free + parser.close("")).encode() == b"I look"
+
+
+def test_the_letters_of_a_mark_are_text():
+    parser = marked(formats.HERMES)
+    free, _ = parser.push("a </tool_call> b")
+    assert free + parser.close("") == "a </tool_call> b"

@@ -6,7 +6,7 @@ The grammar admits no other text. Cut anywhere, the text gives the same pieces t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from tokenmill_schemas.generation import CallGrammar
@@ -64,10 +64,15 @@ class ArgumentReader:
 
     Args:
         grammar: of the answer; its calls have a form of arguments.
+        letters: those of each mark, which is one character of the text.
     """
 
-    def __init__(self, grammar: CallGrammar) -> None:
+    def __init__(self, grammar: CallGrammar, letters: Mapping[int, str]) -> None:
         assert grammar.arguments is not None
+        self._letters = letters
+        self._json_letters = {
+            code: json.dumps(mark, ensure_ascii=False)[1:-1] for code, mark in letters.items()
+        }
         self._form, self._call_end = grammar.arguments, grammar.end
         self._stops = self._form.end[:1] or self._form.separator[0] + self._call_end[0]
         self._words = {word: value for value, word in self._form.words.items()}
@@ -116,7 +121,7 @@ class ArgumentReader:
         end = self._held.find(after[0])
         if end < 0 or len(self._held) < end + len(after):
             return False
-        name = self._held[:end]
+        name = self._held[:end].translate(self._letters)
         self._held = self._held[end + len(after) :]
         self._pieces.append((", " if self._count else "") + json.dumps(name) + ": ")
         self._count += 1
@@ -131,7 +136,8 @@ class ArgumentReader:
     def _plain_text(self) -> bool:
         end = self._held.find(self._form.end)
         cut = end if end >= 0 else len(self._held) - overlap(self._held, self._form.end)
-        self._pieces.append(json.dumps(self._held[:cut], ensure_ascii=False)[1:-1])
+        text = self._held[:cut].translate(self._letters)
+        self._pieces.append(json.dumps(text, ensure_ascii=False)[1:-1])
         self._held = self._held[cut:]
         if end < 0:
             return False
@@ -153,7 +159,7 @@ class ArgumentReader:
     def _value(self) -> bool:
         end = self._scanner.end_of_value(self._held, self._stops)
         is_over = end < len(self._held)
-        self._pieces.append(self._held[:end])
+        self._pieces.append(self._held[:end].translate(self._json_letters))
         self._held = self._held[end:]
         return is_over and self._end_value()
 

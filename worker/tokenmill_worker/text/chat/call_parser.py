@@ -6,6 +6,7 @@ text gives the same pieces together.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,7 +30,11 @@ class CallParser:
 
     def __init__(self, grammar: CallGrammar, id_of: Callable[[int], str]) -> None:
         # A mark is one character that no decoded text has: its letters alone are text.
+        # No such character leaves the parser: free text is without the marks, as all special tokens
+        # have no text there; within a call, where they are not due, they are their letters.
         codes = {mark: chr(0xDC80 + place) for place, mark in enumerate(sorted(grammar.marks))}
+        self._nothing_for = {ord(code): None for code in codes.values()}
+        letters = {ord(code): mark for mark, code in codes.items()}
         self._grammar = _coded(grammar, codes)
         self._id_of = id_of
         self._calls: list[_OpenCall] = []
@@ -39,7 +44,13 @@ class CallParser:
         self._text: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._scanner = JsonScanner()
-        self._arguments = None if grammar.arguments is None else ArgumentReader(self._grammar)
+        self._letters = letters
+        self._json_letters = {
+            code: json.dumps(mark, ensure_ascii=False)[1:-1] for code, mark in letters.items()
+        }
+        self._arguments = (
+            None if grammar.arguments is None else ArgumentReader(self._grammar, letters)
+        )
         # the token of a mark → its character
         self.marks = {token_id: codes[mark] for mark, token_id in grammar.marks.items()}
 
@@ -60,7 +71,7 @@ class CallParser:
         self._held += text
         while self._skipped() and self._held and self._step():
             pass
-        found = "".join(self._text), tuple(self._deltas)
+        found = "".join(self._text).translate(self._nothing_for), tuple(self._deltas)
         self._text.clear()
         self._deltas.clear()
         return found
@@ -72,7 +83,7 @@ class CallParser:
         if self._step not in (self._free_text, self._only_text) or self._to_skip:
             return ""
         held, self._held = self._held, ""
-        return held + text
+        return (held + text).translate(self._nothing_for)
 
     # ── steps: each returns whether the next may follow ──
 
@@ -112,7 +123,7 @@ class CallParser:
         if end < 0:
             return False
         index = len(self._calls)
-        call = _OpenCall(self._id_of(index), self._held[:end])
+        call = _OpenCall(self._id_of(index), self._held[:end].translate(self._letters))
         self._calls.append(call)
         self._deltas.append(ToolCallDelta(index, call.id, call.name))
         self._held = self._held[end:]
@@ -128,6 +139,7 @@ class CallParser:
         if self._arguments is None:
             end = self._scanner.end_of_object(self._held)
             piece, self._held = self._held[:end], self._held[end:]
+            piece = piece.translate(self._json_letters)
             is_over = self._scanner.is_outside
         else:
             piece, self._held, is_over = self._arguments.read(self._held)
