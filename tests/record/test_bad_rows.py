@@ -1,16 +1,20 @@
 """One row that a database cannot hold never keeps the others waiting."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, exc
 
-from tests.record.support import counts, finished, rows
+from tests.record.support import FakeRedis, counts, finished, rows
+from tests.support.waiting import until
 from tokenmill.sql.engine import open_engine
+from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas import ChoiceResult, Usage
 from tokenmill_schemas.codec import decode_result
 from tokenmill_schemas.validation import MAX_NAME_CHARS
 from tokenmill_worker.record import ResultStore
+from tokenmill_worker.record.finalizer import Finalizer
 
 
 def _nul(job_id: str) -> Any:
@@ -120,3 +124,29 @@ async def test_names_as_long_as_a_request_may_have_them_are_kept(
     assert rows(url, "SELECT id, tenant, model FROM jobs") == [
         {"id": longest, "tenant": longest, "model": longest}
     ]
+
+
+async def test_a_job_of_which_no_row_can_be_made_ends_as_failed_beside_the_others(
+    store: ResultStore, url: str
+) -> None:
+    """Its answer holds what cannot be encoded; then its metadata too."""
+    answer = finished("bad", choices=(ChoiceResult(text="\ud800", token_ids=(1,)),))
+    worse = finished("worse", metadata={"key": "\ud800"})
+    redis = FakeRedis()
+    finalizer = Finalizer(store, redis)
+    running = asyncio.create_task(finalizer.run())
+    for item in (finished("a"), answer, finished("b"), worse):
+        await finalizer.submit(item)
+    await until(lambda: not len(finalizer))
+    await end_task(running)
+    found = rows(url, "SELECT id, state, error_code FROM jobs ORDER BY id")
+    assert [tuple(row.values()) for row in found] == [
+        ("a", "succeeded", None),
+        ("b", "succeeded", None),
+        ("bad", "failed", "internal_error"),
+        ("worse", "failed", "internal_error"),
+    ]
+    assert counts(url) == (4, 4, 4, 4)
+    assert {job_id: job.result.status.value for job_id, job in redis.done.items()} == {
+        "a": "succeeded", "b": "succeeded", "bad": "failed", "worse": "failed",
+    }  # fmt: skip

@@ -5,6 +5,7 @@ it breaks its schema.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -12,7 +13,9 @@ import msgspec
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import ChoiceResult, JobError, JobStatus
 from tokenmill_worker.checking.checker import VIOLATION, AnswerChecker
-from tokenmill_worker.jobs import FinishedJob
+from tokenmill_worker.jobs import FinishedJob, set_aside
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # from this number on no job should be claimed
 
@@ -43,7 +46,12 @@ class Checks:
         return True
 
     async def _check(self, finished: FinishedJob) -> None:
-        await self._then(await checked(finished, self._checker))
+        try:
+            finished = await checked(finished, self._checker)
+        except Exception as error:
+            log.exception("Job %s fails: its answer could not be checked", finished.job_id)
+            finished = set_aside(finished, "check the answer of", error)
+        await self._then(finished)
 
     async def close(self, limit_s: float) -> None:
         if self._tasks:

@@ -29,7 +29,14 @@ from tokenmill_worker.consume.append.connection import PipelinedConnection
 from tokenmill_worker.consume.scripts import HeartbeatReply
 from tokenmill_worker.consume.server_check import ServerWatch, translated_errors
 from tokenmill_worker.errors import RedisUnavailable
-from tokenmill_worker.jobs import AppendFailures, AppendReply, ChunkAppend, Delivery, FinishedJob
+from tokenmill_worker.jobs import (
+    AppendFailures,
+    AppendReply,
+    ChunkAppend,
+    Delivery,
+    FinishedJob,
+    set_aside,
+)
 
 log = logging.getLogger(__name__)
 
@@ -189,8 +196,8 @@ class JobStream:
             return {place: (AppendReply.LOST, item.start) for place, item in enumerate(items)}
         if not items:
             return {}
-        version, packed = self._append_batch.pack(items)
         try:
+            version, packed = self._append_batch.pack(items)
             reply = await self._call(
                 scripts.APPEND, round(self.options.log_ttl_s), self.worker_id, version, packed
             )
@@ -338,6 +345,14 @@ class JobStream:
 
 
 def _finish_arguments(job: FinishedJob) -> tuple[Argument, ...]:
+    try:
+        return _encoded_end(job)
+    except Exception as error:
+        log.exception("Job %s ends without its answer: it cannot be encoded", job.job_id)
+        return _encoded_end(set_aside(job, "acknowledge", error))
+
+
+def _encoded_end(job: FinishedJob) -> tuple[Argument, ...]:
     usage = job.result.usage
     return (
         job.result.job_id,

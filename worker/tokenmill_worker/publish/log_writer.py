@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
+from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import (
@@ -34,11 +35,16 @@ RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 class LogWriter:
     """Queues jobs that have chunks to append, and appends them. A chunk that is not full waits at
     most `chunk_wait_s` for more tokens. `close` is called with the request id of a job that is
-    another worker's now.
+    another worker's now, `set_aside` with a job whose chunks make the call raise.
     """
 
     def __init__(
-        self, log: ChunkLog, max_appends: int, chunk_wait_s: float, close: Callable[[str], None]
+        self,
+        log: ChunkLog,
+        max_appends: int,
+        chunk_wait_s: float,
+        close: Callable[[str], None],
+        set_aside: Callable[[RunningJob, Exception, PublishReport], None],
     ) -> None:
         # Jobs with something to append, by request id, longest waiting first.
         self.due: dict[str, RunningJob] = {}
@@ -48,6 +54,7 @@ class LogWriter:
         self._max_appends = max_appends
         self._chunk_wait_s = chunk_wait_s
         self._close = close
+        self._set_aside = set_aside
         self._failures = 0  # consecutive failures of the log
         self._retry_at = 0.0  # monotonic seconds
         self._appending = asyncio.Lock()
@@ -117,15 +124,17 @@ class LogWriter:
         """
         async with self._appending:  # order within a job is the order of the calls
             items, owners = list(fast.values()), list(fast)
-            self._collect(items, owners, together)
+            self._collect(items, owners, together, report)
             try:
                 failures = await self._log.append(items)
             except BaseException as error:
                 _requeue(fast)
-                if not isinstance(error, LOG_ERRORS):
+                is_away = isinstance(error, LOG_ERRORS)
+                if not is_away and not self._drop_unsendable(items, owners, report):
                     raise
                 self._requeue_served(fast)
-                self._postpone(error)
+                if isinstance(error, LOG_ERRORS):
+                    self._postpone(error)
                 return
             if self._failures:
                 log.info(
@@ -141,14 +150,41 @@ class LogWriter:
             if failures or self.due:
                 self._requeue_served(owners)
 
-    def _collect(self, items: list[ChunkAppend], owners: list[RunningJob], together: bool) -> None:
+    def _collect(
+        self,
+        items: list[ChunkAppend],
+        owners: list[RunningJob],
+        together: bool,
+        report: PublishReport,
+    ) -> None:
+        broken: list[tuple[RunningJob, Exception]] = []
         for running in self.due.values():
             room = self._max_appends - len(items)
             if room <= 0:
                 break
-            chunks = running.chunker.appends(room, together)
+            try:
+                chunks = running.chunker.appends(room, together)
+            except Exception as error:
+                broken.append((running, error))
+                continue
             items += chunks
             owners += [running] * len(chunks)
+        for running, error in broken:
+            self._set_aside(running, error, report)
+
+    def _drop_unsendable(
+        self, items: list[ChunkAppend], owners: list[RunningJob], report: PublishReport
+    ) -> bool:
+        """Set jobs aside whose chunks cannot be encoded; returns whether there are any."""
+        found = False
+        for running, item in zip(owners, items, strict=True):
+            try:
+                encode(item.chunk)
+            except Exception as error:
+                found = True
+                if running.is_open:
+                    self._set_aside(running, error, report)
+        return found
 
     def _apply(
         self,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenmill.transport.server_clock import ServerClock
-from tokenmill_schemas.result import JobStatus
+from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.engine.types import TokenEvent
-from tokenmill_worker.jobs import AdmittedJob, ChunkAppend, ChunkLog, FinishedJob, PublishReport
+from tokenmill_worker.jobs import AdmittedJob, CancelOrder, ChunkAppend, ChunkLog, PublishReport
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
 from tokenmill_worker.publish.log_writer import LogWriter
 from tokenmill_worker.publish.running_job import RunningJob
@@ -52,7 +52,7 @@ class Publisher:
         self._limits = limits or PublishLimits()
         self._clock = clock or ServerClock()
         self._writer = LogWriter(
-            log, self._limits.max_appends, self._limits.chunk_wait_s, self.close
+            log, self._limits.max_appends, self._limits.chunk_wait_s, self.close, self._set_aside
         )
         # By request id, because a job may be claimed again.
         self._running: dict[str, RunningJob] = {}
@@ -127,13 +127,18 @@ class Publisher:
             running = self._running.get(event.request_id)
             if running is None:
                 continue
-            if running in fast:  # by an earlier step of the same call
-                del fast[running]
-                running.chunker.withdraw()
-            elif may_be_fast and (append := running.fast_chunk(event)) is not None:
-                fast[running] = append
+            try:
+                if running in fast:  # by an earlier step of the same call
+                    del fast[running]
+                    running.chunker.withdraw()
+                elif may_be_fast and (append := running.fast_chunk(event)) is not None:
+                    fast[running] = append
+                    continue
+                order = running.apply(event, now_ms, report.cancel)
+            except Exception as error:
+                touched.pop(event.request_id, None)
+                self._set_aside(running, error, report)
                 continue
-            order = running.apply(event, now_ms, report.cancel)
             if order is None:
                 touched[event.request_id] = running
             else:  # the next delivery sends the rest
@@ -144,20 +149,22 @@ class Publisher:
 
     def _finish(self, touched: dict[str, RunningJob], report: PublishReport) -> None:
         for request_id, running in touched.items():
-            if running.answer.is_finished and running.is_open:
-                self.close(request_id)
-                report.finished.append(
-                    FinishedJob.build(
-                        running.job.delivery,
-                        JobStatus.FAILED if running.error else running.answer.status,
-                        worker_id=self._worker_id,
-                        now_ms=self._clock.now_ms(),
-                        request=running.job.request,
-                        answer=running.answer,
-                        error=running.error,
-                        model=self._model,
-                    )
-                )
+            try:
+                if not (running.answer.is_finished and running.is_open):
+                    continue
+                finished = running.finished(self._worker_id, self._model, self._clock.now_ms())
+            except Exception as error:
+                self._set_aside(running, error, report)
+                continue
+            self.close(request_id)
+            report.finished.append(finished)
+
+    def _set_aside(self, running: RunningJob, error: Exception, report: PublishReport) -> None:
+        """End a job whose answer makes a step raise; the others go on."""
+        self.close(running.request_id)
+        report.cancel.append(CancelOrder(running.request_id, FinishReason.ERROR))
+        now_ms = self._clock.now_ms()
+        report.finished.append(running.broken(error, self._worker_id, self._model, now_ms))
 
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:

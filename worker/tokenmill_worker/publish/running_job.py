@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+
+from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_schemas.result import JobError
+from tokenmill_schemas.result import JobError, JobStatus
 from tokenmill_worker.engine.types import TokenEvent
-from tokenmill_worker.jobs import AdmittedJob, CancelOrder, ChunkAppend, RetryOrder, retry_order
+from tokenmill_worker.jobs import (
+    INTERNAL_ERROR,
+    AdmittedJob,
+    CancelOrder,
+    ChunkAppend,
+    FinishedJob,
+    RetryOrder,
+    retry_order,
+)
 from tokenmill_worker.publish.chunker import Chunker
+
+log = logging.getLogger(__name__)
 
 
 class RunningJob:
@@ -91,3 +104,43 @@ class RunningJob:
         if order is None:
             self.answer.end_all(FinishReason.ERROR)
         return order
+
+    # ── the end ──
+
+    def finished(self, worker_id: str, model: str, now_ms: int) -> FinishedJob:
+        """Return the job's end, by its answer, which is finished."""
+        status = JobStatus.FAILED if self.error else self.answer.status
+        return FinishedJob.build(
+            self.job.delivery,
+            status,
+            worker_id=worker_id,
+            now_ms=now_ms,
+            request=self.job.request,
+            answer=self.answer,
+            error=self.error,
+            model=model,
+        )
+
+    def broken(self, error: Exception, worker_id: str, model: str, now_ms: int) -> FinishedJob:
+        """Return the end of a job whose answer makes the publisher raise: failed, with the answer
+        if it can be encoded. Never raises.
+        """
+        log.error("Job %s fails: it could not be published", self.job.job_id, exc_info=error)
+        words = f"the worker could not publish this job: {type(error).__name__}"
+        self.error = JobError(INTERNAL_ERROR, words)
+        try:
+            self.answer.end_all(FinishReason.ERROR)
+            found = self.finished(worker_id, model, now_ms)
+            encode(found.result), encode(found.final_chunk)
+            return found
+        except Exception:
+            log.exception("Job %s ends without its answer: it is unreadable", self.job.job_id)
+        return FinishedJob.build(
+            self.job.delivery,
+            JobStatus.FAILED,
+            worker_id=worker_id,
+            now_ms=now_ms,
+            request=self.job.request,
+            error=self.error,
+            model=model,
+        )

@@ -15,7 +15,7 @@ import msgspec
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
 from tokenmill_worker.errors import StoreUnavailable
-from tokenmill_worker.jobs import AdmittedJob, FinishedJob
+from tokenmill_worker.jobs import AdmittedJob, FinishedJob, set_aside
 from tokenmill_worker.record.result_store import RecordReport
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,15 @@ def recorded_by_us(group: list[FinishedJob], report: RecordReport) -> list[Finis
         for job_id, item in latest.items()
         if job_id in report.written or report.existing.get(job_id) == item.result
     ]
+
+
+def without_content(group: list[FinishedJob], report: RecordReport) -> list[FinishedJob]:
+    """Return the jobs of which no row could be made, as failed and without their answers."""
+    found = [item for item in group if item.job_id in report.broken]
+    for item in found:
+        error = report.broken[item.job_id]
+        log.error("Job %s fails: it could not be recorded", item.job_id, exc_info=error)
+    return [set_aside(item, "record", report.broken[item.job_id]) for item in found]
 
 
 async def skip_recorded(

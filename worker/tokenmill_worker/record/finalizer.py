@@ -29,6 +29,7 @@ from tokenmill_worker.record.already_recorded import (
     ended_without_id,
     recorded_by_us,
     skip_recorded,
+    without_content,
 )
 from tokenmill_worker.record.finalizer_stats import FinalizerStats
 from tokenmill_worker.record.job_size import size_of
@@ -164,7 +165,8 @@ class Finalizer:
         report = await self._store.record(group)
         ours = recorded_by_us(group, report)
         self.stats.note_group(report, len(ours), time.monotonic() - started)
-        done = [item for item in group if item.result.job_id not in report.refused]
+        undone = report.refused.keys() | report.broken.keys()
+        done = [item for item in group if item.job_id not in undone]
         taken = [ended_without_id(item) for item in done if item.result.job_id in report.taken]
         kept = [
             as_recorded(item, report.existing)
@@ -172,6 +174,7 @@ class Finalizer:
             if item.result.job_id not in report.taken
         ]
         self._to_acknowledge.put([*kept, *taken])
+        self._to_record.put(without_content(group, report))
         # The hook runs after the acknowledgement has started, so that metrics and log lines do not
         # delay the job's end.
         asyncio.get_running_loop().call_soon(_notify, self._on_recorded, [*ours, *taken])

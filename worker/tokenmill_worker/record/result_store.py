@@ -51,6 +51,8 @@ class RecordReport:
     sanitised: dict[str, str] = field(default_factory=dict)
     # not stored, with the reason: try again later
     refused: dict[str, str] = field(default_factory=dict)
+    # not stored, because no row could be made of the job
+    broken: dict[str, Exception] = field(default_factory=dict)
 
     def merge(self, other: RecordReport) -> None:
         self.written |= other.written
@@ -58,6 +60,7 @@ class RecordReport:
         self.taken |= other.taken
         self.sanitised |= other.sanitised
         self.refused |= other.refused
+        self.broken |= other.broken
 
 
 class ResultStore:
@@ -93,9 +96,7 @@ class ResultStore:
         }
         # two writers that lock in one order cannot deadlock
         items = [latest[job_id] for job_id in sorted(latest)]
-        return await self._calls.run(
-            lambda: self._record(self._rows_of(items)), self._answer_timeout_s
-        )
+        return await self._calls.run(lambda: self._record_items(items), self._answer_timeout_s)
 
     async def find(self, ids: Sequence[str]) -> dict[str, JobResult]:
         """Return results of this queue's jobs that are recorded for good (not as dead, which may be
@@ -144,10 +145,19 @@ class ResultStore:
         with self._engine.connect() as connection:
             return read_schema_version(connection)
 
-    def _rows_of(self, items: list[FinishedJob]) -> list[JobRecord]:
-        return [
-            JobRecord.of(item, queue=self._queue, with_prompt=self._with_prompts) for item in items
-        ]
+    def _record_items(self, items: list[FinishedJob]) -> RecordReport:
+        rows: list[JobRecord] = []
+        broken: dict[str, Exception] = {}
+        for item in items:
+            try:
+                row = JobRecord.of(item, queue=self._queue, with_prompt=self._with_prompts)
+            except Exception as error:
+                broken[item.job_id] = error
+            else:
+                rows.append(row)
+        report = self._record(rows)
+        report.broken |= broken
+        return report
 
     def _record(self, rows: list[JobRecord]) -> RecordReport:
         if not rows:
