@@ -30,7 +30,6 @@ MAX_ECHO: Final = 4 * 1024 * 1024
 MAX_MS: Final = 2**53
 WEEK_MS: Final = 7 * 24 * 3_600_000
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VERSION = re.compile(r"-?[0-9]{1,9}", re.ASCII)
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
@@ -83,11 +82,11 @@ def _as_received(request: JobRequest) -> JobRequest:
 
 def _broken_text(request: JobRequest) -> Iterator[str]:
     for field, text in _texts(request):
-        broken = _SURROGATE.search(text)
-        if broken is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
             yield (
-                f"{field} is not valid Unicode: a lone surrogate stands at character "
-                f"{broken.start()}"
+                f"{field} is not valid Unicode: a lone surrogate stands at character {error.start}"
             )
 
 

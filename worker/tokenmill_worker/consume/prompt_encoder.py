@@ -29,7 +29,7 @@ class PromptEncoder:
         if request.prompt_ids is not None:
             prompt_ids = request.prompt_ids
         else:
-            prompt_ids = self._encode(request, chat)
+            prompt_ids = self._encode(*_text_of(request, chat))
         if not prompt_ids:
             raise Refused("the prompt is empty: it has no tokens")
         if len(prompt_ids) >= self._max_model_len:
@@ -41,12 +41,17 @@ class PromptEncoder:
     ) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each continuation of the prompt, whose own tokens all share.
 
-        A text is encoded together with the prompt, as the model reads it in one piece.
+        A text is encoded together with the prompt's end, as the model reads both in one piece.
         """
+        text, special = _text_of(request, chat)
+        start, count = 0, 0
+        if sum(isinstance(given, str) for given in request.continuations) > 1:
+            start, count = self._tokenizer.tail_of(text, prompt_ids, special)
+        head = prompt_ids[:count]
         found: list[tuple[int, ...]] = []
         for i, given in enumerate(request.continuations):
             if isinstance(given, str):
-                whole = self._encode(request, chat, given)
+                whole = head + self._encode(text[start:] + given, special and not start)
                 if whole[: len(prompt_ids)] != prompt_ids or len(whole) == len(prompt_ids):
                     raise Refused(
                         f"continuations[{i}] shares a token with the end of the prompt: begin it "
@@ -63,12 +68,9 @@ class PromptEncoder:
             found.append(given)
         return tuple(found)
 
-    def _encode(
-        self, request: JobRequest, chat: str | None, continuation: str = ""
-    ) -> tuple[int, ...]:
-        text = (chat if chat is not None else request.prompt or "") + continuation
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         self._refuse_absurd_length(text)
-        return self._tokenizer.encode(text, special=chat is None)
+        return self._tokenizer.encode(text, special)
 
     def _refuse_absurd_length(self, text: str) -> None:
         """Refuse a text that exceeds the limit by its least possible number of tokens. Tokenising
@@ -82,3 +84,8 @@ class PromptEncoder:
     def _length_rule(self) -> str:
         length = self._max_model_len
         return f"the model's length is {length}, of which the answer needs at least 1"
+
+
+def _text_of(request: JobRequest, chat: str | None) -> tuple[str, bool]:
+    """Return the prompt's text, and whether special tokens are added: a chat has them already."""
+    return (request.prompt or "", True) if chat is None else (chat, False)

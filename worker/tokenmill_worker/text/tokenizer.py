@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from tokenmill_worker.text.chat.templates import ChatTemplate
 from tokenmill_worker.text.chat.tools import ToolFormat, detect_tools, special_marks
 from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from tokenmill_worker.text.length_bound import LengthBound, read_bound
+from tokenmill_worker.text.prompt_tail import PromptTail
 from tokenmill_worker.text.token_pieces import Pieces, read_pieces
 
 # Classes of a tokenizer.json that needs no other class.
@@ -76,11 +78,22 @@ class Tokenizer:
         (found,) = self._encoder.encode_batch_fast([text], add_special_tokens=special)
         return tuple(found.ids)
 
+    def tail_of(self, text: str, ids: tuple[int, ...], special: bool) -> tuple[int, int]:
+        """Return where the end of a prompt begins that is enough to encode what follows the prompt:
+        in its text and in its tokens. (0, 0): all of it is needed.
+        """
+        return (0, 0) if self._tail is None else self._tail.find(text, ids, special)
+
     def least_tokens(self, text: str) -> int:
         """Return a lower bound on the text's number of tokens; 0 if there is none. It is cheap, so
         that absurdly long texts need not be tokenised.
         """
         return self._bound.least_tokens(text) if self._bound is not None else 0
+
+    @cached_property
+    def _tail(self) -> PromptTail | None:
+        backend = self._encoder
+        return None if backend is None else PromptTail(backend, self.encode)
 
     # ── decoding ──
 
