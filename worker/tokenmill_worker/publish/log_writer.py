@@ -169,8 +169,8 @@ class LogWriter:
                 continue
             items += chunks
             owners += [running] * len(chunks)
-        for running, error in broken:
-            self._set_aside(running, error, report)
+        for running, problem in broken:
+            self._set_aside(running, problem, report)
 
     def _drop_unsendable(
         self, items: list[ChunkAppend], owners: list[RunningJob], report: PublishReport
