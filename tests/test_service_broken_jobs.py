@@ -17,7 +17,7 @@ from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingP
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.checking import checks as checks_module
-from tokenmill_worker.consume.job_stream import _finish_arguments
+from tokenmill_worker.consume.finish_arguments import finish_arguments
 from tokenmill_worker.consume.prompt_encoder import PromptEncoder
 from tokenmill_worker.jobs import AppendFailures, ChunkAppend, FinishedJob
 from tokenmill_worker.publish.chunker import Chunker
@@ -193,5 +193,5 @@ async def test_an_end_that_cannot_be_encoded_is_acknowledged_without_its_answer(
     (choice,) = finished.result.choices
     broken = msgspec.structs.replace(choice, text=BROKEN_TEXT)
     result = msgspec.structs.replace(finished.result, choices=(broken,))
-    job_id, token, status, *_ = _finish_arguments(dataclasses.replace(finished, result=result))
+    job_id, token, status, *_ = finish_arguments(dataclasses.replace(finished, result=result))
     assert (job_id, token, status) == ("job", 1, "failed")

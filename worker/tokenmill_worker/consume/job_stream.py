@@ -26,6 +26,7 @@ from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume import scripts
 from tokenmill_worker.consume.append.batch_encoding import AppendBatch
 from tokenmill_worker.consume.append.connection import PipelinedConnection
+from tokenmill_worker.consume.finish_arguments import finish_arguments
 from tokenmill_worker.consume.scripts import HeartbeatReply
 from tokenmill_worker.consume.server_check import ServerWatch, translated_errors
 from tokenmill_worker.errors import RedisUnavailable
@@ -35,7 +36,6 @@ from tokenmill_worker.jobs import (
     ChunkAppend,
     Delivery,
     FinishedJob,
-    set_aside,
 )
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class JobStream:
             return [False] * len(jobs)
         done: list[bool] = []
         ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
-        for part in in_parts(map(_finish_arguments, jobs), MAX_FINISH_BYTES):
+        for part in in_parts(map(finish_arguments, jobs), MAX_FINISH_BYTES):
             arguments = [value for item in part for value in item]
             done += [bool(flag) for flag in await self._call(scripts.FINISH, *ttls, *arguments)]
         for job in jobs:
@@ -342,23 +342,3 @@ class JobStream:
                         raise
         finally:
             self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
-
-
-def _finish_arguments(job: FinishedJob) -> tuple[Argument, ...]:
-    try:
-        return _encoded_end(job)
-    except Exception as error:
-        log.exception("Job %s ends without its answer: it cannot be encoded", job.job_id)
-        return _encoded_end(set_aside(job, "acknowledge", error))
-
-
-def _encoded_end(job: FinishedJob) -> tuple[Argument, ...]:
-    usage = job.result.usage
-    return (
-        job.result.job_id,
-        job.token,
-        job.result.status.value,
-        encode(job.result),
-        encode(job.final_chunk),
-        usage.prompt_tokens + usage.completion_tokens,
-    )
