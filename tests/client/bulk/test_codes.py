@@ -11,6 +11,7 @@ from tests.client.bulk.support import result
 from tokenmill.bulk.formats.output_line import of_result
 from tokenmill_schemas.result import JobError, JobStatus
 from tokenmill_worker.checking.checker import VIOLATION
+from tokenmill_worker.jobs import INTERNAL_ERROR
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "ops" / "guides" / "bulk.md").read_text(encoding="utf-8")
@@ -77,9 +78,10 @@ def test_what_the_worker_refused_is_a_bad_request(code: str) -> None:
 
 def test_no_other_code_of_a_job_is_a_bad_request() -> None:
     """Every code that the guide's table does not name is answered with status 500."""
-    of_jobs = set().union(*map(codes_in, WORKER_FILES)) | {"engine_error", "corrupt_log"}
+    named = {INTERNAL_ERROR, "engine_error", "corrupt_log"}
+    of_jobs = set().union(*map(codes_in, WORKER_FILES)) | named
     others = of_jobs - table().keys()
-    assert {"internal_error", "engine_error", "dead"} <= others
+    assert {INTERNAL_ERROR, "engine_error", "dead"} <= others
     assert {code: answered(code) for code in others} == dict.fromkeys(others, 500)
     assert {code for code, says in table().items() if answered(code) != 500} == {
         code for code, says in table().items() if "worker refused" in says
