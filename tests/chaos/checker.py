@@ -15,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 import sqlalchemy
 
+from tests.chaos.details import Details
+
 Answer = tuple[tuple[tuple[int, ...], str], ...]  # (token ids, text) of each choice
 
 
@@ -35,6 +37,8 @@ class Received:
 
     choices: dict[int, list[int]] = field(default_factory=lambda: collections.defaultdict(list))
     texts: dict[int, str] = field(default_factory=lambda: collections.defaultdict(str))
+    thoughts: dict[int, str] = field(default_factory=lambda: collections.defaultdict(str))
+    calls: dict[int, dict[int, str]] = field(default_factory=lambda: collections.defaultdict(dict))
     problems: list[str] = field(default_factory=list)
     status: str = ""
     position: str = "0"
@@ -67,10 +71,22 @@ class Received:
         self.position = chunk.position
         self.choices[chunk.choice] += chunk.token_ids
         self.texts[chunk.choice] += chunk.text
+        self.thoughts[chunk.choice] += chunk.reasoning
+        for delta in chunk.tool_calls:
+            calls = self.calls[chunk.choice]
+            calls[delta.index] = calls.get(delta.index, "") + delta.name + delta.arguments
         self.status = str(chunk.status.value) if chunk.status is not None else ""
 
     def answer(self, num_choices: int) -> Answer:
         return tuple((tuple(self.choices[i]), self.texts[i]) for i in range(num_choices))
+
+    def has_details_of(self, details: Details) -> bool:
+        """Return True if the thoughts and the calls are those of the result."""
+        return all(
+            self.thoughts[i] == thoughts
+            and sorted(self.calls[i].values()) == sorted(map("".join, details.calls[i]))
+            for i, thoughts in enumerate(details.thoughts)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +101,15 @@ class Wanted:
     states: frozenset[str] = frozenset({"succeeded"})
     not_before_ms: int = 0
     stops: tuple[str, ...] = ()
+    details: Details | None = None
+    has_webhook: bool = False
 
     @classmethod
     def of(cls, result: Any, **changes: Any) -> Wanted:
         """Build the expectation from the client's result of an undisturbed run."""
         answer = tuple((tuple(choice.token_ids), choice.text) for choice in result.choices)
-        return cls(answer, result.usage.prompt_tokens, **changes)
+        details = Details.read(msgspec.msgpack.encode(result))
+        return cls(answer, result.usage.prompt_tokens, details=details, **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +119,8 @@ class Row:
     state: str
     answer: Answer
     started_ms: int
+    details: Details
+    error: str = ""
 
 
 def violations(
@@ -113,19 +134,23 @@ def violations(
     found: list[Violation] = []
     engine = sqlalchemy.create_engine(database)
     with engine.connect() as connection:
-        columns = "select id, state, text, token_ids, started_ms, result from jobs"
+        columns = "select id, state, text, token_ids, started_ms, result, error_message from jobs"
         jobs = connection.execute(sqlalchemy.text(columns)).fetchall()
         columns = "select job_id, prompt_tokens, completion_tokens from usage"
         usage = connection.execute(sqlalchemy.text(columns)).fetchall()
+        columns = "select job_id, event from webhooks"
+        webhooks = connection.execute(sqlalchemy.text(columns)).fetchall()
     engine.dispose()
     found += _once("result", [row[0] for row in jobs], wanted)
     found += _once("usage", [row[0] for row in usage], wanted)
     rows = {
-        job: Row(state, _answer_of(result), started) for job, state, _, _, started, result in jobs
+        job: Row(state, _answer_of(result), started, Details.read(result), error or "")
+        for job, state, _, _, started, result, error in jobs
     }
-    for job, _, text, token_ids, _, _ in jobs:
+    for job, _, text, token_ids, *_ in jobs:
         ids = tuple(json.loads(token_ids) if isinstance(token_ids, str) else token_ids or ())
-        if (ids, text or "") != (rows[job].answer or (((), ""),))[0]:
+        tokens, whole = (rows[job].answer or (((), ""),))[0]
+        if (ids, text or "") != (tokens, whole.replace("\0", "\ufffd")):  # no column has a zero
             found.append(
                 Violation("wrong", f"job {job}: the columns and the encoded result differ")
             )
@@ -134,6 +159,7 @@ def violations(
     for job, prompt_tokens, completion_tokens in usage:
         if job in rows and job in wanted:
             found += _misbilled(job, rows[job], wanted[job], (prompt_tokens, completion_tokens))
+    found += _miscalled(rows, wanted, [(job, event) for job, event in webhooks])
     for job, subscribers in received.items():
         for number, one in enumerate(subscribers):
             found += _misled(f"subscriber {number} of job {job}", one, rows.get(job))
@@ -161,10 +187,14 @@ def _answer_of(result: bytes) -> Answer:
 def _misanswered(job: str, row: Row, wanted: Wanted) -> Iterator[Violation]:
     if row.state not in wanted.states:
         yield Violation(
-            "wrong", f"job {job} is {row.state}, not {' or '.join(sorted(wanted.states))}"
+            "wrong",
+            f"job {job} is {row.state}, not {' or '.join(sorted(wanted.states))}: {row.error}",
         )
     elif row.state == "succeeded" and row.answer != wanted.answer:
         yield Violation("wrong", f"job {job}: the stored answer differs from the undisturbed run's")
+    elif row.state == "succeeded" and wanted.details is not None:
+        for name in wanted.details.differences(row.details):
+            yield Violation("wrong", f"job {job}: the {name} differ from the undisturbed run's")
     elif not _begins(wanted.answer, row.answer, wanted.stops):
         yield Violation(
             "wrong",
@@ -200,6 +230,25 @@ def _misbilled(job: str, row: Row, wanted: Wanted, billed: tuple[int, int]) -> I
         yield Violation("wrong", f"job {job}: billed {billed} tokens, not {due}")
 
 
+def _miscalled(
+    rows: dict[str, Row], wanted: dict[str, Wanted], webhooks: list[tuple[str, str]]
+) -> Iterator[Violation]:
+    """Compare the webhooks: one for each end of a job that asked for it, none for any other."""
+    due = [
+        (job, f"job.{row.state}")
+        for job, row in rows.items()
+        if job in wanted and wanted[job].has_webhook
+    ]
+    counts = collections.Counter(webhooks)
+    for call in due:
+        if not counts[call]:
+            yield Violation("loss", f"job {call[0]} has no webhook {call[1]}")
+    for call, count in counts.items():
+        if count > 1 or call not in due:
+            words = f"job {call[0]} has {count} webhooks {call[1]}, and may have "
+            yield Violation("duplicate", words + ("one" if call in due else "none"))
+
+
 def _misled(who: str, received: Received, row: Row | None) -> Iterator[Violation]:
     for problem in received.problems:
         yield Violation("duplicate", f"{who}: {problem}")
@@ -217,6 +266,8 @@ def _misled(who: str, received: Received, row: Row | None) -> Iterator[Violation
             f"not {sizes[1]}"
         )
         yield Violation("loss", words)
+    elif row is not None and not received.has_details_of(row.details):
+        yield Violation("loss", f"{who} received other thoughts or calls than the result has")
 
 
 # ── Redis ──

@@ -1,4 +1,5 @@
-"""Injects faults into real servers and worker processes: kills, freezes, drains, cuts, restarts.
+"""Injects faults into worker processes and their engines: kills, freezes, drains, no memory;
+`server_faults.py` has those of the servers and of the network.
 
 Each fault is a coroutine. It leaves the injector able to work again, at once or after a while.
 `keep_running` replaces workers that are gone, as an orchestrator would. The caller chooses the
@@ -12,7 +13,6 @@ import contextlib
 import itertools
 import random
 import signal
-import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -20,11 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import redis
 
 from tests.chaos.processes import WorkerProcess, environment, marked_processes
-from tests.support.postgres import PostgresServer
-from tests.support.valkey import ControlledValkey
 
 LEASE_S = 2.0
 
@@ -51,22 +48,30 @@ REAL = WorkerGroup(
         "max_num_seqs": 4, "lease_seconds": 3 * LEASE_S, "heartbeat_seconds": LEASE_S / 2,
     },
 )  # fmt: skip
+TINY = WorkerGroup(  # its model is a folder of the run's own
+    "tiny", 1, ("process",),
+    {
+        "dtype": "float32", "num_threads": 1, "num_blocks": 512, "max_num_seqs": 8,
+        "lease_seconds": 3 * LEASE_S, "heartbeat_seconds": LEASE_S / 2,
+    },
+)  # fmt: skip
 
 
 class FaultInjector:
-    """Workers over one Valkey and one PostgreSQL; `survived` counts the faults."""
+    """Workers of several groups, the fast one first; `survived` counts the faults.
+
+    `url` and `database` are the addresses that the workers are given.
+    """
 
     def __init__(
         self,
-        valkey: ControlledValkey,
-        postgres: PostgresServer,
+        url: str,
         database: str,
         folder: Path,
         chance: random.Random,
-        groups: tuple[WorkerGroup, ...] = (FAST, REAL),
+        groups: tuple[WorkerGroup, ...],
     ) -> None:
-        self.valkey = valkey
-        self.postgres = postgres
+        self.url = url
         self.database = database
         self.groups = groups
         self.survived: Counter[str] = Counter()
@@ -79,17 +84,16 @@ class FaultInjector:
         self._env = environment(folder, self._mark)
         self._numbers = {group.queue: itertools.count() for group in groups}
         self._frozen: set[str] = set()
-        self._server_locks = {"valkey": asyncio.Lock(), "postgres": asyncio.Lock()}
+        self._others = tuple(group.queue for group in groups if group.queue != FAST.queue)
 
     @property
     def faults(self) -> list[Callable[[], Awaitable[None]]]:
         return [
-            self.kill_worker, self.kill_worker, self.kill_real_worker, self.kill_every_worker,
+            self.kill_worker, self.kill_worker, self.kill_other_worker, self.kill_every_worker,
             self.freeze_worker,
-            self.kill_engine, self.kill_real_engine, self.freeze_engine, self.signal_engine,
-            self.drain_worker, self.drain_real_worker, self.hurry_worker, self.cut_connections,
-            self.crash_valkey, self.restart_valkey, self.freeze_valkey,
-            self.crash_postgres, self.restart_postgres, self.cut_postgres,
+            self.kill_engine, self.kill_other_engine, self.freeze_engine, self.signal_engine,
+            self.starve_engine,
+            self.drain_worker, self.drain_other_worker, self.hurry_worker,
         ]  # fmt: skip
 
     # ── workers ──
@@ -112,7 +116,7 @@ class FaultInjector:
         engine_host = group.engines[number % len(group.engines)]
         name = f"{group.queue}{number}"
         worker = WorkerProcess(
-            name, self.valkey.url, self.database, self._folder / f"{name}.log", env=self._env,
+            name, self.url, self.database, self._folder / f"{name}.log", env=self._env,
             queue=group.queue,
             engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6,
             **group.settings,
@@ -158,19 +162,19 @@ class FaultInjector:
 
     # ── faults of workers ──
 
-    async def _kill(self, queue: str) -> None:
-        if (worker := self._pick(queue)) is not None:
+    async def _kill(self, *queues: str) -> None:
+        if (worker := self._pick(*queues)) is not None:
             worker.kill()
             self.survived["workers killed"] += 1
 
     async def kill_worker(self) -> None:
         await self._kill(FAST.queue)
 
-    async def kill_real_worker(self) -> None:
-        await self._kill(REAL.queue)
+    async def kill_other_worker(self) -> None:
+        await self._kill(*self._others)
 
     async def kill_every_worker(self) -> None:
-        for worker in self._serving(FAST.queue, REAL.queue):
+        for worker in self._serving(FAST.queue, *self._others):
             worker.kill()
         self.survived["all workers killed"] += 1
 
@@ -186,8 +190,8 @@ class FaultInjector:
             self._frozen.discard(worker.name)
             self.survived["workers frozen past their lease"] += 1
 
-    async def _drain(self, queue: str) -> None:
-        if (worker := self._pick(queue)) is not None:
+    async def _drain(self, *queues: str) -> None:
+        if (worker := self._pick(*queues)) is not None:
             worker.ask_to_end()
             await worker.wait()
             self.survived["workers drained"] += 1
@@ -195,8 +199,8 @@ class FaultInjector:
     async def drain_worker(self) -> None:
         await self._drain(FAST.queue)
 
-    async def drain_real_worker(self) -> None:
-        await self._drain(REAL.queue)
+    async def drain_other_worker(self) -> None:
+        await self._drain(*self._others)
 
     async def hurry_worker(self) -> None:
         """Send SIGTERM twice, the second time within the grace period."""
@@ -213,25 +217,25 @@ class FaultInjector:
 
     # ── faults of engines: the worker itself goes on ──
 
-    async def _signal_engine(self, queue: str, number: int, what: str) -> None:
-        if (engine := await self._pick_engine(queue)) is not None:
+    async def _signal_engine(self, number: int, what: str, *queues: str) -> None:
+        if (engine := await self._pick_engine(*queues)) is not None:
             with contextlib.suppress(psutil.Error):
                 engine.send_signal(number)
                 self.survived[what] += 1
 
     async def kill_engine(self) -> None:
-        await self._signal_engine(FAST.queue, signal.SIGKILL, "engines killed")
+        await self._signal_engine(signal.SIGKILL, "engines killed", FAST.queue)
 
-    async def kill_real_engine(self) -> None:
-        await self._signal_engine(REAL.queue, signal.SIGKILL, "engines killed")
+    async def kill_other_engine(self) -> None:
+        await self._signal_engine(signal.SIGKILL, "engines killed", *self._others)
 
     async def signal_engine(self) -> None:
         """Send SIGTERM and SIGINT to an engine; only its worker decides when it ends."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            await self._signal_engine(REAL.queue, number, "engines sent SIGTERM and SIGINT")
+            await self._signal_engine(number, "engines sent SIGTERM and SIGINT", *self._others)
 
     async def freeze_engine(self) -> None:
-        if (engine := await self._pick_engine(FAST.queue, REAL.queue)) is not None:
+        if (engine := await self._pick_engine(FAST.queue, *self._others)) is not None:
             with contextlib.suppress(psutil.Error):
                 engine.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(self._chance.uniform(0.5, 2 * LEASE_S))
@@ -239,76 +243,17 @@ class FaultInjector:
             with contextlib.suppress(psutil.Error):
                 engine.send_signal(signal.SIGCONT)
 
-    # ── faults of servers ──
-
-    async def cut_connections(self) -> None:
-        def cut() -> None:
-            with contextlib.suppress(redis.RedisError), self.valkey.client() as client:
-                for kind in ("normal", "pubsub"):
-                    client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
-
-        await asyncio.to_thread(cut)
-        self.survived["all connections to Valkey cut"] += 1
-
-    async def _restart_valkey(self, number: int, what: str) -> None:
-        async with self._server_locks["valkey"]:
-            await asyncio.to_thread(self.valkey.halt, number)
-            await asyncio.sleep(self._chance.choice([0.0, 0.5, 2.0]))
-            await asyncio.to_thread(self.valkey.start)
-            self.survived[what] += 1
-
-    async def crash_valkey(self) -> None:
-        await self._restart_valkey(signal.SIGKILL, "Valkey killed")
-
-    async def restart_valkey(self) -> None:
-        await self._restart_valkey(signal.SIGTERM, "Valkey restarted")
-
-    async def freeze_valkey(self) -> None:
-        async with self._server_locks["valkey"]:
-            self.valkey.freeze()
-            await asyncio.sleep(self._chance.uniform(0.3, 1.5 * LEASE_S))
-            self.valkey.thaw()
-            self.survived["Valkey frozen"] += 1
-
-    async def _restart_postgres(self, number: int, what: str) -> None:
-        """Halt PostgreSQL with the signal `number` and start it again.
-
-        After SIGKILL the server's children hold the data folder for a moment, so the start is
-        retried.
-        """
-
-        def start() -> None:
-            deadline = time.monotonic() + 30
-            while True:
-                try:
-                    self.postgres.start()
-                except RuntimeError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.3)
-                else:
-                    return
-
-        async with self._server_locks["postgres"]:
-            await asyncio.to_thread(self.postgres.halt, number)
-            await asyncio.sleep(self._chance.choice([0.0, 0.5, 3.0]))
-            await asyncio.to_thread(start)
-            self.survived[what] += 1
-
-    async def crash_postgres(self) -> None:
-        await self._restart_postgres(signal.SIGKILL, "PostgreSQL killed")
-
-    async def restart_postgres(self) -> None:
-        await self._restart_postgres(signal.SIGINT, "PostgreSQL restarted")
-
-    async def cut_postgres(self) -> None:
-        async with self._server_locks["postgres"]:
-            others = (
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> "
-                "pg_backend_pid()"
-            )
-            await asyncio.to_thread(self.postgres.execute, others)
-            self.survived["all connections to PostgreSQL cut"] += 1
+    async def starve_engine(self) -> None:
+        """Allow an engine no more memory than it has, for a while; what it asks for is refused."""
+        if (engine := await self._pick_engine(*self._others, FAST.queue)) is not None:
+            for _, worker in self._workers:
+                worker.has_starved |= worker.engine() == engine
+            with contextlib.suppress(psutil.Error):
+                _, most = engine.rlimit(psutil.RLIMIT_AS)
+                engine.rlimit(psutil.RLIMIT_AS, (engine.memory_info().vms // 2, most))
+                await asyncio.sleep(self._chance.uniform(0.5, 2.0))
+                self.survived["engines without memory"] += 1
+                engine.rlimit(psutil.RLIMIT_AS, (most, most))
 
     # ── the end ──
 

@@ -12,6 +12,7 @@ import asyncio
 import faulthandler
 import signal
 import sys
+from typing import Any
 
 from tests.support.worker import settings, thread_host
 from tokenmill_worker.app import Worker
@@ -35,7 +36,7 @@ async def serve(worker: Worker) -> int:
     def print_stacks() -> None:
         faulthandler.dump_traceback()
         for task in asyncio.all_tasks():
-            task.print_stack(file=sys.stderr)
+            print_chain(task)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print_stacks)
     serving = asyncio.create_task(worker.serve())
@@ -53,6 +54,18 @@ async def serve(worker: Worker) -> int:
     ) as error:  # killed before it was ready: the command says so in a sentence, and starts again
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
+
+
+def print_chain(task: asyncio.Task[Any]) -> None:
+    """Print where a task waits: each coroutine, and the one that it awaits."""
+    print(task.get_name(), file=sys.stderr)  # noqa: T201
+    part: Any = task.get_coro()
+    while part is not None:
+        frame = getattr(part, "cr_frame", None) or getattr(part, "gi_frame", None)
+        if frame is not None:
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            print(f"  {place} in {frame.f_code.co_qualname}", file=sys.stderr)  # noqa: T201
+        part = getattr(part, "cr_await", None) or getattr(part, "gi_yieldfrom", None)
 
 
 if __name__ == "__main__":

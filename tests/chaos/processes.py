@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from tokenmill_worker.local.child_process import GuardedProcess
 ROOT = Path(__file__).parents[2]
 MARK = "CHAOS_RUN"
 PATIENCE_S = 90.0
+_NO_MEMORY = re.compile(r"^Traceback .*\n(?:[ ].*\n)+MemoryError.*$", re.MULTILINE)
 
 
 def environment(folder: Path, mark: str) -> dict[str, str]:
@@ -67,6 +69,7 @@ class WorkerProcess:
         self.log = log
         self.may_end_with: set[int] = set()
         self.is_leaving = False
+        self.has_starved = False  # an engine that got no memory may say so
         with log.open("ab") as output:
             self._guarded = GuardedProcess(
                 command, at_death=signal.SIGKILL, cwd=ROOT, output=output, env=env
@@ -133,12 +136,11 @@ class WorkerProcess:
         status = self.process.poll()
         if status not in self.may_end_with:
             yield f"worker {self.name} ended with {status}: {self.words[-1500:]}"
+        words = _NO_MEMORY.sub("", self.words) if self.has_starved else self.words
         for word in ("Traceback", "Task was destroyed", "was never retrieved"):
-            if word in self.words:
-                yield (
-                    f"worker {self.name} wrote {word!r}: "
-                    f"{self.words[self.words.index(word) - 500 :][:2500]}"
-                )
+            if word in words:
+                before = max(0, words.index(word) - 500)
+                yield f"worker {self.name} wrote {word!r}: {words[before:][:2500]}"
                 return
 
     def end(self) -> None:

@@ -8,28 +8,41 @@ repeats a run's choices, not its timing.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import os
 import random
+import shutil
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import sqlalchemy
 
 from tests.chaos.checker import Violation, left_in_redis, states_of, violations
 from tests.chaos.clients import Subscribers, cancel, submit
-from tests.chaos.fault_injector import FAST, REAL, FaultInjector
+from tests.chaos.fault_injector import FAST, LEASE_S, REAL, TINY, FaultInjector
+from tests.chaos.server_faults import NetworkFaults, ServerFaults
 from tests.chaos.witness import Witness
 from tests.chaos.workload import (
     NUM_KINDS,
     NUM_REAL_KINDS,
+    NUM_TINY_KINDS,
     Workload,
     kind_of_job,
     kind_of_real_job,
+    kind_of_tiny_job,
     undisturbed,
+    with_drawn_prompt,
 )
+from tests.support import tiny_llama
 from tests.support.leaks import leaked_keys
+from tests.support.lifecycle import missing
+from tests.support.postgres import PostgresServer, PostgresUnavailable
+from tests.support.small_disk import mounted
+from tests.support.valkey import ControlledValkey
 from tests.support.worker import database_url, running_worker
 from tokenmill import AsyncClient, Client
 from tokenmill_worker.record import migrate
@@ -48,7 +61,9 @@ pytestmark = [
 
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1 << 32)  # noqa: TID251
 MIN_JOBS = 300
-MIN_FAULTS = 20
+MIN_FAULTS = 33
+MIN_TINY_JOBS = 60
+DISK_MB = 256
 LONG = 20  # rounds from which on the real model has two workers
 
 
@@ -68,9 +83,18 @@ async def answers_of(redis_url, folder, kinds, **settings):
 
 @pytest.fixture
 async def workloads(redis_url, tmp_path):
-    """Workloads of the model-free and the real engine, with the answers of an undisturbed run."""
+    """Workloads of the model-free engine, the real model and the drawn one, with the answers of an
+    undisturbed run.
+    """
     chance = random.Random(SEED)
     kinds = [kind_of_job(number) for number in range(NUM_KINDS)]
+    kinds = [
+        with_drawn_prompt(kind, chance) if number % 2 else kind for number, kind in enumerate(kinds)
+    ]
+    tiny_kinds = [
+        with_drawn_prompt(kind_of_tiny_job(number), chance) for number in range(NUM_TINY_KINDS)
+    ]
+    model = str(tiny_llama.save(tmp_path / "model"))
     real_kinds = [kind_of_real_job(number) for number in range(NUM_REAL_KINDS)]
     fast, real = await asyncio.gather(
         answers_of(redis_url, tmp_path / "fast", kinds, queue=FAST.queue),
@@ -83,17 +107,72 @@ async def workloads(redis_url, tmp_path):
             **{**REAL.settings, "lease_seconds": 30},
         ),
     )
-    return Workload(kinds, fast, chance), Workload(real_kinds, real, chance, with_poison=False)
+    # after the real one: two engine processes that start at once in one process would leave
+    # SIGTERM blocked there, and in every worker that it starts
+    tiny = await answers_of(
+        redis_url,
+        tmp_path / "tiny",
+        tiny_kinds,
+        queue=TINY.queue,
+        in_process=True,
+        **{**TINY.settings, "model": model, "lease_seconds": 30},
+    )
+    return (
+        Workload(kinds, fast, chance),
+        Workload(real_kinds, real, chance, with_poison=False),
+        Workload(tiny_kinds, tiny, chance, with_poison=False),
+    )
+
+
+@pytest.fixture
+def servers(tmp_path):
+    """Yield a Valkey and a PostgreSQL whose data lie on small disks, and the disks.
+
+    Without the right to mount, which CI must have, the data lie in usual folders and no disk gets
+    full.
+    """
+    with contextlib.ExitStack() as stack:
+        disks = {}
+        for name in ("valkey", "postgres"):
+            folder = Path(tempfile.mkdtemp(prefix=f"tokenmill-{name}-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            with contextlib.suppress(PermissionError):
+                disks[name] = stack.enter_context(mounted(folder, DISK_MB))
+        if len(disks) < 2 and os.environ.get("CI") == "true":  # noqa: TID251 - the tests' own switch
+            pytest.fail("CI must have it: the right to mount small disks")
+        try:
+            directory = disks["postgres"].folder if "postgres" in disks else None
+            own = {"max_wal_size": "64MB", "min_wal_size": "32MB"}
+            postgres = PostgresServer(own, directory=directory).start()
+        except PostgresUnavailable as error:
+            missing(str(error))
+        stack.callback(postgres.stop)
+        directory = disks["valkey"].folder if "valkey" in disks else None
+        valkey = ControlledValkey(directory, settings={"appendfsync": "always"}).start()
+        stack.callback(valkey.stop)
+        yield valkey, postgres, disks if len(disks) == 2 else {}
+
+
+@pytest.fixture
+def proxies(servers, make_proxy):
+    """Proxies by the names of those whom they connect."""
+    valkey, postgres, _ = servers
+    return {
+        "workers and Valkey": make_proxy(valkey.port),
+        "clients and Valkey": make_proxy(valkey.port),
+        "workers and PostgreSQL": make_proxy(postgres.port),
+    }
 
 
 class Load:
     """All parties at one queue: producers that submit and cancel, subscribers, and the witness."""
 
-    def __init__(self, url, database, queue, workload, chance):
+    def __init__(self, url, direct_url, database, queue, workload, chance):
         self.queue = queue
         self.wanted = {}
         self.problems = []
         self._url = url
+        self._direct_url = direct_url
         self._database = database
         self._workload = workload
         self._chance = chance
@@ -105,7 +184,7 @@ class Load:
         ).__aenter__()
         self.threaded = Client(self._url, queue=self.queue, database=self._database)
         self.subscribers = Subscribers(self.client, self.threaded, self._chance)
-        self.witness = Witness(self._url, self.queue)
+        self.witness = Witness(self._direct_url, self.queue)
         self._witnessing = asyncio.create_task(self.witness.run())
         return self
 
@@ -142,31 +221,45 @@ class Load:
             )
 
 
-async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
+async def test_chaos(servers, proxies, workloads, tmp_path, rounds):
     chance = random.Random(SEED + 1)
-    database = own_postgres.create_database()
+    valkey, postgres, disks = servers
+    database = postgres.create_database()
     migrate.upgrade(database)
-    valkey = make_valkey(settings={"appendfsync": "always"})
-    groups = (FAST, dataclasses.replace(REAL, size=2 if rounds >= LONG else 1))
-    injector = FaultInjector(valkey, own_postgres, database, tmp_path, chance, groups)
+    port = proxies["workers and PostgreSQL"].port
+    through_proxy = database.replace(f":{postgres.port}/", f":{port}/")
+    tiny = dataclasses.replace(TINY, settings={**TINY.settings, "model": str(tmp_path / "model")})
+    groups = (FAST, dataclasses.replace(REAL, size=2 if rounds >= LONG else 1), tiny)
+    injector = FaultInjector(
+        proxies["workers and Valkey"].url, through_proxy, tmp_path, chance, groups
+    )
+    all_faults = [
+        *injector.faults,
+        *ServerFaults(valkey, postgres, chance, injector.survived, 1.5 * LEASE_S, disks).all,
+        *NetworkFaults(proxies, chance, injector.survived).all,
+    ]
     started = time.monotonic()
     print_line(f"seed {SEED}, {rounds} rounds")
     keeping_up = asyncio.create_task(injector.keep_running())
+    url = proxies["clients and Valkey"].url
     try:
-        async with (
-            Load(valkey.url, database, FAST.queue, workloads[0], chance) as fast,
-            Load(valkey.url, database, REAL.queue, workloads[1], chance) as real,
-        ):
-            loads = (fast, real)
+        async with contextlib.AsyncExitStack() as stack:
+            loads = [
+                await stack.enter_async_context(
+                    Load(url, valkey.url, through_proxy, group.queue, workload, chance)
+                )
+                for group, workload in zip(groups, workloads, strict=True)
+            ]
             await injector.wait_until_ready()
-            await inject_faults(injector, loads, rounds, chance)
-            await wait_for_rows(injector, sum(len(load.wanted) for load in loads), 120 + rounds)
+            await inject_faults(injector, all_faults, loads, rounds, chance)
+            number = sum(len(load.wanted) for load in loads)
+            await wait_for_rows(injector, database, number, 120 + rounds)
             for load in loads:
                 await load.subscribers.wait_for_ends(90)
             keeping_up.cancel()
             await asyncio.gather(keeping_up, return_exceptions=True)
             await injector.drain_all()
-            found = await asyncio.to_thread(find_violations, injector, loads)
+            found = await asyncio.to_thread(find_violations, injector, valkey, database, loads)
     finally:
         keeping_up.cancel()
         injector.end()
@@ -175,34 +268,37 @@ async def test_chaos(make_valkey, own_postgres, workloads, tmp_path, rounds):
     assert found == [], f"seed {SEED}"
 
 
-async def inject_faults(injector, loads, rounds, chance):
+async def inject_faults(injector, all_faults, loads, rounds, chance):
     """Rounds of jobs and faults; no fault comes again before every other has come."""
-    fast, real = loads
+    fast, real, tiny = loads
     per_round = max(3, -(-MIN_FAULTS // rounds))
     bag = []
     for number in range(rounds):
         storm = []
         jobs = asyncio.create_task(fast.submit(max(30, -(-MIN_JOBS // rounds))))
-        real_jobs = asyncio.create_task(real.submit(max(1, 12 // rounds)))
+        others = [
+            asyncio.create_task(load.submit(max(least, -(-number // rounds))))
+            for load, least, number in ((real, 1, 12), (tiny, 8, MIN_TINY_JOBS))
+        ]
         for _ in range(per_round):
             await asyncio.sleep(chance.uniform(0.1, 1.0))
-            bag = bag or chance.sample(injector.faults, len(injector.faults))
+            bag = bag or chance.sample(all_faults, len(all_faults))
             storm.append(asyncio.create_task(bag.pop()()))
-        await asyncio.gather(jobs, real_jobs, *storm)
+        await asyncio.gather(jobs, *others, *storm)
         if number % 10 == 9:
             count = sum(injector.survived.values())
             print_line(
                 f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} "
-                "jobs accepted"
+                f"+ {len(tiny.wanted)} jobs accepted"
             )
 
 
-async def wait_for_rows(injector, number, timeout_s):
+async def wait_for_rows(injector, database, number, timeout_s):
     """Wait until every accepted job is recorded.
 
     After the timeout every worker reports what it does.
     """
-    engine = sqlalchemy.create_engine(injector.database)
+    engine = sqlalchemy.create_engine(database)
     deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:
@@ -219,15 +315,15 @@ async def wait_for_rows(injector, number, timeout_s):
     await asyncio.sleep(2)
 
 
-def find_violations(injector, loads):
+def find_violations(injector, valkey, database, loads):
     wanted = {job: item for load in loads for job, item in load.wanted.items()}
     received = {job: item for load in loads for job, item in load.subscribers.received.items()}
     found = [Violation("wrong", words) for words in injector.problems]
-    found += violations(injector.database, wanted, received)
-    with injector.valkey.client() as redis:
+    found += violations(database, wanted, received)
+    with valkey.client() as redis:
         found += [Violation("wrong", words) for words in leaked_keys(redis)]
         for load in loads:
-            states = states_of(injector.database, load.queue)
+            states = states_of(database, load.queue)
             found += (
                 load.problems + left_in_redis(redis, load.queue, states) + load.witness.violations()
             )
@@ -235,15 +331,17 @@ def find_violations(injector, loads):
 
 
 def report(injector, loads, found, seconds):
-    fast, real = loads
+    fast, real, tiny = loads
     survived = ", ".join(f"{count} × {name}" for name, count in sorted(injector.survived.items()))
     kinds = [item.kind for item in found]
     print_line(
         f"{sum(injector.survived.values())} faults survived ({survived}; {injector.num_started} "
         "workers started); "
-        f"{len(fast.wanted)} jobs on the model-free engine and {len(real.wanted)} on the real "
-        "model, "
-        f"{fast.witness.num_heard + real.witness.num_heard} chunks overheard, in {seconds:.0f} s: "
+        f"{len(fast.wanted)} jobs on the model-free engine, {len(real.wanted)} on the real model "
+        f"and {len(tiny.wanted)} on the drawn one, "
+        f"{sum(len(each) for load in loads for each in load.subscribers.received.values())} "
+        "subscribers, "
+        f"{sum(load.witness.num_heard for load in loads)} chunks overheard, in {seconds:.0f} s: "
         f"{kinds.count('loss')} losses, {kinds.count('duplicate')} duplicates, "
         f"{kinds.count('wrong')} other violations"
     )

@@ -8,6 +8,7 @@ import sqlalchemy
 from redis import Redis
 
 from tests.chaos.checker import Received, Wanted, left_in_redis, violations
+from tests.chaos.details import Details
 from tests.chaos.witness import Witness
 from tests.support.worker import QUEUE, database_url
 from tokenmill_schemas.chunk import Chunk
@@ -26,9 +27,16 @@ def store(tmp_path):
     engine = sqlalchemy.create_engine(url)
 
     def write(
-        job="j", *, token_ids=(1, 2), text="ab", state="succeeded", billed=(3, 2), with_usage=True
+        job="j",
+        *,
+        token_ids=(1, 2),
+        text="ab",
+        state="succeeded",
+        billed=(3, 2),
+        with_usage=True,
+        more=None,
     ):
-        result = {"choices": [{"token_ids": token_ids, "text": text}]}
+        result = {"choices": [{"token_ids": token_ids, "text": text} | (more or {})]}
         common = {"queue": QUEUE, "model": "m", "tenant": "", "state": state, "finished_ms": 9}
         row = common | {
             "id": job,
@@ -60,6 +68,7 @@ def store(tmp_path):
                     sqlalchemy.text(f"insert into {table} ({names}) values ({places})"), values
                 )
 
+    write.engine = engine
     yield url, write
     engine.dispose()
 
@@ -148,6 +157,92 @@ def test_a_wrong_chunk_of_a_subscriber_is_a_violation(store, got, words):
     url, write = store
     write()
     assert any(words in item.words for item in violations(url, WANTED, got))
+
+
+MORE = {
+    "finish_reason": "tool_calls",
+    "reasoning": "hm",
+    "tool_calls": [{"id": "c", "name": "f", "arguments": "{}"}],
+    "logprobs": [[-0.5, [[7, -0.5]]], [-1.0]],
+}
+DETAILS = Details(("tool_calls",), ("hm",), ((("f", "{}"),),), ((-0.5, -0.5, -1.0),))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"finish_reason": "stop"}, "reasons"),
+        ({"reasoning": "h"}, "thoughts"),
+        ({"tool_calls": []}, "calls"),
+        ({"tool_calls": [{"id": "c", "name": "f", "arguments": "{1}"}]}, "calls"),
+        ({"logprobs": [[-0.5, [[7, -0.5]]], [-1.1]]}, "logprobs"),
+        ({"logprobs": [[-0.5, [[7, -0.5]]]]}, "logprobs"),
+    ],
+)
+def test_a_detail_that_differs_from_the_undisturbed_run_is_seen(store, change, name):
+    url, write = store
+    wanted = {"j": Wanted(ANSWER, 3, details=DETAILS)}
+    write(more=MORE | change)
+    assert [item.words for item in violations(url, wanted, {})] == [
+        f"job j: the {name} differ from the undisturbed run's"
+    ]
+
+
+def test_a_column_has_another_character_for_a_zero(store):
+    url, write = store
+    write(text="a\ufffd", more={"text": "a\0"})
+    assert violations(url, {"j": Wanted((((1, 2), "a\0"),), 3)}, {}) == []
+    write("k", text="a", more={"text": "a\0"})
+    words = [item.words for item in violations(url, {}, {})]
+    assert "job k: the columns and the encoded result differ" in words
+
+
+def test_details_that_differ_by_rounding_alone_are_right(store):
+    url, write = store
+    write(more=MORE | {"logprobs": [[-0.50001, [[7, -0.5]]], [-1.0]]})
+    assert violations(url, {"j": Wanted(ANSWER, 3, details=DETAILS)}, {}) == []
+
+
+@pytest.mark.parametrize(("thoughts", "arguments"), [("h", "{}"), ("hm", "{"), ("hm", None)])
+def test_a_subscriber_without_a_thought_or_a_call_is_seen(store, thoughts, arguments):
+    url, write = store
+    write(more=MORE)
+    got = received(1, 2)
+    one = got["j"][0]
+    one.thoughts[0] = thoughts
+    one.calls[0] = {0: f"f{arguments}"} if arguments else {}
+    assert [item.words for item in violations(url, WANTED, got)] == [
+        "subscriber 0 of job j received other thoughts or calls than the result has"
+    ]
+    one.thoughts[0], one.calls[0] = "hm", {0: "f{}"}
+    assert violations(url, WANTED, got) == []
+
+
+def call(write, event="job.succeeded", job="j", name="w1"):
+    """Write a row of the outbox."""
+    row = {"id": name, "job_id": job, "queue": QUEUE, "tenant": "", "event": event, "url": "u"}
+    row |= {"host": "h", "state": "pending", "attempts": 0, "ended_ms": 9, "due_ms": 9}
+    names, places = ", ".join(row), ", ".join(f":{name}" for name in row)
+    with write.engine.begin() as connection:
+        connection.execute(
+            sqlalchemy.text(f"insert into webhooks ({names}) values ({places})"), row
+        )
+
+
+def test_webhooks_that_are_lost_doubled_or_not_asked_for_are_seen(store):
+    url, write = store
+    wanted = {"j": Wanted(ANSWER, 3, has_webhook=True)}
+    write()
+    assert [item.kind for item in violations(url, wanted, {})] == ["loss"]
+    call(write)
+    assert violations(url, wanted, {}) == []
+    assert [item.words for item in violations(url, WANTED, {})] == [
+        "job j has 1 webhooks job.succeeded, and may have none"
+    ]
+    call(write, name="w2")
+    assert [item.kind for item in violations(url, wanted, {})] == ["duplicate"]
+    call(write, event="job.failed", name="w3")
+    assert len(violations(url, wanted, {})) == 2
 
 
 def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):

@@ -25,8 +25,9 @@ import redis
 import sqlalchemy
 
 from tests.chaos.checker import Received, left_in_redis
-from tests.chaos.fault_injector import FAST, FaultInjector, WorkerGroup
+from tests.chaos.fault_injector import FAST, LEASE_S, FaultInjector, WorkerGroup
 from tests.chaos.processes import WorkerProcess
+from tests.chaos.server_faults import ServerFaults
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import database_url, running_worker
 from tokenmill import AsyncClient
@@ -178,16 +179,18 @@ class Listeners:
         await asyncio.wait_for(asyncio.gather(*self._tasks), 120)
 
 
-async def disturb(injector: FaultInjector, chance: random.Random, is_over: asyncio.Event) -> None:
+async def disturb(
+    injector: FaultInjector, servers: ServerFaults, chance: random.Random, is_over: asyncio.Event
+) -> None:
     """Cause faults until `is_over` is set.
 
     The last one is finished: a worker left frozen would keep its row locks.
     """
     faults = [
         injector.kill_worker, injector.freeze_worker, injector.kill_engine, injector.drain_worker,
-        injector.cut_connections,
-        injector.crash_valkey, injector.freeze_valkey, injector.crash_postgres,
-        injector.cut_postgres,
+        servers.cut_connections,
+        servers.crash_valkey, servers.freeze_valkey, servers.crash_postgres,
+        servers.cut_postgres,
     ]  # fmt: skip
     bag: list[Any] = []
     while True:
@@ -257,7 +260,8 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
     database = own_postgres.create_database()
     migrate.upgrade(database)
     valkey = make_valkey(settings={"appendfsync": "always"})
-    injector = FaultInjector(valkey, own_postgres, database, tmp_path, chance, (GROUP,))
+    injector = FaultInjector(valkey.url, database, tmp_path, chance, (GROUP,))
+    servers = ServerFaults(valkey, own_postgres, chance, injector.survived, 1.5 * LEASE_S)
     steady = WorkerProcess(
         "steady", valkey.url, database, tmp_path / "steady.log", queue=GROUP.queue,
         engine_host="process",
@@ -272,7 +276,7 @@ async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
             listeners = Listeners(client)
             tasks.append(asyncio.create_task(memory.watch()))
             is_over = asyncio.Event()
-            disturbing = asyncio.create_task(disturb(injector, chance, is_over))
+            disturbing = asyncio.create_task(disturb(injector, servers, chance, is_over))
             tasks.append(disturbing)
             number = await submit_all(client, soak_seconds, soak_jobs, listeners)
             is_over.set()

@@ -5,6 +5,7 @@ Every job's expectation follows from its kind and its twist alone.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -13,11 +14,15 @@ from datetime import timedelta
 from typing import Any
 
 from tests.chaos.checker import Wanted
+from tests.fuzz.jobs.texts import draw_text
 from tokenmill import AsyncClient
 
 NUM_KINDS = 24
 NUM_REAL_KINDS = 6
-NUM_TENANTS = 4
+NUM_TINY_KINDS = 16
+TENANTS = ("t0", "t1", "{q}", "a:b", "a%3Ab", "", "*", "é 漢")
+CLOCK_ERROR_MS = 300  # a client's reading of the server's clock, where data is delayed
+WEBHOOK = "https://example.org/hook"
 NOTHING = (((), ""),)
 SOME_STOPS = ("ea", "o t", "zq", "nn", " h", "é")
 CRASH = {"prompt": "poison [[crash]]", "max_tokens": 5}
@@ -69,6 +74,52 @@ def kind_of_real_job(number: int) -> dict[str, Any]:
     return job
 
 
+def with_drawn_prompt(job: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """Return the job with a random text as its prompt or its message."""
+    text = draw_text(chance, 20)[:300] or "漢"  # all fit the model
+    if "messages" in job:
+        return {**job, "messages": [{"role": "user", "content": text}]}
+    return {**job, "prompt": text}
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "é": {"enum": [1, None, "x"]}},
+    "required": ["city", "é"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+_FORMS: tuple[dict[str, Any], ...] = (
+    {"response_format": {"json_schema": PLACE}, "max_tokens": 80},
+    {"response_format": {"regex": "[a-f]{20,60}(é|漢)+x"}, "max_tokens": 80},
+    {"response_format": {"grammar": 'root ::= ("ab" | [c-h])+ "."'}, "max_tokens": 60},
+    {"response_format": {"choice": ["yes", "no", "vielleicht"]}, "max_tokens": 20},
+    {"messages": [], "tools": TOOLS, "tool_choice": "required", "max_tokens": 100},
+    {"messages": [], "tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 60},
+    {"continuations": [" one", "zwei 2", "漢字"], "stream": False},
+    {"continuations": ["a", "bcd"], "logprobs": 3, "stream": False},
+    {"prompt_logprobs": 2, "logprobs": True, "max_tokens": 40},
+    {"n": 3, "logprobs": 2, "temperature": 0.9, "max_tokens": 50},
+    {"stream": False, "priority": "bulk", "max_tokens": 120},
+    {"echo": True, "logprobs": True, "max_tokens": 40},
+    {"messages": [], "thinking_budget": 5, "max_tokens": 60, "priority": "interactive"},
+    {"stop": ["a", "�", "e "], "logit_bias": {97: 3.0, 200: -50.0}, "max_tokens": 60},
+    {"temperature": 1.5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "max_tokens": 150},
+    {"messages": [], "ignore_eos": True, "max_tokens": 200},
+)
+
+
+def kind_of_tiny_job(number: int) -> dict[str, Any]:
+    """Return a job of a form that the model-free engine does not have; its prompt is drawn."""
+    job = dict(_FORMS[number])
+    if "continuations" not in job:
+        job |= {"temperature": 0.9, "seed": number} | job if number % 2 else {"temperature": 0.0}
+    return job | ({} if "messages" in job else {"prompt": ""})
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One job to submit, the twist to apply to it, and the ways in which it may end."""
@@ -96,34 +147,40 @@ class Workload:
         if self.with_poison and number % 67 == 31:
             return Ask(FAIL, Wanted(NOTHING, 0, frozenset({"failed"})))
         kind = self.chance.randrange(len(self.kinds))
-        arguments = {**self.kinds[kind], "tenant": f"t{number % NUM_TENANTS}"}
-        return self._twisted(number, arguments, self.answers[kind])
+        arguments = {**self.kinds[kind], "tenant": TENANTS[number % len(TENANTS)]}
+        if has_webhook := number % 9 == 4:
+            arguments["webhook"] = WEBHOOK
+        return self._twisted(number, arguments, self.answers[kind], has_webhook)
 
-    def _twisted(self, number: int, arguments: dict[str, Any], result: Any) -> Ask:
+    def _twisted(
+        self, number: int, arguments: dict[str, Any], result: Any, has_webhook: bool
+    ) -> Ask:
         """Return the job with a twist, mostly none.
 
         A cancelled or late job may still succeed before that.
         """
-        stops = tuple(arguments.get("stop", ()))
+        wanted = functools.partial(
+            Wanted.of, result, has_webhook=has_webhook, stops=tuple(arguments.get("stop", ()))
+        )
         if number % 13 == 5:
             states = frozenset({"cancelled", "succeeded"})
             return Ask(
                 arguments,
-                Wanted.of(result, states=states, stops=stops),
+                wanted(states=states),
                 cancel_after_s=self.chance.uniform(0.0, 2.0),
             )
         if number % 17 == 3:
             arguments["deadline"] = self.chance.uniform(0.3, 4.0)
             return Ask(
                 arguments,
-                Wanted.of(result, states=frozenset({"expired", "succeeded"}), stops=stops),
+                wanted(states=frozenset({"expired", "succeeded"})),
             )
         if number % 11 == 7:
             delay = timedelta(seconds=self.chance.uniform(0.5, 3.0))
             arguments["not_before"] = delay
-            due_ms = int((time.time() + delay.total_seconds()) * 1000) - 1
-            return Ask(arguments, Wanted.of(result, not_before_ms=due_ms))
-        return Ask(arguments, Wanted.of(result), is_asked_twice=number % 7 == 2)
+            due_ms = int((time.time() + delay.total_seconds()) * 1000) - CLOCK_ERROR_MS
+            return Ask(arguments, wanted(not_before_ms=due_ms))
+        return Ask(arguments, wanted(), is_asked_twice=number % 7 == 2)
 
 
 async def undisturbed(client: AsyncClient, kinds: Sequence[dict[str, Any]]) -> list[Any]:

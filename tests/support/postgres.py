@@ -6,6 +6,7 @@ account. Only `fsync` is off: a killed server still finds what it committed, sin
 on.
 """
 
+import contextlib
 import itertools
 import os
 import pwd
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import psutil
 import psycopg
 
 from tokenmill_worker.local.child_process import GuardedProcess, guarded_command
@@ -85,7 +87,7 @@ def ordinary_user() -> int | None:
 
 class PostgresServer:
     """One cluster on a loopback port that is kept over restarts. `standby_of`: the primary that it
-    follows until `promote`.
+    follows until `promote`. A `directory` is the caller's.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class PostgresServer:
         settings: Mapping[str, str] | None = None,
         *,
         standby_of: "PostgresServer | None" = None,
+        directory: Path | None = None,
     ) -> None:
         self._primary = standby_of
         self.settings = {**_SETTINGS, **(settings or {})}
         self.port = free_port()
         self._binaries = postgres_binaries()
         self.uid = ordinary_user()
-        self.directory = private_directory("postgres")
+        self.directory = directory or private_directory("postgres")
         self._child: GuardedProcess | None = None
         self._numbers = itertools.count(1)
 
@@ -176,6 +179,20 @@ class PostgresServer:
     def drop_database(self, url: str) -> None:
         """Drop the database, also while connections to it are open."""
         self.execute(f'DROP DATABASE IF EXISTS "{url.rsplit("/", 1)[1]}" WITH (FORCE)')
+
+    def freeze(self) -> None:
+        """Stop the server and its children: connections stay open without replies."""
+        self._send_to_all(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._send_to_all(signal.SIGCONT)
+
+    def _send_to_all(self, number: int) -> None:
+        assert self._child is not None, "the server is not running"
+        server = psutil.Process(self._child.process.pid)
+        for process in [server, *server.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def execute(self, statement: str) -> None:
         with self._connect() as connection:
