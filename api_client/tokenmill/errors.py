@@ -34,6 +34,9 @@ from tokenmill_schemas.result import JobResult
 class TokenmillError(Exception):
     """The base class. Each message is one sentence for people."""
 
+    def __repr__(self) -> str:  # what is logged holds the sentence, not a whole result
+        return f"{type(self).__name__}({str(self)!r})"
+
 
 class ConfigurationError(TokenmillError, ValueError):
     pass
@@ -149,7 +152,7 @@ class JobFailed(TokenmillError):
 
     def __init__(self, result: JobResult | dict[str, Any]) -> None:
         super().__init__(msgspec.to_builtins(result))
-        self.result = msgspec.convert(result, JobResult)
+        self.result = msgspec.convert(result, JobResult, str_keys=True)
 
     def __str__(self) -> str:
         error, state = self.result.error, self.result.status.value

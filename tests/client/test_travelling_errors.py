@@ -20,10 +20,15 @@ from tokenmill.errors import TokenmillError
 from tokenmill.operations.form_values import FormError
 from tokenmill.operations.job_request import JobHandle
 from tokenmill.webhooks import BadSignature
+from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.result import JobError, JobResult, JobStatus
 
 RESULT = JobResult(
-    job_id="j", status=JobStatus.FAILED, model="m", error=JobError("engine_error", "boom")
+    job_id="j",
+    status=JobStatus.FAILED,
+    model="m",
+    error=JobError("engine_error", "boom"),
+    params=SamplingParams(logit_bias={7: 1.5}),
 )
 HANDLE = JobHandle("j1", is_new=False)
 SAMPLES: tuple[TokenmillError, ...] = (
@@ -108,6 +113,10 @@ def test_an_exception_comes_back_with_class_sentence_and_attributes(
 ) -> None:
     back = WAYS[way](error)
     assert same(back, error), (back, back.__dict__)
+
+
+def test_what_is_logged_of_an_exception_holds_its_sentence_and_no_answer() -> None:
+    assert repr(errors.JobFailed(RESULT)) == "JobFailed('job j has no answer: boom')"
 
 
 def test_a_process_pool_raises_each_exception_as_it_was_and_goes_on() -> None:

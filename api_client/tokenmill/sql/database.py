@@ -74,7 +74,7 @@ class Database:
             raise not_unicode(error) from error
 
     def _why_not_open(self) -> str:
-        path = Path(str(self._engine.url.database)).absolute()
+        path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()
         if not path.exists():
             return f"there is no database at {path}"
         return (

@@ -67,6 +67,14 @@ _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 _CELERY_CERT_REQS = re.compile(r"(?<=[?&]ssl_cert_reqs=)CERT_(NONE|OPTIONAL|REQUIRED)(?=&|$)", re.I)
 
 # Calls without type annotations in redis-py.
+_to_bool: Any = redis.connection.to_bool
+_CLUSTER_OPTIONS: dict[str, Any] = {  # redis-py reads the others
+    "cluster_error_retry_attempts": int,
+    "dynamic_startup_nodes": _to_bool,
+    "read_from_replicas": _to_bool,
+    "reinitialize_steps": int,
+    "require_full_coverage": _to_bool,
+}
 _sync_sentinel: Any = redis.sentinel.Sentinel
 _async_sentinel: Any = redis.asyncio.sentinel.Sentinel
 _sync_node: Any = redis.cluster.ClusterNode
@@ -128,7 +136,7 @@ def parse_url(url: str) -> Endpoint:
             )
         # Only the scheme changes: rebuilding would lose a slash of unix://.
         return Endpoint("single", scheme + url[len(scheme) :])
-    options = _query_options(parts.query, has_tls=scheme == "rediss")
+    options = _query_options(parts.query, kind, has_tls=scheme == "rediss")
     credentials, _, addresses = parts.netloc.rpartition("@")
     username, _, password = credentials.partition(":")
     if username:
@@ -148,13 +156,15 @@ def parse_url(url: str) -> Endpoint:
     return Endpoint(kind, "", hosts, service, options)
 
 
-def _query_options(query: str, *, has_tls: bool) -> dict[str, Any]:
+def _query_options(query: str, kind: str, *, has_tls: bool) -> dict[str, Any]:
     """Return the options of a query as values. Raises ConfigurationError."""
     with _options_of_urls():
         options: dict[str, Any] = _parse_options(f"redis://?{query}")
-        connection = redis.SSLConnection if has_tls else redis.Connection
-        _ = connection(**{k: v for k, v in options.items() if k != "max_connections"})  # opens none
-    return {**options, "ssl": True} if has_tls else options
+        of_cluster = _CLUSTER_OPTIONS if kind == "cluster" else {}
+        taken = {name: read(options[name]) for name, read in of_cluster.items() if name in options}
+        rest = {k: v for k, v in options.items() if k not in taken and k != "max_connections"}
+        _ = (redis.SSLConnection if has_tls else redis.Connection)(**rest)  # opens no connection
+    return options | taken | ({"ssl": True} if has_tls else {})
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:

@@ -8,8 +8,7 @@ monotonic clock, which no change of the wall clock moves.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import redis
@@ -30,7 +29,7 @@ class ServerClock:
     goes on while the process is frozen. Both are in nanoseconds.
 
     A reply that travels for long makes the server's time look earlier. So the latest of a few
-    readings counts.
+    readings counts. Threads may share a clock: a reading replaces values, and changes none.
     """
 
     def __init__(
@@ -41,15 +40,12 @@ class ServerClock:
         self._wall, self._monotonic = wall, monotonic
         self._read_at: int | None = None  # by the monotonic clock
         self._drift_at_read = 0  # of the wall clock from the monotonic one
-        self._offsets: deque[int] = deque(maxlen=_READINGS)
+        self._offsets: Sequence[int] = ()  # of the last readings
         self._offset = wall() - monotonic()
 
     def note(self, server_ns: int) -> None:
         """Take a reading of the server's clock that has just arrived."""
-        self._read_at = self._monotonic()
-        self._drift_at_read = self._wall() - self._read_at
-        self._offsets.append(server_ns - self._read_at)
-        self._offset = max(self._offsets)
+        self._take([*self._offsets, server_ns - self._monotonic()][-_READINGS:])
 
     @property
     def is_fresh(self) -> bool:
@@ -89,16 +85,19 @@ class ServerClock:
             return self.now_ms()
         any_client: Any = client
         is_cluster = isinstance(any_client, redis.cluster.RedisCluster)
-        self._offsets.clear()  # the server may be another one by now
+        offsets: list[int] = []  # earlier ones do not count: the server may be another one by now
         try:
             for _ in range(_READINGS):
                 node = {"target_nodes": any_client.get_node_from_key(key)} if is_cluster else {}
                 asked_at = self._monotonic()
-                self._note(any_client.execute_command("TIME", **node))
+                server_ns = _nanoseconds(any_client.execute_command("TIME", **node))
+                offsets.append(server_ns - self._monotonic())
                 if self._monotonic() - asked_at < SLOW_NS:
                     break
         except NoPermissionError:
             self.keep()
+        else:
+            self._take(offsets)
         return self.now_ms()
 
     async def refresh_async(self, client: redis.asyncio.Redis, key: str) -> int:
@@ -107,29 +106,46 @@ class ServerClock:
             return self.now_ms()
         any_client: Any = client
         is_cluster = isinstance(any_client, redis.asyncio.cluster.RedisCluster)
-        self._offsets.clear()
+        offsets: list[int] = []
         try:
             if is_cluster:
                 await any_client.initialize()
             for _ in range(_READINGS):
                 node = {"target_nodes": any_client.get_node_from_key(key)} if is_cluster else {}
                 asked_at = self._monotonic()
-                self._note(await any_client.execute_command("TIME", **node))
+                server_ns = _nanoseconds(await any_client.execute_command("TIME", **node))
+                offsets.append(server_ns - self._monotonic())
                 if self._monotonic() - asked_at < SLOW_NS:
                     break
         except NoPermissionError:
             self.keep()
+        else:
+            self._take(offsets)
         return self.now_ms()
 
-    def _note(self, reply: Any) -> None:
-        if isinstance(reply, dict):  # a cluster's, by node
-            (reply,) = reply.values()
-        seconds, microseconds = reply
-        self.note((int(seconds) * 1_000_000 + int(microseconds)) * 1_000)
+    def _take(self, offsets: Sequence[int]) -> None:
+        """Take the readings that count from now on."""
+        self._offsets = offsets
+        self._offset = max(offsets)
+        self._mark_read()
+
+    def _mark_read(self) -> None:
+        now = self._monotonic()
+        self._drift_at_read = self._wall() - now
+        self._read_at = now
 
     def keep(self) -> None:
         """Keep the time as it is, as fresh: the server is away, or an older list of users does not
-        allow this user to ask.
+        allow this user to ask. A clock that never had a reading follows the wall clock.
         """
-        self._read_at = self._monotonic()
-        self._drift_at_read = self._wall() - self._read_at
+        if not self._offsets:
+            self._offset = self._wall() - self._monotonic()
+        self._mark_read()
+
+
+def _nanoseconds(reply: Any) -> int:
+    """Return the time in a reply to TIME."""
+    if isinstance(reply, dict):  # a cluster's, by node
+        (reply,) = reply.values()
+    seconds, microseconds = reply
+    return (int(seconds) * 1_000_000 + int(microseconds)) * 1_000

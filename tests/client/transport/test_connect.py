@@ -73,6 +73,14 @@ def test_an_option_that_cannot_be_is_refused_in_a_sentence(
         kind(url)
 
 
+def test_a_cluster_s_own_options_are_read() -> None:
+    url = "redis+cluster://h?require_full_coverage=false&reinitialize_steps=3&socket_timeout=2"
+    expected = {"require_full_coverage": False, "reinitialize_steps": 3, "socket_timeout": 2.0}
+    assert parse_url(url).options == expected
+    with pytest.raises(ConfigurationError, match="option that cannot be"):
+        parse_url("redis+cluster://h?reinitialize_steps=often")
+
+
 @pytest.mark.parametrize("spelt", ["none", "CERT_NONE", "cert_none"])
 @pytest.mark.parametrize("url", ["rediss://h/0", "rediss+sentinel://h/main"])
 def test_certificates_are_left_unchecked_in_celery_s_spelling_too(url: str, spelt: str) -> None:

@@ -4,6 +4,7 @@ and what works with it.
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
 
 import redis
@@ -32,12 +33,15 @@ class QueueTime:
         self._settings = settings
         self._clock = clock or ServerClock()
         self._client: redis.Redis | None = None
+        self._connecting = threading.Lock()
 
     def __call__(self) -> float:
         settings = self._settings
         try:
-            if self._client is None:
-                self._client = connect(settings.redis_url, Link(timeout_s=2, connect_timeout_s=2))
+            with self._connecting:
+                if self._client is None:
+                    link = Link(timeout_s=2, connect_timeout_s=2)
+                    self._client = connect(settings.redis_url, link)
             key = Keys(settings.queue_name, settings.key_prefix).meta
             return self._clock.refresh(self._client, key) / 1000
         except SERVER_TROUBLE:

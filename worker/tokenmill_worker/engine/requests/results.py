@@ -274,7 +274,7 @@ class Results:
         stamps = known.timestamps
         return RequestOutput(
             request_id=request_id,
-            prompt_ids=list(known.prompt_ids),
+            prompt_ids=known.prompt_ids,
             generated_tokens=list(found.token_ids[:num_tokens]),
             status=status if is_whole else RequestStatus.DECODING,
             logprobs=[one.logprob for one in (found.logprobs or ())[:num_tokens]],
