@@ -11,7 +11,7 @@ from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AppendReply, ChunkAppend
 
 pytestmark = pytest.mark.redis
-OK, LOST, GAP = AppendReply.OK, AppendReply.LOST, AppendReply.GAP
+OK, GONE, GAP = AppendReply.OK, AppendReply.GONE, AppendReply.GAP
 
 
 async def two_running(queue: Queue):
@@ -60,7 +60,7 @@ async def test_a_job_that_is_none_any_more_is_lost_alone(queue: Queue) -> None:
         (OK, 2),
     ]  # nobody looks
     assert (await worker.heartbeat(WorkerStatus(worker_id="w1"))).lost == (job.job_id,)
-    assert await appended(worker, [token(job, 2), token(other, 2)]) == [(LOST, 2), (OK, 3)]
+    assert await appended(worker, [token(job, 2), token(other, 2)]) == [(GONE, 2), (OK, 3)]
     assert await ends_of(queue, other.job_id) == [1, 2, 3]
     await queue.redis.delete(queue.keys.job(job.job_id))
 

@@ -72,7 +72,7 @@ def files_of(tree: Path, roots: tuple[str, ...]) -> set[str]:
         str(file.relative_to(tree / root))
         for root in roots
         for file in (tree / root / SOURCES[root]).rglob("*")
-        if file.is_file()
+        if file.is_file() and "__pycache__" not in file.parts  # a build imports the version
     }
 
 

@@ -236,7 +236,7 @@ def test_what_a_full_queue_never_took_has_expired(
     any_client: Client, store: BatchStore, tmp_path: Path
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 10)
-    any_client.submit(prompt="x")
+    any_client.submit(prompt="x", priority="bulk")  # the limit is that of a priority
     any_client.set_queue_limit(1)
     batch = import_batch(any_client, store, path, options=BatchOptions(completion_window="1s"))
     assert (batch.state, batch.totals.expired, any_client.depth().num_queued) == (
