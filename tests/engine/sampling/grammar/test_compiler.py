@@ -164,44 +164,6 @@ def test_what_fails_for_want_of_time_may_be_tried_again() -> None:
     assert codes == ["engine_error", "engine_error"]
 
 
-def test_slow_grammars_of_one_tenant_leave_a_thread_to_the_others() -> None:
-    slow = Slow()
-    compiler = make(slow)
-    futures = [compiler.compile(regex(f"slow {i}"), "mallory") for i in range(10)]
-    for i in range(5):
-        assert compiler.compile(regex(f"quick {i}"), "victim").result(60) == f"regex:quick {i}"
-    assert sorted(slow.calls)[:5] == [f"quick {i}" for i in range(5)]
-    assert len(slow.calls) == 7
-    assert not any(future.done() for future in futures)
-    for i in range(10):
-        slow.gate(f"slow {i}").set()
-    assert not wait(futures, 60).not_done
-
-
-def test_a_grammar_that_waits_for_another_tenant_is_compiled_in_the_first_turn() -> None:
-    slow = Slow()
-    compiler = make(slow, threads=2, threads_each=1)
-    first = compiler.compile(regex("slow"), "mallory")
-    shared = compiler.compile(regex("shared"), "mallory")
-    assert compiler.compile(regex("shared"), "victim").result(60) == "regex:shared"
-    assert shared.result(60) == "regex:shared"
-    slow.gate("slow").set()
-    assert first.result(60) == "regex:slow"
-    assert compiler.compile(regex("last"), "mallory").result(60) == "regex:last"
-    assert slow.calls == ["slow", "shared", "last"]
-
-
-def test_threads_that_one_tenant_keeps_busy_stop_its_own_grammars_alone() -> None:
-    slow = Slow()
-    compiler = make(slow, wall_s=0.1, stuck=3, stuck_each=1)
-    with pytest.raises(GrammarError, match="too busy"):
-        compiler.compile(regex("slow"), "mallory").result(60)
-    with pytest.raises(GrammarError, match="too many grammars"):
-        compiler.compile(regex("quick"), "mallory").result(60)
-    assert compiler.compile(regex("quick"), "victim").result(60) == "regex:quick"
-    slow.gate("slow").set()
-
-
 def test_the_cache_holds_so_many_characters() -> None:
     slow = Slow()
     compiler = make(slow, cached_chars=1_000)

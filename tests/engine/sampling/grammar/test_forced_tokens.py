@@ -1,5 +1,6 @@
 """Tokens that a grammar forces: proposed as drafts, they change no answer."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from tokenmill_schemas.chat import Tool, ToolFunction
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.plan import NO_DRAFT, Draft
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
-from tokenmill_worker.engine.sampling.grammar.text_matcher import TextMatcher
+from tokenmill_worker.engine.sampling.grammar import text_matcher
+from tokenmill_worker.engine.sampling.grammar.bitmasks import each_allowed, open_masks
+from tokenmill_worker.engine.sampling.grammar.text_matcher import WALK_LIMIT_S, TextMatcher
 from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED, MAX_TEXT, Words
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.text.chat.tools import HERMES, XML, ToolFormat, call_grammar
@@ -102,6 +105,100 @@ def test_reading_for_drafts_counts_as_time_of_the_grammar(
     sampler.forced_tokens(sequence)
     _, _, errors = sampler.sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
     assert "too ambiguous" in errors[0]
+
+
+def test_a_walk_that_raises_counts_as_time_of_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def fail(*_: object) -> list[int]:
+        nonlocal now_s
+        now_s += 9
+        raise RuntimeError("it is bad")
+
+    sampler, sequence = make_sampler(compiler), structured(ORDER)
+    monkeypatch.setattr("time.thread_time", lambda: now_s)
+    monkeypatch.setattr(TextMatcher, "forced_tokens", fail)
+    assert sampler.forced_tokens(sequence) == NO_DRAFT
+    _, _, errors = sampler.sample(torch.zeros(1, WIDTH), [plan_item(sequence)]).finish()
+    assert "too ambiguous" in errors[0]
+
+
+def test_a_walk_ends_at_its_limit_of_time(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft of a text that costs much for each byte has what the limit allows."""
+    matcher = compiler.compile(ResponseFormat(regex="(abcdefghij){100}")).result(60)()
+    now_s, forced_byte = 0.0, TextMatcher._forced_byte
+
+    def slow(matcher: TextMatcher) -> bytes:
+        nonlocal now_s
+        now_s += WALK_LIMIT_S / 2.5
+        return forced_byte(matcher)
+
+    monkeypatch.setattr("time.thread_time", lambda: now_s)
+    monkeypatch.setattr(TextMatcher, "_forced_byte", slow)
+    assert b"".join(VOCAB[i] for i in matcher.forced_tokens()) == b"abc"
+    assert matcher.accept_token(ord("a"))
+
+
+class Counted:
+    """A matcher of xgrammar that counts its masks."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self.masks = matcher, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def fill_next_token_bitmask(self, words: Any, row: int) -> None:
+        self.masks += 1
+        self._matcher.fill_next_token_bitmask(words, row)
+
+
+def test_a_grammar_that_forces_nothing_costs_one_mask_and_few_tokens_for_each_step(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def each(words: torch.Tensor) -> Iterator[int]:
+        for token_id in each_allowed(words):
+            seen.append(token_id)
+            yield token_id
+
+    monkeypatch.setattr(text_matcher, "each_allowed", each)
+    start = compiler.compile(ResponseFormat(regex="(ab|[^b]){200}")).result(60)
+    matcher, plain = start(), start()
+    counted = matcher._matcher = Counted(matcher._matcher)
+    found, wanted = open_masks(1, len(VOCAB)), open_masks(1, len(VOCAB))
+    for step, token_id in enumerate(b"ab1a2abb", 1):
+        seen.clear()
+        assert matcher.forced_tokens() == []
+        assert len(seen) <= 2
+        matcher.fill_next_token_bitmask(found, 0)
+        plain.fill_next_token_bitmask(wanted, 0)
+        assert found.equal(wanted)
+        assert counted.masks == step
+        assert matcher.accept_token(token_id) == plain.accept_token(token_id)
+
+
+def test_masks_behind_a_walk_are_those_without_one(compiler: GrammarCompiler) -> None:
+    start = compiler.compile(ResponseFormat(regex="name: ([0-9]x){3}(true|tru1)")).result(60)
+    matcher, plain = start(), start()
+    found, wanted = open_masks(1, len(VOCAB)), open_masks(1, len(VOCAB))
+    for token_id in b"name: 1x2x3xtru1":
+        matcher.forced_tokens()
+        matcher.fill_next_token_bitmask(found, 0)
+        plain.fill_next_token_bitmask(wanted, 0)
+        assert found.equal(wanted)
+        assert matcher.accept_token(token_id)
+        matcher.forced_tokens()
+        matcher.rollback(1)
+        matcher.fill_next_token_bitmask(found, 0)
+        assert found.equal(wanted)
+        assert matcher.accept_token(token_id)
+        assert plain.accept_token(token_id)
 
 
 def with_calls(value: dict[str, Any], form: ToolFormat) -> ResponseFormat:

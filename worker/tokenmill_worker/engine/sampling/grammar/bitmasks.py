@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,6 +73,19 @@ def allowed_ids(words: Tensor, first_places: int | None = None) -> list[int]:
     rows, columns = np.nonzero(bits)
     found: list[int] = (places[rows] * 32 + columns).tolist()
     return found
+
+
+def each_allowed(words: Tensor) -> Iterator[int]:
+    """Yield the tokens that one row's mask allows, in the order of their ids; for a caller who
+    mostly needs the first.
+    """
+    view = words.numpy().view(np.uint32)
+    for place in np.flatnonzero(view).tolist():
+        left = int(view[place])
+        while left:
+            lowest = left & -left
+            yield 32 * place + lowest.bit_length() - 1
+            left ^= lowest
 
 
 def is_only(words: Tensor, token_ids: list[int]) -> bool:

@@ -65,12 +65,14 @@ class Compilation:
         self._thread = threading.Thread(target=self._work, name="grammar", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
-        threading.Thread(target=self._watch, name="grammar limit", daemon=True).start()
+        """Start the thread. Raises GrammarError where there is none; then nothing is called."""
+        _start(self._thread)
 
     def _work(self) -> None:
         compiled, problem = None, None
         try:
+            # without its limits nothing is compiled
+            _start(threading.Thread(target=self._watch, name="grammar limit", daemon=True))
             compiled = self._compile()
         except Exception as error:
             problem = _problem(error)
@@ -119,6 +121,15 @@ class Compilation:
             "try again later",
             LATER,
         )
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        raise GrammarError(
+            "the machine has no thread left to compile the grammar; try again later", LATER
+        ) from error
 
 
 def _problem(error: Exception) -> GrammarError:

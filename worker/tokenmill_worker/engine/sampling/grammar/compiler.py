@@ -25,6 +25,7 @@ from tokenmill_worker.engine.sampling.grammar.words import Encode
 
 TOO_MANY_STUCK: Final = "too many grammars took too long to compile; try again later"
 _Source = tuple[str, str]
+_Failure = tuple[Future[Any], GrammarError]
 
 
 class GrammarCompiler:
@@ -96,19 +97,19 @@ class GrammarCompiler:
             return future
         with self._lock:
             known = self._cache.get(source)
-            if known is not None:
+            if known is not None and (known.running() or known.done()):
                 self._cache.move_to_end(source)
-                if known.running() or known.done():
-                    return known
-                future = known  # it waits for another tenant's turn, and now for this one's too
-            elif self._is_refused(tenant):
+                return known
+            if self._is_refused(tenant):
                 future.set_exception(GrammarError(TOO_MANY_STUCK, LATER))
                 return future
-            else:
+            if known is None:
                 self._keep(source, future)
+            else:  # it waits for another tenant's turn, and now for this one's too
+                self._cache.move_to_end(source)
+                future = known
             self._queues.add(tenant, (source, future))
-            refused = self._start_waiting()
-        _refuse(refused)
+        self._start_waiting()
         return future
 
     def _settled(
@@ -120,25 +121,31 @@ class GrammarCompiler:
         problem: GrammarError | None,
         is_stuck: bool,
     ) -> None:
-        """Release the place of one compilation, and settle its future."""
+        """Release the place of one compilation, and settle its future before another starts."""
         with self._lock:
             self._queues.free(tenant)
-            self._stuck[tenant] += is_stuck
+            if is_stuck:
+                self._count_stuck(tenant, 1)
             if problem is not None:
                 self._forget(source, future)
-            refused = self._start_waiting()
         if problem is None:
             future.set_result(compiled)
         else:
             future.set_exception(problem)
-        _refuse(refused)
+        self._start_waiting()
 
     def _ended(self, tenant: str) -> None:
         """Note that a thread which went on beyond its limits has ended."""
         with self._lock:
-            self._stuck[tenant] -= 1
-            refused = self._start_waiting()
-        _refuse(refused)
+            self._count_stuck(tenant, -1)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Start the compilations whose turn it is; fail those that are refused or cannot start."""
+        with self._lock:
+            failed = self._refuse_stuck() + self._take_turns()
+        for future, problem in failed:
+            future.set_exception(problem)
 
     # ── the rest is called with the lock ──
 
@@ -159,28 +166,47 @@ class GrammarCompiler:
         limits = self.limits
         return self._stuck.total() >= limits.stuck or self._stuck[tenant] >= limits.stuck_each
 
-    def _start_waiting(self) -> list[Future[Any]]:
-        """Start the compilations whose turn it is; return those that are refused."""
-        refused: list[Future[Any]] = []
-        for tenant in self._queues.tenants():
-            if self._is_refused(tenant):
-                for source, future in self._queues.drop(tenant):
-                    if _is_claimed(future):
-                        continue
-                    self._forget(source, future)
-                    refused.append(future)
+    def _count_stuck(self, tenant: str, change: int) -> None:
+        """Change the count of a tenant's stuck threads. A thread that ends as it passes its limit
+        may be counted off first.
+        """
+        self._stuck[tenant] += change
+        if not self._stuck[tenant]:
+            del self._stuck[tenant]
+
+    def _refuse_stuck(self) -> list[_Failure]:
+        """Drop what waits for tenants who are refused; return what waits for no other tenant."""
+        refused = [tenant for tenant in self._queues.tenants() if self._is_refused(tenant)]
+        dropped = [item for tenant in refused for item in self._queues.drop(tenant)]
+        kept = {future for _, future in self._queues.items()} if dropped else set()
+        failures: list[_Failure] = []
+        for source, future in dropped:
+            if future not in kept and not _is_claimed(future):
+                self._forget(source, future)
+                failures.append((future, GrammarError(TOO_MANY_STUCK, LATER)))
+        return failures
+
+    def _take_turns(self) -> list[_Failure]:
+        """Start the compilations whose turn it is; return those that cannot start."""
+        failures: list[_Failure] = []
         while (turn := self._queues.take()) is not None:
             tenant, (source, future) = turn
             if _is_claimed(future):
                 self._queues.free(tenant)
                 continue
-            Compilation(
+            compilation = Compilation(
                 partial(self._compile_source, *source),
                 self.limits,
                 partial(self._settled, tenant, source, future),
                 partial(self._ended, tenant),
-            ).start()
-        return refused
+            )
+            try:
+                compilation.start()
+            except GrammarError as problem:
+                self._queues.free(tenant)
+                self._forget(source, future)
+                failures.append((future, problem))
+        return failures
 
 
 def _is_claimed(future: Future[Any]) -> bool:
@@ -189,8 +215,3 @@ def _is_claimed(future: Future[Any]) -> bool:
         return True
     future.set_running_or_notify_cancel()
     return False
-
-
-def _refuse(futures: list[Future[Any]]) -> None:
-    for future in futures:
-        future.set_exception(GrammarError(TOO_MANY_STUCK, LATER))

@@ -8,6 +8,7 @@ last step's tokens have arrived, that thread waits for them while the device run
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,16 +98,19 @@ class Grammars:
             return NO_DRAFT
         self._wait()
         started_s = time.thread_time()
-        try:
+        with contextlib.suppress(Exception):  # the next mask fails alike, with the reason
             state = self._state_of(sequence)
-            new = sequence.token_ids[sequence.num_prompt_tokens + state.num_read :]
-            _read(state, new)
-            forced = self._limited(state, sequence)
-            num_certain = self._num_certain(state.matcher, forced, sequence.params)
-        except Exception:  # the next mask fails alike, and ends the sequence with the reason
-            return NO_DRAFT
-        state.unchecked = (len(new) + num_certain, time.thread_time() - started_s)
-        return Draft(forced, num_certain)
+            num_read, num_certain = state.num_read, 0
+            try:
+                _read(state, sequence.token_ids[sequence.num_prompt_tokens + num_read :])
+                forced = self._limited(state, sequence)
+                num_certain = self._num_certain(state.matcher, forced, sequence.params)
+                return Draft(forced, num_certain)
+            finally:
+                (earlier, earlier_s), new = state.unchecked, state.num_read - num_read
+                spent_s = time.thread_time() - started_s
+                state.unchecked = (earlier + new + num_certain, earlier_s + spent_s)
+        return NO_DRAFT
 
     @staticmethod
     def _limited(state: _MatcherState, sequence: Sequence) -> tuple[int, ...]:
