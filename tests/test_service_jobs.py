@@ -11,6 +11,7 @@ import pytest
 
 from tests.publish.support import MODEL, FakeLog, delivery_of, event
 from tests.support.tokenizers import byte_level
+from tests.support.waiting import until
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, RetryPolicy
@@ -22,6 +23,7 @@ from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.service import Service
+from tokenmill_worker.service.preparation import AT_ONCE_BYTES
 
 CAPACITY = Capacity(
     free_sequences=4,
@@ -229,3 +231,69 @@ async def test_what_cannot_be_taken_in_is_not_kept_in_hand(
     monkeypatch.undo()
     await bench.service.take([delivery("job", token=2)])
     assert bench.host.submitted == ["before/1", "job/2"]
+
+
+@pytest.mark.parametrize("length", [0, AT_ONCE_BYTES], ids=["in the engine", "in preparation"])
+async def test_a_job_claimed_again_before_its_loss_is_noticed_replaces_its_first_delivery(
+    bench: Bench, length: int
+) -> None:
+    """The claim may come before the heartbeat that tells of the loss."""
+    before = bench.service.credits()
+    request = JobRequest(job_id="job", prompt="hi", stream=True, metadata={"a": "x" * length})
+    await bench.service.take([delivery("job", request)])
+    await bench.service.take([delivery("job", request, token=2)])
+    assert bench.host.cancelled == ["job/1"]
+    await until(lambda: "job/2" in bench.host.submitted)
+    await bench.host.step(event("X"), event("cd", end=FinishReason.LENGTH, token=2))
+    (finished,) = bench.record.finished
+    assert (finished.result.text, finished.token) == ("cd", 2)
+    assert len(bench.service._owned) == 0
+    assert bench.service.credits() == before
+    assert not bench.service._owned.in_engine
+
+
+async def test_a_claim_that_fails_leaves_the_suspects_of_an_earlier_claim_to_the_next_frame(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_outcomes: list[Any]) -> list[Any]:
+        raise RuntimeError("a fault of ours")
+
+    await bench.service.take([delivery(name, alone=True) for name in "ab"])
+    bench.service.ends.drop_lost(["a"])
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.record, "skip_recorded", broken)
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await bench.service.take([delivery("ended", outcome="cancelled")])
+    await bench.host.step()
+    assert bench.host.submitted == ["a/1", "b/1"]
+
+
+async def test_suspects_claimed_while_others_are_held_start_after_them(bench: Bench) -> None:
+    await bench.service.take([delivery(name, alone=True) for name in "ab"])
+    await bench.service.take([delivery("c", alone=True)])
+    for name in "abc":
+        await bench.host.step(event("x", name, end=FinishReason.LENGTH))
+    assert bench.host.submitted == ["a/1", "b/1", "c/1"]
+
+
+async def test_a_job_that_is_being_admitted_during_a_hand_over_does_not_enter_the_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = asyncio.Event()
+
+    async def slow(outcomes: list[Any]) -> list[Any]:
+        await may_go_on.wait()
+        return outcomes
+
+    async def release(jobs: list[tuple[str, int, bool]]) -> None:
+        may_go_on.set()
+        await taking
+        bench.orders.released += jobs
+
+    monkeypatch.setattr(bench.record, "skip_recorded", slow)
+    monkeypatch.setattr(bench.orders, "release", release)
+    taking = asyncio.create_task(bench.service.take([delivery("job")]))
+    await until(lambda: len(bench.service._owned) == 1)
+    await bench.service.drain(0, asyncio.Event())
+    assert bench.orders.released == [("job", 1, False)]
+    assert bench.host.submitted == []

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.publish.support import MODEL, event
 from tests.support.tokenizers import byte_level
 from tests.support.waiting import until
-from tests.test_service_jobs import Bench, delivery, running
+from tests.test_service_jobs import CAPACITY, Bench, delivery, running
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobStatus
+from tokenmill_worker.consume.credits import Credits
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.service.preparation import AT_ONCE_BYTES, LONG_BYTES
@@ -31,12 +34,15 @@ class GatedProcessor(InputProcessor):
         super().__init__(*args)
         self.gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         self.begun: list[str] = []
+        self.ended: list[str] = []
 
     def process(self, delivery: Delivery) -> AdmittedJob | FinishedJob:
         self.begun.append(delivery.job_id)
         if delivery.job_id in self.gates and not self.gates[delivery.job_id].wait(60):
             raise AssertionError("nobody opened the gate")
-        return super().process(delivery)
+        outcome = super().process(delivery)
+        self.ended.append(delivery.job_id)
+        return outcome
 
 
 class GatedBench(Bench):
@@ -104,6 +110,40 @@ async def test_jobs_in_preparation_use_up_credits(bench: GatedBench) -> None:
     bench.open("b")
     await bench.submitted("c", "a", "b")
     assert bench.service.credits().free == before - 3
+
+
+async def test_bulk_jobs_in_preparation_take_no_room_from_interactive_jobs(
+    bench: GatedBench,
+) -> None:
+    bench.host.capacity = msgspec.structs.replace(
+        CAPACITY, free_sequences=16, running=16, free_urgent=16
+    )
+    urgent = [
+        JobRequest(job_id=f"urgent{i}", prompt="hi", priority=Priority.INTERACTIVE)
+        for i in range(16)
+    ]
+    await bench.service.take([delivery(request.job_id, request) for request in urgent])
+    bench.close("bulk0")
+    await bench.service.take([long(f"bulk{i}", Priority.BULK) for i in range(30)])
+    assert bench.service.credits() == Credits(free=0, urgent=16)
+    await bench.service.take([long("long", Priority.INTERACTIVE)])
+    assert bench.service.credits() == Credits(free=0, urgent=15)
+
+
+async def test_ended_jobs_with_much_to_read_use_up_no_credits_and_wait_for_no_others(
+    bench: GatedBench,
+) -> None:
+    bench.close("first")
+    await bench.service.take([long("first")])
+    await bench.begun("first")
+    await bench.service.take([long("waiting", Priority.INTERACTIVE)])
+    before = bench.service.credits()
+    await bench.service.take([long("ended", outcome="cancelled")])
+    assert bench.service.credits() == before
+    bench.open("first")
+    await bench.submitted("first", "waiting")
+    assert bench.processor.begun == ["first", "ended", "waiting"]
+    assert [one.job_id for one in bench.record.finished] == ["ended"]
 
 
 async def test_equally_long_jobs_keep_the_order_of_their_claims(bench: GatedBench) -> None:
@@ -187,15 +227,25 @@ async def test_a_job_lost_in_preparation_and_claimed_again_runs_once(bench: Gate
     assert bench.host.submitted == ["job/2"]
 
 
-async def test_a_job_handed_over_in_preparation_does_not_start_here(bench: GatedBench) -> None:
+async def test_a_job_processed_during_its_hand_over_does_not_enter_the_engine(
+    bench: GatedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def release(jobs: list[tuple[str, int, bool]]) -> None:
+        bench.open("job")
+        await until(lambda: "job" in bench.processor.ended)
+        for _ in range(100):  # turns of the event loop, in which the outcome arrives
+            await asyncio.sleep(0)
+        bench.orders.released += jobs
+
     bench.close("job")
-    await bench.service.take([long("job"), delivery("short")])
+    await bench.service.take([long("job"), long("waiting"), delivery("short")])
     await bench.begun("job")
-    await bench.service.ends.hand_over(bench.service._flush)
-    assert sorted(bench.orders.released) == [("job", 1, False), ("short", 1, False)]
-    bench.open("job")
-    await bench.service.take([long("next")])
-    await bench.submitted("short", "next")
+    monkeypatch.setattr(bench.orders, "release", release)
+    await bench.service.drain(0, asyncio.Event())
+    released = [(name, 1, False) for name in ("job", "short", "waiting")]
+    assert sorted(bench.orders.released) == released
+    assert bench.host.submitted == ["short/1"]
+    assert bench.processor.begun == ["short", "job"]
 
 
 async def test_a_job_in_preparation_when_the_engine_dies_is_no_suspect(bench: GatedBench) -> None:
@@ -241,3 +291,57 @@ async def test_a_long_job_that_cannot_be_passed_on_returns_to_the_queue_as_a_sus
     assert len(bench.service._owned) == 0
     await bench.service.take([long("job", token=2)])
     await until(lambda: bench.host.submitted == ["job/2"])
+
+
+class NoThread:
+    """Stands for a thread of a process that may start no more."""
+
+    def __init__(self, **_arguments: Any) -> None: ...
+
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+async def test_a_long_job_without_a_thread_returns_to_the_queue_and_the_next_starts(
+    bench: GatedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", NoThread)
+        await bench.service.take([long("job")])
+        await until(lambda: bool(bench.orders.released))
+    assert bench.orders.released == [("job", 1, True)]
+    assert len(bench.service._owned) == 0
+    await bench.service.take([long("next")])
+    await bench.submitted("next")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), StopIteration()])
+async def test_a_long_job_whose_processing_raises_returns_to_the_queue_and_the_next_starts(
+    bench: GatedBench, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    original = bench.processor.process
+
+    def process(delivery: Delivery) -> AdmittedJob | FinishedJob:
+        if delivery.job_id == "job":
+            raise error
+        return original(delivery)
+
+    monkeypatch.setattr(bench.processor, "process", process)
+    await bench.service.take([long("job"), long("next")])
+    await bench.submitted("next")
+    assert bench.orders.released == [("job", 1, True)]
+
+
+async def test_a_long_job_that_cannot_be_given_back_is_logged_and_the_next_starts(
+    bench: GatedBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_arguments: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.record, "skip_recorded", broken)
+        patched.setattr(bench.orders, "release", broken)
+        await bench.service.take([long("job")])
+        await until(lambda: "neither started nor given back" in caplog.text)
+    await bench.service.take([long("next")])
+    await bench.submitted("next")

@@ -70,10 +70,20 @@ def test_the_crashing_job_is_found_in_few_crashes():
     assert sum(crashes.values()) <= 2 * 64
 
 
-def test_clearing_gives_back_what_was_held():
+def test_a_claim_after_held_jobs_starts_with_them_at_the_next_release():
+    quarantine = Quarantine(max_num_seqs=4)
+    first = [delivery("bad", alone=True), delivery("held")]
+    assert names(quarantine.admit(first)) == ["bad"]
+    quarantine.ended("bad")
+    assert quarantine.admit([delivery("new")]) == []
+    assert names(quarantine.release_suspects([])) == ["held", "new"]
+
+
+def test_a_cleared_quarantine_holds_nothing_and_starts_new_jobs():
     quarantine = Quarantine(max_num_seqs=1)
     quarantine.release_suspects([delivery("a", crashes=1), delivery("b", crashes=1)])
-    assert names(quarantine.clear()) == ["b"]
+    quarantine.clear()
+    assert len(quarantine) == 0
     assert names(quarantine.release_suspects([delivery("c")])) == ["c"]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Container
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from tokenmill_worker.engine.types import Capacity
 
@@ -23,15 +25,27 @@ class Credits:
         return self.free > 0 or self.urgent > 0
 
 
-def credits_of(capacity: Capacity, num_in_engine: int, num_urgent: int) -> Credits:
-    """Return the room of an engine that has been sent `num_in_engine` requests, `num_urgent` of
-    them interactive.
+def credits_of(
+    capacity: Capacity,
+    in_engine: dict[str, None],
+    preparing: Collection[str],
+    urgent: Container[str],
+) -> Credits:
+    """Return the room of an engine as its last frame reports it, minus the jobs that this frame
+    does not count: those in preparation, and the last ones sent.
+
+    Args:
+        capacity: The report of the last frame. It counts the interactive jobs that it knows.
+        in_engine: The ids of the requests sent to the engine, in the order of their sending.
+        preparing: The ids of the requests that will be sent.
+        urgent: The ids of the interactive ones among both.
     """
-    # Requests that were sent, and that no frame has counted yet.
-    in_flight = max(0, num_in_engine - capacity.running - capacity.waiting)
-    free = max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - in_flight)
-    urgent = max(0, capacity.free_urgent - free - min(in_flight, num_urgent))
-    return Credits(free, urgent)
+    num_sent = max(0, len(in_engine) - capacity.running - capacity.waiting)
+    uncounted = chain(preparing, islice(reversed(in_engine), num_sent))
+    num_uncounted_urgent = sum(request_id in urgent for request_id in uncounted)
+    num_uncounted = len(preparing) + num_sent
+    free = max(0, capacity.free_sequences + LOOKAHEAD - capacity.waiting - num_uncounted)
+    return Credits(free, max(0, capacity.free_urgent - free - num_uncounted_urgent))
 
 
 @dataclass(slots=True)

@@ -38,6 +38,15 @@ class Quarantine:
             return 1
         return max(1, self.max_num_seqs >> delivery.crashes) if delivery.crashes else _ANY
 
+    def admit(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Return the deliveries of a claim that may start now. While those of an earlier claim are
+        held, none starts: a caller whose start fails gives back its own claim only.
+        """
+        if not self._held:
+            return self.release_suspects(deliveries)
+        self._held.extend(deliveries)
+        return []
+
     def release_suspects(self, deliveries: list[Delivery]) -> list[Delivery]:
         """Add deliveries to those held. Returns the ones that may start now; the others are held in
         order.
@@ -60,9 +69,7 @@ class Quarantine:
         if self._running.pop(job_id, None) is None and self._held:
             self._held = deque(delivery for delivery in self._held if delivery.job_id != job_id)
 
-    def clear(self) -> list[Delivery]:
-        """Forget all jobs; returns those that were held, to be released."""
-        held = list(self._held)
+    def clear(self) -> None:
+        """Forget all jobs, those held and those that run."""
         self._held.clear()
         self._running.clear()
-        return held

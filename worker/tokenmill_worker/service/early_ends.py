@@ -68,6 +68,12 @@ class EarlyEnds:
         for delivery in self._owned:
             self.drop(delivery)
 
+    def drop_replaced(self, deliveries: Iterable[Delivery]) -> None:
+        """Drop earlier deliveries of jobs that were claimed again. After an outage longer than the
+        lease, the claim may come before the heartbeat that tells which jobs were lost.
+        """
+        self.drop_lost(delivery.job_id for delivery in deliveries)
+
     def drop(self, delivery: Delivery) -> None:
         self.stop_generating(delivery.request_id)
         self._publisher.close(delivery.request_id)

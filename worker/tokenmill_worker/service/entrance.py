@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 from tokenmill_schemas.result import JobError
 from tokenmill_worker.consume.input_processor import InputProcessor
@@ -12,10 +13,11 @@ from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.service.early_ends import EarlyEnds
 from tokenmill_worker.service.owned_jobs import OwnedJobs
-from tokenmill_worker.service.preparation import Outcome
 from tokenmill_worker.supervisor import EngineSupervisor
 
 log = logging.getLogger(__name__)
+
+Outcome: TypeAlias = AdmittedJob | FinishedJob
 
 
 class Entrance:
@@ -31,7 +33,7 @@ class Entrance:
         observer: JobObserver,
         finish: Callable[[FinishedJob], Awaitable[None]],
     ) -> None:
-        self.processor: InputProcessor | None = None
+        self.processor: InputProcessor | None = None  # since the first engine is ready
         self._owned = owned
         self._ends = ends
         self._publisher = publisher
@@ -39,13 +41,17 @@ class Entrance:
         self._supervisor = supervisor
         self._observer = observer
         self._finish = finish
+        self._is_closed = False
 
     async def admit(self, outcomes: Sequence[Outcome]) -> None:
         """Submit the jobs that can run, and end the others. A job that cannot be submitted fails
-        alone.
+        alone. After `close`, all stay owned as they are.
         """
         ready: list[AdmittedJob] = []
-        for outcome in await self._finalizer.skip_recorded(outcomes):
+        outcomes = await self._finalizer.skip_recorded(outcomes)
+        if self._is_closed:  # perhaps only since this call began
+            return
+        for outcome in outcomes:
             if isinstance(outcome, FinishedJob):
                 await self._finish(outcome)
             elif outcome.delivery in self._owned:
@@ -57,6 +63,10 @@ class Entrance:
         if admitted:
             self._observer.started(admitted)
             await self._submit(admitted)
+
+    def close(self) -> None:
+        """Submit and end nothing more."""
+        self._is_closed = True
 
     async def _may_enter(self, job: AdmittedJob) -> bool:
         """Open the job's answer. A cancelled job ends instead."""

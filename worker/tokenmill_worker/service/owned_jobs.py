@@ -10,8 +10,8 @@ from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob, JobObserve
 
 
 class OwnedJobs:
-    """Knows which jobs this worker owns, and which of them are in the engine. Sets hold request
-    ids.
+    """Knows which jobs this worker owns, and which of them are in the engine. Sets, and the keys
+    of `in_engine`, are request ids.
     """
 
     def __init__(self, quarantine: Quarantine, observer: JobObserver) -> None:
@@ -19,7 +19,7 @@ class OwnedJobs:
         self._observer = observer
         self._deliveries: dict[str, Delivery] = {}  # by job id
         self.preparing: set[str] = set()  # processed beside the event loop
-        self.in_engine: set[str] = set()
+        self.in_engine: dict[str, None] = {}  # in the order in which they entered
         self.urgent: set[str] = set()  # those of the most urgent class in either of them
         self.cancelled: set[str] = set()  # cancelled before they were in the engine
         self.idle = asyncio.Event()  # set while no job is owned
@@ -58,12 +58,13 @@ class OwnedJobs:
 
     def enter_engine(self, job: AdmittedJob) -> None:
         self.preparing.discard(job.request_id)
-        self.in_engine.add(job.request_id)
+        self.in_engine[job.request_id] = None
         if not job.generation.priority:
             self.urgent.add(job.request_id)
 
     def leave_engine(self, delivery: Delivery) -> None:
-        for requests in (self.preparing, self.in_engine, self.urgent, self.cancelled):
+        self.in_engine.pop(delivery.request_id, None)
+        for requests in (self.preparing, self.urgent, self.cancelled):
             requests.discard(delivery.request_id)
         self._quarantine.ended(delivery.job_id)
 

@@ -1,9 +1,9 @@
 """Processes claimed jobs, each until it may enter the engine or has ended.
 
 A job with little to read is processed at once. A job with much to read would stop the event loop,
-so a thread processes such jobs one after the other: the most urgent class first, then in the order
-of their claims. Jobs with very much to read have a thread of their own, so that others wait for
-none of them.
+so a thread processes such jobs one after the other: those that have ended, then the most urgent
+class, each in the order of their claims. Jobs with very much to read have a thread of their own, so
+that others wait for none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import msgspec
 
 from tokenmill_schemas.job import Priority
 from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.jobs import Delivery
+from tokenmill_worker.service.entrance import Entrance, Outcome
 from tokenmill_worker.service.owned_jobs import OwnedJobs
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES: Final = 4_000  # request and log together: a millisecond or two
 LONG_BYTES: Final = 256_000  # from here on a job has very much to read
 
-Outcome: TypeAlias = AdmittedJob | FinishedJob
 GiveBack: TypeAlias = Callable[[Delivery, Exception], Awaitable[None]]
 
 
@@ -47,25 +47,25 @@ class Preparation:
 
     Args:
         owned: The worker's jobs. One that has left them is not processed, or its outcome dropped.
-        then: Called with the outcomes of jobs that were processed together.
-        give_back: Called with a job whose outcome made `then` raise after `start` had returned.
+        entrance: Admits the outcomes of jobs that were processed together.
+        give_back: Called with a job that could not be processed or passed on after `start` had
+            returned.
     """
 
     def __init__(
         self,
         owned: OwnedJobs,
-        then: Callable[[Sequence[Outcome]], Awaitable[None]],
+        entrance: Entrance,
         give_back: GiveBack,
     ) -> None:
-        self.processor: InputProcessor | None = None
         self._owned = owned
-        self._then = then
+        self._entrance = entrance
         self._give_back = give_back
         self._threads = _InputThread(self._prepare), _InputThread(self._prepare)
 
     async def start(self, deliveries: Sequence[Delivery]) -> None:
         """Process jobs. Returns when those with little to read have been passed on."""
-        processor = self.ready_processor()
+        processor = self._processor()
         short: list[Outcome] = []
         for delivery in deliveries:
             num_bytes = len(delivery.payload) + sum(map(len, delivery.log))
@@ -73,20 +73,22 @@ class Preparation:
                 short.append(processor.process(self._as_known(delivery)))
                 continue
             rank = _rank_of(delivery)
-            self._owned.prepare(delivery, is_urgent=not rank)
+            if delivery.outcome == "run":  # others never enter the engine
+                self._owned.prepare(delivery, is_urgent=not rank)
             self._threads[num_bytes > LONG_BYTES].put(rank, delivery)
         if short:
-            await self._then(short)
+            await self._entrance.admit(short)
 
     def close(self) -> None:
-        """Process nothing more."""
+        """Process nothing more, and let no job in that is being admitted."""
         for thread in self._threads:
             thread.close()
+        self._entrance.close()
 
-    def ready_processor(self) -> InputProcessor:
-        if self.processor is None:
+    def _processor(self) -> InputProcessor:
+        if self._entrance.processor is None:
             raise RuntimeError("jobs were claimed before the engine was there")
-        return self.processor
+        return self._entrance.processor
 
     def _as_known(self, delivery: Delivery) -> Delivery:
         """Return the delivery; as cancelled if it was cancelled since its claim."""
@@ -96,11 +98,10 @@ class Preparation:
     async def _prepare(self, delivery: Delivery) -> None:
         if delivery not in self._owned:
             return
-        outcome = await _in_thread(self.ready_processor().process, self._as_known(delivery))
-        if delivery not in self._owned:
-            return
         try:
-            await self._then([outcome])
+            outcome = await _in_thread(self._processor().process, self._as_known(delivery))
+            if delivery in self._owned:
+                await self._entrance.admit([outcome])
         except Exception as error:
             await self._give_back(delivery, error)
 
@@ -121,7 +122,11 @@ class _InputThread:
 
     async def _run(self) -> None:
         while self._waiting:
-            await self._work(heapq.heappop(self._waiting)[-1])
+            delivery = heapq.heappop(self._waiting)[-1]
+            try:
+                await self._work(delivery)
+            except Exception:  # the jobs behind it must not wait for ever
+                log.exception("Job %s could be neither started nor given back", delivery.job_id)
 
     def close(self) -> None:
         self._waiting.clear()
@@ -130,7 +135,11 @@ class _InputThread:
 
 
 def _rank_of(delivery: Delivery) -> int:
-    """Return the rank of the job's class without decoding its request; 0 is the most urgent."""
+    """Return the rank of the job's class without decoding its request; 0 is the most urgent. A job
+    that has ended only has to be recorded, and ranks before all others.
+    """
+    if delivery.outcome != "run":
+        return -1
     try:
         return _read_urgency(delivery.payload).priority.rank
     except (ValueError, RecursionError):  # bytes that are no request; msgspec's are ValueErrors
@@ -138,16 +147,27 @@ def _rank_of(delivery: Delivery) -> int:
 
 
 async def _in_thread(process: Callable[[Delivery], Outcome], delivery: Delivery) -> Outcome:
-    """Process a job in a thread of its own. A worker that ends does not wait for it."""
+    """Process a job in a thread of its own. A worker that ends does not wait for it. Raises
+    RuntimeError if no thread can be started, or if `process` raises anything.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Outcome] = loop.create_future()
 
-    def settle(outcome: Outcome) -> None:
-        if not future.done():
+    def settle(outcome: Outcome | RuntimeError) -> None:
+        if future.done():
+            return
+        if isinstance(outcome, RuntimeError):
+            future.set_exception(outcome)
+        else:
             future.set_result(outcome)
 
     def run() -> None:
-        outcome = process(delivery)
+        outcome: Outcome | RuntimeError
+        try:
+            outcome = process(delivery)
+        except BaseException as error:  # SystemExit, raised in a task, would end the event loop
+            outcome = RuntimeError(f"processing it raised {type(error).__name__}")
+            outcome.__cause__ = error
         try:
             loop.call_soon_threadsafe(settle, outcome)
         except RuntimeError:  # the loop has ended meanwhile

@@ -84,7 +84,7 @@ class Service:
             self._observer,
             self._finish,
         )
-        self._preparation = Preparation(self._owned, self._entrance.admit, self.ends.give_back)
+        self._preparation = Preparation(self._owned, self._entrance, self.ends.give_back)
         self._on_frame = on_frame
 
     @property
@@ -109,19 +109,19 @@ class Service:
         ):
             return Credits()
         owned = self._owned
-        num_taken = len(owned.in_engine) + len(owned.preparing)
-        return credits_of(host.capacity, num_taken, len(owned.urgent))
+        return credits_of(host.capacity, owned.in_engine, owned.preparing, owned.urgent)
 
     async def take(self, deliveries: list[Delivery]) -> None:
         """Start the jobs that the consumer claimed, without waiting for those with much to read. On
         an error the consumer gives them back.
         """
+        self.ends.drop_replaced(deliveries)
         self._owned.add(deliveries)
         self._observer.claimed(deliveries)
         ended = [delivery for delivery in deliveries if delivery.outcome != "run"]
         runnable = [delivery for delivery in deliveries if delivery.outcome == "run"]
         try:
-            await self._preparation.start([*ended, *self._quarantine.release_suspects(runnable)])
+            await self._preparation.start([*ended, *self._quarantine.admit(runnable)])
         except Exception:
             self.ends.abandon(deliveries)
             raise
@@ -135,13 +135,12 @@ class Service:
     async def _prepare(self, ready: Ready) -> None:
         """Create the input processor when the first engine is ready."""
         self._quarantine.max_num_seqs = ready.max_num_seqs
-        if self._preparation.processor is None:
+        if self._entrance.processor is None:
             try:
-                processor = await self._processor_factory(ready)
+                self._entrance.processor = await self._processor_factory(ready)
             except OSError as error:  # files were removed after the engine had read them
                 message = f"the tokenizer cannot be loaded: {error}"
                 raise EngineDied(message, at_start=True) from error
-            self._preparation.processor = self._entrance.processor = processor
 
     async def _handle_frame(self, frame: Frame) -> None:
         """Publish a frame's events, in batches if steps piled up, and act on the results."""
@@ -201,6 +200,7 @@ class Service:
         await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
             task.cancel()
+        self._preparation.close()  # a job that enters now would run here and at another worker
         await self.ends.hand_over(self._flush)
 
     async def _flush(self) -> None:
