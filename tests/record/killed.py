@@ -55,11 +55,11 @@ async def main(url: str, path: str, moment: str) -> None:
     task = asyncio.create_task(finalizer.run())
     for number in range(10):
         await finalizer.submit(finished(f"job-{number}"))
-    left = await finalizer.drain(30)
+    await finalizer.drain(30)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await store.close()
-    sys.exit(1 if left else 0)
+    sys.exit(1 if finalizer.held_ids else 0)
 
 
 if __name__ == "__main__":

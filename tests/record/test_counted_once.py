@@ -29,7 +29,8 @@ async def test_a_commit_whose_answer_came_too_late_is_counted_once(rig: Rig) -> 
     async with rig.running() as finalizer:
         for number in range(5):
             await finalizer.submit(finished(f"job-{number}"))
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert sorted(rig.reported) == ["job-0", "job-2", "job-3", "job-4"]
     assert (finalizer.stats.recorded, finalizer.stats.recorded_before) == (4, 1)
     assert len(rig.redis.done) == 5
@@ -40,7 +41,8 @@ async def test_a_job_that_is_there_twice_is_counted_once(rig: Rig) -> None:
     async with rig.running() as finalizer:
         for token in (2, 1):
             await finalizer.submit(finished("job-0", token=token))
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert (rig.reported, finalizer.stats.recorded) == (["job-0"], 1)
 
 
@@ -53,7 +55,8 @@ async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> 
         assert isinstance(outcome, FinishedJob)
         rig.store.down = True
         await finalizer.submit(outcome)
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert rig.redis.done["job-0"].token == 2
     assert (rig.reported, rig.store.groups, finalizer.stats.recorded_before) == ([], [], 1)
 
@@ -73,7 +76,8 @@ async def test_a_late_commit_of_a_real_database_is_counted_once(url: str) -> Non
     task = asyncio.create_task(finalizer.run())
     for number in range(3):
         await finalizer.submit(finished(f"job-{number}"))
-    assert await finalizer.drain(60) == []
+    await finalizer.drain(60)
+    assert finalizer.held_ids == []
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await store.close()

@@ -107,7 +107,8 @@ def _intake_stops(finalizer: Finalizer) -> bool:
 async def test_a_job_is_acknowledged_after_it_was_recorded(rig: Rig) -> None:
     async with rig.running() as finalizer:
         await _submit(finalizer, 5)
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert list(rig.redis.done) == [f"job-{number}" for number in range(5)] == rig.reported
     assert set(rig.redis.done) == set(rig.store.recorded)
     assert (finalizer.stats.recorded, finalizer.stats.acknowledged, finalizer.stats.lost) == (
@@ -124,7 +125,8 @@ async def test_what_waits_is_written_as_one_group(rig: Rig) -> None:
         await until(lambda: rig.store.groups == [1])
         await _submit(finalizer, 100, start=1)
         rig.store.gate.set()
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert rig.store.groups == [1, 40, 40, 20]
 
 
@@ -139,14 +141,16 @@ async def test_lines_of_a_batch_wait_for_a_full_group_or_a_job_of_another_kind(r
             await asyncio.sleep(0.01)
         assert rig.store.groups == [4]
         await finalizer.submit(finished("job"))
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert rig.store.groups == [4, 3]
 
 
 async def test_lines_of_a_batch_wait_for_others_only_a_moment(rig: Rig) -> None:
     async with rig.running(linger_s=0.01) as finalizer:
         await finalizer.submit(_line("line"))
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert rig.store.groups == [1]
 
 
@@ -163,7 +167,8 @@ async def test_nothing_is_acknowledged_while_sql_is_down_and_all_of_it_afterward
         assert not rig.redis.calls
         assert finalizer.stats.record_down_since is not None
         rig.store.down = False
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert len(rig.redis.done) == 30
     assert finalizer.stats.record_down_since is None
 
@@ -177,7 +182,8 @@ async def test_sql_goes_on_while_redis_is_down(rig: Rig) -> None:
         await until(lambda: len(rig.store.recorded) == 20)
         assert len(finalizer) == 20
         rig.redis.fail_before = 0
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert len(rig.redis.done) == 20
 
 
@@ -185,7 +191,8 @@ async def test_a_lost_reply_repeats_the_acknowledgement_and_nothing_else(rig: Ri
     rig.redis.fail_after = 3
     async with rig.running() as finalizer:
         await _submit(finalizer, 8)
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert len(rig.redis.done) == 8
     assert finalizer.stats.recorded == 8
     assert finalizer.stats.recorded_before == 0
@@ -200,14 +207,16 @@ async def test_the_buffer_fills_and_intake_waits(rig: Rig) -> None:
         assert _intake_stops(finalizer)
         rig.store.down = False
         await until(lambda: not finalizer.is_full)
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
 
 
 async def test_jobs_of_other_workers_are_counted(rig: Rig) -> None:
     rig.redis.outdated = {"job-1", "job-3"}
     async with rig.running() as finalizer:
         await _submit(finalizer, 5)
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert (finalizer.stats.acknowledged, finalizer.stats.lost) == (3, 2)
 
 
@@ -216,9 +225,11 @@ async def test_a_job_that_breaks_every_acknowledgement_does_not_hold_the_others(
     async with rig.running() as finalizer:
         await _submit(finalizer, 64)
         await until(lambda: len(rig.redis.done) == 63)
-        assert await finalizer.drain(0.1) == ["job-17"]
+        await finalizer.drain(0.1)
+        assert finalizer.held_ids == ["job-17"]
         rig.redis.poison = set()
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
 
 
 async def test_a_job_that_sql_refuses_is_kept_and_tried_again(rig: Rig) -> None:
@@ -226,10 +237,12 @@ async def test_a_job_that_sql_refuses_is_kept_and_tried_again(rig: Rig) -> None:
     async with rig.running() as finalizer:
         await _submit(finalizer, 5)
         await until(lambda: len(rig.redis.done) == 4)
-        assert await finalizer.drain(0.1) == ["job-2"]
+        await finalizer.drain(0.1)
+        assert finalizer.held_ids == ["job-2"]
         assert "job-2" not in rig.redis.done
         rig.store.refuse = set()
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     assert "job-2" in rig.redis.done
     assert finalizer.stats.refused >= 2
 
@@ -241,7 +254,8 @@ async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> 
         late = finished("job-0", token=2, choices=(ChoiceResult(text="something else"),))
         early_end = msgspec.structs.replace(late.final_chunk, index=0)
         await finalizer.submit(replace(late, final_chunk=early_end))
-        assert await finalizer.drain(60) == []
+        await finalizer.drain(60)
+        assert finalizer.held_ids == []
     reported = rig.redis.done["job-0"]
     assert reported.result == first.result
     assert reported.token == 2  # under our lease
@@ -326,7 +340,8 @@ async def test_a_hook_that_fails_changes_nothing(rig: Rig) -> None:
     finalizer = Finalizer(rig.store, rig.redis, on_recorded=broken)
     task = asyncio.create_task(finalizer.run())
     await _submit(finalizer, 3)
-    assert await finalizer.drain(60) == []
+    await finalizer.drain(60)
+    assert finalizer.held_ids == []
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert [len(call) for call in rig.redis.calls] == [3]

@@ -144,20 +144,16 @@ class Finalizer:
             group.create_task(self._to_record.run(), name="record")
             group.create_task(self._to_acknowledge.run(), name="acknowledge")
 
-    async def drain(self, timeout_s: float) -> list[str]:
-        """Wait until everything is done or the time is up. Returns the ids of the jobs that are not
-        done, to be released.
-        """
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until everything is done or the time is up; the jobs that are not done stay held."""
         deadline = time.monotonic() + timeout_s
         while len(self) and (left := deadline - time.monotonic()) > 0:
             self._changed.clear()
             await wait_at_most(self._changed, left)
-        if held := self.held_ids:
+        if len(self):
             log.warning(
-                "%d finished jobs were not recorded in time; other workers record them",
-                len(held),
+                "%d finished jobs were not recorded in time; other workers record them", len(self)
             )
-        return held
 
     async def _record(self, group: list[FinishedJob]) -> list[FinishedJob]:
         """Record a group. Returns the jobs to try again."""
