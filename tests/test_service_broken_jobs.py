@@ -193,5 +193,6 @@ async def test_an_end_that_cannot_be_encoded_is_acknowledged_without_its_answer(
     (choice,) = finished.result.choices
     broken = msgspec.structs.replace(choice, text=BROKEN_TEXT)
     result = msgspec.structs.replace(finished.result, choices=(broken,))
-    job_id, token, status, *_ = finish_arguments(dataclasses.replace(finished, result=result))
+    broken_end = dataclasses.replace(finished, result=result)
+    job_id, token, _, status, *_ = finish_arguments(broken_end, b"")
     assert (job_id, token, status) == ("job", 1, "failed")

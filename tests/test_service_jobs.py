@@ -22,7 +22,7 @@ from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationReque
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher
-from tokenmill_worker.service import Service
+from tokenmill_worker.service import Service, early_ends
 from tokenmill_worker.service.preparation import AT_ONCE_BYTES
 
 CAPACITY = Capacity(
@@ -92,17 +92,22 @@ class Orders:
     def __init__(self) -> None:
         self.retried: list[tuple[str, int]] = []
         self.released: list[tuple[str, int, bool]] = []  # job id, token, crashed?
+        self.suspects: list[tuple[list[str], bool]] = []  # per call: job ids, alone?
         self.is_down = False
+        self.num_failed = 0
 
     async def retry(self, job_id: str, token: int, delay_ms: int, reason: str) -> None:
         if self.is_down:
             raise RedisUnavailable("connection refused")
         self.retried.append((job_id, token))
 
-    async def release(self, jobs: list[tuple[str, int, bool]]) -> None:
+    async def release(self, jobs: list[tuple[str, int, bool]], *, alone: bool) -> None:
         if self.is_down:
+            self.num_failed += 1
             raise RedisUnavailable("connection refused")
         self.released += jobs
+        if suspects := [job_id for job_id, _, crashed in jobs if crashed]:
+            self.suspects.append((suspects, alone))
 
 
 class Record:
@@ -201,6 +206,37 @@ async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(
     assert bench.host.submitted == ["a/1", "c/1"]
 
 
+async def test_suspects_that_cannot_be_started_return_together_and_none_as_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_outcomes: list[Any]) -> list[Any]:
+        raise RuntimeError("a fault of ours")
+
+    suspects = [delivery(name, crashes=1) for name in "ab"]
+    await bench.service.take([delivery("first", alone=True), *suspects])
+    assert bench.host.submitted == ["first/1"]
+    monkeypatch.setattr(bench.record, "skip_recorded", broken)
+    await bench.host.step(event("x", "first", end=FinishReason.LENGTH))
+    assert bench.orders.suspects == [(["a", "b"], False)]
+    assert len(bench.service._owned) == 0
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+async def test_a_job_in_a_dead_engine_is_alone_only_if_no_other_was_in_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    """Others may be lost while the queue does not take them back."""
+    monkeypatch.setattr(early_ends, "RELEASE_RETRY_S", 0.01)
+    await bench.service.take([delivery(name) for name in names])
+    bench.orders.is_down = True
+    bench.host.die()
+    await until(lambda: bench.orders.num_failed > 0)
+    bench.service.ends.drop_lost(names[1:])
+    bench.orders.is_down = False
+    await until(lambda: bool(bench.orders.suspects))
+    assert bench.orders.suspects == [(["a"], names == "a")]
+
+
 async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Bench) -> None:
     await bench.service.take([delivery("job")])
     bench.orders.is_down = True
@@ -285,7 +321,7 @@ async def test_a_job_that_is_being_admitted_during_a_hand_over_does_not_enter_th
         await may_go_on.wait()
         return outcomes
 
-    async def release(jobs: list[tuple[str, int, bool]]) -> None:
+    async def release(jobs: list[tuple[str, int, bool]], *, alone: bool) -> None:
         may_go_on.set()
         await taking
         bench.orders.released += jobs

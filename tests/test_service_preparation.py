@@ -230,7 +230,7 @@ async def test_a_job_lost_in_preparation_and_claimed_again_runs_once(bench: Gate
 async def test_a_job_processed_during_its_hand_over_does_not_enter_the_engine(
     bench: GatedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def release(jobs: list[tuple[str, int, bool]]) -> None:
+    async def release(jobs: list[tuple[str, int, bool]], *, alone: bool) -> None:
         bench.open("job")
         await until(lambda: "job" in bench.processor.ended)
         for _ in range(100):  # turns of the event loop, in which the outcome arrives

@@ -45,7 +45,12 @@ NEEDS_DRAIN = (
     "resign",
 )  # it is asked to end while it owns jobs, which take longer then
 
-_REASON_OF = {"handover": "hand-over", "crash": "suspects", "retry": "retry"}
+_REASON_OF = {
+    "handover": "hand-over",
+    "crash": "suspects",
+    "solo_crash": "suspects",
+    "retry": "retry",
+}
 _countdown: dict[str, int] = {}
 
 
@@ -70,7 +75,7 @@ def point(name: str) -> None:
 def effect_of(script: Script, arguments: tuple[Argument, ...]) -> str:
     """Return the purpose of this script call in the words of the table of kill points."""
     if script is scripts.RELEASE:
-        return _REASON_OF[str(arguments[2])]
+        return _REASON_OF[str(arguments[4])]
     if script is scripts.RESIGN:
         return "orphan" if arguments[1] == "orphan" else "resign"
     if script is scripts.FINISH and "dead" in arguments:

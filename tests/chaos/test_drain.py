@@ -81,11 +81,13 @@ async def test_a_job_that_is_handed_over_is_not_cancelled(
     database = database_url(tmp_path)
 
     class Leaving(SlowLog):
-        async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
+        async def release(
+            self, jobs: Iterable[tuple[str, int, bool]], *, alone: bool = False
+        ) -> list[bool]:
             if not gives_back:
                 await asyncio.sleep(0.2)
                 raise RedisUnavailable("cut off in the last moment")
-            return await super().release(jobs)
+            return await super().release(jobs, alone=alone)
 
     chosen = settings(
         redis_url, database, model="synthetic?step_ms=3", **(SHORT | {"drain_seconds": 0.0})

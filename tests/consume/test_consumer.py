@@ -46,7 +46,7 @@ class FakeQueue:
     async def wake_all(self) -> None:
         self.wake_ups += 1
 
-    async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
+    async def release(self, jobs: Iterable[tuple[str, int, bool]], *, alone: bool) -> list[bool]:
         self.released += jobs
         return [True]
 

@@ -80,6 +80,29 @@ async def test_a_tenant_at_its_limit_runs_again_after_its_job_was_lost(
     assert [each.job_id for each in await worker.claim(1)] == [waiting]
 
 
+@pytest.mark.parametrize("how", ["finish", "release", "retry"])
+async def test_a_tenant_at_its_limit_runs_again_after_its_lost_job_left_the_worker(
+    queue: Queue, worker: JobStream, how: str
+) -> None:
+    """The worker forgets the job, so no heartbeat names it or its tenant."""
+    await queue.client.set_limits("t", concurrency=1)
+    await queue.submit(tenant="t")
+    (delivery,) = await worker.claim(1)
+    await queue.redis.delete(queue.keys.job(delivery.job_id))
+    for _ in range(2):  # a call whose reply was lost is repeated
+        if how == "finish":
+            assert await worker.finish([end_of(delivery)]) == [True]
+        elif how == "release":
+            assert await worker.release([(delivery.job_id, delivery.token, True)]) == [False]
+        else:
+            assert not await worker.retry(delivery.job_id, delivery.token, 0)
+    assert await running(queue) == (0, 0)
+    await worker.heartbeat(beat())
+    waiting = await queue.submit(tenant="t")
+    assert [each.job_id for each in await worker.claim(1)] == [waiting]
+    assert await running(queue) == (1, 1)
+
+
 async def test_an_append_finds_a_job_gone_and_the_next_heartbeat_reports_it(
     queue: Queue, worker: JobStream, losses: Losses
 ) -> None:

@@ -151,16 +151,6 @@ async def test_a_namesake_that_starts_anew_gives_back_what_the_last_one_held(que
     assert (again.job_id, again.crashes, again.alone) == (job, 1, True)
 
 
-async def test_a_crash_in_company_suspects_all_and_condemns_none_yet(queue: Queue) -> None:
-    await queue.client.submit_many([{"prompt": "x"}] * 2)
-    worker = queue.worker(max_solo_crashes=1, max_crashes=4)
-    for crashes in range(4):
-        got = await worker.claim(2)
-        assert {(d.crashes, d.outcome) for d in got} == {(crashes, "run")}
-        await worker.release([(d.job_id, d.token, True) for d in got])
-    assert {(d.crashes, d.outcome) for d in await worker.claim(2)} == {(4, "dead")}
-
-
 async def test_a_job_that_crashes_alone_repeatedly_is_dead_and_can_be_redriven(
     queue: Queue,
 ) -> None:
@@ -169,7 +159,7 @@ async def test_a_job_that_crashes_alone_repeatedly_is_dead_and_can_be_redriven(
     for _ in range(2):
         (delivery,) = await worker.claim(1)
         assert delivery.outcome == "run"
-        await worker.release([(job, delivery.token, True)])
+        await worker.release([(job, delivery.token, True)], alone=True)
     (delivery,) = await worker.claim(0)  # what is only to be recorded costs no credit
     assert delivery.outcome == "dead"
     assert await worker.finish([end_of(delivery, 0, JobStatus.DEAD)]) == [True]

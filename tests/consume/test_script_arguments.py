@@ -120,15 +120,16 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
             ("chunks", chunk("runs", running)),
         )),
         Case(worker_scripts.FINISH, (
-            ("result TTL", 600), ("dead TTL", 600), ("job id", "runs"), ("token", running),
+            ("worker", "w1"), ("result TTL", 600), ("dead TTL", 600),
+            ("job id", "runs"), ("token", running), ("tenant", "t"),
             ("state", "succeeded"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
-            ("job id", "waits"), ("token", "1"),
+            ("job id", "waits"), ("token", "1"), ("tenant", "t"),
             ("state", "dead"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
         )),
         Case(worker_scripts.RELEASE, (
-            ("job id", "runs"), ("token", running), ("how", "retry"), ("delay", 1_000),
-            ("note", "n"),
-            ("job id", "waits"), ("token", "1"), ("how", "crash"), ("delay", 0), ("note", ""),
+            ("worker", "w1"), ("job id", "runs"), ("token", running), ("tenant", "t"),
+            ("how", "retry"), ("delay", 1_000), ("note", "n"), ("job id", "waits"),
+            ("token", "1"), ("tenant", "t"), ("how", "solo_crash"), ("delay", 0), ("note", ""),
         )),
         Case(worker_scripts.HEARTBEAT, (
             ("options", {"worker": "w1", "lease_ms": 10_000, "sweep_ms": 0}), ("status", "s"),
@@ -167,9 +168,8 @@ def populated(server: Any) -> dict[str, bytes]:
         body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, "first"]))
         run(server, worker_scripts.APPEND, 600, "w1", 1, body)
         if name == "over":
-            assert run(
-                server, worker_scripts.FINISH, 600, 600, name, delivery[1], "dead", "r", "c", 5
-            ) == [1]
+            end = (name, delivery[1], "t", "dead", "r", "c", 5)
+            assert run(server, worker_scripts.FINISH, "w1", 600, 600, *end) == [1]
     return tokens
 
 

@@ -41,7 +41,7 @@ async def set_aside(client: AsyncClient, redis_url: str, database: str) -> str:
     redis = connect_async(redis_url)
     unlucky = JobStream(redis, client.keys, "unlucky")
     (delivery,) = await unlucky.claim(1)
-    assert await unlucky.release([(delivery.job_id, delivery.token, True)]) == [True]
+    assert await unlucky.release([(delivery.job_id, delivery.token, True)], alone=True) == [True]
     await unlucky.resign()
     await redis.aclose()
     async with running_worker(redis_url, database, worker_id="clerk", max_crashes=1):
@@ -75,7 +75,7 @@ async def test_a_redriven_job_may_die_again_and_live_later(url, redis_url):
             assert delivery.log == (), "it starts anew"
             assert delivery.started_ms > began, "in time too"
             began = delivery.started_ms
-            await unlucky.release([(delivery.job_id, delivery.token, True)])
+            await unlucky.release([(delivery.job_id, delivery.token, True)], alone=True)
             await unlucky.resign()
             await redis.aclose()
             async with running_worker(redis_url, url, worker_id="clerk", max_crashes=1):

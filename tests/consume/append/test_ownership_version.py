@@ -280,3 +280,12 @@ def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:
     unknown, again = calls.pack([ChunkAppend(7, msgspec.structs.replace(chunk, index=2), 2)])
     assert (known, unknown) == (first + 1, first + 2)
     assert [msgpack.unpackb(call, raw=True)[4] for call in (packed, again)] == [3, 1]
+
+
+async def test_chunks_that_the_script_refuses_are_a_fault_of_the_chunks(queue: Queue) -> None:
+    """No later call would send them, so the queue does not count as away."""
+    worker, (a, b) = await running(queue, jobs=2)
+    with pytest.raises(ValueError, match="INVALID chunks"):
+        await worker.append([token(a, 2), token(b, 2**32 - 1, 2)])
+    assert await logged(queue, a) == [0, 1], "a refused call writes nothing"
+    assert await appended(worker, [token(a, 2)]) == [(OK, 3)]

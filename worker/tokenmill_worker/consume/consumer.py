@@ -41,7 +41,9 @@ class JobSource(Protocol):
 
     async def claim(self, credits: int, urgent: int = 0) -> list[Delivery]: ...
 
-    async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]: ...
+    async def release(
+        self, jobs: Iterable[tuple[str, int, bool]], *, alone: bool
+    ) -> list[bool]: ...
 
     async def wake_all(self) -> None: ...
 
@@ -172,7 +174,7 @@ class Consumer:
         taken them.
         """
         if self._to_return:
-            await self._stream.release(self._to_return)
+            await self._stream.release(self._to_return, alone=len(self._to_return) == 1)
             self._to_return = []
 
     async def _wait(self) -> None:

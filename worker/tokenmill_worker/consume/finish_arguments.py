@@ -11,19 +11,20 @@ from tokenmill_worker.jobs import FinishedJob, set_aside
 log = logging.getLogger(__name__)
 
 
-def finish_arguments(job: FinishedJob) -> tuple[Argument, ...]:
+def finish_arguments(job: FinishedJob, tenant: bytes) -> tuple[Argument, ...]:
     try:
-        return _encoded_end(job)
+        return _encoded_end(job, tenant)
     except Exception as error:
         log.exception("Job %s ends without its answer: it cannot be encoded", job.job_id)
-        return _encoded_end(set_aside(job, "acknowledge", error))
+        return _encoded_end(set_aside(job, "acknowledge", error), tenant)
 
 
-def _encoded_end(job: FinishedJob) -> tuple[Argument, ...]:
+def _encoded_end(job: FinishedJob, tenant: bytes) -> tuple[Argument, ...]:
     usage = job.result.usage
     return (
         job.result.job_id,
         job.token,
+        tenant,
         job.result.status.value,
         encode(job.result),
         encode(job.final_chunk),

@@ -182,10 +182,8 @@ class JobStream:
                 asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self.wake_up.set)
             deliveries = [scripts.read_delivery(item) for item in items]
             self._owned.update((delivery.job_id, delivery.token) for delivery in deliveries)
-            self._tenants.update(
-                (delivery.job_id, item[-1])
-                for delivery, item in zip(deliveries, items, strict=True)
-            )
+            tenants = [item[-1] for item in items]
+            self._tenants.update(zip((one.job_id for one in deliveries), tenants, strict=True))
             return deliveries
 
     # ── writing, under a fencing token ──
@@ -220,23 +218,25 @@ class JobStream:
             return [False] * len(jobs)
         done: list[bool] = []
         ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
-        for part in in_parts(map(finish_arguments, jobs), MAX_FINISH_BYTES):
+        items = (finish_arguments(job, self._tenants.get(job.job_id, b"")) for job in jobs)
+        for part in in_parts(items, MAX_FINISH_BYTES):
             arguments = [value for item in part for value in item]
-            done += [bool(flag) for flag in await self._call(scripts.FINISH, *ttls, *arguments)]
+            reply = await self._call(scripts.FINISH, self.worker_id, *ttls, *arguments)
+            done += [bool(flag) for flag in reply]
         for job in jobs:
             self._forget(job.result.job_id, job.token)
         self._count_refused("finish", done.count(False))
         return done
 
-    async def release(self, jobs: Iterable[tuple[str, int, bool]]) -> list[bool]:
+    async def release(
+        self, jobs: Iterable[tuple[str, int, bool]], *, alone: bool = False
+    ) -> list[bool]:
         """Give back jobs, each as (job id, token, crashed?). They are claimable at once, ahead of
-        every tenant stream, and keep their logs.
+        every tenant stream, and keep their logs. `alone`: no other job can have caused the crash.
         """
+        crashed = "solo_crash" if alone else "crash"
         return await self._give_back(
-            [
-                (job_id, token, "crash" if crash else "handover", 0, "")
-                for job_id, token, crash in jobs
-            ]
+            [(job, token, crashed if crash else "handover", 0, "") for job, token, crash in jobs]
         )
 
     async def retry(self, job_id: str, token: int, delay_ms: int, note: str = "") -> bool:
@@ -247,12 +247,15 @@ class JobStream:
 
     async def wake_all(self) -> None:
         """Wake every worker, because jobs may wait."""
-        await self._call(scripts.RELEASE)
+        await self._call(scripts.RELEASE, self.worker_id)
 
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
         if not jobs or self.lease_expired():
             return [False] * len(jobs)
-        reply = await self._call(scripts.RELEASE, *(value for job in jobs for value in job))
+        tenants = self._tenants
+        items = ((job[0], job[1], tenants.get(job[0], b""), *job[2:]) for job in jobs)
+        arguments: list[Argument] = [value for item in items for value in item]
+        reply = await self._call(scripts.RELEASE, self.worker_id, *arguments)
         for job_id, token, *_ in jobs:
             self._forget(job_id, token)
         gone = [job[0] for job, flag in zip(jobs, reply, strict=True) if flag == GONE]

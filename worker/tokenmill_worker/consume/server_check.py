@@ -167,7 +167,9 @@ class ServerWatch:
 
 
 class translated_errors:
-    """Translates server and network errors into RedisUnavailable."""
+    """Translates server and network errors into RedisUnavailable, and the refusal of chunks into
+    ValueError: no later call would send them.
+    """
 
     def __enter__(self) -> None:
         return None
@@ -177,6 +179,8 @@ class translated_errors:
             return
         if isinstance(error, RedisUnavailable):
             return
+        if isinstance(error, ResponseError) and str(error).startswith("INVALID chunks"):
+            raise ValueError(str(error)) from error
         trouble = translate(error)
         is_misconfigured = isinstance(trouble, ConfigurationError)
         raise RedisUnavailable(str(trouble), is_misconfigured=is_misconfigured) from error

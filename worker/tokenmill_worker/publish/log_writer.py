@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import (
@@ -129,12 +128,13 @@ class LogWriter:
                 failures = await self._log.append(items)
             except BaseException as error:
                 _requeue(fast)
-                is_away = isinstance(error, LOG_ERRORS)
-                if not is_away and not self._drop_unsendable(items, owners, report):
-                    raise
-                self._requeue_served(fast)
                 if isinstance(error, LOG_ERRORS):
                     self._postpone(error)
+                elif isinstance(error, Exception):
+                    await self._append_each(items, owners, report)
+                else:
+                    raise
+                self._requeue_served(fast)
                 return
             if self._failures:
                 log.info(
@@ -172,19 +172,22 @@ class LogWriter:
         for running, problem in broken:
             self._set_aside(running, problem, report)
 
-    def _drop_unsendable(
+    async def _append_each(
         self, items: list[ChunkAppend], owners: list[RunningJob], report: PublishReport
-    ) -> bool:
-        """Set jobs aside whose chunks cannot be encoded; returns whether there are any."""
-        found = False
-        for running, item in zip(owners, items, strict=True):
+    ) -> None:
+        """Append each job's chunks in a call of its own, after a call for all raised. Set aside the
+        jobs whose call raises. The others stay due: their next append finds its chunks in the log.
+        """
+        for running in dict.fromkeys(owners):
+            own = [item for owner, item in zip(owners, items, strict=True) if owner is running]
             try:
-                encode(item.chunk)
+                await self._log.append(own)
+            except LOG_ERRORS as error:
+                self._postpone(error)
+                return
             except Exception as error:
-                found = True
                 if running.is_open:
                     self._set_aside(running, error, report)
-        return found
 
     def _apply(
         self,

@@ -111,12 +111,18 @@ class EarlyEnds:
                     self._owned.leave([delivery], "retry")
                 self.retries.pop(0)
 
-    async def release(self, deliveries: list[Delivery], *, crash: bool) -> None:
-        """Give jobs back to the queue with their logs. Raises RedisUnavailable; may be repeated."""
+    async def release(
+        self, deliveries: list[Delivery], *, crash: bool, alone: bool = False
+    ) -> None:
+        """Give jobs back to the queue with their logs. `alone`: no other job can have caused the
+        crash. Raises RedisUnavailable; may be repeated.
+        """
         for delivery in deliveries:
             self._publisher.close(delivery.request_id)
         if deliveries:
-            await self._stream.release([(d.job_id, d.token, crash) for d in deliveries])
+            await self._stream.release(
+                [(d.job_id, d.token, crash) for d in deliveries], alone=alone
+            )
         self._owned.leave(deliveries, "crash" if crash else "handed_over")
 
     async def release_suspects(self) -> None:
@@ -125,23 +131,30 @@ class EarlyEnds:
         await self._release_patiently(suspects, crash=True)
         await self._release_patiently(others, crash=False)
 
-    async def give_back(self, delivery: Delivery, error: Exception) -> None:
-        """Give back a job that could not be started; as a suspect, unless the queue was away."""
+    async def give_back(self, deliveries: list[Delivery], error: Exception) -> None:
+        """Give back jobs that could not be started together; as suspects, unless the queue was
+        away.
+        """
         is_away = isinstance(error, RedisUnavailable)
-        if not is_away:
-            log.error(
-                "Job %s could not be started; it returns to the queue as a suspect",
-                delivery.job_id,
-                exc_info=error,
-            )
-        self.stop_generating(delivery.request_id)
-        await self._release_patiently([delivery], crash=not is_away)
+        for delivery in deliveries:
+            if not is_away:
+                log.error(
+                    "Job %s could not be started; it returns to the queue as a suspect",
+                    delivery.job_id,
+                    exc_info=error,
+                )
+            self.stop_generating(delivery.request_id)
+        await self._release_patiently(deliveries, crash=not is_away)
 
     async def _release_patiently(self, deliveries: list[Delivery], *, crash: bool) -> None:
-        """Give back jobs as soon as the queue takes them."""
+        """Give back jobs as soon as the queue takes them. Some may leave this worker before that;
+        a suspect is alone only if it was from the start.
+        """
+        alone = len(deliveries) == 1
         while not self._supervisor.stopping.is_set():
             try:
-                await self.release([d for d in deliveries if d in self._owned], crash=crash)
+                owned = [delivery for delivery in deliveries if delivery in self._owned]
+                await self.release(owned, crash=crash, alone=alone)
                 return
             except RedisUnavailable:
                 await wait_at_most(self._supervisor.stopping, RELEASE_RETRY_S)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES: Final = 4_000  # request and log together: a millisecond or two
 LONG_BYTES: Final = 256_000  # from here on a job has very much to read
 
-GiveBack: TypeAlias = Callable[[Delivery, Exception], Awaitable[None]]
+GiveBack: TypeAlias = Callable[[list[Delivery], Exception], Awaitable[None]]
 
 
 class _Urgency(msgspec.Struct):
@@ -48,7 +48,7 @@ class Preparation:
     Args:
         owned: The worker's jobs. One that has left them is not processed, or its outcome dropped.
         entrance: Admits the outcomes of jobs that were processed together.
-        give_back: Called with a job that could not be processed or passed on after `start` had
+        give_back: Called with jobs that could not be processed or passed on after `start` had
             returned.
     """
 
@@ -103,7 +103,7 @@ class Preparation:
             if delivery in self._owned:
                 await self._entrance.admit([outcome])
         except Exception as error:
-            await self._give_back(delivery, error)
+            await self._give_back([delivery], error)
 
 
 class _InputThread:

@@ -161,8 +161,7 @@ class Service:
         try:
             await self._preparation.start(deliveries)
         except Exception as error:
-            for delivery in deliveries:
-                await self.ends.give_back(delivery, error)
+            await self.ends.give_back(deliveries, error)
 
     async def _act_on(self, report: PublishReport) -> None:
         for finished in report.finished:

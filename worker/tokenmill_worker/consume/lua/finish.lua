@@ -1,19 +1,22 @@
 -- finish: acknowledge jobs whose rows SQL has committed.
 --
 -- Keys       meta, job:, log:, jobs:, lanes:, tenant:, held:, idem:, dead, deadlines, ended
--- Arguments  ARGV[3]  TTL of an ended job, with its result, s
---            ARGV[4]  TTL of a dead job and of its entry among the dead letters, s
---            then per job: id, token, state, result, final chunk, tokens served
+-- Arguments  ARGV[3]  worker
+--            ARGV[4]  TTL of an ended job, with its result, s
+--            ARGV[5]  TTL of a dead job and of its entry among the dead letters, s
+--            then per job: id, token, tenant, state, result, final chunk, tokens served. The tenant
+--            counts only if the job's hash is gone.
 -- Reply      per job 1: done, now or before, or nothing is left to do, because its hash is gone;
 --            0: refused, because another worker owns the job
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
-local FIRST, FIELDS = 5, 6
+local FIRST, FIELDS = 6, 7
 check_groups(FIRST, FIELDS)
-local result_ttl_s = amount(ARGV[3], 'result TTL', 0, MOST)
-local dead_ttl_s = amount(ARGV[4], 'dead TTL', 0, MOST)
+local worker = text(ARGV[3], 'worker', 1)
+local result_ttl_s = amount(ARGV[4], 'result TTL', 0, MOST)
+local dead_ttl_s = amount(ARGV[5], 'dead TTL', 0, MOST)
 for first = FIRST, #ARGV, FIELDS do
-  one_of(ARGV[first + 2], 'state', ENDS, (first - FIRST) / FIELDS)
-  amount(ARGV[first + 5], 'tokens served', 0, MOST_COST, (first - FIRST) / FIELDS)
+  one_of(ARGV[first + 3], 'state', ENDS, (first - FIRST) / FIELDS)
+  amount(ARGV[first + 6], 'tokens served', 0, MOST_COST, (first - FIRST) / FIELDS)
 end
 if refusal then return refusal end
 local now = clock_ms()
@@ -82,12 +85,15 @@ local function store_dead_letter(id, key)
   redis.call('EXPIRE', key, whole(dead_ttl_s))
 end
 
-local function finish(id, token, state, result, chunk, served)
+local function finish(id, token, known_tenant, state, result, chunk, served)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant',
     'entry', 'cost',
     'idem')
-  if not job[2] then return 1 end
+  if not job[2] then
+    drop_gone(id, worker, known_tenant)
+    return 1
+  end
   if job[1] ~= token then return 0 end
   if job[3] then return 1 end
   if (job[4] or '') == '' then return 0 end  -- given back and not claimed since
@@ -126,8 +132,8 @@ end
 local reply = {}
 local is_whole, trouble = pcall(function()
   for first = FIRST, #ARGV, FIELDS do
-    local id, token, state, result, chunk, served = unpack(ARGV, first, first + 5)
-    reply[#reply + 1] = finish(id, token, state, result, chunk, tonumber(served))
+    local id, token, tenant, state, result, chunk, served = unpack(ARGV, first, first + 6)
+    reply[#reply + 1] = finish(id, token, tenant, state, result, chunk, tonumber(served))
   end
 end)
 leave_streams()
