@@ -90,27 +90,6 @@ async def test_a_worker_that_leaves_jobs_to_others_looks_again_by_itself(
     assert time.monotonic() - began >= LOOK_AGAIN_S
 
 
-@pytest.mark.parametrize("priority", ["standard", "interactive"])
-async def test_a_worker_that_leaves_nothing_to_others_is_listed_as_idle_at_once(
-    queue: Queue, listening: WakeUpReceiver, priority: str
-) -> None:
-    first, _ = await idle_workers(queue, 2)
-    await burst(queue, 1, priority=priority)
-    assert len(await first.claim(64)) == 1
-    assert (await listed(queue, queue.keys.idle_workers()))["w1"] == 63
-
-
-async def test_a_worker_that_leaves_no_interactive_job_is_listed_for_those_at_once(
-    queue: Queue, listening: WakeUpReceiver
-) -> None:
-    workers = [queue.worker(name) for name in ("w1", "w2")]
-    for worker in workers:
-        assert await worker.claim(0, 32) == []
-    await burst(queue, 1, priority="interactive")
-    assert len(await workers[0].claim(0, 32)) == 1
-    assert (await listed(queue, queue.keys.idle_workers(urgent_only=True)))["w1"] == 31
-
-
 async def test_a_frozen_worker_delays_the_others_and_holds_nothing_back(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:

@@ -60,7 +60,7 @@ async def test_the_guide_s_tool_is_called(redis_url: str, tmp_path: Path) -> Non
     async with running_worker(redis_url, database, **model):
         with contextlib.redirect_stdout(io.StringIO()):
             await asyncio.to_thread(exec, at(code, redis_url, database), names)
-        names["client"].close()
+        names["tools_client"].close()
     assert [call["function"]["name"] for call in names["calls"]] == ["weather"]
     assert names["result"].error is None
 

@@ -38,7 +38,8 @@ def test_a_grammar_that_waits_for_another_tenant_is_compiled_in_the_first_turn()
     slow.gate("slow").set()
     assert first.result(60) == "regex:slow"
     assert compiler.compile(regex("last"), "mallory").result(60) == "regex:last"
-    assert slow.calls == ["slow", "shared", "last"]
+    assert set(slow.calls[:2]) == {"slow", "shared"}  # beside each other
+    assert slow.calls[2:] == ["last"]
 
 
 def test_threads_that_one_tenant_keeps_busy_stop_its_own_grammars_alone() -> None:

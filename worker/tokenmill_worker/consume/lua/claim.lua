@@ -68,7 +68,6 @@ end
 -- A worker that was woken this long ago and has not claimed yet is frozen or has no room.
 local CALLED_MS = 1000
 local kept, kept_urgent = 0, 0  -- credits beyond this worker's share
-local num_waiting, num_urgent = 0, 0  -- jobs to share, before this claim
 
 -- Limits the credits to this worker's share of the waiting jobs, while other workers are about to
 -- claim too: else the first one takes a whole burst, and the others stay idle.
@@ -80,8 +79,8 @@ local function keep_to_share()
   end
   if others == 0 then return end
   local counts = redis.call('HMGET', meta, 'queued:interactive', 'queued:standard', 'queued:bulk')
-  num_urgent = number(counts[1], 0)
-  num_waiting = num_urgent + number(counts[2], 0) + number(counts[3], 0)
+  local num_urgent = number(counts[1], 0)
+  local num_waiting = num_urgent + number(counts[2], 0) + number(counts[3], 0)
   local share = math.max(1, math.ceil(num_waiting / (others + 1)))
   local urgent_share = math.max(1, math.ceil(num_urgent / (others + 1)))
   kept = math.max(0, credits - share)
@@ -122,14 +121,9 @@ local is_whole, trouble = pcall(function()
   deliver_from('ended', false, 63)
   deliver_from('returned', true, 63 + math.max(credits, 0))
   if credits > 0 or urgent > 0 then deliver_from_streams() end
-  -- A worker that has taken its share of more jobs claims again soon by itself.
-  local num_left, num_left_urgent = num_waiting, num_urgent
-  for class, sum in pairs(left) do
-    num_left = num_left - sum.jobs
-    if class == CLASSES[1] then num_left_urgent = num_left_urgent - sum.jobs end
-  end
-  leaves_some = num_left > 0 and kept > 0 and credits <= 0
-    or num_left_urgent > 0 and kept_urgent > 0 and urgent <= 0
+  -- A worker that has taken its share claims again soon by itself, and until then is not listed as
+  -- idle: so jobs that come one by one go to the others too.
+  leaves_some = kept > 0 and credits <= 0 or kept_urgent > 0 and urgent <= 0
   local room = leaves_some and 0 or credits + kept
   register_idle('ready', room)
   register_idle('ready:urgent', (leaves_some or room > 0) and 0 or urgent + kept_urgent)
