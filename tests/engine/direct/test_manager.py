@@ -8,35 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.direct.conftest import GREEDY, LONG, load
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engine import (
     ContinuousBatchingManager,
-    Engine,
-    EngineConfig,
     RequestError,
     RequestStatus,
 )
 from tokenmill_worker.engine.errors import EngineError
-
-GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-LONG = 800
-
-
-def load(**changes):
-    settings = {"model": "synthetic", "num_blocks": 256, "block_size": 8, "max_num_seqs": 32}
-    return Engine.load(EngineConfig(**(settings | changes)))
-
-
-@pytest.fixture
-def engine():
-    with load() as loaded:
-        yield loaded
-
-
-@pytest.fixture
-def manager(engine):
-    with ContinuousBatchingManager(engine, GREEDY) as started:
-        yield started
 
 
 def test_results_come_in_any_order_and_once(manager):

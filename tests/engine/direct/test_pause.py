@@ -6,21 +6,9 @@ import time
 
 import pytest
 
-from tests.engine.direct.test_manager import GREEDY, LONG, load
+from tests.engine.direct.conftest import GREEDY, LONG, load
 from tokenmill_worker.engine import ContinuousBatchingManager
 from tokenmill_worker.engine.errors import EngineError
-
-
-@pytest.fixture
-def engine():
-    with load() as loaded:
-        yield loaded
-
-
-@pytest.fixture
-def manager(engine):
-    with ContinuousBatchingManager(engine, GREEDY) as started:
-        yield started
 
 
 def test_a_pause_runs_no_step_loses_nothing_and_drops_cached_prefixes(engine, manager):
