@@ -16,9 +16,10 @@ from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.engine.process.death import EngineDied
-from tokenmill_worker.engine.process.messages import Frame, Ready
-from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
+from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
+from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.messages import Frame, Ready
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher

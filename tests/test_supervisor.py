@@ -11,9 +11,9 @@ from tests.support.waiting import until
 from tests.test_service_jobs import CAPACITY
 from tokenmill.transport.cancellation import end_task
 from tokenmill_worker import supervisor as module
-from tokenmill_worker.engine.process.death import EngineDied
-from tokenmill_worker.engine.process.messages import Frame, Ready
-from tokenmill_worker.engine.types import EngineStats, TokenEvent
+from tokenmill_worker.contract.events import EngineStats, TokenEvent
+from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.messages import Frame, Ready
 from tokenmill_worker.supervisor import EngineSupervisor
 
 READY = Ready(

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.worker import settings, thread_host
 from tokenmill_worker.app import Worker
-from tokenmill_worker.engine.process.death import EngineDied
+from tokenmill_worker.contract.host import EngineDied
 from tokenmill_worker.telemetry import configure_logging
 
 LISTENING, READY = "[listening]", "[ready]"

@@ -15,10 +15,10 @@ from typing import Any
 from tests.chaos.doomed_worker import DoomedStore, DoomedStream, calls_left, die_at
 from tests.support.worker import settings
 from tokenmill_worker.app import Worker
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.process.host import EngineThread
-from tokenmill_worker.engine.types import TokenEvent
 
 PUBLISHED_S = 1.0  # a step waits at most so long for the publication of the one before it
 SETTLED_S = 3.0  # the engine also starts when no further job becomes ready for so long

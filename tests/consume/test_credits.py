@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tokenmill_worker.consume.credits import LOOKAHEAD, Credits, credits_of
-from tokenmill_worker.engine.types import Capacity
+from tokenmill_worker.contract.events import Capacity
 
 HALF_FULL = Capacity(
     free_sequences=16,

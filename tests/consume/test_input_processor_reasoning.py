@@ -12,7 +12,7 @@ from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.engine.types import Thoughts
+from tokenmill_worker.contract.requests import Thoughts
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 
 MODEL = ServedModel(

@@ -12,8 +12,8 @@ from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, settings
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
+from tokenmill_worker.contract.messages import Ready
 from tokenmill_worker.engine.process.host import EngineProcess
-from tokenmill_worker.engine.process.messages import Ready
 
 pytestmark = pytest.mark.redis
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.mailbox import Mailbox
+from tokenmill_worker.contract.messages import Ready, Stop
 from tokenmill_worker.engine import (
     Engine,
     EngineConfig,
@@ -14,8 +16,6 @@ from tokenmill_worker.engine import (
 from tokenmill_worker.engine.errors import EngineError, is_device_lost
 from tokenmill_worker.engine.execution.synthetic import END_OF_TEXT, SyntheticRunner
 from tokenmill_worker.engine.process.loop import EngineLoop
-from tokenmill_worker.engine.process.mailbox import Mailbox
-from tokenmill_worker.engine.process.messages import Ready, Stop
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 

@@ -11,8 +11,8 @@ import pytest
 from tests.engine.sampling.grammar.hostile import KINDS
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
-from tokenmill_worker.engine.types import TokenEvent
 
 ROUNDS = 4  # of each kind, with so many grammars
 EACH = 20

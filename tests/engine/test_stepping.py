@@ -10,6 +10,7 @@ import pytest
 from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Clock, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
 from tokenmill_worker.engine.errors import EngineError, StepsFailError
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
@@ -17,7 +18,6 @@ from tokenmill_worker.engine.failed_steps import MAX_FAILED_REQUESTS
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.stepping import StepExecutor
-from tokenmill_worker.engine.types import TokenEvent
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 

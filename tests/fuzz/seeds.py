@@ -13,7 +13,8 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest
-from tokenmill_worker.engine.process.messages import (
+from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
+from tokenmill_worker.contract.messages import (
     CancelRequest,
     Command,
     EngineFailed,
@@ -24,7 +25,7 @@ from tokenmill_worker.engine.process.messages import (
     Stop,
     Submit,
 )
-from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
 
 
 def messages_of(prefix: str) -> list[bytes]:

@@ -39,9 +39,10 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.scripts import read_delivery
-from tokenmill_worker.engine.process.messages import FrameError, read_command, read_report
+from tokenmill_worker.contract.messages import FrameError, read_command, read_report
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.requests.validation import RequestValidator
-from tokenmill_worker.engine.types import GenerationRequest, RequestError
+from tokenmill_worker.engine.types import RequestError
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, replay

@@ -12,7 +12,7 @@ from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogp
 from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AdmittedJob, AppendFailures, AppendReply, ChunkAppend, Delivery
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.publish.fair_batches import split_batches
 
 

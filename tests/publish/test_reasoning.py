@@ -10,7 +10,7 @@ from tests.support.tokenizers import thinking
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
-from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 

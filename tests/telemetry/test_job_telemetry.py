@@ -9,8 +9,8 @@ import pytest
 
 from tests.publish.support import admit, event
 from tests.record.support import finished
-from tokenmill_worker.engine.process.messages import Frame
-from tokenmill_worker.engine.types import Capacity, EngineStats
+from tokenmill_worker.contract.events import Capacity, EngineStats
+from tokenmill_worker.contract.messages import Frame
 from tokenmill_worker.telemetry import Metrics
 from tokenmill_worker.telemetry.job_telemetry import JobTelemetry
 

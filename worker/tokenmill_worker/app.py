@@ -28,7 +28,7 @@ from tokenmill_worker.consume.consumer import Consumer
 from tokenmill_worker.consume.control import ControlChannel
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.consume.leases import LeaseKeeper
-from tokenmill_worker.engine.process.host import EngineHost
+from tokenmill_worker.contract.host import EngineHost
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits

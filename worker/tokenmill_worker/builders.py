@@ -8,9 +8,10 @@ from tokenmill.transport.server_clock import ServerClock
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import StreamOptions
 from tokenmill_worker.consume.served_model import ServedModel
+from tokenmill_worker.contract.host import EngineHost
+from tokenmill_worker.contract.messages import Ready
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.process.host import EngineHost, EngineProcess, EngineThread
-from tokenmill_worker.engine.process.messages import Ready
+from tokenmill_worker.engine.process.host import EngineProcess, EngineThread
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.settings.model_names import read_aliases, read_template

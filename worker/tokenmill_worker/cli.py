@@ -271,8 +271,8 @@ def _sentences() -> Iterator[None]:
     """Print an error that a person can repair as one line and exit; other errors keep their
     traceback.
     """
+    from tokenmill_worker.contract.host import EngineDied
     from tokenmill_worker.engine.config import EngineConfigError
-    from tokenmill_worker.engine.process.death import EngineDied
     from tokenmill_worker.local.valkey_server import ValkeyServerError
 
     try:

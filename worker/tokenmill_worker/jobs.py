@@ -16,8 +16,8 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError, JobResult, JobStatus, Usage
-from tokenmill_worker.engine.process.messages import Frame
-from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.contract.messages import Frame
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.text.job_output import JobOutput
 
 INTERNAL_ERROR: Final = "internal_error"  # the worker's own fault, with this job alone

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tokenmill.transport.cancellation import wait_at_most
-from tokenmill_worker.engine.process.death import EngineDied
-from tokenmill_worker.engine.process.host import EngineHost
-from tokenmill_worker.engine.process.messages import Frame, Ready
-from tokenmill_worker.engine.types import EngineStats
+from tokenmill_worker.contract.events import EngineStats
+from tokenmill_worker.contract.host import EngineDied, EngineHost
+from tokenmill_worker.contract.messages import Frame, Ready
 
 log = logging.getLogger(__name__)
 

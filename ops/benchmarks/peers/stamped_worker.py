@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TextIO
 
 from tokenmill_worker.app import Worker
+from tokenmill_worker.contract.messages import Frame
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.process.host import EngineProcess
-from tokenmill_worker.engine.process.messages import Frame
-from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.telemetry import configure_logging
 

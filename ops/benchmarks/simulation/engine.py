@@ -8,12 +8,12 @@ from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.simulation import costs
 from ops.benchmarks.simulation.load import Arrival
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.config.cache import CacheConfig, LayerGroup
 from tokenmill_worker.engine.plan import StepOutput
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence as EngineSequence
-from tokenmill_worker.engine.types import TokenEvent
 
 BLOCK_SIZE, ANY_TOKEN = 16, 5
 TTFT_LIMIT_S = {0: 1.0, 1: 5.0, 2: math.inf}  # by class: interactive, standard, bulk

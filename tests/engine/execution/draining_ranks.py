@@ -10,10 +10,10 @@ import signal
 import sys
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.process.death import EngineDied
 from tokenmill_worker.engine.process.host import EngineProcess
-from tokenmill_worker.engine.types import GenerationRequest
 
 COUNT = 50
 

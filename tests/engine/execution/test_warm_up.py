@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engine.lora.support import engine_with, greedy
-from tokenmill_worker.engine import Engine
-from tokenmill_worker.engine.execution.runner import InFlightStep
-from tokenmill_worker.engine.plan import StepPlan
-from tokenmill_worker.engine.process.loop import EngineLoop
-from tokenmill_worker.engine.process.mailbox import Mailbox
-from tokenmill_worker.engine.process.messages import (
+from tokenmill_worker.contract.mailbox import Mailbox
+from tokenmill_worker.contract.messages import (
     EngineFailed,
     LoadProgress,
     Ready,
@@ -22,7 +18,11 @@ from tokenmill_worker.engine.process.messages import (
     Stop,
     Submit,
 )
-from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.engine import Engine
+from tokenmill_worker.engine.execution.runner import InFlightStep
+from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engine.process.loop import EngineLoop
 
 PROMPT = list(range(5, 25))
 

@@ -16,17 +16,17 @@ import pytest
 
 from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.mailbox import Mailbox
+from tokenmill_worker.contract.messages import EngineFailed
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.process import child
 from tokenmill_worker.engine.process.child import PARENT_GONE
-from tokenmill_worker.engine.process.death import EngineDied
 from tokenmill_worker.engine.process.host import EngineProcess, EngineThread
-from tokenmill_worker.engine.process.mailbox import Mailbox
-from tokenmill_worker.engine.process.messages import EngineFailed
-from tokenmill_worker.engine.types import GenerationRequest
 
 CONFIG = EngineConfig(model="synthetic", num_blocks=64)
 

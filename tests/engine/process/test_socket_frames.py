@@ -8,7 +8,7 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from tokenmill_worker.engine.process.messages import EngineFailed, LoadProgress, Report
+from tokenmill_worker.contract.messages import EngineFailed, LoadProgress, Report
 from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, FrameReader, FrameWriter
 
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.requests.outputs import Outputs
-from tokenmill_worker.engine.types import TokenEvent
 
 
 def event(request_id="a", choice=0, tokens=(), reason=None, cached=0):

@@ -4,8 +4,9 @@ import pytest
 
 from tests.schemas.samples import PARAMS
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.requests.validation import RequestValidator, choice_seed
-from tokenmill_worker.engine.types import GenerationRequest, RequestError
+from tokenmill_worker.engine.types import RequestError
 
 
 def admit(prompt=(1, 2, 3), **params):

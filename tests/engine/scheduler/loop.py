@@ -19,6 +19,7 @@ from tests.engine.scheduler.fake_device import (
 )
 from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.config.cache import CacheConfig, LayerGroup, Window
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
@@ -26,7 +27,6 @@ from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.scheduler.step_builder import Proposer
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.stepping import StepExecutor
-from tokenmill_worker.engine.types import TokenEvent
 
 MAX_MODEL_LEN = 256
 

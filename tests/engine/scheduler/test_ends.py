@@ -10,9 +10,9 @@ from tests.engine.scheduler.fake_device import EOS, expected_tokens
 from tests.engine.scheduler.integrity import check_integrity, held_blocks
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.plan import Draft, RequestFault, StepOutput
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
-from tokenmill_worker.engine.types import TokenEvent
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Container
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from tokenmill_worker.engine.types import Capacity
+from tokenmill_worker.contract.events import Capacity
 
 # Jobs claimed beyond the free places, so that the next step fills a place that becomes free.
 LOOKAHEAD = 4

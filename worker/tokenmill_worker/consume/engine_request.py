@@ -9,7 +9,7 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.param_resolver import seed_of
 from tokenmill_worker.consume.served_model import ServedModel
-from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.jobs import Delivery
 from tokenmill_worker.text.job_output import JobOutput
 

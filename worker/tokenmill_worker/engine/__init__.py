@@ -11,18 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
+from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.errors import EngineError
 from tokenmill_worker.engine.requests.results import RequestOutput, RequestStatus
-from tokenmill_worker.engine.types import (
-    Capacity,
-    EngineStats,
-    GenerationOutput,
-    GenerationRequest,
-    RequestError,
-    SchedulingPolicy,
-    TokenEvent,
-)
+from tokenmill_worker.engine.types import GenerationOutput, RequestError, SchedulingPolicy
 
 if TYPE_CHECKING:
     from tokenmill_worker.engine.direct.batched_model import BatchedModel, ContinuousBatchingConfig

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.execution.interface import Runner, build_scheduler, load_runner
 from tokenmill_worker.engine.requests.direct import DirectCalls
@@ -20,7 +22,6 @@ from tokenmill_worker.engine.requests.tracker import RequestTracker
 from tokenmill_worker.engine.requests.validation import RequestValidator
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.stepping import StepExecutor
-from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
 
 
 class Engine(DirectCalls):

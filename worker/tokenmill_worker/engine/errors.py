@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.engine.types import RequestError, TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.engine.types import RequestError
 
 
 class EngineError(RuntimeError):

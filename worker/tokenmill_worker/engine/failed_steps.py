@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.errors import EngineError, StepsFailError, is_device_lost, sentence_of
 from tokenmill_worker.engine.execution.interface import Runner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.types import TokenEvent
 
 MAX_FAILED_REQUESTS = 8  # with more in a row, and no successful step between, the engine is broken
 Commit = Callable[[StepPlan, StepOutput], list[TokenEvent]]

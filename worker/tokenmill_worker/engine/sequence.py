@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.types import Thoughts
+from tokenmill_worker.contract.requests import Thoughts
 
 
 class SequenceStatus(Enum):

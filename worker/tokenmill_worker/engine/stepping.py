@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.execution.interface import Runner
 from tokenmill_worker.engine.failed_steps import FailedSteps
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler import Scheduler
-from tokenmill_worker.engine.types import TokenEvent
 
 
 class StepExecutor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
 
 EVENTS_AT_ONCE = 512  # they take the event loop a millisecond or two
 

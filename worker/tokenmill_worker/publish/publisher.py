@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.jobs import AdmittedJob, CancelOrder, ChunkAppend, ChunkLog, PublishReport
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, Chunker
 from tokenmill_worker.publish.log_writer import LogWriter

@@ -7,7 +7,7 @@ import logging
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobError, JobStatus
-from tokenmill_worker.engine.types import TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.jobs import (
     INTERNAL_ERROR,
     AdmittedJob,

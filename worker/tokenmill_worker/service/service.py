@@ -20,9 +20,8 @@ from tokenmill_worker.consume.credits import Credits, credits_of
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.consume.quarantine import Quarantine
-from tokenmill_worker.engine.process.death import EngineDied
-from tokenmill_worker.engine.process.host import EngineHost
-from tokenmill_worker.engine.process.messages import Frame, Ready
+from tokenmill_worker.contract.host import EngineDied, EngineHost
+from tokenmill_worker.contract.messages import Frame, Ready
 from tokenmill_worker.jobs import (
     Delivery,
     FinishedJob,

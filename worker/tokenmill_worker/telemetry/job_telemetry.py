@@ -14,8 +14,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 from tokenmill_schemas.control import TenantLoad
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.engine.process.messages import Frame
-from tokenmill_worker.engine.types import EngineStats, TokenEvent
+from tokenmill_worker.contract.events import EngineStats, TokenEvent
+from tokenmill_worker.contract.messages import Frame
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.telemetry import Metrics, Tracing
 from tokenmill_worker.telemetry.job_timestamps import JobTimestamps

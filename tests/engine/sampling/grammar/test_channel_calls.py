@@ -18,11 +18,11 @@ from tokenmill_schemas.chat import Message
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.model.vocabulary import vocabulary
 from tokenmill_worker.engine.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.types import GenerationRequest
 from tokenmill_worker.text.chat import tools as formats
 from tokenmill_worker.text.chat.chat_format import AnswerForm, ChatFormat
 from tokenmill_worker.text.chat.templates import TemplateError

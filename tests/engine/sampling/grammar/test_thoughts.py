@@ -7,9 +7,9 @@ import pytest
 from tests.engine.sampling.grammar.test_masks import EOS, VOCAB, WIDTH, Writer, make_sampler
 from tests.engine.sampling.helpers import plan_item
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_worker.contract.requests import Thoughts
 from tokenmill_worker.engine.sampling import GrammarCompiler
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.types import Thoughts
 
 START, END, MESSAGE = 1, 2, 3  # bytes that no text has
 OPEN = Thoughts(end=(END,), closing=(END,), is_open=True)

@@ -19,10 +19,11 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError, refusal_event
 from tokenmill_worker.engine.requests.results import RequestOutput, ResultHandler, Results
-from tokenmill_worker.engine.types import GenerationRequest, RequestError
+from tokenmill_worker.engine.types import RequestError
 
 log = logging.getLogger(__name__)
 

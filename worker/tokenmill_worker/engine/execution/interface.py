@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
@@ -21,8 +21,6 @@ from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import ProgressCallback
 
 log = logging.getLogger(__name__)
-
-FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which never becomes ready
 
 
 @dataclass(frozen=True, slots=True)

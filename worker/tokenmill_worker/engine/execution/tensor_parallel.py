@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.messages import FOLLOWS
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.execution.build import load_model_runner
-from tokenmill_worker.engine.execution.interface import FOLLOWS
 from tokenmill_worker.engine.execution.ranks import Ranks
 from tokenmill_worker.engine.execution.runner import InFlightStep, ModelRunner
 from tokenmill_worker.engine.plan import BlockCopy, ScheduledSequence, StepOutput, StepPlan

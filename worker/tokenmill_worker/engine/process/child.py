@@ -20,10 +20,8 @@ from collections.abc import Callable, MutableMapping
 
 import msgspec
 
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.errors import lacks_memory, why
-from tokenmill_worker.engine.process.mailbox import Mailbox
-from tokenmill_worker.engine.process.messages import (
+from tokenmill_worker.contract.mailbox import Mailbox
+from tokenmill_worker.contract.messages import (
     EngineFailed,
     FrameError,
     LoadProgress,
@@ -31,6 +29,8 @@ from tokenmill_worker.engine.process.messages import (
     Report,
     read_command,
 )
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.errors import lacks_memory, why
 from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, FrameWriter
 from tokenmill_worker.engine.process.time_slices import lengthen_slices
 

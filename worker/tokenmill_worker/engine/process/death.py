@@ -1,4 +1,4 @@
-"""The error of an engine that has died, and the words for how its process ended."""
+"""The words for how an engine's process ended."""
 
 from __future__ import annotations
 
@@ -9,27 +9,6 @@ from typing import Final
 
 # wait for a process that closed its socket to exit: killing it would lose its exit status
 DYING_S: Final = 1.0
-
-
-class EngineDied(RuntimeError):
-    """The engine has died, or hangs.
-
-    `at_start`: it never became ready. `may_pass`: it was killed or lacked memory, so another start
-    may succeed. `any_step`: its steps failed whatever they held.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        at_start: bool = False,
-        may_pass: bool = False,
-        any_step: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.at_start = at_start
-        self.may_pass = may_pass
-        self.any_step = any_step
 
 
 async def manner_of(process: asyncio.subprocess.Process | None) -> str:

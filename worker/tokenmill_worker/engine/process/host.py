@@ -16,17 +16,16 @@ import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.errors import lacks_memory, why
-from tokenmill_worker.engine.execution.interface import FOLLOWS
-from tokenmill_worker.engine.process.death import DYING_S, EngineDied, manner_of
-from tokenmill_worker.engine.process.mailbox import Mailbox
-from tokenmill_worker.engine.process.messages import (
+from tokenmill_worker.contract.events import Capacity
+from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.mailbox import Mailbox
+from tokenmill_worker.contract.messages import (
+    FOLLOWS,
     CancelRequest,
     Command,
     EngineFailed,
@@ -38,40 +37,15 @@ from tokenmill_worker.engine.process.messages import (
     Stop,
     Submit,
 )
+from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.errors import lacks_memory, why
+from tokenmill_worker.engine.process.death import DYING_S, manner_of
 from tokenmill_worker.engine.process.socket_frames import FrameReader
-from tokenmill_worker.engine.types import Capacity, GenerationRequest
 
 CHILD_MODULE: Final = "tokenmill_worker.engine.process.child"
 ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)  # the worker decides when its engine ends
 _encoder = msgspec.msgpack.Encoder()
-
-
-class EngineHost(Protocol):
-    """An engine that runs in another process or thread."""
-
-    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
-        """Start the engine and wait until it is ready. Raises EngineDied when it cannot load."""
-        ...
-
-    def submit(self, requests: Iterable[GenerationRequest]) -> None: ...
-
-    def cancel(self, request_id: str, reason: FinishReason, choice: int | None = None) -> None: ...
-
-    def frames(self) -> AsyncIterator[Frame]:
-        """Yield the frames of all steps, until stop().
-
-        Raises EngineDied when the engine dies or hangs; call kill() then.
-        """
-        ...
-
-    @property
-    def capacity(self) -> Capacity:
-        """The capacity reported by the last frame."""
-        ...
-
-    async def stop(self) -> None: ...
-
-    async def kill(self) -> None: ...
 
 
 @contextlib.contextmanager

@@ -10,11 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.errors import EngineError, StepsFailError, lacks_memory, why
-from tokenmill_worker.engine.execution.warm_up import warm_up
-from tokenmill_worker.engine.process.mailbox import Mailbox
-from tokenmill_worker.engine.process.messages import (
+from tokenmill_worker.contract.mailbox import Mailbox
+from tokenmill_worker.contract.messages import (
     CancelRequest,
     Command,
     EngineFailed,
@@ -25,7 +22,10 @@ from tokenmill_worker.engine.process.messages import (
     Stop,
     Submit,
 )
-from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.engine.engine import Engine
+from tokenmill_worker.engine.errors import EngineError, StepsFailError, lacks_memory, why
+from tokenmill_worker.engine.execution.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 

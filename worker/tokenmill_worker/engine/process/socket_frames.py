@@ -15,7 +15,7 @@ from typing import Final, NoReturn, cast
 
 import msgspec
 
-from tokenmill_worker.engine.process.messages import (
+from tokenmill_worker.contract.messages import (
     MAX_FRAME_BYTES,
     EngineFailed,
     FrameError,

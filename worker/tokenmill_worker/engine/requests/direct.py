@@ -14,13 +14,11 @@ from collections.abc import Sequence as Seq
 from typing import Any, Self
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.errors import EngineError
 from tokenmill_worker.engine.requests.tracker import RequestTracker
-from tokenmill_worker.engine.types import (
-    GenerationOutput,
-    GenerationRequest,
-    TokenEvent,
-)
+from tokenmill_worker.engine.types import GenerationOutput
 
 
 class DirectCalls(ABC):

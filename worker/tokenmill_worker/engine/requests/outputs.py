@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
-from tokenmill_worker.engine.types import GenerationOutput, TokenEvent
+from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.engine.types import GenerationOutput
 
 
 @dataclass(slots=True)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.errors import refusal_event, sentence_of
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.types import RequestError, TokenEvent
+from tokenmill_worker.engine.types import RequestError
 
 
 @dataclass(frozen=True, slots=True)

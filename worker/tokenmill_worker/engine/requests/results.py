@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.errors import EngineError, why
 from tokenmill_worker.engine.requests.outputs import Outputs
-from tokenmill_worker.engine.types import GenerationRequest, RequestError, TokenEvent
+from tokenmill_worker.engine.types import RequestError
 
 log = logging.getLogger(__name__)
 

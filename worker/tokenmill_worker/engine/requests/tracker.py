@@ -12,12 +12,14 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.errors import refusal_event, why
 from tokenmill_worker.engine.requests.outputs import Outputs
 from tokenmill_worker.engine.requests.pending import PendingRequests, Prerequisites
 from tokenmill_worker.engine.requests.validation import RequestValidator
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.types import GenerationRequest, RequestError, TokenEvent
+from tokenmill_worker.engine.types import RequestError
 
 log = logging.getLogger(__name__)
 

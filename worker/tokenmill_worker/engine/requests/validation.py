@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokenmill_schemas.generation import LOGPROBS_MODES, NO_DEFAULTS, SamplingParams
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.types import GenerationRequest, RequestError
+from tokenmill_worker.engine.types import RequestError
 
 _SEED_MASK = (1 << 63) - 1
 

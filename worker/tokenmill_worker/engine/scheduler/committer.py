@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.plan import RequestFault, ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engine.scheduler.state import (
     DECODING,
@@ -19,7 +20,7 @@ from tokenmill_worker.engine.scheduler.state import (
     SchedulerState,
 )
 from tokenmill_worker.engine.sequence import Sequence
-from tokenmill_worker.engine.types import SchedulingPolicy, TokenEvent
+from tokenmill_worker.engine.types import SchedulingPolicy
 
 
 class Committer:

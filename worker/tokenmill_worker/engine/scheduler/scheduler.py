@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.config.cache import CacheConfig
 from tokenmill_worker.engine.kv.manager import KVManager
@@ -33,13 +34,7 @@ from tokenmill_worker.engine.scheduler.state import (
 from tokenmill_worker.engine.scheduler.step_builder import Proposer
 from tokenmill_worker.engine.scheduler.step_time import StepTimeModel
 from tokenmill_worker.engine.sequence import NULL_BLOCK, Sequence
-from tokenmill_worker.engine.types import (
-    Capacity,
-    EngineStats,
-    RequestError,
-    SchedulingPolicy,
-    TokenEvent,
-)
+from tokenmill_worker.engine.types import RequestError, SchedulingPolicy
 
 
 class Scheduler:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
 from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.kv.host_tier import StepCopies
 from tokenmill_worker.engine.kv.manager import KVManager
@@ -23,7 +24,6 @@ from tokenmill_worker.engine.plan import StepPlan
 from tokenmill_worker.engine.scheduler.preemption import is_preemptible
 from tokenmill_worker.engine.scheduler.queues import QueueEntry, WaitingQueue
 from tokenmill_worker.engine.sequence import Sequence, SequenceStatus
-from tokenmill_worker.engine.types import TokenEvent
 
 WAITING, PREFILLING, DECODING = (
     SequenceStatus.WAITING,

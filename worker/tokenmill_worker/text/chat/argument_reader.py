@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from tokenmill_schemas.generation import CallGrammar
-from tokenmill_worker.engine.requests.named_arguments import named_arguments
+from tokenmill_worker.contract.named_arguments import named_arguments
 
 _CLOSING: Final = "]}"
 

@@ -12,7 +12,7 @@ import msgspec
 
 from tokenmill_schemas.generation import CallGrammar, ResponseFormat
 from tokenmill_schemas.job import JobRequest
-from tokenmill_worker.engine.types import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.text.chat.call_parser import CallParser
 from tokenmill_worker.text.chat.reasoning import ChannelFormat, Opening, ReasoningFormat
 from tokenmill_worker.text.chat.templates import TemplateError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
 
-from tokenmill_worker.engine.types import Thoughts
+from tokenmill_worker.contract.requests import Thoughts
 
 TAGS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _CHANNEL_MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")

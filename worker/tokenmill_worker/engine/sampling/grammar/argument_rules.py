@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from tokenmill_schemas.generation import ArgumentForm, CallableTool
-from tokenmill_worker.engine.requests.named_arguments import (
+from tokenmill_worker.contract.named_arguments import (
     NamedArgument,
     named_arguments,
     unenforced,

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tokenmill_worker.contract.requests import Thoughts
 from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED
-from tokenmill_worker.engine.types import Thoughts
 
 _ALL: Final = -1  # a word of a mask that allows each of its 32 tokens
 

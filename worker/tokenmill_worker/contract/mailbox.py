@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from tokenmill_worker.engine.process.messages import Command
+from tokenmill_worker.contract.messages import Command
 
 
 class Mailbox:

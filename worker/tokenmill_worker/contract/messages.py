@@ -7,9 +7,11 @@ from typing import Final
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engine.types import Capacity, EngineStats, GenerationRequest, TokenEvent
+from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
 
 MAX_FRAME_BYTES: Final = 1 << 28
+FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which never becomes ready
 
 
 class FrameError(ValueError):

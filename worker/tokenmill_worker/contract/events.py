@@ -1,0 +1,71 @@
+"""Events of an engine: the tokens of a step, its free places, its counters.
+
+They are msgspec structs, so that the same values travel as frames from the engine process.
+"""
+
+import msgspec
+
+from tokenmill_schemas.generation import FinishReason, TokenLogprob
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The result of one step for one choice of a request: zero or more tokens, possibly its end.
+
+    `num_cached_tokens` is set on the first event of a choice. `error` is one sentence for the user,
+    set when finish_reason is ERROR.
+    """
+
+    request_id: str
+    choice: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    preemptions: int = 0
+    error: str | None = None
+    error_code: str | None = None  # "invalid_request", "context_length_exceeded", "engine_error"
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of further tokens of the prompt
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """Sequences, blocks and places that the engine has free now.
+
+    `waiting` requests are admitted but not running yet. `free_urgent` is the number of places for
+    interactive requests: free ones and those of bulk work, whatever else waits, minus interactive
+    requests that wait already.
+    """
+
+    free_sequences: int
+    free_blocks: int
+    waiting: int
+    running: int
+    block_size: int
+    max_model_len: int
+    free_urgent: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counters since the start, and current gauges (`num_running`, `num_waiting`, `blocks_*`)."""
+
+    steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_offloaded: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0  # free blocks that still hold a cached prefix
+    prompt_tokens: int = 0  # of admitted requests
+    computed_tokens: int = 0  # through the model, prefill and decode
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    prefix_queries: int = 0  # tokens looked up
+    preemptions: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    recomputed_tokens: int = 0
+    evicted_blocks: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    finished: int = 0
+    failed_steps: int = 0
+    busy_s: float = 0.0  # time inside steps
