@@ -56,22 +56,30 @@ def test_the_model_without_weights_is_not_looked_for_on_the_hub(tmp_path: Path, 
     )
 
 
-@pytest.mark.parametrize("installed", [{"triton", "flash_attn"}, {"triton"}, set()])
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("versions", [{"flash-attn-4": "4.0.0b36"}, {"flash-attn": "2.8.3"}, {}])
 def test_a_gpu_s_missing_packages_are_named_and_flash_attn_is_not_missed(
-    installed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    versions: dict[str, str], has_triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    find = SimpleNamespace(find_spec=lambda name: object() if name in installed else None)
+    find = SimpleNamespace(find_spec=lambda name: object() if has_triton else None)
     monkeypatch.setattr(doctor, "importlib", SimpleNamespace(util=find))
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, "?"))
     monkeypatch.setattr(doctor, "_model", lambda _: iter(()))  # its imports keep what they find
     settings = load_settings(
         {"redis_url": "redis://127.0.0.1:1/0", "database_url": f"sqlite:///{tmp_path}/none.db"}
     )
     found = [one for one in examine(settings) if one.subject == "gpu"]
-    expected = [] if "triton" in installed else [("warning", "triton")]
-    expected += [("ok", "flash-attn")] if "flash_attn" in installed else []
-    assert [(one.severity, one.words.split(" ")[0]) for one in found] == expected
+    expected = [] if has_triton else [("warning", "triton is not installed")]
+    expected += [
+        ("ok", f"{name} {version} is installed, and has not been measured here: attention auto")
+        for name, version in versions.items()
+    ]
+    assert len(found) == len(expected)
+    for one, (severity, words) in zip(found, expected, strict=True):
+        assert one.severity == severity
+        assert one.words.startswith(words)
 
 
 @pytest.mark.parametrize("options", ["", "?timeout=5"])

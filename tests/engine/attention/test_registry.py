@@ -46,8 +46,8 @@ def test_auto_logs_what_it_chose_and_why(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = flash.FlashLibrary(2, lambda: None, lambda: None)
-    monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)
+    library = flash.FlashLibrary(2, None)
+    monkeypatch.setattr(flash, "installed_library", lambda capability: library)
     cuda, half = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert choose("flash", cuda, half, [SHAPE], 0).name == "flash"
@@ -60,8 +60,8 @@ def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.Mo
 def test_auto_prefers_triton_which_was_measured_to_flash_attn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = flash.FlashLibrary(3, lambda: None, lambda: None)
-    monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)
+    library = flash.FlashLibrary(3, None)
+    monkeypatch.setattr(flash, "installed_library", lambda capability: library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert choose("auto", torch.device("cuda"), torch.bfloat16, [SHAPE], 16).name == "triton"
 
@@ -76,13 +76,13 @@ def test_without_flash_attn_and_a_block_size_it_gives_a_reason(
     assert reason == "flash-attn is not installed (No module named 'flash_attn')"
 
 
-def no_library(_is_hopper: bool) -> None:
+def no_library(_capability: int) -> None:
     raise ModuleNotFoundError("No module named 'flash_attn'")
 
 
 def test_chunked_attention_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = flash.FlashLibrary(3, lambda: None, lambda: None)
-    monkeypatch.setattr(flash, "installed_library", lambda is_hopper: library)
+    library = flash.FlashLibrary(3, None)
+    monkeypatch.setattr(flash, "installed_library", lambda capability: library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     shapes = [SHAPE, replace(SHAPE, is_chunked=True)]
     reason = why_not("flash", torch.device("cuda"), torch.bfloat16, shapes, 16)

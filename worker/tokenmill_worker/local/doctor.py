@@ -170,9 +170,11 @@ def _gpu_packages() -> Iterator[Finding]:
     if importlib.util.find_spec("triton") is None:
         words = "triton is not installed: no fused kernels, and attention by torch's own"
         yield Finding("gpu", "warning", words, "pip install triton; torch for CUDA brings it")
-    if any(map(importlib.util.find_spec, ("flash_attn_interface", "flash_attn"))):
-        words = "flash-attn is installed, and not measured here: attention auto uses Triton"
-        yield Finding("gpu", "ok", f"{words}; attention flash uses it")
+    for name in ("flash-attn", "flash-attn-3", "flash-attn-4"):
+        if (found := _version(name)) != "?":
+            words = f"{name} {found} is installed, and has not been measured here"
+            words += ": attention auto takes Triton, whose speed was; attention flash takes it"
+            yield Finding("gpu", "ok", words)
 
 
 def _kernel() -> Iterator[Finding]:

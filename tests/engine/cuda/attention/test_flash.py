@@ -8,6 +8,7 @@ the true result in float64 from the block table and lengths that it was given.
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
+from tests.engine.cuda.attention.paged import paged
 from tokenmill_worker.engine.attention.base import (
     AttentionBackend,
     AttentionMetadata,
@@ -42,47 +44,6 @@ CASES = [
     Case("sinks of decodes", DECODES, has_sinks=True, block_size=256),
 ]
 SOFTCAP = Case("softcap", RAGGED, softcap=7.0, block_size=256)
-
-
-def paged(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    table: Tensor,
-    scale: float,
-    window: tuple[int, int],
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """FlashAttention's meaning: causal, aligned at the end; `lse` [num_heads, num_tokens]."""
-    assert table.dtype == seq_lens.dtype == query_start.dtype == torch.int32
-    assert query.is_contiguous()
-    assert keys.stride(-1) == 1
-    assert window[1] == 0
-    out = torch.empty_like(query)
-    lse = torch.empty(query.shape[1], query.shape[0])
-    starts, block_size, group = query_start.tolist(), keys.shape[1], query.shape[1] // keys.shape[2]
-    for i, seq_len in enumerate(seq_lens.tolist()):
-        rows = slice(starts[i], starts[i + 1])
-        at = torch.arange(seq_len)
-        block = table[i, at // block_size].long()
-        key = keys[block, at % block_size].double().repeat_interleave(group, dim=1)
-        value = values[block, at % block_size].double().repeat_interleave(group, dim=1)
-        logits = torch.einsum("qhd,khd->hqk", query[rows].double(), key) * scale
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-        distance = torch.arange(seq_len - (rows.stop - rows.start), seq_len)[:, None] - at[None]
-        hidden = (distance < 0) | (
-            (distance > window[0]) if window[0] >= 0 else torch.zeros_like(distance).bool()
-        )
-        logits = logits.masked_fill(hidden, -torch.inf)
-        weights = logits.softmax(-1)
-        value = torch.where(
-            hidden.all(0)[:, None, None], 0.0, value
-        )  # a block that left the window is not read
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
-        lse[:, rows] = logits.logsumexp(-1).float()
-    return out, lse
 
 
 def fake_varlen_2(
@@ -206,8 +167,13 @@ def unused(*_: Any, **__: Any) -> Any:
     raise AssertionError("the wrong entry point was called")
 
 
-FLASH_2 = FlashAttention(FlashLibrary(2, fake_varlen_2, fake_with_kvcache_2))
-FLASH_3 = FlashAttention(FlashLibrary(3, unused, fake_with_kvcache_3))
+def library(version: int, varlen: Any, with_kvcache: Any) -> FlashLibrary:
+    functions = {"flash_attn_varlen_func": varlen, "flash_attn_with_kvcache": with_kvcache}
+    return FlashLibrary(version, SimpleNamespace(**functions))
+
+
+FLASH_2 = FlashAttention(library(2, fake_varlen_2, fake_with_kvcache_2))
+FLASH_3 = FlashAttention(library(3, unused, fake_with_kvcache_3))
 VARLEN = TorchVarlenAttention(fake_torch_varlen)
 TARGETS = [
     *((backend, case) for backend in (FLASH_2, FLASH_3, VARLEN) for case in CASES),
@@ -227,7 +193,7 @@ def test_the_library_is_asked_for_dense_attentions_result(
 
 
 def test_version_2_decodes_on_the_way_that_splits_contexts() -> None:
-    backend = FlashAttention(FlashLibrary(2, unused, fake_with_kvcache_2))
+    backend = FlashAttention(library(2, unused, fake_with_kvcache_2))
     problem = make_problem(Case("decodes", DECODES, block_size=256))
     assert attend(backend, problem, filled_cache(backend, problem)).isfinite().all()
 

@@ -23,7 +23,7 @@ _MODULES: dict[str, tuple[str, str]] = {
     "flash": ("tokenmill_worker.engine.cuda.attention.flash", "FlashAttention"),
     "torch_varlen": ("tokenmill_worker.engine.cuda.attention.torch_varlen", "TorchVarlenAttention"),
 }
-# Measured ones first: flash-attn's library has not run here yet.
+# Measured ones first: no version of flash-attn has run here yet.
 _PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flash", "torch_varlen", "reference")}
 
 

@@ -1,12 +1,13 @@
-"""Paged attention by flash-attn, where it is installed: version 3 on Hopper, version 2 elsewhere.
+"""Paged attention by flash-attn, where it is installed, in the version that suits the GPU best.
 
-Version 2 takes block sizes that are multiples of 256 tokens; version 3 takes any. The wheel is
-imported when the backend is first requested.
+Version 3 is for Hopper alone. Version 4 (`flash-attn-4`, a wheel of Python that compiles its
+kernels when they are first needed) reads block tables on Hopper and on data centers' Blackwell.
+Version 2 runs everywhere, with block sizes that are multiples of 256 tokens; the others take any.
+The package is imported when the backend is first requested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -26,33 +27,39 @@ from tokenmill_worker.engine.cuda.attention.token_major import (
     without_garbage,
 )
 
+_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+# The best version first, by the major compute capability; others take version 2.
+_VERSIONS = {9: (3, 4, 2), 10: (4, 2), 11: (4, 2)}
+
 
 @dataclass(frozen=True, slots=True)
 class FlashLibrary:
-    """Two entry points of flash-attn; with version 3, `with_kvcache` serves every call."""
+    """An installed version and its module, whose public functions are called."""
 
     version: int
-    varlen: Callable[..., Any]
-    with_kvcache: Callable[..., Any]
+    module: Any
 
 
 @lru_cache
-def installed_library(is_hopper: bool) -> FlashLibrary:
-    """Import flash-attn and return its entry points; raises ImportError where it is not
-    installed.
+def installed_library(capability: int) -> FlashLibrary:
+    """Import flash-attn for GPUs of this major compute capability; raises ImportError where no
+    version is installed.
     """
-    if is_hopper:
+    failures = []
+    for version in _VERSIONS.get(capability, (2, 4)):
         try:
-            found = import_module("flash_attn_interface")
-            return FlashLibrary(3, found.flash_attn_varlen_func, found.flash_attn_with_kvcache)
-        except (ImportError, AttributeError):
-            pass  # version 2 runs on Hopper too
-    found = import_module("flash_attn")
-    return FlashLibrary(2, found.flash_attn_varlen_func, found.flash_attn_with_kvcache)
+            module = import_module(_MODULES[version])
+            module.flash_attn_varlen_func  # noqa: B018 - `flash_attn` holds version 4 alone, too
+        except (ImportError, AttributeError) as error:
+            failures.append(str(error))
+        else:
+            return FlashLibrary(version, module)
+    raise ImportError("; ".join(dict.fromkeys(failures)))
 
 
-def is_hopper(device: torch.device | None = None) -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+def capability_of(device: torch.device | None = None) -> int:
+    """Return the device's major compute capability, 0 without a GPU."""
+    return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 0
 
 
 class FlashAttention(TokenMajorBackend):
@@ -61,7 +68,7 @@ class FlashAttention(TokenMajorBackend):
     name = "flash"
 
     def __init__(self, library: FlashLibrary | None = None) -> None:
-        self._library = library or installed_library(is_hopper())
+        self._library = library or installed_library(capability_of())
 
     @classmethod
     def why_not(
@@ -69,17 +76,20 @@ class FlashAttention(TokenMajorBackend):
     ) -> str | None:
         if device.type != "cuda":
             return f"flash-attn does not run on {device.type}"
+        capability = capability_of(device)
         try:
-            library = installed_library(is_hopper(device))
-        except (ImportError, AttributeError) as error:
+            version = installed_library(capability).version
+        except ImportError as error:
             return f"flash-attn is not installed ({error})"
-        return flash_refusal(library.version, device, dtype, shape, block_size)
+        return (_refusal_of_4(capability, shape) if version == 4 else None) or flash_refusal(
+            version, device, dtype, shape, block_size
+        )
 
     @classmethod
     def default_block_size(cls, device: torch.device) -> int:
         try:
-            version = installed_library(is_hopper(device)).version
-        except (ImportError, AttributeError):  # not installed: `why_not` says so
+            version = installed_library(capability_of(device)).version
+        except ImportError:  # not installed: `why_not` says so
             version = None
         return FA2_BLOCK_MULTIPLE if version == 2 else super().default_block_size(device)
 
@@ -98,6 +108,8 @@ class FlashAttention(TokenMajorBackend):
             "softcap": shape.softcap or 0.0,
         }
         query = query.contiguous()
+        if self._library.version == 4:
+            return without_garbage(self._attend_4(query, cache, metadata, shape, sinks), metadata)
         if self._library.version == 3:
             out, lse = self._attend_3(query, cache, metadata, options)
         elif metadata.max_query_len == 1 and query.shape[0] == metadata.num_seqs:
@@ -107,10 +119,40 @@ class FlashAttention(TokenMajorBackend):
         out = out if sinks is None else with_sinks(out, lse, sinks)
         return without_garbage(out, metadata)
 
+    def _attend_4(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend by version 4, which applies sinks itself and does not split contexts.
+
+        To it None is no window; −1 is one that ends before the query.
+        """
+        window = (None, None) if metadata.window is None else (metadata.window.size - 1, 0)
+        out: Tensor = self._library.module.flash_attn_varlen_func(
+            query,
+            cache[:, 0],
+            cache[:, 1],
+            cu_seqlens_q=metadata.query_start,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_seq_len,
+            seqused_k=metadata.seq_lens,
+            page_table=metadata.block_table,
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=window,
+            learnable_sink=sinks,
+            softcap=shape.softcap or 0.0,
+        )[0]
+        return out
+
     def _attend_3(
         self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._library.with_kvcache(
+        out, lse, *_ = self._library.module.flash_attn_with_kvcache(
             query,
             cache[:, 0],
             cache[:, 1],
@@ -127,7 +169,7 @@ class FlashAttention(TokenMajorBackend):
         self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Attend with one query per sequence; version 2 splits long contexts only in this call."""
-        out, lse, *_ = self._library.with_kvcache(
+        out, lse, *_ = self._library.module.flash_attn_with_kvcache(
             query[:, None],
             cache[:, 0],
             cache[:, 1],
@@ -141,7 +183,7 @@ class FlashAttention(TokenMajorBackend):
     def _attend_2(
         self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._library.varlen(
+        out, lse, *_ = self._library.module.flash_attn_varlen_func(
             query,
             cache[:, 0],
             cache[:, 1],
@@ -161,3 +203,20 @@ def flash_refusal(
 ) -> str | None:
     multiple = FA2_BLOCK_MULTIPLE if version == 2 else 1
     return refusal(f"flash-attn {version}", device, dtype, shape, block_size, multiple)
+
+
+def _refusal_of_4(capability: int, shape: AttentionShape) -> str | None:
+    """Return why version 4 cannot read this layer's blocks on such a GPU, or None if it can."""
+    if capability not in _VERSIONS:
+        return f"flash-attn 4 has no block tables on GPUs of compute capability {capability}.x"
+    if shape.head_dim % 16:
+        return (
+            "flash-attn 4 reads blocks of head sizes that are multiples of 16, "
+            f"not {shape.head_dim}"
+        )
+    if capability != 9 and 128 < shape.head_dim != 256:
+        return (
+            f"flash-attn 4 takes head sizes up to 128, and 256, on GPUs of compute capability "
+            f"{capability}.x, not {shape.head_dim}"
+        )
+    return None
