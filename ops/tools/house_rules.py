@@ -1,9 +1,10 @@
 """Checks what no linter checks: file length, modules in a package's root, the walk through the
-code, hosts of package registries, unsafe formats, plain docstrings.
+code, cycles of imports, hosts of package registries, unsafe formats, plain docstrings.
 
 A package's root stays small, because its modules are read first; the rest has rooms. The files of
 README's "Read the code in this order" have at most 1,800 lines together. No source file has over
-350 lines, and no line of C++ or Lua over 100 columns. No file names the host of a package
+350 lines, and no line of C++ or Lua over 100 columns. No file imports itself through others, also
+inside one room and for types alone. No file names the host of a package
 registry, because packages come from whatever index pip is configured with. Nothing reads bytes in a
 format that can run code (pickle and its kin, `torch.load` of more than weights). Every docstring
 opens with a verb or its subject. All files that git tracks or would track are checked.
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 MAX_LINES = 350
@@ -136,6 +138,32 @@ def large_roots(names: list[str]) -> Iterator[str]:
             yield f"{folder}: {len(modules)} modules, {most} at most: move some to a room"
 
 
+def import_cycle(sources: dict[str, str]) -> Iterator[str]:
+    """Yield the first cycle of imports among Python files, given each file's text by its path.
+
+    Imports inside functions and for type checkers count. A file does not import the packages that
+    it stands in by importing a module of theirs.
+    """
+    modules = {}
+    for name in sources:
+        dotted = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        modules[re.sub(r"^(worker|api_client|schemas)\.", "", dotted)] = name
+    graph = {}
+    for name, source in sources.items():
+        imported = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                imported |= {item.name for item in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = [f"{node.module}.{item.name}" for item in node.names]
+                imported |= {full if full in modules else node.module for full in inner}
+        graph[name] = {modules[module] for module in imported if module in modules}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"files import each other in a cycle: {' ← '.join(error.args[1])}"
+
+
 def long_walk(readme: str, root: Path) -> Iterator[str]:
     """Yield what is wrong with the walk through the code: a file that is missing, or too many lines
     in all.
@@ -165,6 +193,9 @@ def main(root: Path) -> int:
     paths = {str(path.relative_to(root)): path for path in tracked_files(root)}
     found = [line for name, path in paths.items() for line in problems(path, name)]
     found += large_roots(list(paths))
+    found += import_cycle(
+        {name: path.read_text("utf-8") for name, path in paths.items() if path.suffix == ".py"}
+    )
     found += long_walk((root / "README.md").read_text(encoding="utf-8"), root)
     print("\n".join(found) or "no problems")
     return 1 if found else 0

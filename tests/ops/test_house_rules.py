@@ -12,6 +12,7 @@ from ops.tools.house_rules import (
     REGISTRY_HOSTS,
     dangerous_reads,
     docstrings_without_subject,
+    import_cycle,
     large_roots,
     long_walk,
     problems,
@@ -41,6 +42,29 @@ def test_large_roots_are_found() -> None:
     assert list(large_roots([*names, f"{folder}/room/part.py", f"{folder}/notes.md"])) == []
     (found,) = large_roots([*names, f"{folder}/more.py"])
     assert found == f"{folder}: {most + 1} modules, {most} at most: move some to a room"
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from tokenmill.room import first",
+        "import tokenmill.room.first",
+        "def load():\n    from tokenmill.room.first import VALUE",
+        "if TYPE_CHECKING:\n    from tokenmill.room.first import VALUE",
+    ],
+)
+def test_a_cycle_of_imports_inside_a_room_is_found(back: str) -> None:
+    files = {
+        "api_client/tokenmill/room/__init__.py": "",
+        "api_client/tokenmill/room/first.py": "from tokenmill.room.second import VALUE",
+        "api_client/tokenmill/room/second.py": "from tokenmill.room.third import VALUE",
+        "api_client/tokenmill/room/third.py": "from tokenmill.room import other\nVALUE = 1",
+    }
+    assert list(import_cycle(files)) == []
+    files["api_client/tokenmill/room/third.py"] = back
+    (found,) = import_cycle(files)
+    assert found.startswith("files import each other in a cycle: ")
+    assert all(f"room/{name}.py" in found for name in ("first", "second", "third"))
 
 
 def test_a_long_walk_through_the_code_is_found(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.execution.interface import Runner, build_scheduler, load_runner
+from tokenmill_worker.engine.execution.interface import Runner
+from tokenmill_worker.engine.execution.load import build_scheduler, load_runner
 from tokenmill_worker.engine.requests.direct import DirectCalls
 from tokenmill_worker.engine.requests.tracker import RequestTracker
 from tokenmill_worker.engine.requests.validation import RequestValidator

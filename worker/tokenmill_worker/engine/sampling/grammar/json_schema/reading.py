@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenmill_worker.engine.sampling.grammar.json_schema import references
 from tokenmill_worker.engine.sampling.grammar.json_schema.complement import (
     Inexpressible,
     complement,
 )
+from tokenmill_worker.engine.sampling.grammar.json_schema.context import RewriteContext
 from tokenmill_worker.engine.sampling.grammar.json_schema.keywords import (
     COUNTS,
     LISTS,
@@ -20,9 +21,6 @@ from tokenmill_worker.engine.sampling.grammar.json_schema.names import objects_w
 from tokenmill_worker.engine.sampling.grammar.json_schema.patterns import PatternProblem, translated
 from tokenmill_worker.engine.sampling.grammar.json_schema.unevaluated import KEYWORDS as UNEVALUATED
 from tokenmill_worker.engine.sampling.grammar.json_schema.unevaluated import without_unevaluated
-
-if TYPE_CHECKING:
-    from tokenmill_worker.engine.sampling.grammar.json_schema.rewrite import Rewriter
 
 _COPIED = (*NUMBERS, "type", "enum", "const", "required")
 # The compiler reads numbers as floats: larger ones are not exact, and near -2^63 it crashes.
@@ -40,15 +38,34 @@ _OTHER_FORMATS = frozenset(
 )
 
 
+def read(
+    context: RewriteContext, place: references.Place, depth: int = 0, *, is_same_value: bool = True
+) -> Schema:
+    """Return the rewritten schema of a place; `is_same_value`: of the value that the root or a
+    referenced schema describes.
+    """
+    context.count(depth)
+    schema = place.schema
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict):
+        context.problem("a value", "that is no schema", place.pointer)
+        return True
+    base = context.resources.base_of(place.pointer, place.base)
+    place = references.Place(schema, place.pointer, base)
+    return SchemaReader(context, place, depth, is_same_value).read()
+
+
 class SchemaReader:
     """One schema with keywords; results are collected in `out`, and additional schemas in
     `parts`.
     """
 
     def __init__(
-        self, owner: Rewriter, place: references.Place, depth: int, is_same_value: bool
+        self, context: RewriteContext, place: references.Place, depth: int, is_same_value: bool
     ) -> None:
-        self.owner, self.place, self.depth, self.is_same_value = owner, place, depth, is_same_value
+        self.context, self.place = context, place
+        self.depth, self.is_same_value = depth, is_same_value
         self.given: dict[str, Any] = place.schema
         self.out: dict[str, Any] = {}
         self.parts: list[Any] = []
@@ -72,7 +89,7 @@ class SchemaReader:
             try:
                 read()
             except (AttributeError, TypeError, ValueError):
-                self.owner.problem("a keyword", "has a value of a wrong type", self.place.pointer)
+                self.context.problem("a keyword", "has a value of a wrong type", self.place.pointer)
         if self.parts:
             self.out["allOf"] = [*self.out.get("allOf", ()), *self.parts]
         return self.out
@@ -80,22 +97,19 @@ class SchemaReader:
     # ── helpers ──
 
     def _problem(self, keyword: str, why: str) -> None:
-        self.owner.problem(f"{keyword!r}", why, f"{self.place.pointer}/{keyword}")
+        self.context.problem(f"{keyword!r}", why, f"{self.place.pointer}/{keyword}")
 
     def _inner(self, schema: Any, steps: str, *, is_same_value: bool = False) -> Schema:
         same = is_same_value and self.is_same_value
-        return self.owner.schema(
-            references.Place(schema, self.place.pointer + steps, self.place.base),
-            self.depth + 1,
-            is_same_value=same,
-        )
+        place = references.Place(schema, self.place.pointer + steps, self.place.base)
+        return read(self.context, place, self.depth + 1, is_same_value=same)
 
     def _resolve(self, reference: str) -> Any:
         """Return the target of a reference for expansion here; its own references must have the
         same base.
         """
-        self.owner.count(0)
-        target = self.owner.target(reference, self.place.base, dynamic=True)
+        self.context.count(0)
+        target = self.context.target(reference, self.place.base, dynamic=True)
         if target.base != self.place.base:
             raise references.Unresolved("it leads into another resource")
         return target.schema
@@ -128,8 +142,8 @@ class SchemaReader:
             and (pattern := self._pattern(self.given["pattern"], "pattern")) is not None
         ):
             self.out["pattern"] = pattern
-            if self.given["pattern"] in self.owner.written:
-                self.owner.given_patterns.add(pattern)
+            if self.given["pattern"] in self.context.written:
+                self.context.given_patterns.add(pattern)
         name = self.given.get("format")
         if name in _FORMAT_PATTERNS:
             self.parts.append({"pattern": translated(_FORMAT_PATTERNS[name])})
@@ -244,7 +258,7 @@ class SchemaReader:
             )
 
     def _written_out(self, branches: list[Any]) -> bool:
-        if not self.owner.expand_one_of:
+        if not self.context.expand_one_of:
             return False
         try:
             others = [self._negated(inner) for inner in branches]
@@ -272,11 +286,11 @@ class SchemaReader:
                 continue
             reference = self.given[key]
             try:
-                target = self.owner.target(reference, self.place.base, key == "$dynamicRef")
+                target = self.context.target(reference, self.place.base, key == "$dynamicRef")
             except references.Unresolved as problem:
                 self._problem(key, f"to {str(reference)[:100]!r} is not supported: {problem}")
             else:
-                found.append(self.owner.referred(target, self.is_same_value))
+                found.append(self.context.referred(target, self.is_same_value))
         if len(found) == 1:
             self.out |= found[0]
         else:
