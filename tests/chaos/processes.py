@@ -116,7 +116,7 @@ class WorkerProcess:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if "tokenmill_worker.engine.process.child" in child.cmdline():
+                    if "tokenmill_worker.engines.process.child" in child.cmdline():
                         return child
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.chaos.doomed_worker import DoomedStore, DoomedStream, calls_left, die_at
@@ -18,7 +19,8 @@ from tokenmill_worker.app import Worker
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.process.host import EngineThread
+from tokenmill_worker.engine.serve import serve_loaded
+from tokenmill_worker.engines.process.host import EngineThread
 
 PUBLISHED_S = 1.0  # a step waits at most so long for the publication of the one before it
 SETTLED_S = 3.0  # the engine also starts when no further job becomes ready for so long
@@ -58,7 +60,7 @@ class GatheringEngine(Engine):
 
 
 def gathering_host(config: EngineConfig) -> Callable[[], EngineThread]:
-    return lambda: EngineThread(lambda: GatheringEngine.load(config))
+    return lambda: EngineThread(partial(serve_loaded, lambda: GatheringEngine.load(config)))
 
 
 def main(

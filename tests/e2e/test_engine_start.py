@@ -12,8 +12,9 @@ from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, settings
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
+from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.messages import Ready
-from tokenmill_worker.engine.process.host import EngineProcess
+from tokenmill_worker.engines.process.host import EngineProcess
 
 pytestmark = pytest.mark.redis
 
@@ -34,7 +35,7 @@ async def test_a_worker_serves_after_its_first_engine_was_killed_while_it_loaded
 ) -> None:
     chosen = settings(redis_url, database_url(tmp_path))
     kinds = iter([KilledWhileLoading, EngineProcess])
-    worker = Worker(chosen, lambda: next(kinds)(chosen.engine_config()))
+    worker = Worker(chosen, lambda: next(kinds)(start_of(chosen.engine_config())))
     serving = asyncio.create_task(worker.serve())
     async with client_of(redis_url) as client:
         job = await client.submit(prompt="after it", max_tokens=3)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,8 @@ from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
-from tokenmill_worker.engine.process.host import EngineThread
+from tokenmill_worker.engine.serve import serve_loaded
+from tokenmill_worker.engines.process.host import EngineThread
 from tokenmill_worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis
@@ -105,7 +107,9 @@ async def test_an_engine_whose_steps_all_fail_costs_no_job(redis_url, tmp_path):
         runner.is_broken, broken = broken > 0, broken - 1
         return Engine.around(runner)
 
-    worker = Worker(settings(redis_url, database), lambda: EngineThread(load))
+    worker = Worker(
+        settings(redis_url, database), lambda: EngineThread(partial(serve_loaded, load))
+    )
     async with client_of(redis_url, database) as client:
         jobs = [
             await client.submit(prompt=f"job {i}", max_tokens=5, ignore_eos=True)

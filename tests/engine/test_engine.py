@@ -15,7 +15,7 @@ from tokenmill_worker.engine import (
 )
 from tokenmill_worker.engine.errors import EngineError, is_device_lost
 from tokenmill_worker.engine.execution.synthetic import END_OF_TEXT, SyntheticRunner
-from tokenmill_worker.engine.process.loop import EngineLoop
+from tokenmill_worker.engine.serve.loop import EngineLoop
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 

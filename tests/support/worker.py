@@ -7,13 +7,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenmill import AsyncClient
 from tokenmill_worker.app import Worker
+from tokenmill_worker.builders import start_of
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.process.host import EngineThread
+from tokenmill_worker.engines import serve_of
+from tokenmill_worker.engines.process.host import EngineThread
 from tokenmill_worker.record import migrate
 from tokenmill_worker.settings import Settings, load_settings
 
@@ -38,12 +41,8 @@ def settings(redis_url: str, database: str, **changes: Any) -> Settings:
 
 
 def thread_host(config: EngineConfig) -> Callable[[], EngineThread]:
-    def load() -> object:
-        from tokenmill_worker.engine.engine import Engine
-
-        return Engine.load(config)
-
-    return lambda: EngineThread(load)
+    start = start_of(config)
+    return lambda: EngineThread(partial(serve_of(start.engine), start))
 
 
 @contextlib.asynccontextmanager

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+
+import msgspec
 
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.consume.job_stream import StreamOptions
 from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.contract.host import EngineHost
-from tokenmill_worker.contract.messages import Ready
+from tokenmill_worker.contract.messages import Ready, Start
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.process.host import EngineProcess, EngineThread
+from tokenmill_worker.engines import serve_of
+from tokenmill_worker.engines.process.host import EngineProcess, EngineThread
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.settings.model_names import read_aliases, read_template
@@ -22,11 +26,16 @@ from tokenmill_worker.text.tokenizer import Tokenizer
 
 def engine_host(settings: Settings, config: EngineConfig) -> EngineHost:
     """Create the host of one engine: a process of its own, or a thread of this one."""
+    start = start_of(config, settings.cache_dir)
     if settings.engine_host == "process":
-        return EngineProcess(config, settings.cache_dir, settings.stall_seconds)
-    from tokenmill_worker.engine.engine import Engine
+        is_alone = not config.tensor_parallel
+        return EngineProcess(start, settings.stall_seconds, is_alone=is_alone)
+    return EngineThread(partial(serve_of(start.engine), start), settings.stall_seconds)
 
-    return EngineThread(lambda: Engine.load(config, settings.cache_dir), settings.stall_seconds)
+
+def start_of(config: EngineConfig, cache_dir: str | None = None) -> Start:
+    """Return the first frame to a process that runs our own engine."""
+    return Start(engine="own", settings=msgspec.to_builtins(config), cache_dir=cache_dir)
 
 
 async def input_processor(

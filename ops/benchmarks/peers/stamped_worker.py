@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TextIO
 
 from tokenmill_worker.app import Worker
-from tokenmill_worker.contract.messages import Frame
+from tokenmill_worker.builders import start_of
+from tokenmill_worker.contract.messages import Frame, Start
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.process.host import EngineProcess
+from tokenmill_worker.engines.process.host import EngineProcess
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.telemetry import configure_logging
 
@@ -31,8 +31,8 @@ NOTED_SEED = 4711
 class StampingHost(EngineProcess):
     """Notes into a file the tokens of selected jobs."""
 
-    def __init__(self, config: EngineConfig, cache_dir: str | None, file: TextIO) -> None:
-        super().__init__(config, cache_dir)
+    def __init__(self, start: Start, file: TextIO) -> None:
+        super().__init__(start)
         self._file = file
         self._so_far: dict[str, int] = {}  # number of tokens so far, by noted request
         self._tokens: list[tuple[float, str, int]] = []
@@ -69,7 +69,7 @@ def main() -> int:
     with Path(sys.argv[1]).open("a", encoding="ascii", buffering=1 << 20) as file:
 
         def make_host() -> StampingHost:
-            return StampingHost(settings.engine_config(), settings.cache_dir, file)
+            return StampingHost(start_of(settings.engine_config(), settings.cache_dir), file)
 
         worker = Worker(settings, make_host, has_process=True)
         return asyncio.run(worker.serve())

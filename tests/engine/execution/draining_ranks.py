@@ -10,10 +10,11 @@ import signal
 import sys
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.process.host import EngineProcess
+from tokenmill_worker.engines.process.host import EngineProcess
 
 COUNT = 50
 
@@ -47,7 +48,7 @@ async def main(path: str) -> None:
         attention="reference",
         tensor_parallel=True, num_threads=1,
     )  # fmt: skip
-    host, must_end = EngineProcess(config), asyncio.Event()
+    host, must_end = EngineProcess(start_of(config), is_alone=False), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, must_end.set)
     if os.environ["RANK"] == "0":  # noqa: TID251 - as torchrun tells it
         await lead(host, must_end)

@@ -22,7 +22,7 @@ from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.execution.runner import InFlightStep
 from tokenmill_worker.engine.plan import StepPlan
-from tokenmill_worker.engine.process.loop import EngineLoop
+from tokenmill_worker.engine.serve.loop import EngineLoop
 
 PROMPT = list(range(5, 25))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -16,6 +16,14 @@ FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which
 
 class FrameError(ValueError):
     """Bytes on the pipe that are no valid frame."""
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame to an engine process: which engine it is, and that engine's settings."""
+
+    engine: str
+    settings: dict[str, Any]
+    cache_dir: str | None = None  # keeps converted models and compiled kernels
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -92,8 +100,17 @@ class Logged(msgspec.Struct, frozen=True, tag="logged"):
 
 Report = Ready | Frame | EngineFailed | LoadProgress | Logged
 
+_start_decoder: Final[msgspec.msgpack.Decoder[Start]] = msgspec.msgpack.Decoder(Start)
 _command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
+
+
+def read_start(data: bytes) -> Start:
+    """Decode the first frame. Raises FrameError."""
+    try:
+        return _start_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"the settings cannot be decoded: {error}") from error
 
 
 def read_command(data: bytes) -> Command:

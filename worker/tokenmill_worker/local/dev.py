@@ -24,7 +24,7 @@ from rich.text import Text
 from tokenmill import Client, TokenmillError
 from tokenmill.sql.engine import sqlite_file
 from tokenmill.transport.backoff import Backoff
-from tokenmill_worker.engine.process.death import signal_name
+from tokenmill_worker.engines.process.death import signal_name
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer, ValkeyServerError
 from tokenmill_worker.record.migrate import upgrade

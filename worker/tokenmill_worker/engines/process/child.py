@@ -8,7 +8,6 @@ ends, the parent is gone, and the process ends at once, even in the middle of a 
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import select
@@ -18,28 +17,18 @@ import sys
 import threading
 from collections.abc import Callable, MutableMapping
 
-import msgspec
-
 from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import (
-    EngineFailed,
     FrameError,
-    LoadProgress,
     Logged,
     Report,
     read_command,
+    read_start,
 )
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.errors import lacks_memory, why
-from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, FrameWriter
-from tokenmill_worker.engine.process.time_slices import lengthen_slices
+from tokenmill_worker.engines import serve_of
+from tokenmill_worker.engines.process.socket_frames import LENGTH_BYTES, FrameWriter
 
 PARENT_GONE = 3  # exit status
-
-
-class _Start(msgspec.Struct):
-    config: EngineConfig
-    cache_dir: str | None = None
 
 
 def main(descriptor: int) -> int:
@@ -57,16 +46,18 @@ def main(descriptor: int) -> int:
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(True)
     try:
-        start = msgspec.msgpack.decode(_receive(connection), type=_Start)
+        start = read_start(_receive(connection))
     except (EOFError, OSError):
-        return PARENT_GONE  # it ended before it sent the configuration
+        return PARENT_GONE  # it ended before it sent the settings
     mailbox = Mailbox()
     threading.Thread(
         target=_read_commands, args=(connection, mailbox), name="commands", daemon=True
     ).start()
     reports = FrameWriter(connection, on_broken=lambda: os._exit(PARENT_GONE))
+    logging.getLogger().addHandler(_LogForwarder(reports.put))
+    logging.captureWarnings(True)
     try:
-        return _serve(start, mailbox, reports.put)
+        return serve_of(start.engine)(start, mailbox, reports.put)
     finally:
         reports.close()
 
@@ -82,48 +73,18 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
         environment[names[1]] = "expandable_segments:True"
 
 
-def _serve(start: _Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int:
-    from tokenmill_worker.engine.engine import Engine
-    from tokenmill_worker.engine.process.loop import EngineLoop
-
-    lengthen_slices()  # for this thread and the compute threads it starts, not for the I/O threads
-    forwarder = _LoadLogForwarder(emit)
-    try:
-        engine = Engine.load(
-            start.config,
-            cache_dir=start.cache_dir,
-            on_progress=lambda message, fraction: emit(LoadProgress(message, fraction)),
-        )
-    except Exception as error:
-        emit(EngineFailed(why(error), at_start=True, may_pass=lacks_memory(error)))
-        return 1
-    finally:
-        forwarder.loaded()
-    gc.collect()
-    gc.freeze()  # else every full collection would walk model and libraries during a step
-    EngineLoop(engine, mailbox, emit).run()
-    return 0
-
-
-class _LoadLogForwarder(logging.Handler):
+class _LogForwarder(logging.Handler):
     """Forwards log records to the worker, which writes them to its log: this process has no log.
 
-    Warnings of any library are forwarded until the process ends. Messages of the engine about
-    loading (compiled kernels, the layout of weights) are forwarded until `loaded`.
+    Warnings of any library are forwarded, and what an engine asks for by the level of its logger.
     """
 
     def __init__(self, emit: Callable[[Report], None]) -> None:
         super().__init__(logging.INFO)
         self._report = emit
-        logging.getLogger().addHandler(self)
-        logging.captureWarnings(True)
-        logging.getLogger("tokenmill_worker.engine").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._report(Logged(record.levelno, record.name, record.getMessage()))
-
-    def loaded(self) -> None:
-        logging.getLogger("tokenmill_worker.engine").setLevel(logging.NOTSET)
 
 
 def _receive(connection: socket.socket) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tokenmill_worker.contract.messages import EngineFailed, LoadProgress, Report
-from tokenmill_worker.engine.process.socket_frames import LENGTH_BYTES, FrameReader, FrameWriter
+from tokenmill_worker.engines.process.socket_frames import LENGTH_BYTES, FrameReader, FrameWriter
 
 
 def fail() -> NoReturn:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenmill_worker.engine.process.child import set_allocator
+from tokenmill_worker.engines.process.child import set_allocator
 
 
 def test_segments_of_device_memory_grow() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.engine.process.time_slices import lengthen_slices
+from tokenmill_worker.engine.serve.time_slices import lengthen_slices
 
 
 def slice_ns(thread: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Runs the engine in a process of its own (service) or a thread (tests), with an asyncio interface.
+"""Runs an engine in a process of its own (service) or a thread (tests), with an asyncio interface.
 
 The process is a new interpreter at the other end of a Unix socket pair. Frames are a 4-byte length
 and MessagePack. The end of the socket tells it that its parent is gone, and it exits. If the engine
@@ -34,16 +34,15 @@ from tokenmill_worker.contract.messages import (
     Logged,
     Ready,
     Report,
+    Start,
     Stop,
     Submit,
 )
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.errors import lacks_memory, why
-from tokenmill_worker.engine.process.death import DYING_S, manner_of
-from tokenmill_worker.engine.process.socket_frames import FrameReader
+from tokenmill_worker.engines.process.death import DYING_S, manner_of
+from tokenmill_worker.engines.process.socket_frames import FrameReader
 
-CHILD_MODULE: Final = "tokenmill_worker.engine.process.child"
+CHILD_MODULE: Final = "tokenmill_worker.engines.process.child"
 ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)  # the worker decides when its engine ends
 _encoder = msgspec.msgpack.Encoder()
 
@@ -183,15 +182,18 @@ def _as_one(frames: list[Frame]) -> Frame:
 
 
 class EngineProcess(_Reports):
-    """The engine in a process of its own, which lives from `start` to `stop` or `kill`."""
+    """An engine in a process of its own, which lives from `start` to `stop` or `kill`.
+
+    `start` is its first frame. Without `is_alone` it is a rank of a group, which would have to
+    start anew with it.
+    """
 
     def __init__(
-        self, config: EngineConfig, cache_dir: str | None = None, stall_s: float | None = None
+        self, start: Start, stall_s: float | None = None, *, is_alone: bool = True
     ) -> None:
         super().__init__(stall_s)
-        self._config = config
-        self._is_alone = not config.tensor_parallel
-        self._cache_dir = cache_dir
+        self._first_frame = start
+        self._is_alone = is_alone
         self._frames: FrameReader | None = None
 
     @property
@@ -214,8 +216,7 @@ class EngineProcess(_Reports):
         if self._stopping:  # stop() ran while the process was created and could not end it
             await self._end(limit_s=0.0)
             raise EngineDied("the engine was stopped while it started", at_start=True)
-        settings = msgspec.to_builtins({"config": self._config, "cache_dir": self._cache_dir})
-        self._write(_encoder.encode(settings))
+        self._write(_encoder.encode(self._first_frame))
         return await self._wait_ready(on_progress)
 
     def _send(self, command: Command) -> None:
@@ -260,14 +261,15 @@ class EngineProcess(_Reports):
 
 
 class EngineThread(_Reports):
-    """The engine in a thread of this process, for tests and small tools.
+    """An engine in a thread of this process, for tests and small tools; `serve` runs there."""
 
-    `load` runs on that thread.
-    """
-
-    def __init__(self, load: Callable[[], object], stall_s: float | None = None) -> None:
+    def __init__(
+        self,
+        serve: Callable[[Mailbox, Callable[[Report], None]], object],
+        stall_s: float | None = None,
+    ) -> None:
         super().__init__(stall_s)
-        self._load = load
+        self._serve = serve
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
 
@@ -283,16 +285,10 @@ class EngineThread(_Reports):
         return await self._wait_ready(on_progress)
 
     def _run(self, emit: Callable[[Report | None], None]) -> None:
-        from tokenmill_worker.engine.engine import Engine
-        from tokenmill_worker.engine.process.loop import EngineLoop
-
         try:
-            engine = self._load()
-            if not isinstance(engine, Engine):
-                raise TypeError(f"load() gave {type(engine).__name__}, not an Engine")
-            EngineLoop(engine, self._mailbox, emit).run()
+            self._serve(self._mailbox, emit)
         except Exception as error:
-            emit(EngineFailed(why(error), may_pass=lacks_memory(error)))
+            emit(EngineFailed(f"{type(error).__name__}: {error}"))
         finally:
             emit(None)
 

@@ -1,34 +1,30 @@
 """The engine's process seen from the worker: it starts and ends, whenever it is asked to."""
 
 import asyncio
-import errno
-import logging
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import EngineFailed
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engine.plan import StepOutput, StepPlan
-from tokenmill_worker.engine.process import child
-from tokenmill_worker.engine.process.child import PARENT_GONE
-from tokenmill_worker.engine.process.host import EngineProcess, EngineThread
+from tokenmill_worker.engine.serve import serve_loaded
+from tokenmill_worker.engines.process.child import PARENT_GONE
+from tokenmill_worker.engines.process.host import EngineProcess, EngineThread
 
 CONFIG = EngineConfig(model="synthetic", num_blocks=64)
+START = start_of(CONFIG)
 
 
 def is_alive(pid: int | None) -> bool:
@@ -44,7 +40,7 @@ def is_alive(pid: int | None) -> bool:
 @pytest.mark.parametrize("moment", ["before the process exists", "while it loads"])
 async def test_a_stop_while_it_starts_ends_it(moment: str) -> None:
     """A drain may come at any time; it must not wait for ever for an unstopped engine."""
-    host = EngineProcess(CONFIG)
+    host = EngineProcess(START)
     starting = asyncio.create_task(host.start())
     while moment == "while it loads" and host.pid is None:  # noqa: ASYNC110 - the host tells nobody
         await asyncio.sleep(0.01)
@@ -59,7 +55,7 @@ async def test_a_stop_while_it_starts_ends_it(moment: str) -> None:
 
 
 async def test_it_starts_and_stops() -> None:
-    host = EngineProcess(CONFIG)
+    host = EngineProcess(START)
     ready = await host.start()
     assert ready.model == "synthetic"
     assert is_alive(host.pid)
@@ -68,44 +64,8 @@ async def test_it_starts_and_stops() -> None:
     _ = [frame async for frame in host.frames()]  # ends, for it was stopped
 
 
-@pytest.mark.parametrize("has_compiler", slow_unless({False}, [True, False]))
-async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
-    llama: Path,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    has_compiler: bool,
-) -> None:
-    if not has_compiler:
-        monkeypatch.setenv("PATH", "/none")
-    caplog.set_level(logging.INFO)
-    host = EngineProcess(EngineConfig(model=str(llama), dtype="float32", num_blocks=64))
-    await host.start()
-    await host.stop()
-    logged = [
-        (record.levelname, record.name, record.message.partition(":")[0])
-        for record in caplog.records
-    ]
-    if has_compiler:
-        where = "tokenmill_worker.engine.cpu.fused"
-        assert (
-            "INFO",
-            f"{where}.prepare_weights",
-            "Weights in memory, each the same bits as in float32",
-        ) in logged
-        (fused,) = [
-            record.message for record in caplog.records if record.name == f"{where}.replace"
-        ]
-        assert re.fullmatch(r"Fused modules: \d+ \w+(, \d+ \w+)*", fused)
-    else:
-        prepare_weights = "tokenmill_worker.engine.cpu.fused.prepare_weights"
-        slower = "The model runs on torch's own linear layers, which is slower"
-        assert ("WARNING", prepare_weights, slower) in logged
-    assert "linear layers" not in capfd.readouterr().err
-
-
 async def test_one_that_is_killed_while_it_loads_may_be_started_again() -> None:
-    host = EngineProcess(CONFIG)
+    host = EngineProcess(START)
     starting = asyncio.create_task(host.start())
     while host.pid is None:  # noqa: ASYNC110 - the host tells nobody
         await asyncio.sleep(0.01)
@@ -116,44 +76,12 @@ async def test_one_that_is_killed_while_it_loads_may_be_started_again() -> None:
     await host.kill()
 
 
-@pytest.mark.parametrize(
-    ("error", "says", "may_pass"),
-    [
-        (MemoryError(), "MemoryError: the process gets no more memory", True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), "allocate", True),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "Cannot allocate memory", True),
-        (EngineConfigError(["there is no folder or file m"]), "there is no folder", False),
-        (KeyError("model_type"), "KeyError: 'model_type'", False),
-    ],
-)
-def test_only_want_of_memory_may_pass_at_the_start(
-    error: Exception, says: str, may_pass: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> Engine:
-        raise error
-
-    monkeypatch.setattr(Engine, "load", fail)
-    reports: list[object] = []
-    before = list(logging.getLogger().handlers)
-    start = child._Start(CONFIG)
-    # of its own: the engine lengthens its thread's time slices
-    thread = threading.Thread(target=child._serve, args=(start, Mailbox(), reports.append))
-    thread.start()
-    thread.join()
-    logging.getLogger().handlers[:] = before
-    logging.captureWarnings(False)
-    (report,) = reports
-    assert isinstance(report, EngineFailed)
-    assert says in report.message
-    assert (report.at_start, report.may_pass) == (True, may_pass)
-
-
 async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureFixture) -> None:
     """Killing it again before its status is read must not reap it twice.
 
     Asyncio would complain and make a status up.
     """
-    host = EngineProcess(CONFIG)
+    host = EngineProcess(START)
     await host.start()
     assert host.pid is not None
     os.kill(host.pid, signal.SIGKILL)
@@ -165,7 +93,7 @@ async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureF
 
 
 async def test_one_that_hangs_is_reported_and_can_be_killed() -> None:
-    host = EngineProcess(CONFIG, stall_s=1.0)
+    host = EngineProcess(START, stall_s=1.0)
     await host.start()
     assert host.pid is not None
     frames = host.frames()
@@ -182,7 +110,7 @@ async def test_one_that_hangs_is_reported_and_can_be_killed() -> None:
 
 async def test_an_idle_one_does_not_hang() -> None:
     """It reports twice a second, so a limit of a second and a half holds for many of them."""
-    host = EngineProcess(CONFIG, stall_s=1.5)
+    host = EngineProcess(START, stall_s=1.5)
     await host.start()
     frames = host.frames()
     for _ in range(8):
@@ -200,7 +128,9 @@ async def test_a_thread_that_hangs_is_left_behind() -> None:
             hangs.wait(60)
             return super().finish(plan)
 
-    host = EngineThread(lambda: Engine.around(Hanging.load(CONFIG)), stall_s=0.5)
+    host = EngineThread(
+        partial(serve_loaded, lambda: Engine.around(Hanging.load(CONFIG))), stall_s=0.5
+    )
     await host.start()
     host.submit(
         [GenerationRequest(request_id="a", prompt_ids=(1, 2), params=SamplingParams(max_tokens=3))]
@@ -217,7 +147,7 @@ async def test_a_signal_while_it_starts_does_not_end_it(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Only the worker ends its engine; a signal while Python starts left a traceback."""
-    host = EngineProcess(CONFIG)
+    host = EngineProcess(START)
     starting = asyncio.create_task(host.start())
     while host.pid is None:  # noqa: ASYNC110 - no event tells that the process exists
         await asyncio.sleep(0)
@@ -239,7 +169,7 @@ def test_without_a_parent_it_ends_without_a_word() -> None:
         command = [
             sys.executable,
             "-m",
-            "tokenmill_worker.engine.process.child",
+            "tokenmill_worker.engines.process.child",
             str(theirs.fileno()),
         ]
         done = subprocess.run(

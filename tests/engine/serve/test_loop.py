@@ -7,7 +7,7 @@ from typing import Any
 from tokenmill_worker.contract.events import Capacity, EngineStats
 from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import Command, Frame, Report
-from tokenmill_worker.engine.process.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
+from tokenmill_worker.engine.serve.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
 
 CAPACITY = Capacity(
     free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64
