@@ -7,12 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from tokenmill_worker.engine import (
-    BatchedModel,
-    ContinuousBatchingConfig,
-    EngineConfig,
-    EngineError,
-)
+from tokenmill_worker.engine import BatchedModel, ContinuousBatchingConfig, EngineError
 from tokenmill_worker.engine.direct import batched_model
 from tokenmill_worker.engine.direct.batched_model import sampling_params
 
@@ -106,29 +101,6 @@ def test_no_field_of_a_generation_config_is_silently_ignored():
     assert not refusal(max_length=7, max_new_tokens=7)
 
 
-def test_each_value_of_the_batching_config_reaches_the_engine():
-    given = ContinuousBatchingConfig(
-        block_size=32, num_blocks=9, max_batch_tokens=77, max_memory_percent=0.8,
-        scheduler_type="prefill_first", allow_block_sharing=False, use_cuda_graph=True,
-        use_async_batching=True, q_padding_interval_size=8, kv_padding_interval_size=128,
-        max_cached_graphs=5, cpu_offload_space=0.25,
-    )  # fmt: skip
-    engine = given.applied_to(EngineConfig(model="any"))
-    assert [
-        engine.block_size, engine.num_blocks, engine.max_num_batched_tokens,
-        engine.max_memory_percent, engine.policy.value, engine.prefix_cache, engine.cuda_graphs,
-        engine.async_batching, engine.q_padding_interval, engine.kv_padding_interval,
-        engine.max_cached_graphs, engine.cpu_offload_gib,
-    ] == [32, 9, 77, 0.8, "prefill_first", False, True, True, 8, 128, 5, 0.25]  # fmt: skip
-
-
-def test_defaults_are_those_that_the_documents_name():
-    engine = ContinuousBatchingConfig().applied_to(EngineConfig(model="any"))
-    assert (engine.policy.value, engine.prefix_cache, engine.cpu_offload_gib) == ("fifo", True, 0.0)
-    assert (engine.max_memory_percent, engine.q_padding_interval) == (0.9, 64)
-    assert (engine.num_blocks, engine.cuda_graphs, engine.async_batching) == (None, None, None)
-
-
 @pytest.mark.timeout(120)
 def test_a_pause_commits_the_step_in_flight_and_changes_no_token(llama):
     config = GenerationConfig(max_new_tokens=150, eos_token_id=-1)
@@ -167,16 +139,3 @@ def test_return_logprobs_gives_those_of_the_distribution_that_was_drawn_from(lla
         outputs = model.generate_batch(PROMPTS, config, batching)
     for output in outputs.values():
         assert output.logprobs == [0.0] * 8  # one token is left, with all of the probability
-
-
-def test_a_generation_config_s_own_batching_counts_and_one_given_twice_is_refused(llama):
-    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1)
-    config.continuous_batching_config = ContinuousBatchingConfig(return_logprobs=True)
-    with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
-        outputs = model.generate_batch(PROMPTS, config)
-        assert all(len(output.logprobs) == 2 for output in outputs.values())
-        with pytest.raises(ValueError, match="given twice"):
-            model.generate_batch(PROMPTS, config, ContinuousBatchingConfig())
-        config.continuous_batching_config = {"num_blocks": 3}
-        with pytest.raises(ValueError, match=r"not builtins\.dict"):
-            model.generate_batch(PROMPTS, config)

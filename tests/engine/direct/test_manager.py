@@ -16,6 +16,7 @@ from tokenmill_worker.engine import (
     RequestStatus,
 )
 from tokenmill_worker.engine.errors import EngineError
+from tokenmill_worker.engine.requests import results
 
 
 def test_results_come_in_any_order_and_once(manager):
@@ -170,10 +171,21 @@ def test_a_stream_read_by_several_threads_gives_each_output_once(manager):
     assert sorted(len(one.generated_tokens) for one in got) == list(range(1, 301))
 
 
-def test_several_choices_are_refused(manager):
-    with pytest.raises(RequestError, match="one choice here, not 2"):
-        manager.add_request([1, 2], params=SamplingParams(n=2))
-    assert manager.get_result(manager.add_request([1, 2], max_new_tokens=1)).finish_reason
+def test_no_output_is_copied_while_the_lock_is_held(manager, monkeypatch):
+    is_held, copy = [], results._Open.output
+
+    def copied(found, num_tokens):
+        is_held.append(manager._changed._is_owned())
+        return copy(found, num_tokens)
+
+    monkeypatch.setattr(results._Open, "output", copied)
+    with manager.pause():
+        for name in ("handled", "streamed"):
+            manager.add_request([65, 66], name, streaming=True)
+        manager.register_result_handler("handled", print)
+    assert len(list(manager.request_id_iter("streamed"))) == 6
+    manager.stop()
+    assert is_held == [False] * 12
 
 
 def test_stop_finishes_what_was_accepted_and_a_stopped_manager_refuses(engine):

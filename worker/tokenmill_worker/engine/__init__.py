@@ -19,7 +19,8 @@ from tokenmill_worker.engine.requests.results import RequestOutput, RequestStatu
 from tokenmill_worker.engine.types import GenerationOutput, RequestError, SchedulingPolicy
 
 if TYPE_CHECKING:
-    from tokenmill_worker.engine.direct.batched_model import BatchedModel, ContinuousBatchingConfig
+    from tokenmill_worker.engine.direct.batched_model import BatchedModel
+    from tokenmill_worker.engine.direct.batching_config import ContinuousBatchingConfig
     from tokenmill_worker.engine.direct.manager import ContinuousBatchingManager
     from tokenmill_worker.engine.engine import Engine
 
@@ -49,7 +50,7 @@ __all__ = [
 
 _HOMES = {
     "BatchedModel": "direct.batched_model",
-    "ContinuousBatchingConfig": "direct.batched_model",
+    "ContinuousBatchingConfig": "direct.batching_config",
     "ContinuousBatchingManager": "direct.manager",
     "Engine": "engine",
 }

@@ -12,24 +12,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig
+from tokenmill_worker.engine.direct.batching_config import ContinuousBatchingConfig
 from tokenmill_worker.engine.direct.manager import ContinuousBatchingManager
+from tokenmill_worker.engine.direct.request_arguments import choice_ids, end_tokens
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError
 from tokenmill_worker.engine.requests.results import RequestOutput
-from tokenmill_worker.engine.types import SchedulingPolicy
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_TAKEN = {
-    *_SAMPLING, "do_sample", "max_new_tokens", "min_new_tokens", "repetition_penalty",
-    "eos_token_id",
+_RENAMED = {
+    "min_new_tokens": "min_tokens", "repetition_penalty": "repetition_penalty",
+    "num_return_sequences": "n",
 }  # fmt: skip
+_TAKEN = {*_SAMPLING, *_RENAMED, "do_sample", "max_new_tokens", "eos_token_id"}
 # fields that say how `generate` computes, or that a causal model has no use for
 _WITHOUT_EFFECT = {
     "transformers_version", "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache",
@@ -39,67 +40,22 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 # values that leave the answer as it is, beside None, False and Transformers' defaults
 _UNSET = {
-    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0,
+    "num_beams": 1, "num_beam_groups": 1, "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0,
     "length_penalty": 1.0, "diversity_penalty": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
     "min_length": 0,
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContinuousBatchingConfig:
-    """Cache, scheduling and graphs. None: the engine's default (`EngineConfig`)."""
-
-    block_size: int | None = None  # tokens
-    num_blocks: int | None = None
-    max_batch_tokens: int | None = None  # per step
-    max_memory_percent: float | None = None  # share of the free memory, 0 to 1
-    scheduler_type: str = "fifo"  # or "prefill_first"
-    allow_block_sharing: bool = True
-    return_logprobs: bool = False
-    use_cuda_graph: bool | None = None
-    use_async_batching: bool | None = None
-    q_padding_interval_size: int | None = None
-    kv_padding_interval_size: int | None = None
-    max_cached_graphs: int | None = None
-    cpu_offload_space: float = 0.0  # GiB
-
-    def applied_to(self, config: EngineConfig) -> EngineConfig:
-        """Return the engine's configuration with these values."""
-        values = {
-            "block_size": self.block_size,
-            "num_blocks": self.num_blocks,
-            "max_num_batched_tokens": self.max_batch_tokens,
-            "max_memory_percent": self.max_memory_percent,
-            "policy": SchedulingPolicy(self.scheduler_type),
-            "prefix_cache": self.allow_block_sharing,
-            "cuda_graphs": self.use_cuda_graph,
-            "async_batching": self.use_async_batching,
-            "q_padding_interval": self.q_padding_interval_size,
-            "kv_padding_interval": self.kv_padding_interval_size,
-            "max_cached_graphs": self.max_cached_graphs,
-            "cpu_offload_gib": self.cpu_offload_space,
-        }
-        return config.replace(**{name: v for name, v in values.items() if v is not None})
-
-
-def _batching_config(
-    generation_config: Any, given: ContinuousBatchingConfig | None
-) -> ContinuousBatchingConfig:
+def _batching_config(generation_config: Any, given: Any) -> ContinuousBatchingConfig:
     """Return the configuration of the batching: the argument, or the generation config's own."""
     own = getattr(generation_config, "continuous_batching_config", None)
-    if own is None:
-        return given or ContinuousBatchingConfig()
-    if given is not None:
+    if own is not None and given is not None:
         raise ValueError(
             "continuous_batching_config is given twice: alone and in generation_config"
         )
-    if isinstance(own, ContinuousBatchingConfig):
-        return own
-    raise ValueError(
-        "continuous_batching_config of a generation config must be tokenmill's "
-        f"ContinuousBatchingConfig, not {type(own).__module__}.{type(own).__qualname__}"
-    )
+    found = given if own is None else own
+    return ContinuousBatchingConfig() if found is None else ContinuousBatchingConfig.of(found)
 
 
 def sampling_params(generation_config: Any, return_logprobs: bool = False) -> SamplingParams:
@@ -120,18 +76,16 @@ def _sampling_fields(config: Any) -> dict[str, Any]:
     if problems := _unsupported(config):
         raise ValueError(f"not supported in a generation config: {', '.join(problems)}")
     fields: dict[str, Any] = {"max_tokens": getattr(config, "max_new_tokens", None) or 20}
-    if (minimum := getattr(config, "min_new_tokens", None)) is not None:
-        fields["min_tokens"] = minimum
-    if (penalty := getattr(config, "repetition_penalty", None)) is not None:
-        fields["repetition_penalty"] = penalty
+    for name, ours in _RENAMED.items():
+        if (value := getattr(config, name, None)) is not None:
+            fields[ours] = value
     if getattr(config, "do_sample", None):
         given = {name: getattr(config, name, None) for name in _SAMPLING}
         fields |= {name: value for name, value in given.items() if value is not None}
     else:
         fields["temperature"] = 0.0
     if (ends := getattr(config, "eos_token_id", None)) is not None:
-        ids = [ends] if isinstance(ends, int) else list(ends)
-        fields |= {"ignore_eos": True, "stop_token_ids": tuple(i for i in ids if i >= 0)}
+        fields |= end_tokens(ends)
     return fields
 
 
@@ -163,6 +117,7 @@ class BatchedModel:
         self._attention: str | None = None  # of the held model, while the engine has replaced it
         self._engine: Engine | None = None
         self._built_for: EngineConfig | None = None
+        self._is_warm = False  # has the engine run its warm-up steps?
         self._manager: ContinuousBatchingManager | None = None
 
     @classmethod
@@ -184,54 +139,100 @@ class BatchedModel:
     def init_continuous_batching(
         self,
         generation_config: Any = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
     ) -> ContinuousBatchingManager:
         """Return a manager, not started.
 
-        Raises EngineError while another one runs, and ValueError for a batching configuration that
-        is given twice, also in `generation_config`.
+        Args:
+            generation_config: Transformers' GenerationConfig, or SamplingParams.
+            continuous_batching_config: Ours or Transformers'; None: the generation config's own.
+            workload_hints: An object such as Transformers' WorkloadHints: `num_requests` lowers the
+                most requests of a step. Lengths need no hint here.
+
+        Raises:
+            EngineError: Another one runs.
+            ValueError: An argument is not supported, or a batching configuration is given twice.
         """
         if self._manager is not None and self._manager.is_running():
             raise EngineError("a manager of this model is running: stop it first")
         batching = _batching_config(generation_config, continuous_batching_config)
         params = sampling_params(generation_config, batching.return_logprobs)
-        engine = self._engine_for(batching.applied_to(self._config))
-        self._manager = ContinuousBatchingManager(engine, params)
+        engine = self._engine_for(batching.applied_to(self._config, workload_hints))
+        self._manager = ContinuousBatchingManager(
+            engine, params, batching.seed, batching.max_queue_size
+        )
         return self._manager
 
     @contextlib.contextmanager
     def continuous_batching_context_manager(
         self,
         generation_config: Any = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+        continuous_batching_config: Any = None,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        workload_hints: Any = None,
     ) -> Iterator[ContinuousBatchingManager]:
-        """Run a manager inside the context; an exception there cancels what has not ended."""
-        with self.init_continuous_batching(
-            generation_config, continuous_batching_config
-        ) as manager:
+        """Run a manager inside the context; an exception there cancels what has not ended.
+
+        `block` and `timeout` are those of its `stop`. `persistent_manager` has no effect: engine
+        and cached prefixes stay until `close`. `warmup`: call its `warmup`, once for an engine.
+        """
+        manager = self.init_continuous_batching(
+            generation_config, continuous_batching_config, workload_hints
+        )
+        if warmup and not self._is_warm:
+            manager.warmup()
+            self._is_warm = True
+        manager.start()
+        has_left = False
+        try:
             yield manager
+            has_left = True
+        finally:
+            manager.stop(block, timeout, hard_stop=not has_left)
 
     def generate_batch(
         self,
         inputs: Seq[Seq[int]],
         generation_config: Any = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
         progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        max_new_tokens: int | None = None,
     ) -> dict[str, RequestOutput]:
-        """Continue every prompt; return the outputs by request id, in the order of the inputs."""
+        """Continue every prompt; return the outputs by request id, in the order of the inputs.
+
+        Of several choices the further ones stand before the first, as in Transformers. Arguments
+        are those of `continuous_batching_context_manager` and of its manager's `add_requests`.
+        """
+        num_choices = sampling_params(generation_config).n
         with self.continuous_batching_context_manager(
-            generation_config, continuous_batching_config
+            generation_config,
+            continuous_batching_config=continuous_batching_config,
+            persistent_manager=persistent_manager,
+            warmup=warmup,
         ) as manager:
-            request_ids = manager.add_requests(inputs)
-            found = {one.request_id: one for one in _shown(manager, len(inputs), progress_bar)}
-        return {request_id: found[request_id] for request_id in request_ids}
+            ids = manager.add_requests(inputs, max_new_tokens, record_timestamps=record_timestamps)
+            total = len(inputs) * num_choices
+            found = {one.request_id: one for one in _shown(manager, total, progress_bar)}
+        names = [choice_ids(request_id, num_choices) for request_id in ids]
+        return {name: found[name] for first, *others in names for name in (*others, first)}
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Do what `close` does."""
+        self.close()
 
     def close(self) -> None:
         """Stop the manager and release the engine's memory. A held model gets its attention
         back.
         """
         if self._manager is not None:
-            self._manager.stop(cancel=True)
+            self._manager.stop(hard_stop=True)
         if self._engine is not None:
             self._engine.stop(drain=False)
         if self._attention is not None:
@@ -247,7 +248,7 @@ class BatchedModel:
     def _engine_for(self, config: EngineConfig) -> Engine:
         if self._engine is None or self._built_for != config or self._has_failed:
             self.close()
-            self._engine, self._built_for = self._build(config), config
+            self._engine, self._built_for, self._is_warm = self._build(config), config, False
         return self._engine
 
     @property

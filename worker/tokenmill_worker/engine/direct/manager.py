@@ -2,7 +2,7 @@
 
 It has the calls of Transformers' ContinuousBatchingManager. The thread owns the engine: callers
 leave requests and cancellations in an inbox, and the thread takes them between two steps. One
-condition guards all state that callers see. Tokens are collected by `requests/outputs.py`.
+condition guards all state that callers see. Tokens are collected by `requests/results.py`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import operator
 import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-
-import msgspec
+from typing import Any
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.engine.direct import request_arguments as arguments
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError, refusal_event
+from tokenmill_worker.engine.execution.warm_up import warm_up
 from tokenmill_worker.engine.requests.results import RequestOutput, ResultHandler, Results
-from tokenmill_worker.engine.types import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +32,26 @@ class ContinuousBatchingManager:
 
     A result is returned once. The outputs of a streaming request go to `request_id_iter` or to
     `get_result` with its id, a handled one's to its handler; all others go to whoever asks first.
-    The manager does not close the engine.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams | None = None) -> None:
-        """Wrap an engine that nobody else steps; `params` holds where a request names none."""
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams | None = None,
+        seed: int | None = None,
+        max_queue_size: int = 0,
+    ) -> None:
+        """Wrap an engine that nobody else steps; its owner closes it.
+
+        Args:
+            params: Where a request names none.
+            seed: Each request without a seed, and each of its choices, gets one of its own from it.
+            max_queue_size: Most requests that wait for the engine to take them; 0: no limit.
+        """
         self._engine = engine
         self._params = params or SamplingParams()
+        self._seeds = itertools.repeat(None) if seed is None else arguments.seeds(seed)
+        self._max_queue_size = max_queue_size
         self._results = Results()
         self._changed = self._results.changed
         self._inbox: list[GenerationRequest] = []
@@ -70,13 +82,20 @@ class ContinuousBatchingManager:
     def has_failed(self) -> bool:
         return self._results.failure is not None
 
-    def stop(self, block: bool = True, timeout: float | None = None, cancel: bool = False) -> None:
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
         """Accept nothing more and end the thread when all requests, and all pauses, have ended.
 
         Args:
             block: wait for that, at most `timeout` seconds.
             timeout: in seconds; None: no limit.
-            cancel: cancel what has not ended.
+            keep_for_next_session: no effect, as the engine belongs to its model, which keeps it.
+            hard_stop: cancel what has not ended.
 
         Raises:
             EngineError: this thread is inside of pause().
@@ -85,11 +104,20 @@ class ContinuousBatchingManager:
             if threading.get_ident() in self._pausing:
                 raise EngineError("the manager is paused: leave pause() before stop()")
             self._is_stopping = True
-            if cancel:
+            if hard_stop:
                 self._cancelled += self._results.unfinished_ids()
             self._changed.notify_all()
         if block:
             self.join(timeout)
+
+    def destroy(self) -> None:
+        """Stop. The engine stays with its model; `BatchedModel.close` releases its memory."""
+        self.stop()
+
+    def warmup(self) -> None:
+        """Run steps that compile kernels and capture CUDA graphs; a running manager pauses."""
+        with self.pause() if self.is_running() else contextlib.nullcontext():
+            warm_up(self._engine.runner, lambda message, _fraction: log.info("%s", message))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended, at most `timeout` seconds."""
@@ -138,7 +166,7 @@ class ContinuousBatchingManager:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.stop(cancel=kind is not None)
+        self.stop(hard_stop=kind is not None)
 
     def _run(self) -> None:
         try:
@@ -170,6 +198,8 @@ class ContinuousBatchingManager:
             self._is_parked = False
             inbox, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
+            if self._max_queue_size:
+                self._changed.notify_all()
         self._results.note_start([request.request_id for request in inbox])
         engine.submit(inbox)
         for request_id in cancelled:
@@ -194,49 +224,74 @@ class ContinuousBatchingManager:
         request_id: str | None = None,
         max_new_tokens: int | None = None,
         streaming: bool = False,
-        params: SamplingParams | None = None,
         record_timestamps: bool = False,
+        eos_token_id: int | Seq[int] | None = None,
+        *,
+        params: SamplingParams | None = None,
+        **fields: Any,
     ) -> str:
         """Add one request and return its id. A request that cannot be served ends as FAILED, also
-        one whose `input_ids` are no integers. `record_timestamps`: note when each token comes.
+        one whose `input_ids` are no integers. Wait while the queue is full.
+
+        Of several choices (`num_return_sequences`, or `n` of `params`) each has a result of its
+        own: the first by the id, the others by the id and `__child#0`, `__child#1`, ….
+
+        Args:
+            record_timestamps: Note when each token comes.
+            eos_token_id: Tokens that end the answer; a negative one is none.
+            params: None: the manager's.
+            fields: Single fields of SamplingParams, such as `temperature`, `top_k` and `top_p`.
 
         Raises:
-            RequestError: the id is in use, or its result has not been taken; or `params` asks for
-                several choices.
-            EngineError: the manager stops or has failed.
+            RequestError: An id is in use, or its result has not been taken.
+            EngineError: The manager stops or has failed; or the queue is full, and the manager is
+                not started or paused by this thread, so that nothing empties it.
         """
-        sampling = params or self._params
-        if sampling.n > 1:
-            raise RequestError(f"a request has one choice here, not {sampling.n}")
-        if max_new_tokens is not None:
-            sampling = msgspec.structs.replace(sampling, max_tokens=max_new_tokens)
+        sampling = arguments.sampling(params or self._params, max_new_tokens, eos_token_id, fields)
+        ids, refusal = arguments.prompt_ids(input_ids)
         with self._changed:
-            self._results.raise_failure()
-            if self._is_stopping:
-                raise EngineError("the manager accepts no request: it is stopping")
+            self._wait_for_room()
             name = request_id or self._new_id()
-            ids, refusal = _token_ids(input_ids)
-            request = GenerationRequest(request_id=name, prompt_ids=ids, params=sampling)
-            self._results.open(request, streaming, record_timestamps)
+            requests = [
+                GenerationRequest(request_id=each, prompt_ids=ids, params=one)
+                for each, one in arguments.choices(name, sampling, self._seeds)
+            ]
+            self._results.open(requests, streaming, record_timestamps)
             if refusal is None:
-                self._inbox.append(request)
+                self._inbox += requests
                 self._changed.notify_all()
             else:
-                self._results.deliver([refusal_event(name, refusal)])
+                self._results.deliver([refusal_event(one.request_id, refusal) for one in requests])
             return name
+
+    def _wait_for_room(self) -> None:
+        self._check_accepts()
+        while 0 < self._max_queue_size <= len(self._inbox):
+            if self._thread is None or threading.get_ident() in self._pausing:
+                raise EngineError(f"{len(self._inbox)} requests wait: max_queue_size is reached")
+            self._changed.wait()
+            self._check_accepts()
+
+    def _check_accepts(self) -> None:
+        self._results.raise_failure()
+        if self._is_stopping:
+            raise EngineError("the manager accepts no request: it is stopping")
 
     def add_requests(
         self,
         inputs: Seq[Seq[int]],
         max_new_tokens: int | None = None,
         streaming: bool = False,
-        params: SamplingParams | None = None,
         record_timestamps: bool = False,
+        **fields: Any,
     ) -> list[str]:
-        """Add requests together, so that shared prefixes hit the cache; return ids in order."""
-        with self._changed:  # the thread takes them with one inbox
+        """Add requests together, so that shared prefixes hit the cache; return ids in order.
+
+        `fields` are further arguments of `add_request`, for each of them.
+        """
+        with self._changed:  # the thread takes them with one inbox, where it has no limit
             return [
-                self.add_request(ids, None, max_new_tokens, streaming, params, record_timestamps)
+                self.add_request(ids, None, max_new_tokens, streaming, record_timestamps, **fields)
                 for ids in inputs
             ]
 
@@ -291,13 +346,3 @@ class ContinuousBatchingManager:
     def _check_started(self) -> None:
         if self._thread is None:
             raise EngineError("the manager is not started: call start()")
-
-
-def _token_ids(given: Seq[int]) -> tuple[tuple[int, ...], RequestError | None]:
-    """Return the ids as integers; for anything else, none and the reason why it is refused."""
-    try:
-        return tuple(map(operator.index, given)), None
-    except TypeError:
-        shown = repr(given)
-        shown = shown if len(shown) <= 64 else shown[:61] + "..."
-        return (), RequestError(f"input_ids must be a list of token ids, not {shown}")

@@ -89,17 +89,6 @@ class Outputs:
     def is_finished(self, request_id: str) -> bool:
         return self._requests[request_id].is_finished
 
-    def unfinished_ids(self) -> list[str]:
-        return [name for name, one in self._requests.items() if not one.is_finished]
-
-    def peek(self, request_id: str) -> GenerationOutput:
-        """Return what the request has so far; one that has not ended has reason ERROR."""
-        return self._build(request_id, self._requests[request_id])
-
-    def num_tokens(self, request_id: str) -> int:
-        """Return the number of tokens of choice 0."""
-        return len(self._requests[request_id].choices[0].token_ids)
-
     def read(self, request_id: str, cursors: dict[int, int]) -> Iterator[TokenEvent]:
         """Yield one event per choice with what it got since the last call; advance the cursors.
 

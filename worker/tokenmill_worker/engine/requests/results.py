@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -20,7 +21,6 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.errors import EngineError, why
-from tokenmill_worker.engine.requests.outputs import Outputs
 from tokenmill_worker.engine.types import RequestError
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,12 @@ ResultHandler = Callable[[RequestOutput], None]
 
 @dataclass(slots=True)
 class _Open:
-    """Describes a request whose result nobody has taken; `Outputs` has its tokens."""
+    """A request whose result nobody has taken, and what it has generated.
 
+    Its lists only grow, so what they held at some time can be copied later, without the condition.
+    """
+
+    request_id: str
     prompt_ids: list[int]
     is_streaming: bool
     created_time: float
@@ -77,11 +81,64 @@ class _Open:
     num_shown: int = 0  # tokens of a streaming request that somebody has been given
     started: float = -1
     ended: float = -1
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def is_anyones(self) -> bool:
         """May whoever asks first take the result?"""
         return not self.is_streaming and self.handler is None
+
+    @property
+    def has_news(self) -> bool:
+        return self.is_finished or (self.is_streaming and len(self.tokens) > self.num_shown)
+
+    def append(self, event: TokenEvent, now: float) -> None:
+        if self.is_finished:
+            return
+        self.tokens += event.token_ids
+        self.logprobs += [one.logprob for one in event.logprobs or ()]
+        if self.timestamps is not None:
+            self.timestamps += [now] * len(event.token_ids)
+        self.num_cached_tokens = self.num_cached_tokens or event.num_cached_tokens
+        self.finish_reason, self.error = event.finish_reason, event.error
+        if event.finish_reason is not None:
+            self.ended = now
+
+    def output(self, num_tokens: int | None) -> RequestOutput:
+        """Return the result, or, with `num_tokens`, what the request had when it had so many."""
+        is_result = num_tokens is None
+        stamps = self.timestamps
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            generated_tokens=self.tokens[:num_tokens],
+            status=self._end_status if is_result else RequestStatus.DECODING,
+            logprobs=self.logprobs[:num_tokens],
+            finish_reason=self.finish_reason if is_result else None,
+            error=self.error if is_result else None,
+            num_cached_tokens=self.num_cached_tokens,
+            created_time=self.created_time,
+            lifespan=(self.started, self.ended if is_result else -1),
+            timestamps=None if stamps is None else stamps[:num_tokens],
+        )
+
+    @property
+    def _end_status(self) -> RequestStatus:
+        if self.finish_reason is FinishReason.CANCELLED:
+            return RequestStatus.CANCELLED
+        is_error = self.finish_reason is FinishReason.ERROR
+        return RequestStatus.FAILED if is_error else RequestStatus.FINISHED
+
+
+_Due = tuple[_Open, int | None]  # a request, and the number of tokens to show; None: the result
 
 
 class Results:
@@ -90,7 +147,6 @@ class Results:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
-        self._outputs = Outputs()
         self._requests: dict[str, _Open] = {}
         self._ready: dict[str, None] = {}  # finished results that anyone may take, in order
         self._awaited: dict[str, int] = {}  # number of callers that wait for an id
@@ -98,18 +154,17 @@ class Results:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def open(self, request: GenerationRequest, streaming: bool, has_timestamps: bool) -> None:
-        """Collect a request. Raises RequestError if its id is in use."""
-        name = request.request_id
-        if name in self._requests:
-            raise RequestError(f"request id {name!r} is already in use")
-        self._outputs.open(name, len(request.prompt_ids), 1, request.params.wants_logprobs)
-        self._requests[name] = _Open(
-            list(request.prompt_ids),
-            streaming,
-            time.perf_counter(),
-            [] if has_timestamps else None,
-        )
+    def open(self, requests: Seq[GenerationRequest], streaming: bool, has_timestamps: bool) -> None:
+        """Collect requests. Raises RequestError, and collects none, if one of the ids is in use."""
+        names = [request.request_id for request in requests]
+        for name in names:
+            if name in self._requests:
+                raise RequestError(f"request id {name!r} is already in use")
+        now = time.perf_counter()
+        for name, request in zip(names, requests, strict=True):
+            stamps: list[float] | None = [] if has_timestamps else None
+            prompt = list(request.prompt_ids)
+            self._requests[name] = _Open(name, prompt, streaming, now, stamps)
 
     def note_start(self, request_ids: list[str]) -> None:
         """Note that the engine has taken these requests."""
@@ -120,47 +175,41 @@ class Results:
                     found.started = now
 
     def unfinished_ids(self) -> list[str]:
-        return self._outputs.unfinished_ids()
+        return [name for name, one in self._requests.items() if not one.is_finished]
 
     def is_unfinished(self, request_id: str) -> bool:
         """Return whether the request is known and has not ended."""
-        return request_id in self._requests and not self._outputs.is_finished(request_id)
+        found = self._requests.get(request_id)
+        return found is not None and not found.is_finished
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """Store events, give handlers theirs and wake the callers."""
+        """Store events, wake the callers and give handlers theirs."""
         if not events:
             return
         now = time.perf_counter()
+        due: list[tuple[ResultHandler, _Due]] = []
         with self.changed:
-            self._outputs.deliver(events)
             for event in events:
                 if (found := self._requests.get(event.request_id)) is not None:
-                    if found.timestamps is not None:
-                        found.timestamps += [now] * len(event.token_ids)
-                    if event.finish_reason is not None:
-                        found.ended = now
+                    found.append(event, now)
             for request_id in {event.request_id: None for event in events}:
                 if (found := self._requests.get(request_id)) is None:
                     continue
                 if found.handler is not None:
-                    self._handle(request_id, found.handler)
-                elif not found.is_streaming and self._outputs.is_finished(request_id):
+                    due += self._due_to_handler(found, found.handler)
+                elif found.is_finished and not found.is_streaming:
                     self._ready[request_id] = None
             self.changed.notify_all()
+        for handler, one in due:
+            _handle(handler, one)
 
-    def _handle(self, request_id: str, handler: ResultHandler) -> None:
-        is_finished = self._outputs.is_finished(request_id)
-        if not (is_finished or self._requests[request_id].is_streaming):
-            return
-        output = self._output(request_id)
-        if is_finished:
-            self._forget(request_id)
-        try:
-            handler(output)
-        except Exception:
-            log.exception(
-                "The result handler of request %s failed; the request goes on", request_id
-            )
+    def _due_to_handler(
+        self, found: _Open, handler: ResultHandler
+    ) -> list[tuple[ResultHandler, _Due]]:
+        if found.is_finished:
+            self._forget(found.request_id)
+            return [(handler, (found, None))]
+        return [(handler, (found, len(found.tokens)))] if found.is_streaming else []
 
     def fail(self, error: BaseException) -> None:
         """Let every waiting and later call raise EngineError with this cause."""
@@ -187,23 +236,20 @@ class Results:
             finally:
                 self._leave(request_id)
             name = self._next_ready() if request_id is None else request_id
-            output = None if name is None or name not in self._requests else self._take(name)
-            if output is None and self._is_owed(request_id):
-                self.raise_failure()
-            return output
+            due = None if name is None or name not in self._requests else self._take(name)
+            if due is None:
+                if self._is_owed(request_id):
+                    self.raise_failure()
+                return None
+        found, num_tokens = due
+        return found.output(num_tokens)
 
     def _can_answer(self, request_id: str | None) -> bool:
         if self.failure is not None or not self._is_owed(request_id):
             return True
         if request_id is None:
             return self._next_ready() is not None
-        return self._has_news(request_id)
-
-    def _has_news(self, request_id: str) -> bool:
-        if self._outputs.is_finished(request_id):
-            return True
-        found = self._requests[request_id]
-        return found.is_streaming and self._outputs.num_tokens(request_id) > found.num_shown
+        return self._requests[request_id].has_news
 
     def _is_owed(self, request_id: str | None) -> bool:
         if request_id is None:
@@ -219,22 +265,19 @@ class Results:
             if not self._awaited[request_id]:
                 del self._awaited[request_id]
 
-    def _take(self, request_id: str) -> RequestOutput | None:
+    def _take(self, request_id: str) -> _Due | None:
         """Return what is due of a known request, and note that it was given; None if nothing is."""
-        found, count = self._requests[request_id], self._outputs.num_tokens(request_id)
-        is_finished = self._outputs.is_finished(request_id)
-        if found.is_streaming and found.num_shown + is_finished < count:
+        found = self._requests[request_id]
+        if found.is_streaming and found.num_shown + found.is_finished < len(found.tokens):
             found.num_shown += 1
-            return self._output(request_id, found.num_shown)
-        if not is_finished:
+            return found, found.num_shown
+        if not found.is_finished:
             return None
-        output = self._output(request_id)
         self._forget(request_id)
         self.changed.notify_all()
-        return output
+        return found, None
 
     def _forget(self, request_id: str) -> None:
-        self._outputs.discard(request_id)
         self._ready.pop(request_id, None)
         del self._requests[request_id]
 
@@ -257,35 +300,26 @@ class Results:
         """
         call = _in_running_loop(handler)
         with self.changed:
-            if request_id not in self._requests:
+            if (found := self._requests.get(request_id)) is None:
                 raise RequestError(f"request id {request_id!r} is not known")
-            self._requests[request_id].handler = call
-            if self._outputs.is_finished(request_id):
-                self._handle(request_id, call)
+            found.handler = call
+            due = self._due_to_handler(found, call) if found.is_finished else []
             self.changed.notify_all()
+        for one, output in due:
+            _handle(one, output)
 
     def raise_failure(self) -> None:
         if self.failure is not None:
             raise EngineError(f"the loop has failed: {why(self.failure)}") from self.failure
 
-    def _output(self, request_id: str, num_tokens: int | None = None) -> RequestOutput:
-        """Return what a request has so far; with `num_tokens`, as it was when it had so many."""
-        known, found = self._requests[request_id], self._outputs.peek(request_id)
-        is_whole = num_tokens is None and self._outputs.is_finished(request_id)
-        status = _STATUS.get(found.finish_reason, RequestStatus.FINISHED)
-        stamps = known.timestamps
-        return RequestOutput(
-            request_id=request_id,
-            prompt_ids=known.prompt_ids,
-            generated_tokens=list(found.token_ids[:num_tokens]),
-            status=status if is_whole else RequestStatus.DECODING,
-            logprobs=[one.logprob for one in (found.logprobs or ())[:num_tokens]],
-            finish_reason=found.finish_reason if is_whole else None,
-            error=found.error,
-            num_cached_tokens=found.num_cached_tokens,
-            created_time=known.created_time,
-            lifespan=(known.started, known.ended if is_whole else -1),
-            timestamps=None if stamps is None else stamps[:num_tokens],
+
+def _handle(handler: ResultHandler, due: _Due) -> None:
+    found, num_tokens = due
+    try:
+        handler(found.output(num_tokens))
+    except Exception:
+        log.exception(
+            "The result handler of request %s failed; the request goes on", found.request_id
         )
 
 
@@ -300,9 +334,3 @@ def _in_running_loop(handler: ResultHandler) -> ResultHandler:
         loop.call_soon_threadsafe(handler, output)
 
     return call
-
-
-_STATUS = {
-    FinishReason.CANCELLED: RequestStatus.CANCELLED,
-    FinishReason.ERROR: RequestStatus.FAILED,
-}

@@ -16,6 +16,7 @@ from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import RequestError
 
+MOST_CHOICES = 128  # of a request
 _SEED_MASK = (1 << 63) - 1
 
 
@@ -174,7 +175,7 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
         (0.0 <= numbers.top_p <= 1.0, "top_p", "must be in [0, 1]", numbers.top_p),
         (numbers.top_k >= -1, "top_k", "must be -1, 0 or more", numbers.top_k),
         (0.0 <= numbers.min_p <= 1.0, "min_p", "must be in [0, 1]", numbers.min_p),
-        (1 <= params.n <= 128, "n", "must be from 1 to 128", params.n),
+        (1 <= params.n <= MOST_CHOICES, "n", f"must be from 1 to {MOST_CHOICES}", params.n),
         (
             -1e3 <= params.presence_penalty <= 1e3,
             "presence_penalty",
