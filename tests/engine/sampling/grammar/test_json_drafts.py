@@ -80,6 +80,29 @@ def test_what_the_compiler_refuses_names_the_schema(
         compiler.compile(ResponseFormat(json_schema=schema)).result(60)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 2**31},
+        {"type": "number", "multipleOf": 2**31, "minimum": -1, "exclusiveMaximum": 2**31},
+        {"allOf": [{"type": "integer", "multipleOf": 10007}, {"multipleOf": 10009}]},
+        {"anyOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]},
+    ],
+)
+def test_multiples_with_too_many_remainders_are_refused_or_left_open(
+    compiler: GrammarCompiler, schema: dict[str, object]
+) -> None:
+    with pytest.raises(GrammarError, match=r"'multipleOf' at /.* needs too large a grammar"):
+        compiler.compile(ResponseFormat(json_schema=schema)).result(60)
+    compiler.compile(ResponseFormat(json_schema=schema, strict=False)).result(60)
+
+
+@pytest.mark.parametrize("multiple", [0.01, 1e-8, 7, 1000, 86_400, 3_600_000, 10**6, 10**9])
+def test_usual_multiples_are_compiled(compiler: GrammarCompiler, multiple: float) -> None:
+    schema: dict[str, object] = {"type": "number", "multipleOf": multiple}
+    compiler.compile(ResponseFormat(json_schema=schema)).result(60)
+
+
 @pytest.mark.parametrize("draft", EARLIER)
 @pytest.mark.parametrize(
     "schema",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal
 from typing import Any
 
 from tokenmill_worker.engine.sampling.grammar.json_schema import references
 
+# The compiler keeps a state for each remainder: 2^31 of them take all memory before its limits end
+# it. So many take a second or two.
+MAX_REMAINDERS = 300_000
 # most that are visited: an expanded schema may be far larger than the original
 MAX_SCHEMAS = 20_000
 
@@ -34,6 +39,7 @@ class RewriteContext:
         # by referenced schema: those that it applies to the same value
         self._beside: dict[str, set[str]] = {}
         self._num_schemas = 0
+        self._multiple, self._zeros = 1, 0  # of all that `takes_multiple` has taken
 
     def count(self, depth: int) -> None:
         if depth > 2 * references.MAX_DEPTH:
@@ -41,6 +47,19 @@ class RewriteContext:
         self._num_schemas += 1
         if self._num_schemas > MAX_SCHEMAS:
             raise TooMuch
+
+    def takes_multiple(self, value: float) -> bool:
+        """Return whether the compiler can hold one more `multipleOf`. It may apply several to one
+        number, which has the remainders of their least common multiple; each zero at its end takes
+        about four times the states, not ten times.
+        """
+        _, digits, exponent = Decimal(str(value)).normalize().as_tuple()
+        multiple = math.lcm(self._multiple, int("".join(map(str, digits))))
+        zeros = max(self._zeros, int(exponent))
+        if multiple * 4**zeros > MAX_REMAINDERS:
+            return False
+        self._multiple, self._zeros = multiple, zeros
+        return True
 
     def problem(self, keyword: str, why: str, pointer: str) -> None:
         where = f"at {pointer[:200]}" if pointer else "at the top"

@@ -130,6 +130,8 @@ class SchemaReader:
             value = self.given[key]
             if key in NUMBERS and abs(value) > _MAX_NUMBER:
                 self._problem(key, "is beyond ±2^53, which is not supported")
+            elif key == "multipleOf" and not self.context.takes_multiple(value):
+                self._problem(key, "needs too large a grammar; try a smaller or rounder number")
             else:
                 self.out[key] = value
         for key in COUNTS:
