@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import redis.asyncio
 
 from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, one_job, translate
-from tokenmill.errors import JobFailed, TokenmillError
+from tokenmill.errors import ConfigurationError, JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
 from tokenmill.operations import queue as queue_operations
@@ -75,6 +75,7 @@ class AsyncClient(ClientBase):
         self._redis = redis_client or connect_async(url, self._options.link)
         self._multiplexer = PubSubMultiplexer(self._redis)
         self._limiter = asyncio.Semaphore(_COMMANDS_AT_ONCE)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ── jobs ──
 
@@ -172,6 +173,7 @@ class AsyncClient(ClientBase):
 
     async def close(self) -> None:
         """Close the client for good. Calls and streams in progress end with ClientClosed."""
+        self.check_loop()
         self.is_closed = True
         await self._multiplexer.close()
         await self._redis.aclose()
@@ -190,6 +192,18 @@ class AsyncClient(ClientBase):
         await self.close()
 
     # ── running operations ──
+
+    def check_loop(self) -> None:
+        """Raise ConfigurationError in another event loop than the first: the connections belong to
+        that one.
+        """
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise ConfigurationError(
+                "this AsyncClient was used in another event loop: make one in each (asyncio.run "
+                "makes a loop)"
+            )
 
     async def perform(self, operation: Operation[T]) -> T:
         """Run an operation: a generator that yields IO requests. Modules that extend the client
@@ -280,6 +294,7 @@ class AsyncIODriver:
 
     async def _perform(self, request: IORequest) -> Any:
         check_open(self._client)
+        self._client.check_loop()
         match request:
             case RunScript(script, arguments):
                 async with self._limiter:

@@ -115,7 +115,7 @@ def _continuation_problems(request: JobRequest) -> Iterator[str]:
             "continue_final_message continues the final message, and add_generation_prompt begins "
             "another: give one of them"
         )
-    if request.messages and not request.messages[-1].text:
+    if request.messages and request.messages[-1].content in (None, ()):
         yield "continue_final_message needs a final message with content"
 
 

@@ -112,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `prompt_logprobs=k` returns the log-probability of each token of the prompt but the first, and
     of the k most likely tokens there, always of the model's distribution. With `echo` and
     `logprobs` the prompt has as many of them, unless `prompt_logprobs` says otherwise. `seed=None`
-    draws a seed at admission.
+    draws a seed at admission. A seed has 64 bits, and a negative one draws as that plus 2^64.
     """
 
     max_tokens: int | None = None

@@ -68,8 +68,8 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
         ("frequency_penalty", -2.0 <= p.frequency_penalty <= 2.0, "must be from -2 to 2"),
         (
             "repetition_penalty",
-            0.0 < numbers.repetition_penalty <= 100.0,
-            "must be above 0 and at most 100",
+            1e-6 <= numbers.repetition_penalty <= 100.0,  # below, logits become infinite
+            "must be from 0.000001 to 100",
         ),
         ("logprobs", logprobs_ok, f"must be true, false or a count from 0 to {MAX_TOP_LOGPROBS}"),
         (

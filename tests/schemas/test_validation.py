@@ -150,8 +150,8 @@ def test_each_problem_of_a_request_is_reported(fields, sentence):
             for value in (-2.1, 3.0, NAN)
         ),
         *(
-            ({"repetition_penalty": value}, "repetition_penalty must be above 0")
-            for value in (0.0, -1.0, NAN, INF)
+            ({"repetition_penalty": value}, "repetition_penalty must be from 0.000001 to 100")
+            for value in (0.0, 1e-300, 9e-7, -1.0, NAN, INF)
         ),
         *(({"n": value}, "n must be from 1 to 128") for value in (0, -1, 129)),
         *(({"logprobs": value}, "logprobs must be true, false or a count") for value in (-1, 101)),
@@ -325,9 +325,12 @@ def assistant(arguments: str) -> Message:
             {"messages": (Message("user", "x"),), "chat_template_kwargs": {"a": "x" * 300_000}},
             "chat_template_kwargs may have 262144 bytes",
         ),
-        (
-            {"messages": (Message("user", ""),), "continue_final_message": True},
-            "continue_final_message needs a final message with content",
+        *(
+            (
+                {"messages": (message,), "continue_final_message": True},
+                "continue_final_message needs a final message with content",
+            )
+            for message in (Message("assistant", None, reasoning="x"), Message("user", ()))
         ),
         *(
             ({"messages": None, "prompt": "x", name: value}, f"{name} needs messages")

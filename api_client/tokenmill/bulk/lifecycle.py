@@ -145,9 +145,12 @@ def export_batch(
 
     `source` is the input file, from which the names of lines that were never submitted are read.
     Raises ConfigurationError for the output of an unfinished run, whose answers may exist nowhere
-    else.
+    else, and for the input file.
     """
     batch = refresh(client, store, batch_id)
+    for given in (source, Path(batch.input_file)):
+        if given is not None:
+            paths.check_input(given)
     with OutputFiles(paths) as files:
         begun = files.load_record()
         if begun is not None and not begun.state.is_final:

@@ -74,8 +74,10 @@ class Database:
             raise not_unicode(error) from error
 
     def _why_not_open(self) -> str:
+        from tokenmill.sql.engine import file_exists
+
         path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()
-        if not path.exists():
+        if not file_exists(path):
             return f"there is no database at {path}"
         return (
             f"the database {path} cannot be opened: it must be a file, "

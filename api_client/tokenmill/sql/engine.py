@@ -50,7 +50,15 @@ def sqlite_file(url: str) -> Path | None:
 def missing_file(url: str) -> Path | None:
     """Return the path of this URL's SQLite file if the file does not exist; else None."""
     path = sqlite_file(url)
-    return None if path is None or path.exists() else path
+    return None if path is None or file_exists(path) else path
+
+
+def file_exists(path: Path) -> bool:
+    """Return whether the file is there; False also for a name that the system refuses."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def open_engine(
@@ -216,7 +224,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _connect(path: Path, may_create: bool) -> sqlite3.Connection:
-    if not may_create and not path.exists():
+    if not may_create and not file_exists(path):
         raise sqlite3.OperationalError(
             f"there is no database at {path}: `tokenmill db upgrade` makes it, "
             "TOKENMILL_DATABASE_URL names another"

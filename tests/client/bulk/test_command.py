@@ -134,6 +134,9 @@ async def test_submit_status_results_and_list(
         received = await _completed(shell, batch)
     assert received["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
     assert received["metadata"] == {"team": "blue"}
+    before = path.read_bytes()
+    status, _, error = await shell("results", batch, "-o", path)
+    assert (status, "is the batch's input" in error, path.read_bytes()) == (1, True, before)
     status, said, _ = await shell("results", batch, "-o", out)
     assert (status, "12 of 12 answered" in said, len(names(out))) == (0, True, 12)
     assert batch in (await shell("list"))[1]
@@ -168,6 +171,10 @@ async def test_cancel_and_its_status(shell: Shell, tmp_path: Path, allowed_keys:
         (("run", "IN", "-o", "OUT", "--completion-window", "soon"), "completion window"),
         (("run", "IN", "-o", "OUT", "--metadata", "x"), "KEY=VALUE"),
         (("run", "IN", "-o", "FOLDER"), "directory"),
+        (("run", "IN", "-o", "n" * 250 + ".jsonl"), "File name too long"),
+        (("run", "n" * 256, "-o", "OUT"), "File name too long"),
+        (("results", "batch_none", "-o", "n" * 245), "File name too long"),
+        (("list", "--database-url", "sqlite:///" + "n" * 256), "there is no database at"),
         (("run", "IN", "-o", "."), "directory"),
         (("results", "batch_none", "-o", "/"), "directory"),
         (("run", "IN", "-o", "OUT", "--errors", "OUT"), "for the errors"),

@@ -30,7 +30,7 @@ def where(url: str) -> dict[str, str]:
     [
         ("--max-tokens", "max_tokens must be from 1"),
         ("--n", "n must be from 1"),
-        ("--repetition-penalty", "repetition_penalty must be above 0"),
+        ("--repetition-penalty", "repetition_penalty must be from 0.000001"),
     ],
 )
 def test_a_zero_that_makes_no_sense_is_refused(redis_url, option, says):

@@ -80,7 +80,7 @@ def test_another_file_or_its_folder_stands_in_for_the_models(tmp_path: Path) -> 
         ({"temperature": -1}, "Expected `float` >= 0.0 - at `$.temperature`"),
         ({"top_p": 1.5}, "Expected `float` <= 1.0 - at `$.top_p`"),
         ({"top_k": 2.5}, "Expected `int | null`, got `float` - at `$.top_k`"),
-        ({"repetition_penalty": 0}, "Expected `float` > 0.0 - at `$.repetition_penalty`"),
+        ({"repetition_penalty": 0}, "Expected `float` >= 1e-06 - at `$.repetition_penalty`"),
         ({"max_new_tokens": 0}, "Expected `int` >= 1 - at `$.max_new_tokens`"),
         ({"do_sample": "yes"}, "Expected `bool | null`, got `str` - at `$.do_sample`"),
         ({"eos_token_id": ["</s>"]}, "Expected `int`, got `str` - at `$.eos_token_id[0]`"),

@@ -32,6 +32,7 @@ def admit(prompt=(1, 2, 3), **params):
         ((1,), {"min_p": 1.5}, "invalid_request", "min_p"),
         ((1,), {"n": 0}, "invalid_request", "n must"),
         ((1,), {"repetition_penalty": 0.0}, "invalid_request", "repetition_penalty"),
+        ((1,), {"repetition_penalty": 1e-300}, "invalid_request", "repetition_penalty must be"),
         ((1,), {"presence_penalty": float("inf")}, "invalid_request", "presence_penalty"),
         ((1,), {"stop_token_ids": (100,)}, "invalid_request", "stop_token_ids has id 100"),
         ((1,), {"logit_bias": {-3: 1.0}}, "invalid_request", "logit_bias has id -3"),
@@ -77,6 +78,12 @@ def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_requests():
     assert sequences[0].seed == 7 == admit((1,), seed=7)[0].seed
     assert len({s.seed for s in sequences}) == 3
     assert choice_seed(7, 1) == sequences[1].seed
+
+
+def test_seeds_differ_in_each_of_64_bits_and_a_negative_one_is_that_plus_2_to_the_64th():
+    seeds = [admit((1,), seed=1 << bit)[0].seed for bit in range(64)]
+    assert seeds == [1 << bit for bit in range(64)]
+    assert admit((1,), seed=-1)[0].seed == admit((1,), seed=2**64 - 1)[0].seed == 2**64 - 1
 
 
 def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():

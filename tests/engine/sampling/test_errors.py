@@ -1,12 +1,14 @@
 """An error in one sequence's row affects that sequence only."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.sampling.helpers import ToyModel, generate, make_sampler, make_sequence, plan_item
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.params_validation import params_problems
 
 VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
@@ -41,6 +43,22 @@ def test_logits_that_are_not_finite(broken: float, kind: int, place: int) -> Non
     assert list(errors) == [place]
     assert "not finite" in errors[place]
     assert tokens == tuple(() if i == place else t for i, t in enumerate(healthy))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-40, 1.0, 100.0])
+@pytest.mark.parametrize("penalty", [1e-6, 100.0])
+@pytest.mark.parametrize("extra", [{}, {"top_p": 1e-300, "min_p": 1e-300}, {"logprobs": 3}])
+def test_the_farthest_parameters_that_are_accepted_are_no_error(
+    temperature: float, penalty: float, extra: dict[str, Any]
+) -> None:
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty, **extra)
+    assert not params_problems(params)
+    sequence = make_sequence(params, prompt=tuple(range(VOCAB)))
+    torch.manual_seed(5)
+    logits = 1e3 * torch.randn(1, VOCAB)
+    tokens, _, errors = make_sampler(VOCAB).sample(logits, [plan_item(sequence)]).finish()
+    assert errors == {}
+    assert len(tokens[0]) == 1
 
 
 def test_minus_infinity_is_a_mask_and_not_an_error() -> None:

@@ -69,10 +69,11 @@ def test_a_chat(family: str, turns: Turns, begins: bool) -> None:
 
 def test_an_assistants_message_begins_unless_one_is_continued(family: str) -> None:
     assert ours(family, PLAIN) == theirs(family, PLAIN, add_generation_prompt=True)
-    turns = [*PLAIN, {"role": "assistant", "content": "Because it "}]
-    expected = theirs(family, turns, continue_final_message=True)
-    assert ours(family, turns, continue_final_message=True) == expected
-    assert expected.rstrip().endswith("Because it")
+    for content in ("Because it ", ""):
+        turns = [*PLAIN, {"role": "assistant", "content": content}]
+        expected = theirs(family, turns, continue_final_message=True)
+        assert ours(family, turns, continue_final_message=True) == expected
+        assert expected.rstrip().endswith(content.rstrip())
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)

@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -31,6 +32,12 @@ MAX_LINE_BYTES: Final = MAX_PAYLOAD_BYTES
 MAX_CUSTOM_ID_CHARS: Final = 512
 DIGEST_BYTES: Final = 16
 MAX_LISTED: Final = 50  # bad lines listed in the batch object
+_KIND_BYTES: Final = 8  # of a file's begin, which show what it is
+_PACKED: Final = {
+    b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}  # fmt: skip
+_UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")  # the marks of both orders; UTF-32 has them too
 _decode: Final = msgspec.json.Decoder(LineEnvelope).decode
 
 
@@ -118,16 +125,34 @@ def check_readable(path: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    if path.exists() and not path.is_file():
-        raise ConfigurationError(
-            f"cannot read {path}: it must be a file that can be read twice, no pipe or folder"
-        )
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigurationError(
+                f"cannot read {path}: it must be a file that can be read twice, no pipe or folder"
+            )
         with path.open("rb") as file:
+            _check_kind(path, file.peek(_KIND_BYTES))
             yield file
+    except ConfigurationError:
+        raise
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:  # of a name that holds a NUL, or is no Unicode
+        raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _check_kind(path: Path, begin: bytes) -> None:
+    """Raise ConfigurationError for a file that is no text in UTF-8 as a whole. Else each of its
+    lines would be told as bad.
+    """
+    for mark, kind in _PACKED.items():
+        if begin.startswith(mark):
+            raise ConfigurationError(f"cannot read {path}: it is packed ({kind}); unpack it first")
+    if begin.startswith(_UTF_16) or begin[:1] == b"\0" or begin[1:2] == b"\0":
+        raise ConfigurationError(
+            f"cannot read {path}: it is text in UTF-16 or UTF-32, or no text; write it in UTF-8"
+        )
 
 
 def _skip_rest(file: IO[bytes], part: bytes, see: Callable[[bytes], object]) -> None:

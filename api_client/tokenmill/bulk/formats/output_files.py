@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,17 +75,13 @@ class Paths:
 
         Raises ConfigurationError for paths that cannot be used.
         """
-        if output.is_dir() or not output.name:
+        if not output.name:
             raise ConfigurationError(f"{output} is a directory: name a file for the answers")
         paths = cls(
             output, errors or output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}")
         )
-        for path in (paths.output, paths.errors):
-            if not path.parent.is_dir():
-                raise ConfigurationError(
-                    f"there is no folder {path.parent}: "
-                    f"make it first, or name another for {path.name}"
-                )
+        for path in (paths.output, paths.errors, paths.record, paths.draft):
+            _check_place(path)
         if paths.errors.resolve() in (paths.output.resolve(), paths.record.resolve()):
             raise ConfigurationError(
                 f"{paths.errors} has another use: name another file for the errors"
@@ -94,6 +91,18 @@ class Paths:
     @property
     def record(self) -> Path:
         return self.output.with_name(f"{self.output.name}.batch")
+
+    @property
+    def draft(self) -> Path:
+        """Return the path of the next record while it is written."""
+        return self.output.with_name(f"{self.output.name}.batch.new")
+
+    def check_input(self, source: Path) -> None:
+        """Raise ConfigurationError if one of the files is the input, which would be lost."""
+        for path in (self.output, self.errors, self.record):
+            with contextlib.suppress(OSError):  # one of the two is not there
+                if path.samefile(source):
+                    raise ConfigurationError(f"{path} is the batch's input: name another file")
 
 
 @dataclass(slots=True)
@@ -153,7 +162,7 @@ class OutputFiles:
 
     def save_record(self, batch: Batch) -> None:
         """Write the record; after a crash the file has either the old or the new one."""
-        draft = self.paths.record.with_name(f"{self.paths.record.name}.new")
+        draft = self.paths.draft
         with _explained(draft):
             with draft.open("wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(batch), indent=2) + b"\n")
@@ -199,6 +208,22 @@ class OutputFiles:
                 "ab"
             )
         return self._files[is_error]
+
+
+def _check_place(path: Path) -> None:
+    """Raise ConfigurationError if no file of this name can be written there."""
+    with _explained(path), contextlib.suppress(FileNotFoundError):
+        if not path.parent.is_dir():
+            raise ConfigurationError(
+                f"there is no folder {path.parent}: make it first, or name another for {path.name}"
+            )
+        try:
+            mode = path.stat().st_mode
+        except ValueError as error:  # it holds a NUL, or is no Unicode
+            words = f"{str(path)!r} cannot be the name of a file: {error}"
+            raise ConfigurationError(words) from error
+        if stat.S_ISDIR(mode):
+            raise ConfigurationError(f"{path} is a directory: name a file for the answers")
 
 
 def _cut_half_line(path: Path) -> None:

@@ -43,7 +43,10 @@ from tokenmill_schemas.openai import (
 )
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, ScoredPrompt
 
-_encode: Final = msgspec.json.Encoder().encode
+_encoder: Final = msgspec.json.Encoder()
+_LINE_ENDS: Final = [
+    (mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in ("\u2028", "\u2029", "\x85")
+]
 _REASONS: Final[dict[FinishReason | None, Literal["stop", "length"]]] = {
     FinishReason.LENGTH: "length"
 }
@@ -80,6 +83,16 @@ class EncodedLine:
     @property
     def is_error(self) -> bool:
         return not self.share.completed
+
+
+def _encode(line: OutputLine) -> bytes:
+    """Encode a line. Marks that some readers take for the end of a line (U+2028, U+2029, and U+0085
+    as Python's `splitlines`) are escaped.
+    """
+    data = _encoder.encode(line)
+    for mark, escape in _LINE_ENDS:
+        data = data.replace(mark, escape)
+    return data
 
 
 def request_name(batch_id: str, line: int) -> str:

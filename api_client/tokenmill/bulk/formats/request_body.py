@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tokenmill.bulk.formats.responses_body import SAMPLING, chat_of
+from tokenmill.bulk.formats.responses_body import SAMPLING, VLLM_NEUTRAL, chat_of
 from tokenmill.operations.form_values import FormError, shown
 from tokenmill_schemas.openai import COMPLETIONS_URL, RESPONSES_URL
 
@@ -32,9 +32,10 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "echo": (False,),
     "suffix": ("",),
+    **VLLM_NEUTRAL,
 }
+_CHAT_NEUTRAL: Final = {**_NEUTRAL, "echo": (False,), "best_of": (1,)}
 # tools, and what vLLM adds for the chat template
 _TEMPLATE: Final = (
     "chat_template_kwargs", "documents", "continue_final_message", "add_generation_prompt",
@@ -63,9 +64,10 @@ def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:
     other = _COMPLETION_ONLY if is_chat else _CHAT_ONLY
+    neutral = _CHAT_NEUTRAL if is_chat else _NEUTRAL
     for name, value in body.items():
-        if name in _NEUTRAL and (is_chat or name != "echo"):
-            if not any(value == neutral for neutral in _NEUTRAL[name]):
+        if name in neutral:
+            if value not in neutral[name]:
                 raise FormError(f"{name!r} is not supported here", name, "unsupported_parameter")
         elif name in other or name not in _KNOWN:
             raise FormError(

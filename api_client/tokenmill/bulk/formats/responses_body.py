@@ -18,9 +18,21 @@ SAMPLING: Final = (
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
     "thinking_budget", "logprobs_mode",
 )  # fmt: skip
+# what vLLM adds besides them → the values with which nothing is asked for
+VLLM_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+}
 # names that mean the same in a chat
 _SAME: Final = frozenset({
-    *SAMPLING, "model", "parallel_tool_calls", "chat_template_kwargs",
+    *SAMPLING, *VLLM_NEUTRAL, "model", "parallel_tool_calls", "chat_template_kwargs",
     "stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention",
 })  # fmt: skip

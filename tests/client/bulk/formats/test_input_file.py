@@ -1,6 +1,9 @@
 """An input file is checked line by line, in memory that does not grow."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import tracemalloc
 from pathlib import Path
@@ -14,6 +17,7 @@ from tokenmill.bulk.formats.input_file import (
     BadLine,
     GoodLine,
     LineSet,
+    check_readable,
     parse,
     read,
     read_again,
@@ -105,6 +109,46 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigurationError, match="cannot read"):
             summarise(path)
+
+
+LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (gzip.compress(LINE.encode()), "packed \\(gzip\\)"),
+        (bz2.compress(LINE.encode()), "packed \\(bzip2\\)"),
+        (lzma.compress(LINE.encode()), "packed \\(xz\\)"),
+        (b"\x28\xb5\x2f\xfd\x04\x00", "packed \\(zstd\\)"),
+        (b"PK\x03\x04\x14\x00", "packed \\(zip\\)"),
+        (LINE.encode("utf-16"), "UTF-16"),
+        (LINE.encode("utf-16-le"), "UTF-16"),
+        (LINE.encode("utf-16-be"), "UTF-16"),
+        (LINE.encode("utf-32"), "UTF-16 or UTF-32"),
+        (LINE.encode("utf-32-be"), "UTF-16 or UTF-32"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_and_refused(
+    tmp_path: Path, content: bytes, kind: str
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    for call in (check_readable, summarise):
+        with pytest.raises(ConfigurationError, match=f"cannot read .+ {kind}"):
+            call(path)
+
+
+def test_a_file_in_utf_8_with_a_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(LINE.encode("utf-8-sig"))
+    assert (summarise(path).total, summarise(path).first_bad) == (1, [])
+
+
+def test_a_name_that_the_system_refuses_is_an_error_of_one_sentence(tmp_path: Path) -> None:
+    for name in ("n" * 256, "a/b\0c"):
+        with pytest.raises(ConfigurationError, match="cannot read"):
+            check_readable(tmp_path / name)
 
 
 def test_what_can_be_read_once_only(tmp_path: Path) -> None:

@@ -125,6 +125,43 @@ def test_a_damaged_record_and_a_folder_are_errors(paths: Paths, tmp_path: Path) 
         Paths.of(tmp_path)
 
 
+def test_names_that_the_system_refuses_are_an_error_of_one_sentence(tmp_path: Path) -> None:
+    """The names of the errors, the record and its draft are longer than the output's."""
+    Paths.of(tmp_path / f"{'n' * 239}.jsonl")
+    for length in (246, 249, 250, 256, 5000):
+        with pytest.raises(ConfigurationError, match="File name too long"):
+            Paths.of(tmp_path / f"{'n' * (length - 6)}.jsonl")
+    for errors in (tmp_path / ("e" * 256), tmp_path / ("f" * 256) / "e"):
+        with pytest.raises(ConfigurationError, match="File name too long"):
+            Paths.of(tmp_path / "out.jsonl", errors)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="there is no folder"):
+        Paths.of(tmp_path / "file" / "out.jsonl")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_a_name_that_is_none_is_an_error_of_one_sentence(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be the name of a file"):
+        Paths.of(tmp_path / name)
+
+
+def test_the_batchs_input_is_never_written_over(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("x")
+    (tmp_path / "link").symlink_to(source)
+    (tmp_path / "out.batch").hardlink_to(source)
+    for paths in (
+        Paths.of(source),
+        Paths.of(tmp_path / "link"),
+        Paths.of(tmp_path / "new", source),
+        Paths.of(tmp_path / "out"),
+    ):
+        with pytest.raises(ConfigurationError, match="is the batch's input"):
+            paths.check_input(source)
+    Paths.of(tmp_path / "new").check_input(source)
+    Paths.of(tmp_path / "new").check_input(tmp_path / "elsewhere")
+
+
 def test_a_rate_is_made_of_what_this_run_generated() -> None:
     collector = Collector(BATCH, began_ms=1_000_000)
     old, new = (

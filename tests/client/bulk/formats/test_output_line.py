@@ -224,3 +224,14 @@ def test_an_echoed_prompts_log_probabilities_come_first() -> None:
     assert received.logprobs.text_offset == [0, 2, 5, 8]
     assert received.logprobs.top_logprobs is not None
     assert received.logprobs.top_logprobs[:2] == [None, {"token_id:4": -0.5, "b: ": -1.5}]
+
+
+def test_no_mark_in_a_text_ends_its_line() -> None:
+    """Python's `splitlines` and others take more than a newline for an end."""
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf ☁\u2027"
+    choice = msgspec.structs.replace(result(BATCH, 1).choices[0], text=text, logprobs=None)
+    data = of_result(BATCH, result(BATCH, 1, choices=(choice,))).data.decode()
+    bad = of_bad_line(BATCH, BadLine(2, text, "x", text)).data.decode()
+    assert [len(line.splitlines()) for line in (data, bad)] == [1, 1]
+    assert json.loads(data)["response"]["body"]["choices"][0]["message"]["content"] == text
+    assert json.loads(bad)["custom_id"] == text

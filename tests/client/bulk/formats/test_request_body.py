@@ -12,7 +12,7 @@ from tokenmill.bulk.formats.responses_body import SAMPLING
 from tokenmill_schemas.chat import Message, TextPart
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest, Priority
-from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL
+from tokenmill_schemas.openai import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
 
 
 def job_of(line: dict[str, Any], **order: Any) -> JobRequest | BadLine:
@@ -123,6 +123,17 @@ def test_a_refusal_becomes_the_text_of_the_assistant(turn: dict[str, Any]) -> No
 
 def test_what_asks_for_nothing_is_let_pass() -> None:
     assert isinstance(job_of(chat("a", verbosity="medium", reasoning_effort="none")), JobRequest)
+    of_vllm: dict[str, Any] = {
+        "skip_special_tokens": True, "spaces_between_special_tokens": True,
+        "include_stop_str_in_output": False, "use_beam_search": False, "length_penalty": 1.0,
+        "early_stopping": False, "return_token_ids": False, "priority": 0, "best_of": 1,
+    }  # fmt: skip
+    assert isinstance(job_of(chat("a", **of_vllm)), JobRequest)
+    assert isinstance(job_of(completion("a", **of_vllm)), JobRequest)
+    del of_vllm["best_of"]
+    body = {"model": "m", "input": "Hi", **of_vllm}
+    line = {"custom_id": "a", "method": "POST", "url": RESPONSES_URL, "body": body}
+    assert isinstance(job_of(line), JobRequest)
     for body in ({"best_of": 1}, {"best_of": 2, "n": 2}):
         assert isinstance(job_of(completion("a", **body)), JobRequest)
 
@@ -198,7 +209,9 @@ def test_log_probabilities_of_a_chat() -> None:
             None,
         ),
         ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
-        ({"best_of": 1}, "best_of", "unknown_parameter"),
+        ({"best_of": 2}, "best_of", "unsupported_parameter"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
+        ({"length_penalty": 0.5}, "length_penalty", "unsupported_parameter"),
         ({"logprobs": 3}, "logprobs", "invalid_value"),
         ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", "invalid_value"),

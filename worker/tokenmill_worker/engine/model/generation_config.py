@@ -42,7 +42,7 @@ class _Defaults(_EndTokens):
     top_p: _Share | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     min_p: _Share | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=100)] | None = None
     max_new_tokens: _Positive | None = None
 
     @property

@@ -17,7 +17,7 @@ from tokenmill_worker.engine.sequence import Sequence
 from tokenmill_worker.engine.types import RequestError
 
 MOST_CHOICES = 128  # of a request
-_SEED_MASK = (1 << 63) - 1
+_SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -189,9 +189,9 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
             params.frequency_penalty,
         ),
         (
-            0.0 < numbers.repetition_penalty <= 1e3,
+            1e-6 <= numbers.repetition_penalty <= 1e3,  # below, logits become infinite
             "repetition_penalty",
-            "must be positive",
+            "must be from 0.000001 to 1000",
             numbers.repetition_penalty,
         ),
         (
@@ -239,4 +239,4 @@ def choice_seed(seed: int, choice: int) -> int:
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & _SEED_MASK
+    return int.from_bytes(digest, "little") & _SEED_MASK >> 1
