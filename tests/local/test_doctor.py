@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.valkey import ControlledValkey
+from tokenmill_worker.engine.config import machine
 from tokenmill_worker.local import doctor
 from tokenmill_worker.local.doctor import examine, show
 from tokenmill_worker.local.findings import Finding
@@ -80,6 +81,16 @@ def test_a_gpu_s_missing_packages_are_named_and_flash_attn_is_not_missed(
     for one, (severity, words) in zip(found, expected, strict=True):
         assert one.severity == severity
         assert one.words.startswith(words)
+
+
+def test_threads_and_cores_are_those_that_the_container_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "none")
+    first = next(iter(doctor._machine(load_settings({}))))
+    assert first.words == f"{torch.__version__}, 1 thread on 1 core"
 
 
 @pytest.mark.parametrize("options", ["", "?timeout=5"])

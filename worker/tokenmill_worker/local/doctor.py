@@ -8,7 +8,6 @@ Each check gives findings: "ok", "warning" (works, but not as well or as safely 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -143,11 +142,12 @@ def _trouble_with_file(path: Path) -> str:
 def _machine(_settings: Settings) -> Iterator[Finding]:
     import torch
 
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    from tokenmill_worker.engine.config.machine import usable_cores
+
+    cores = usable_cores()
+    threads = min(torch.get_num_threads(), cores)
     yield Finding(
-        "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads on {cores} cores"
+        "torch", "ok", f"{torch.__version__}, {count(threads, 'thread')} on {count(cores, 'core')}"
     )
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

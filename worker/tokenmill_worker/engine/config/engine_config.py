@@ -188,7 +188,10 @@ class EngineConfig:
         "plan the next step while this one runs (default: on CUDA)",
     )
     num_threads: int | None = setting(
-        None, "threads of the engine on a CPU (default: all cores)", minimum=1
+        None,
+        "threads of the engine on a CPU (default: all cores that the process and its container may "
+        "use)",
+        minimum=1,
     )
     tensor_parallel: bool = setting(False, "split the model over the ranks of torchrun")
     trust_remote_code: bool = setting(False, "run code that comes with the model")

@@ -1,11 +1,52 @@
-"""Reads the machine's memory from Linux and the container's control group; plain Python."""
+"""Reads memory and cores from Linux and the container's control groups; plain Python."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _UNKNOWN_MEMORY = 4 << 30
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """Return how many threads this process may keep busy: the cores of its affinity mask, and no
+    more than a CPU quota grants. A quota's fraction is left to threads that do not compute.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, int(min([cores, *cpu_quotas(_CGROUP, _OWN_GROUPS)])))
+
+
+def cpu_quotas(root: Path, own_groups: Path) -> list[float]:
+    """Return, in cores, each CPU quota of the process's control groups and of the groups around
+    them, for control groups v1 and v2.
+    """
+    try:
+        lines = own_groups.read_text().splitlines()
+    except OSError:
+        lines = []
+    folders = [root, root / "cpu"]  # which a container sees as those of its own group
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "cpu" in controllers.split(","):
+            group = root / ("cpu" if controllers else "") / path.strip("/")
+            folders += [group, *group.parents]
+    return [quota for folder in dict.fromkeys(folders) if (quota := _quota(folder)) is not None]
+
+
+def _quota(group: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            words = " ".join((group / name).read_text() for name in names).split()
+            quota, period = map(int, words)
+        except (OSError, ValueError):  # missing, or "max"
+            continue
+        if quota > 0:  # -1: no limit
+            return quota / period
+    return None
 
 
 def available_memory() -> int:

@@ -12,6 +12,7 @@ import torch
 from tokenmill_worker.engine.attention import choose
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.config.cache import CacheConfig
+from tokenmill_worker.engine.config.machine import usable_cores
 from tokenmill_worker.engine.cpu.device import CpuDevice
 from tokenmill_worker.engine.cuda.device import CudaDevice
 from tokenmill_worker.engine.device import Device
@@ -42,8 +43,7 @@ def load_model_runner(
         OSError: the model is not found.
     """
     report = on_progress or _ignore
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    _set_threads(config)
     path = model_files.resolve(config.model, cache_dir, report, config.trust_remote_code)
     report(f"loading {config.model}", 0.0)
     loaded = load_model(path, config, pick_device(config.device), report)
@@ -55,6 +55,7 @@ def runner_of_model(model: Any, config: EngineConfig) -> ModelRunner:
 
     Raises EngineConfigError.
     """
+    _set_threads(config)
     device = pick_device(config.device)
     with tempfile.TemporaryDirectory(prefix="tokenmill-model-") as name:
         folder = Path(name)  # the loader reads the configurations of a model from its folder
@@ -62,6 +63,13 @@ def runner_of_model(model: Any, config: EngineConfig) -> ModelRunner:
         model.generation_config.save_pretrained(folder)
         model.set_attn_implementation(probe.OWN)
         return build_runner(describe_model(model, folder, config, device), config)
+
+
+def _set_threads(config: EngineConfig) -> None:
+    """Set the threads of torch and of our kernels. Torch itself knows no quota of a container."""
+    threads = config.num_threads or min(torch.get_num_threads(), usable_cores())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def build_runner(
