@@ -75,7 +75,7 @@ class Backend:
     results: SqlResults
 
 
-class Prompt(BaseModel):
+class PromptBody(BaseModel):
     prompt: str = Field(min_length=1, max_length=20_000)
     max_tokens: int = Field(200, ge=1, le=4_000)
     temperature: float = Field(0.7, ge=0, le=2)
@@ -124,7 +124,7 @@ Position = Annotated[str, Depends(seen_position)]
 def add_job_routes(app: FastAPI) -> None:
     @app.post("/api/jobs", status_code=201)
     async def submit(
-        wanted: Prompt,
+        wanted: PromptBody,
         parts: Parts,
         user: User,
         idempotency_key: Annotated[str | None, Header()] = None,

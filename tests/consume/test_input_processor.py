@@ -74,7 +74,7 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
     admitted = InputProcessor(smollm2(), SMOLLM2, clock=Clock()).process(delivery_of(job))
     assert isinstance(admitted, AdmittedJob)
     generation = admitted.generation
-    assert generation.prompt_ids == smollm2().encode(smollm2().template.render(chat))
+    assert generation.prompt.token_ids == smollm2().encode(smollm2().template.render(chat))
     assert (generation.request_id, generation.priority, generation.tenant) == ("job/1", 2, "acme")
     assert generation.cache_salt == "acme"
     assert generation.deadline == (CREATED_MS + 9_000) / 1000
@@ -89,9 +89,9 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
 
 
 async def test_prompts_and_ids(processor):
-    assert (processor.process(delivery_of(request()))).generation.prompt_ids == tuple(b"hi")
+    assert (processor.process(delivery_of(request()))).generation.prompt.token_ids == tuple(b"hi")
     ids = processor.process(delivery_of(request(prompt=None, prompt_ids=(5, 6))))
-    assert ids.generation.prompt_ids == (5, 6)
+    assert ids.generation.prompt.token_ids == (5, 6)
 
 
 async def test_no_seed_is_the_same_seed_at_every_delivery(processor):

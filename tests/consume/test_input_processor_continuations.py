@@ -50,7 +50,7 @@ async def test_texts_are_read_in_one_piece_with_the_prompt(load) -> None:
     tokenizer = load()
     found = await admitted(request(" blue", " dark and cold", "."), tokenizer)
     prompt = tokenizer.encode("The sky is", special=True)
-    assert found.generation.prompt_ids == prompt
+    assert found.generation.prompt.token_ids == prompt
     for given, text in zip(found.generation.given, (" blue", " dark and cold", "."), strict=True):
         assert (*prompt, *given) == tokenizer.encode("The sky is" + text, special=True)
     params = found.generation.params
@@ -63,14 +63,14 @@ async def test_a_chat_is_rendered_before_them() -> None:
     chat = (Message("user", "Is it blue?"),)
     found = await admitted(request("Yes", "No", prompt=None, messages=chat), smollm2())
     rendered = smollm2().template.render(chat)
-    assert found.generation.prompt_ids == smollm2().encode(rendered)
+    assert found.generation.prompt.token_ids == smollm2().encode(rendered)
     assert found.generation.given == (smollm2().encode("Yes"), smollm2().encode("No"))
 
 
 async def test_token_ids_are_taken_as_they_are() -> None:
     job = request((5, 6), (7,), prompt=None, prompt_ids=(1, 2))
     found = await admitted(job, smollm2())
-    assert (found.generation.prompt_ids, found.generation.given) == ((1, 2), ((5, 6), (7,)))
+    assert (found.generation.prompt.token_ids, found.generation.given) == ((1, 2), ((5, 6), (7,)))
 
 
 async def test_the_most_likely_tokens_and_an_adapter_may_be_asked_for() -> None:

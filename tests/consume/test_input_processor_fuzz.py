@@ -64,7 +64,7 @@ async def admit(
         assert result.error is None or result.error.code != "internal_error", result.error
         encode(result), encode(outcome.final_chunk)
     else:
-        assert 0 < len(outcome.generation.prompt_ids) < MODEL.max_model_len
+        assert 0 < len(outcome.generation.prompt.token_ids) < MODEL.max_model_len
         encode(outcome.generation)
     return outcome
 

@@ -90,7 +90,9 @@ async def test_a_template_from_a_file_replaces_the_models_own() -> None:
         admitted = InputProcessor(tokenizer, MODEL, clock=Clock()).process(delivery_of(chat))
         assert isinstance(admitted, AdmittedJob)
         rendered.append(
-            own._tokenizer.decode(list(admitted.generation.prompt_ids), skip_special_tokens=False)
+            own._tokenizer.decode(
+                list(admitted.generation.prompt.token_ids), skip_special_tokens=False
+            )
         )
     assert rendered[0] != rendered[1] == "<user>hi"
 

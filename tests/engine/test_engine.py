@@ -6,6 +6,7 @@ from tests.engine.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import Ready, Stop
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engine import (
     Engine,
     EngineConfig,
@@ -117,7 +118,7 @@ def test_what_cannot_run_is_refused_and_the_loop_goes_on(engine, prompt, params)
     engine.submit(
         [
             GenerationRequest(
-                request_id="bad", prompt_ids=tuple(prompt), params=SamplingParams(**params)
+                request_id="bad", prompt=Prompt(tuple(prompt)), params=SamplingParams(**params)
             )
         ]
     )
@@ -162,7 +163,10 @@ def test_a_resumed_answer_goes_on_as_it_would_have(engine):
     engine.submit(
         [
             GenerationRequest(
-                request_id="r", prompt_ids=tuple(PROMPTS[2]), params=GREEDY, resumed=(whole[:13],)
+                request_id="r",
+                prompt=Prompt(tuple(PROMPTS[2])),
+                params=GREEDY,
+                resumed=(whole[:13],),
             )
         ]
     )
@@ -212,7 +216,7 @@ def test_an_id_is_in_use_until_its_result_is_taken(engine):
 
 def test_a_refused_submission_ends_no_request_of_the_same_id(engine):
     engine.add_request(PROMPTS[0], GREEDY, "a")
-    engine.submit([GenerationRequest(request_id="a", prompt_ids=(1, 2), params=GREEDY)])
+    engine.submit([GenerationRequest(request_id="a", prompt=Prompt((1, 2)), params=GREEDY)])
     assert engine.get_result("a").token_ids == lone(PROMPTS[0]).token_ids
 
 
@@ -234,7 +238,7 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
         names = [Name(f"name-{number}") for number in range(500)]
         many.submit(
             [
-                GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=GREEDY)
+                GenerationRequest(request_id=name, prompt=Prompt((1, 2, 3)), params=GREEDY)
                 for name in names
             ]
         )

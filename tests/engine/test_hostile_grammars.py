@@ -12,6 +12,7 @@ from tests.engine.sampling.grammar.hostile import KINDS
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
 
 ROUNDS = 4  # of each kind, with so many grammars
@@ -47,7 +48,7 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, list[Tok
 
 def witness(name: str) -> GenerationRequest:
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    return GenerationRequest(request_id=name, prompt_ids=(72, 105), params=params)
+    return GenerationRequest(request_id=name, prompt=Prompt((72, 105)), params=params)
 
 
 @pytest.mark.timeout(300)
@@ -63,7 +64,7 @@ def test_each_hostile_grammar_ends_with_an_answer_or_a_sentence(engine: Engine, 
         requests = [
             GenerationRequest(
                 request_id=name,
-                prompt_ids=(72, 105),
+                prompt=Prompt((72, 105)),
                 tenant=draw.choice("ab"),
                 params=SamplingParams(
                     temperature=draw.choice((0.0, 1.0)),

@@ -11,6 +11,7 @@ from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Clock, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
 from tokenmill_worker.engine.errors import EngineError, StepsFailError
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
@@ -60,7 +61,8 @@ class Faulty(SyntheticRunner):
 def requests(*names: str) -> list[GenerationRequest]:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     return [
-        GenerationRequest(request_id=name, prompt_ids=(1, 2, 3), params=params) for name in names
+        GenerationRequest(request_id=name, prompt=Prompt((1, 2, 3)), params=params)
+        for name in names
     ]
 
 

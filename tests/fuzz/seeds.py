@@ -25,6 +25,7 @@ from tokenmill_worker.contract.messages import (
     Stop,
     Submit,
 )
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 
 
@@ -37,7 +38,7 @@ _CAPACITY = Capacity(
     free_sequences=3, free_blocks=9, waiting=1, running=2, block_size=16, max_model_len=4096
 )
 _REQUEST = GenerationRequest(
-    request_id="job", prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=9, n=2, seed=1),
+    request_id="job", prompt=Prompt((1, 2, 3)), params=SamplingParams(max_tokens=9, n=2, seed=1),
     priority=0, tenant="a",
     cache_salt="a", deadline=4e9, resumed=((4, 5), ()), done=(1,),
 )  # fmt: skip

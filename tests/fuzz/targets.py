@@ -113,7 +113,7 @@ class _Processing:
             assert error is None or error.code != "internal_error", error
             encode(outcome.result), encode(outcome.final_chunk)
         elif isinstance(outcome, AdmittedJob):
-            assert 0 < len(outcome.generation.prompt_ids) < MODEL.max_model_len
+            assert 0 < len(outcome.generation.prompt.token_ids) < MODEL.max_model_len
             # a request that was let in passes the engine's own door too
             RequestValidator(
                 vocab_size=MODEL.vocab_size, max_model_len=MODEL.max_model_len

@@ -185,11 +185,11 @@ async def test_the_engine_gets_the_grammar_and_the_template_the_tools() -> None:
     assert bound is not None
     assert bound.calls is not None
     assert bound.calls.is_required
-    assert byte_level().decode(job.generation.prompt_ids) == "Hi1 tools"
+    assert byte_level().decode(job.generation.prompt.token_ids) == "Hi1 tools"
     free = await admitted(request_of(tool_choice="none"))
     assert free.generation.params.response_format is None
     assert free.answer.choices[0].stream.is_plain
-    assert byte_level().decode(free.generation.prompt_ids) == "Hi0 tools"
+    assert byte_level().decode(free.generation.prompt.token_ids) == "Hi0 tools"
 
 
 async def test_a_model_without_a_form_of_calls_refuses_tools() -> None:

@@ -64,4 +64,4 @@ async def test_many_continuations_encode_the_prompt_a_few_times():
     job = await admitted(request(*continuations, prompt=prompt), tokenizer)
     assert tokenizer.num_chars < 4 * len(prompt) + 128 * 3 * MIN_CHARS
     whole = smollm2().encode(prompt + continuations[77])
-    assert job.generation.prompt_ids + job.generation.given[77] == whole
+    assert job.generation.prompt.token_ids + job.generation.given[77] == whole

@@ -12,6 +12,7 @@ import sys
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engines.process.host import EngineProcess
@@ -27,7 +28,7 @@ def print_line(what: str) -> None:
 async def lead(host: EngineProcess, must_end: asyncio.Event) -> None:
     await host.start()
     params = SamplingParams(max_tokens=COUNT, temperature=0, ignore_eos=True)
-    host.submit([GenerationRequest(request_id="a", prompt_ids=(3, 4, 5), params=params)])
+    host.submit([GenerationRequest(request_id="a", prompt=Prompt((3, 4, 5)), params=params)])
     count = 0
     async for frame in host.frames():
         for event in frame.events:

@@ -18,6 +18,7 @@ from tokenmill_worker.contract.messages import (
     Stop,
     Submit,
 )
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine import Engine
 from tokenmill_worker.engine.execution.runner import InFlightStep
@@ -85,7 +86,7 @@ def test_a_lost_device_that_cannot_be_closed_is_reported_once(
     if breaks == "warm_up":
         runner.launch = fails
     mailbox = Mailbox()
-    mailbox.put(Submit((GenerationRequest(request_id="a", prompt_ids=tuple(PROMPT)),)))
+    mailbox.put(Submit((GenerationRequest(request_id="a", prompt=Prompt(tuple(PROMPT))),)))
     EngineLoop(engine, mailbox, on_report).run()
     assert [type(report) for report in reports[1:]] == (
         [EngineFailed] if breaks == "warm_up" else [Ready, EngineFailed]

@@ -5,6 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.engine.scheduler.loop import make_sequence
+from tokenmill_worker.contract.prompt import MediaSpan
 from tokenmill_worker.engine.config.cache import Window, first_visible
 from tokenmill_worker.engine.kv.prefix_cache import (
     BlockHasher,
@@ -46,6 +47,21 @@ def test_tenant_model_and_generation_part_the_caches() -> None:
         hashes(tokens, generation=1),
     ]
     assert len({one[0] for one in variants}) == 4
+
+
+def test_equal_ids_that_stand_for_other_pictures_share_no_block_from_the_picture_on() -> None:
+    def with_picture(*digests: bytes) -> list[bytes]:
+        media = tuple(MediaSpan(3 + 4 * i, 2, "image", each) for i, each in enumerate(digests))
+        sequence = make_sequence("r", list(range(8)), media=media)
+        return list(BlockHasher(2, "m").extend(sequence))
+
+    plain = with_picture()
+    one, other, again = with_picture(b"one"), with_picture(b"other"), with_picture(b"one")
+    assert one == again
+    assert one[0] == other[0] == plain[0]  # before the picture
+    assert not {*one[1:]} & {*other[1:], *plain[1:]}
+    two = with_picture(b"one", b"two")
+    assert (two[:3], two[3] == one[3]) == (one[:3], False)
 
 
 def test_one_extra_key_cannot_pass_for_another() -> None:

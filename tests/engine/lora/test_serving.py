@@ -13,6 +13,7 @@ from tests.engine.lora.support import engine_with, greedy, save_adapter
 from tests.engine.scheduler.loop import Loop, make_sequence
 from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engine import Engine, GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.cuda.graphs import CapturedGraph, GraphRunner
@@ -52,7 +53,9 @@ def test_an_unknown_adapter_is_refused_at_the_door(llama: Path, four: dict[str, 
     with engine_with(llama, {"a": four["a"], "b": four["b"]}) as engine, refusal:
         engine.add_request(PROMPT, greedy(4, "poet"))
     with engine_with(llama, {}) as engine:
-        request = GenerationRequest(request_id="r", prompt_ids=tuple(PROMPT), params=greedy(4, "a"))
+        request = GenerationRequest(
+            request_id="r", prompt=Prompt(tuple(PROMPT)), params=greedy(4, "a")
+        )
         engine.submit([request])
         [event] = engine.step()
     assert event.finish_reason is FinishReason.ERROR

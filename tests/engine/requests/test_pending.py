@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest, RequestError
 from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
 
@@ -39,10 +40,10 @@ def pending():
 def test_a_deadline_passes_while_a_grammar_is_compiled(pending):
     now = time.monotonic()
     late = GenerationRequest(
-        request_id="late", prompt_ids=(1, 2), params=STRUCTURED, deadline=now - 1
+        request_id="late", prompt=Prompt((1, 2)), params=STRUCTURED, deadline=now - 1
     )
     early = GenerationRequest(
-        request_id="early", prompt_ids=(1, 2), params=STRUCTURED, deadline=now + 3600
+        request_id="early", prompt=Prompt((1, 2)), params=STRUCTURED, deadline=now + 3600
     )
     pending.submit([late, early])
     events = pending.step()
@@ -56,7 +57,7 @@ def test_a_deadline_passes_while_a_grammar_is_compiled(pending):
 
 def test_one_choice_is_cancelled_while_a_grammar_is_compiled(pending):
     params = SamplingParams(max_tokens=5, n=3, response_format=ResponseFormat(regex="a"))
-    pending.submit([GenerationRequest(request_id="x", prompt_ids=(1, 2), params=params)])
+    pending.submit([GenerationRequest(request_id="x", prompt=Prompt((1, 2)), params=params)])
     assert pending.cancel("x", choice=1)
     assert not pending.cancel("x", choice=1)
     events = pending.step()
@@ -87,7 +88,7 @@ def test_requests_added_together_are_taken_all_or_none(pending):
 
 @pytest.mark.parametrize("code", ["invalid_request", "engine_error"])
 def test_a_grammar_that_fails_ends_its_request_with_its_code(pending, code):
-    pending.submit([GenerationRequest(request_id="x", prompt_ids=(1, 2), params=STRUCTURED)])
+    pending.submit([GenerationRequest(request_id="x", prompt=Prompt((1, 2)), params=STRUCTURED)])
     pending.runner.grammar.set_exception(RequestError("too late", code))
     pending.runner.grammar, failed = Future(), pending.runner.grammar
     (event,) = pending.step()
@@ -96,12 +97,14 @@ def test_a_grammar_that_fails_ends_its_request_with_its_code(pending, code):
 
 
 def test_a_grammar_is_prepared_in_the_turn_of_its_tenant(pending):
-    request = GenerationRequest(request_id="x", prompt_ids=(1, 2), params=STRUCTURED, tenant="acme")
+    request = GenerationRequest(
+        request_id="x", prompt=Prompt((1, 2)), params=STRUCTURED, tenant="acme"
+    )
     pending.submit([request])
     assert pending.runner.tenants == ["acme"]
 
 
 def test_a_request_with_nothing_left_to_do_is_refused(pending):
-    pending.submit([GenerationRequest(request_id="r", prompt_ids=(1, 2), done=(0,))])
+    pending.submit([GenerationRequest(request_id="r", prompt=Prompt((1, 2)), done=(0,))])
     (event,) = pending.step()
     assert "every choice of it is done" in event.error

@@ -4,16 +4,19 @@ import pytest
 
 from tests.schemas.samples import PARAMS
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.prompt import MediaSpan, Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.requests.validation import RequestValidator, choice_seed
 from tokenmill_worker.engine.types import RequestError
 
+VALIDATOR = RequestValidator(vocab_size=100, max_model_len=16)
+
 
 def admit(prompt=(1, 2, 3), **params):
     request = GenerationRequest(
-        request_id="r", prompt_ids=tuple(prompt), params=SamplingParams(**params)
+        request_id="r", prompt=Prompt(tuple(prompt)), params=SamplingParams(**params)
     )
-    return RequestValidator(vocab_size=100, max_model_len=16).validate(request)
+    return VALIDATOR.validate(request)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_seeds_differ_in_each_of_64_bits_and_a_negative_one_is_that_plus_2_to_th
 def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():
     request = GenerationRequest(
         request_id="r",
-        prompt_ids=(1, 2),
+        prompt=Prompt((1, 2)),
         params=SamplingParams(n=2, max_tokens=4),
         resumed=((5,), (6, 7)),
         done=(0,),
@@ -102,7 +105,7 @@ def test_resumed_tokens_follow_the_prompt_and_ended_choices_do_not_run_again():
 
 def test_a_resumed_answer_at_its_limit_is_refused():
     request = GenerationRequest(
-        request_id="r", prompt_ids=(1,), params=SamplingParams(max_tokens=2), resumed=((5, 6),)
+        request_id="r", prompt=Prompt((1,)), params=SamplingParams(max_tokens=2), resumed=((5, 6),)
     )
     with pytest.raises(RequestError, match="limit is 2"):
         RequestValidator(100, 16).validate(request)
@@ -110,10 +113,10 @@ def test_a_resumed_answer_at_its_limit_is_refused():
 
 def admit_given(*given, resumed=(), n=None):
     request = GenerationRequest(
-        request_id="r", prompt_ids=(1, 2, 3), params=SamplingParams(n=n or len(given)),
+        request_id="r", prompt=Prompt((1, 2, 3)), params=SamplingParams(n=n or len(given)),
         given=given, resumed=resumed,
     )  # fmt: skip
-    return RequestValidator(vocab_size=100, max_model_len=16).validate(request)
+    return VALIDATOR.validate(request)
 
 
 def test_given_answers_are_scored_behind_what_was_reported():
@@ -137,3 +140,9 @@ def test_given_answers_that_cannot_be_are_refused(given, more, code, says):
     with pytest.raises(RequestError, match=says) as caught:
         admit_given(*given, **more)
     assert caught.value.code == code
+
+
+def test_a_prompt_with_a_picture_is_refused():
+    picture = Prompt((1, 2, 3), (MediaSpan(1, 1, "image", b"digest"),))
+    with pytest.raises(RequestError, match=r"has a medium \(image\); this engine reads text"):
+        VALIDATOR.validate(GenerationRequest(request_id="r", prompt=picture))

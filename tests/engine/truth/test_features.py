@@ -11,6 +11,7 @@ import pytest
 from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -153,7 +154,7 @@ def test_a_resumed_answer_is_the_undisturbed_one(folder, cut, params):
         [
             GenerationRequest(
                 request_id="r",
-                prompt_ids=tuple(prompt(10, 21)),
+                prompt=Prompt(tuple(prompt(10, 21))),
                 params=params,
                 resumed=(whole[:cut],),
             )

@@ -13,6 +13,7 @@ import transformers
 
 from tests.engine.truth import expected, tiny_models
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engine import Engine, EngineConfig, GenerationRequest
 
 TOLERANCE = 1e-4
@@ -138,7 +139,7 @@ def test_an_answer_given_in_part_before_continues_with_the_same_values(folder: P
     given = tuple(prompt(60, 12))
     params = SamplingParams(logprobs=True)
     requests = [
-        GenerationRequest(request_id="a", prompt_ids=tuple(prompt(8, 30)), params=params,
+        GenerationRequest(request_id="a", prompt=Prompt(tuple(prompt(8, 30))), params=params,
                           given=(given,), resumed=resumed)
         for resumed in ((), (given[:5],))
     ]  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.engine import Engine
@@ -133,7 +134,11 @@ async def test_a_thread_that_hangs_is_left_behind() -> None:
     )
     await host.start()
     host.submit(
-        [GenerationRequest(request_id="a", prompt_ids=(1, 2), params=SamplingParams(max_tokens=3))]
+        [
+            GenerationRequest(
+                request_id="a", prompt=Prompt((1, 2)), params=SamplingParams(max_tokens=3)
+            )
+        ]
     )
     async with asyncio.timeout(60):
         with pytest.raises(EngineDied, match="hangs"):

@@ -9,6 +9,7 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.param_resolver import seed_of
 from tokenmill_worker.consume.served_model import ServedModel
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.jobs import Delivery
 from tokenmill_worker.text.job_output import JobOutput
@@ -20,7 +21,7 @@ def engine_request(
     delivery: Delivery,
     request: JobRequest,
     answer: JobOutput,
-    prompt_ids: tuple[int, ...],
+    prompt: Prompt,
     params: SamplingParams,
 ) -> GenerationRequest:
     """Return the request of one delivery. Raises Refused for an adapter that is not served.
@@ -35,7 +36,7 @@ def engine_request(
     known = {"prompt_logprobs": None} if answer.prompt is not None else {}  # from the log
     return GenerationRequest(
         request_id=delivery.request_id,
-        prompt_ids=prompt_ids,
+        prompt=prompt,
         params=msgspec.structs.replace(
             params,
             seed=seed,

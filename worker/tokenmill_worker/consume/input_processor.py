@@ -25,6 +25,7 @@ from tokenmill_worker.consume.param_resolver import ParamResolver
 from tokenmill_worker.consume.prompt_encoder import PromptEncoder
 from tokenmill_worker.consume.refusal import Refused
 from tokenmill_worker.consume.served_model import ServedModel
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.jobs import INTERNAL_ERROR, AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.chat.chat_format import ChatFormat
 from tokenmill_worker.text.chat.reasoning import ReasoningFormat
@@ -107,18 +108,18 @@ class InputProcessor:
         if self._is_late(request) and not delivery.log:
             return self._outcomes.expired(delivery, request)
         chat, form = self._prompts.render(request)
-        prompt_ids = self._prompts.encode(request, chat)
-        given = self._prompts.encode_continuations(request, chat, prompt_ids)
+        prompt = self._prompts.encode(request, chat)
+        given = self._prompts.encode_continuations(request, chat, prompt)
         chunks = self._log.read(delivery)
-        params = self._params.resolve(request, chunks, len(prompt_ids), given)
-        answer = self._log.resume(delivery, chunks, params, form, prompt_ids)
-        answer.prompt_tokens = len(prompt_ids)
+        params = self._params.resolve(request, chunks, len(prompt), given)
+        answer = self._log.resume(delivery, chunks, params, form, prompt)
+        answer.prompt_tokens = len(prompt)
         if not answer.is_finished and self._is_late(request):
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
         generation = engine_request(
-            self._model, self._clock, delivery, request, answer, prompt_ids, params
+            self._model, self._clock, delivery, request, answer, prompt, params
         )
         generation = msgspec.structs.replace(form.bound(generation), given=given)
         return AdmittedJob(delivery, request, generation, answer)
@@ -143,6 +144,6 @@ class InputProcessor:
                 chunks = self._log.read(delivery)
                 params = self._params.resolve_logged(request, chunks)
                 chat, form = self._prompts.render(request)
-                prompt_ids = self._prompts.encode(request, chat) if params.echo else ()
-                answer = self._log.resume(delivery, chunks, params, form, prompt_ids)
+                prompt = self._prompts.encode(request, chat) if params.echo else Prompt(())
+                answer = self._log.resume(delivery, chunks, params, form, prompt)
         return self._outcomes.ended(delivery, request, answer)

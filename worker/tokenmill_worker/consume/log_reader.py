@@ -8,6 +8,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.consume.refusal import Refused
 from tokenmill_worker.consume.served_model import ServedModel
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.jobs import Delivery
 from tokenmill_worker.text.chat.chat_format import AnswerForm
 from tokenmill_worker.text.job_output import JobOutput
@@ -36,10 +37,12 @@ class LogReader:
         chunks: list[Chunk],
         params: SamplingParams,
         form: AnswerForm,
-        prompt_ids: tuple[int, ...],
+        prompt: Prompt,
     ) -> JobOutput:
         """Return the answer with the logged tokens in it; without a log it is empty."""
-        answer = JobOutput.start(self._tokenizer, params, form.opening, form.calls, prompt_ids)
+        answer = JobOutput.start(
+            self._tokenizer, params, form.opening, form.calls, prompt.token_ids
+        )
         answer.queue_ms = max(0, delivery.started_ms - delivery.created_ms)
         try:
             stops = self._model.stop_token_ids(params)

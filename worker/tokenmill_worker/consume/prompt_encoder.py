@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.refusal import TOO_LONG, Refused
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.text.chat.chat_format import AnswerForm, ChatFormat
 from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.tokenizer import Tokenizer
@@ -25,24 +26,23 @@ class PromptEncoder:
         except TemplateError as error:
             raise Refused(str(error)) from error
 
-    def encode(self, request: JobRequest, chat: str | None) -> tuple[int, ...]:
-        if request.prompt_ids is not None:
-            prompt_ids = request.prompt_ids
-        else:
-            prompt_ids = self._encode(*_text_of(request, chat))
-        if not prompt_ids:
+    def encode(self, request: JobRequest, chat: str | None) -> Prompt:
+        ids = request.prompt_ids
+        prompt = Prompt(self._encode(*_text_of(request, chat)) if ids is None else ids)
+        if not len(prompt):
             raise Refused("the prompt is empty: it has no tokens")
-        if len(prompt_ids) >= self._max_model_len:
-            raise Refused(f"the prompt has {len(prompt_ids)} tokens; {self._length_rule}", TOO_LONG)
-        return prompt_ids
+        if len(prompt) >= self._max_model_len:
+            raise Refused(f"the prompt has {len(prompt)} tokens; {self._length_rule}", TOO_LONG)
+        return prompt
 
     def encode_continuations(
-        self, request: JobRequest, chat: str | None, prompt_ids: tuple[int, ...]
+        self, request: JobRequest, chat: str | None, prompt: Prompt
     ) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each continuation of the prompt, whose own tokens all share.
 
         A text is encoded together with the prompt's end, as the model reads both in one piece.
         """
+        prompt_ids = prompt.token_ids
         text, special = _text_of(request, chat)
         start, count = 0, 0
         if sum(isinstance(given, str) for given in request.continuations) > 1:

@@ -6,6 +6,7 @@ A request is a msgspec struct, so that the same value travels as a frame to the 
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.prompt import Prompt
 
 
 class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,7 +39,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     params: SamplingParams = SamplingParams()
     priority: int = 1
     tenant: str = ""

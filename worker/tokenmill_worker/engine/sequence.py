@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.prompt import MediaSpan
 from tokenmill_worker.contract.requests import Thoughts
 
 
@@ -47,6 +48,7 @@ class Sequence:
     params: SamplingParams
     choice: int = 0
     num_resumed_tokens: int = 0
+    media: tuple[MediaSpan, ...] = ()  # of its prompt
     seed: int = 0
     priority: int = 1
     tenant: str = ""

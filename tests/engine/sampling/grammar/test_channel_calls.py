@@ -18,6 +18,7 @@ from tokenmill_schemas.chat import Message
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engine.model.vocabulary import vocabulary
@@ -69,7 +70,7 @@ def form_of(**fields: Any) -> tuple[AnswerForm, SamplingParams]:
     request = JobRequest(**{**values, **fields})
     chat = chat_format()
     form = chat.answer_form(request, chat.render(request))
-    generation = GenerationRequest(request_id="j", prompt_ids=(1,), params=request.params)
+    generation = GenerationRequest(request_id="j", prompt=Prompt((1,)), params=request.params)
     bound = form.bound(generation)
     assert bound.thoughts is None
     return form, bound.params

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.direct import request_arguments as arguments
 from tokenmill_worker.engine.engine import Engine
@@ -253,7 +254,7 @@ class ContinuousBatchingManager:
             self._wait_for_room()
             name = request_id or self._new_id()
             requests = [
-                GenerationRequest(request_id=each, prompt_ids=ids, params=one)
+                GenerationRequest(request_id=each, prompt=Prompt(ids), params=one)
                 for each, one in arguments.choices(name, sampling, self._seeds)
             ]
             self._results.open(requests, streaming, record_timestamps)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import lcm
 
+from tokenmill_worker.contract.prompt import MediaSpan
 from tokenmill_worker.engine.config.cache import Window, first_visible
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -56,12 +57,23 @@ class BlockHasher:
             parent = hashes[-1] if hashes else self._root(sequence)
             for start in range(len(hashes) * size, full * size, size):
                 content = parent + self._pack(*ids[start : start + size])
+                if sequence.media:
+                    content += _media_key(sequence.media, start, start + size)
                 parent = blake2b(content, digest_size=_DIGEST_BYTES).digest()
                 hashes.append(parent)
         return hashes
 
     def _root(self, sequence: Sequence) -> bytes:
         return root_hash(self._model_key, self.generation, sequence.cache_salt, sequence.adapter)
+
+
+def _media_key(media: tuple[MediaSpan, ...], start: int, end: int) -> bytes:
+    """Return what tells media apart that the tokens [start, end) stand for; their ids are equal."""
+    return b"".join(
+        b"\0".join((span.kind.encode(), str(span.start).encode(), span.digest))
+        for span in media
+        if span.start < end and start < span.start + span.length
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.errors import EngineError
 from tokenmill_worker.engine.requests.tracker import RequestTracker
@@ -91,7 +92,7 @@ class DirectCalls(ABC):
         requests = [
             GenerationRequest(
                 request_id=name or self._new_id(),
-                prompt_ids=tuple(prompt),
+                prompt=Prompt(tuple(prompt)),
                 params=sampling,
                 **fields,
             )

@@ -163,7 +163,7 @@ class Results:
         now = time.perf_counter()
         for name, request in zip(names, requests, strict=True):
             stamps: list[float] | None = [] if has_timestamps else None
-            prompt = list(request.prompt_ids)
+            prompt = list(request.prompt.token_ids)
             self._requests[name] = _Open(name, prompt, streaming, now, stamps)
 
     def note_start(self, request_ids: list[str]) -> None:

@@ -124,7 +124,7 @@ class RequestTracker:
         for request in requests:
             params = request.params
             self.outputs.open(
-                request.request_id, len(request.prompt_ids), params.n, params.wants_logprobs
+                request.request_id, len(request.prompt), params.n, params.wants_logprobs
             )
 
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None) -> bool:

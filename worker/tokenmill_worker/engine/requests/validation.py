@@ -62,12 +62,13 @@ class RequestValidator:
             raise RequestError(
                 f"choice {choice} resumes with {len(resumed)} tokens, its limit is {limit}"
             )
-        length = len(request.prompt_ids)
+        length = len(request.prompt)
         wants_prompt = choice == 0 and not given and params.prompt_logprobs is not None
         return Sequence(
             request_id=request.request_id,
-            token_ids=[*request.prompt_ids, *(given or resumed)],
+            token_ids=[*request.prompt.token_ids, *(given or resumed)],
             num_prompt_tokens=length,
+            media=request.prompt.media,
             params=params,
             choice=choice,
             num_resumed_tokens=len(resumed),
@@ -88,21 +89,25 @@ class RequestValidator:
             raise RequestError(f"given must hold the tokens of each of {request.params.n} choices")
         for ids in given:
             self._check_ids(ids, "given")
-            total = len(request.prompt_ids) + len(ids)
+            total = len(request.prompt) + len(ids)
             if total >= self.max_model_len:
                 raise RequestError(
-                    f"{len(request.prompt_ids)} prompt tokens and {len(ids)} given ones make "
+                    f"{len(request.prompt)} prompt tokens and {len(ids)} given ones make "
                     f"{total}; the model's length is {self.max_model_len}, less one",
                     code="context_length_exceeded",
                 )
 
     def _check_prompt(self, request: GenerationRequest) -> None:
-        if not request.prompt_ids:
+        if not len(request.prompt):
             raise RequestError("the prompt is empty; it needs at least one token")
-        self._check_ids(request.prompt_ids, "prompt")
-        if len(request.prompt_ids) >= self.max_model_len:
+        if request.prompt.media:
             raise RequestError(
-                f"the prompt has {len(request.prompt_ids)} tokens; the model's length is "
+                f"the prompt has a medium ({request.prompt.media[0].kind}); this engine reads text"
+            )
+        self._check_ids(request.prompt.token_ids, "prompt")
+        if len(request.prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens; the model's length is "
                 f"{self.max_model_len}, and at least one token is generated",
                 code="context_length_exceeded",
             )
@@ -116,14 +121,14 @@ class RequestValidator:
             )
 
     def _resolve_max_tokens(self, request: GenerationRequest) -> int:
-        room = self.max_model_len - len(request.prompt_ids)
+        room = self.max_model_len - len(request.prompt)
         wanted = None if request.given else request.params.max_tokens
         if wanted is None:
             default = self.defaults.max_tokens
             return room if default is None else min(room, max(default, request.params.min_tokens))
         if wanted > room:
             raise RequestError(
-                f"{len(request.prompt_ids)} prompt tokens and max_tokens={wanted} exceed "
+                f"{len(request.prompt)} prompt tokens and max_tokens={wanted} exceed "
                 f"the model's length of {self.max_model_len}",
                 code="context_length_exceeded",
             )
