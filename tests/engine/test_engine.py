@@ -255,18 +255,18 @@ def test_a_pinned_pool_cuts_the_longest_sequence_and_logs_it(max_model_len, capl
                 model="synthetic", num_blocks=64, block_size=16, max_model_len=max_model_len
             )
         )
-    assert "The longest sequence has 1009 tokens, not 4096" in caplog.text
+    assert "The longest sequence has 1025 tokens, not 4096" in caplog.text
     reports = []
     mailbox = Mailbox()
     mailbox.put(Stop())
     EngineLoop(engine, mailbox, reports.append).run()
     (ready,) = [report for report in reports if isinstance(report, Ready)]
-    assert ready.max_model_len == ready.capacity.max_model_len == 1009
+    assert ready.max_model_len == ready.capacity.max_model_len == 1025
     rest = SamplingParams(max_tokens=ready.max_model_len - 3, ignore_eos=True)
     output = engine.generate_batch([[1, 2, 3]], rest)[0]
-    assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 1006)
-    with pytest.raises(RequestError, match="1009"):
-        engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=1007))
+    assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 1022)
+    with pytest.raises(RequestError, match="1025"):
+        engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=1023))
 
 
 def test_a_threshold_above_the_models_length_is_refused_at_the_start():

@@ -143,7 +143,7 @@ def test_every_problem_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         "BLOCK_SIZE": "-1",
         "PREFIX_CACHE": "perhaps",
         "POLICY": "lifo",
-        "NUM_BLOCKS": "1",
+        "NUM_BLOCKS": "0",
         "REDIS_URL": "http://user:hunter2@x",
         "DATABASE_URL": "mysql://user:hunter2@x/y",
         "QUEUE": "a {b}",

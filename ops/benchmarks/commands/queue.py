@@ -37,7 +37,7 @@ COLUMNS = {
 }
 ARQ = "arq==0.28.0"
 QUEUE = "bench"
-ROOM = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_blocks": 16_385}
+ROOM = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_blocks": 16_384}
 WARM_UP = 50  # jobs
 LOG = ROOT / ".cache" / "bench-queue.log"
 

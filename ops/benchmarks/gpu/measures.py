@@ -33,7 +33,7 @@ def configure(shape: Shape, options: argparse.Namespace, **changes: Any) -> Engi
     fields: dict[str, Any] = {
         "model": "random weights", "dtype": options.dtype, "device": options.device,
         "block_size": block,
-        "num_blocks": tokens // block + largest + 2, "max_num_seqs": largest, "prefix_cache": False,
+        "num_blocks": tokens // block + largest + 1, "max_num_seqs": largest, "prefix_cache": False,
         "max_num_batched_tokens": budget, "max_model_len": shape.max_position_embeddings,
     }  # fmt: skip
     return EngineConfig(**{**fields, **changes})

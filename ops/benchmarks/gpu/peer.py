@@ -50,7 +50,7 @@ def beside(
     config = configure(
         shape,
         options,
-        num_blocks=pool // 16 + 1,
+        num_blocks=pool // 16,
         max_num_batched_tokens=budget,
         prefix_cache=True,
     )

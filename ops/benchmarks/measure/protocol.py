@@ -39,7 +39,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_batch_tokens,
             "max_num_seqs": self.max_sequences,
             "block_size": block_size,
-            "num_blocks": self.pool_tokens // int(str(block_size)) + 1,
+            "num_blocks": self.pool_tokens // int(str(block_size)),
             **self.settings,
         }
 

@@ -35,7 +35,7 @@ def test_each_value_of_the_batching_config_reaches_the_engine():
         "cpu_offload_space": 0.25,
     }  # fmt: skip
     expected = {
-        "block_size": 32, "num_blocks": 10, "max_num_batched_tokens": 77, "max_num_seqs": 5,
+        "block_size": 32, "num_blocks": 9, "max_num_batched_tokens": 77, "max_num_seqs": 5,
         "max_memory_percent": 0.8, "policy": "prefill_first", "safety_margin": 0.15,
         "prefix_cache": False, "cuda_graphs": True, "async_batching": True,
         "q_padding_interval": 8, "kv_padding_interval": 128, "max_cached_graphs": 5,
@@ -153,7 +153,7 @@ def test_transformers_own_configuration_is_taken_for_what_it_sets():
     with BatchedModel.from_pretrained("synthetic") as model:
         (output,) = model.generate_batch([[65]], config, theirs).values()
         assert len(output.logprobs) == 2
-        assert model._built_for.num_blocks == 21
+        assert model._built_for.num_blocks == 20
         theirs.default_compile_level = 3
         with pytest.raises(ValueError, match="default_compile_level=3 has no meaning here"):
             model.generate_batch([[65]], config, theirs)

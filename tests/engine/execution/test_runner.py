@@ -188,7 +188,7 @@ def test_automatic_settings_are_resolved(llama: Path) -> None:
     assert not runner.info.is_asynchronous
     assert not runner.info.can_structure, "there is no tokenizer beside the model"
     assert "float32" in runner.info.description
-    assert f"{runner.info.cache_config.num_blocks} blocks of 4 tokens" in runner.info.description
+    assert f"{runner.info.cache_config.num_usable} blocks of 4 tokens" in runner.info.description
 
 
 def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Path) -> None:

@@ -59,7 +59,7 @@ class Recorder:
         self.info = SimpleNamespace(
             config=config,
             max_model_len=MAX_MODEL_LEN,
-            cache_config=SimpleNamespace(block_sizes=[16], num_blocks=1000),
+            cache_config=SimpleNamespace(block_sizes=[16], num_usable=1000),
             graphed_decodes=graph_sizes(config, MAX_MODEL_LEN).decodes,
         )
         self.steps: list[Lens] = []

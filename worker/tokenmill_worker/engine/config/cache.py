@@ -82,6 +82,10 @@ class CacheConfig:
     prefix_cache: bool = True
 
     @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
     def block_sizes(self) -> list[int]:
         """Tokens in one block, by group."""
         return [self.block_size * group.kernel_blocks for group in self.groups]

@@ -37,8 +37,8 @@ class EngineConfig:
 
     0 or None means "decide at start" where the type allows it. `model` is a directory, a `.gguf`
     file, a hub name, or one of the built-in names "smollm2-135m-instruct" and "gemma3-270m".
-    `num_blocks` sets the blocks of the pool; None sizes it from `max_memory_percent` of the free
-    memory.
+    `num_blocks` sets the blocks that sequences can use; None sizes the pool from
+    `max_memory_percent` of the free memory.
     """
 
     model: str = field(
@@ -68,7 +68,7 @@ class EngineConfig:
         "flash-attn 2",
         minimum=0,
     )
-    num_blocks: int | None = setting(None, "blocks in the KV cache (default: what fits)")
+    num_blocks: int | None = setting(None, "blocks in the KV cache (default: what fits)", minimum=1)
     max_memory_percent: float = setting(0.9, "share of the free memory that the engine may use")
     max_memory_gib: float | None = setting(
         None, "largest size of the KV cache, also if more memory is free"
@@ -226,10 +226,6 @@ class EngineConfig:
             require(
                 None in (value, minimum) or value >= minimum, f"{name} must {limit}, not {value}"
             )
-        require(
-            self.num_blocks is None or self.num_blocks >= 2,
-            f"num_blocks must be at least 2 (block 0 is reserved), not {self.num_blocks}",
-        )
         require(
             0.0 < self.max_memory_percent <= 1.0,
             f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}",

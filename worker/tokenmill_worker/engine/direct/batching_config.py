@@ -130,10 +130,10 @@ class ContinuousBatchingConfig:
 
         `workload_hints.num_requests` lowers the most sequences of a step where nothing sets them.
         """
-        graphs, blocks = self.use_cuda_graph, self.num_blocks
+        graphs = self.use_cuda_graph
         values = {
             "block_size": self.page_size or self.block_size,
-            "num_blocks": None if blocks is None else blocks + 1,  # block 0 is reserved
+            "num_blocks": self.num_blocks,
             "max_num_batched_tokens": self.max_batch_tokens,
             "max_num_seqs": self.max_requests_per_batch or _hinted_seqs(config, workload_hints),
             "max_memory_percent": self.max_memory_percent,

@@ -215,7 +215,7 @@ def _grammar_compiler(loaded: LoadedModel, config: EngineConfig) -> GrammarCompi
 
 
 def _description(config: EngineConfig, cache_config: CacheConfig, pool: KVCachePool) -> str:
-    blocks = cache_config.num_blocks
+    blocks = cache_config.num_usable
     return (
         f"{config.model} on {config.device}, {config.dtype}, attention {config.attention}, "
         f"{blocks} blocks of {config.block_size} tokens ({pool.num_bytes / 2**30:.2f} GiB)"

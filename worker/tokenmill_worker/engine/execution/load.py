@@ -56,7 +56,7 @@ def build_scheduler(info: RunnerInfo) -> Scheduler:
         log.info(
             "The longest sequence has %d tokens, not %d: "
             "the %d blocks of num_blocks hold no longer one",
-            longest, info.max_model_len, info.cache_config.num_blocks,
+            longest, info.max_model_len, info.cache_config.num_usable,
         )  # fmt: skip
     found = config.prefill_limits.length_problems(longest, config.max_num_batched_tokens)
     if found:

@@ -53,7 +53,7 @@ def size_cache(
     length = loaded.max_model_len
     shape = memory_shape(loaded, config, backend, kv_dtype, length)
     if config.num_blocks is not None:
-        num_blocks = config.num_blocks
+        num_blocks = 1 + config.num_blocks  # and the reserved one
     else:
         budget = int(config.max_memory_percent * loaded.device.free_memory())
         budget -= _measured_surplus(loaded, shape)

@@ -97,9 +97,9 @@ class SyntheticRunner:
         config = config.with_step_sizes(on_gpu=False).replace(block_size=config.block_size or 16)
         defaults = read_defaults(config.generation_config, TOKENIZER)
         group = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=1)
-        num_blocks = config.num_blocks or 1 + config.max_num_seqs * (1024 // config.block_size + 1)
+        num_blocks = config.num_blocks or config.max_num_seqs * (1024 // config.block_size + 1)
         cache = CacheConfig(
-            config.block_size, (group,), num_blocks, prefix_cache=config.prefix_cache
+            config.block_size, (group,), 1 + num_blocks, prefix_cache=config.prefix_cache
         )
         info = RunnerInfo(
             config=config,

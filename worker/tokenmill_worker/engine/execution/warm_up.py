@@ -122,9 +122,8 @@ def _sequence(runner: Runner, length: int, params: SamplingParams, adapter: str 
     All sequences share the same blocks, long ones use them several times: the output is discarded.
     """
     cache = runner.info.cache_config
-    usable = cache.num_blocks - 1
     tables = [
-        [1 + index % usable for index in range(-(-(length + 1) // size))]
+        [1 + index % cache.num_usable for index in range(-(-(length + 1) // size))]
         for size in cache.block_sizes
     ]
     return Sequence(
