@@ -1,4 +1,7 @@
-"""The guide to the documents: every row names a file and tests that exist, and has a verdict."""
+"""The guide to the documents: every row names a file and tests that exist, and has a verdict.
+
+A figure that was measured stands in the page that the row names, else in results.md.
+"""
 
 import re
 from collections import Counter
@@ -19,6 +22,9 @@ DEFINED = {
     for path in (ROOT / "tests").rglob("test_*.py")
     for name in re.findall(r"def (test_\w+)\(", path.read_text(encoding="utf-8"))
 }
+BENCHMARKS = ROOT / "ops" / "benchmarks"
+RESULTS = (BENCHMARKS / "results.md").read_text(encoding="utf-8")
+HISTORY = (BENCHMARKS / "history.md").read_text(encoding="utf-8")
 FOUND = Counter(next((v for v in VERDICTS if row[4].startswith(v)), row[4]) for row in ROWS)
 
 
@@ -42,3 +48,19 @@ def test_a_row_is_short_and_names_what_exists(row: list[str]) -> None:
     assert [name for name in names if name not in DEFINED] == []
     if verdict.startswith(VERDICTS[:2]) and not names:
         assert "measured" in verdict, "neither a test nor a measurement shows it"
+
+
+def figures(text: str) -> set[str]:
+    return set(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text))
+
+
+@pytest.mark.parametrize(
+    "remark",
+    [row[4] for row in ROWS if re.search("measured|simulated|counted", row[4])],
+    ids=lambda remark: remark[:40],
+)
+def test_a_measured_figure_stands_in_the_page_and_section_that_its_row_names(remark: str) -> None:
+    source = HISTORY if "history.md" in remark else RESULTS
+    for title in re.findall(r"history\.md\), ([^)]+)\)", remark):
+        (source,) = re.findall(rf"^## {title}\b.*?(?=^## |\Z)", HISTORY, re.M | re.S)
+    assert figures(remark) - figures(source) == set()
