@@ -1,4 +1,4 @@
-"""A control channel that the worker may not subscribe to costs it no other subscription."""
+"""The control channel of a worker, on a real server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import asyncio
 import pytest
 import redis.asyncio
 
+from tests.consume.queue import Queue
+from tests.support.waiting import until
 from tokenmill.errors import QueueUnavailable
 from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.cancellation import end_task
+from tokenmill_schemas.codec import encode
+from tokenmill_schemas.control import Drain
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.consume import control
 from tokenmill_worker.consume.control import ControlChannel
@@ -60,3 +64,63 @@ async def test_one_channel_refused_leaves_no_subscription_of_the_other(
     finally:
         await end_task(listening)
         await client.aclose()
+
+
+async def test_wake_up_cancel_and_drain_reach_a_worker_over_a_broken_connection(
+    queue: Queue,
+) -> None:
+    wake_ups: list[None] = []
+    calls: list[None] = []
+    cancelled: list[str] = []
+    drains: list[None] = []
+
+    async def call() -> None:
+        calls.append(None)
+
+    control = ControlChannel(
+        queue.redis,
+        queue.keys,
+        "w1",
+        on_wake_all=lambda: wake_ups.append(None),
+        on_wake_up=call,
+        on_cancel=cancelled.append,
+        on_drain=lambda: drains.append(None),
+    )
+    task = asyncio.create_task(control.run())
+
+    async def listens() -> bool:
+        return bool(
+            dict(await queue.redis.pubsub_numsub(queue.keys.control("w1")))[
+                queue.keys.control("w1").encode()
+            ]
+        )
+
+    async def connections() -> set[str]:
+        return {client["id"] for client in await queue.redis.client_list(_type="pubsub")}
+
+    async def listens_on_another() -> bool:
+        return await listens() and broken.isdisjoint(await connections())
+
+    async def has_received() -> bool:
+        return bool(cancelled and drains and len(wake_ups) > before and len(calls) > before_calls)
+
+    await until(listens)
+    for _ in range(2):
+        before, before_calls = len(wake_ups), len(calls)
+        cancelled.clear()
+        drains.clear()
+        await queue.worker("w1").claim(1)  # listed
+        job = await queue.submit()
+        await queue.worker("w1").claim(1)
+        await queue.worker("w2").wake_all()
+        await queue.client.cancel(job)
+        await queue.redis.publish(queue.keys.control("w1"), b"not msgpack")
+        await queue.redis.publish(queue.keys.control("w1"), encode(Drain()))
+        await until(has_received)
+        assert cancelled == [job]
+        broken = await connections()
+        await queue.redis.client_kill_filter(_type="pubsub")
+        await until(listens_on_another)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
