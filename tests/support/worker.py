@@ -17,7 +17,6 @@ from tokenmill_worker.builders import start_of
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engines import serve_of
 from tokenmill_worker.engines.process.host import EngineThread
-from tokenmill_worker.record import migrate
 from tokenmill_worker.settings import Settings, load_settings
 
 QUEUE = "q"
@@ -25,6 +24,8 @@ QUEUE = "q"
 
 def database_url(folder: Path, name: str = "tokenmill") -> str:
     """Return the URL of a migrated SQLite database."""
+    from tokenmill_worker.record import migrate  # not for a worker's process: a third of its start
+
     url = f"sqlite:///{folder}/{name}.db"
     migrate.upgrade(url)
     return url

@@ -89,8 +89,8 @@ async def test_a_subscription_that_was_confirmed_meanwhile_begins(slow, monkeypa
     await redis.aclose()
 
 
-async def test_no_stream_of_a_starved_client_raises(slow) -> None:
-    async with client_through(slow) as client:
+async def test_no_stream_of_a_starved_client_raises(slow, redis_url) -> None:
+    async with client_through(slow) as client, AsyncClient(redis_url, queue=QUEUE) as quick:
         jobs = await client.submit_many([{"prompt": "x"}] * 200)
 
         async def last(job: str) -> JobStatus | None:
@@ -102,7 +102,7 @@ async def test_no_stream_of_a_starved_client_raises(slow) -> None:
             await asyncio.sleep(LIMIT_S / 5)
             time.sleep(FREEZE_S)  # noqa: ASYNC251 - again, at other moments of their start
         for job in jobs:
-            await client.cancel(job)
+            await quick.cancel(job)
         assert set(await asyncio.gather(*streams)) == {JobStatus.CANCELLED}
 
 
