@@ -96,26 +96,22 @@ async def workloads(redis_url, tmp_path):
     ]
     model = str(tiny_llama.save(tmp_path / "model"))
     real_kinds = [kind_of_real_job(number) for number in range(NUM_REAL_KINDS)]
-    fast, real = await asyncio.gather(
+    fast, real, tiny = await asyncio.gather(
         answers_of(redis_url, tmp_path / "fast", kinds, queue=FAST.queue),
-        answers_of(
-            redis_url,
-            tmp_path / "real",
-            real_kinds,
-            queue=REAL.queue,
-            in_process=True,
-            **{**REAL.settings, "lease_seconds": 30},
+        *(
+            answers_of(
+                redis_url,
+                tmp_path / group.queue,
+                jobs,
+                queue=group.queue,
+                in_process=True,
+                **{**group.settings, **more, "lease_seconds": 30},
+            )
+            for group, jobs, more in (
+                (REAL, real_kinds, {}),
+                (TINY, tiny_kinds, {"model": model}),
+            )
         ),
-    )
-    # after the real one: two engine processes that start at once in one process would leave
-    # SIGTERM blocked there, and in every worker that it starts
-    tiny = await answers_of(
-        redis_url,
-        tmp_path / "tiny",
-        tiny_kinds,
-        queue=TINY.queue,
-        in_process=True,
-        **{**TINY.settings, "model": model, "lease_seconds": 30},
     )
     return (
         Workload(kinds, fast, chance),

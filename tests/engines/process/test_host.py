@@ -166,6 +166,18 @@ async def test_a_signal_while_it_starts_does_not_end_it(
     assert capfd.readouterr().err == ""
 
 
+async def test_several_that_start_at_once_leave_no_signal_blocked() -> None:
+    """Blocked ones would be inherited by every process that is started later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    hosts = [EngineProcess(CONFIG) for _ in range(2)]
+    try:
+        await asyncio.gather(*(host.start() for host in hosts))
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        await asyncio.gather(*(host.stop() for host in hosts))
+
+
 def test_without_a_parent_it_ends_without_a_word() -> None:
     """The worker may be killed before it has sent its engine the model to load."""
     ours, theirs = socket.socketpair()

@@ -51,12 +51,15 @@ _encoder = msgspec.msgpack.Encoder()
 def _ending_signals_blocked() -> Iterator[None]:
     """Block ENDING_SIGNALS in this thread. A process that it creates meanwhile starts with them
     blocked, so that they cannot end it before it ignores them.
+
+    Of several blocks that overlap, the one that began first ends the block. Each process is created
+    before its block first waits.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(ENDING_SIGNALS) - before)
 
 
 class _Reports:
