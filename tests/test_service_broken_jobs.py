@@ -194,5 +194,5 @@ async def test_an_end_that_cannot_be_encoded_is_acknowledged_without_its_answer(
     broken = msgspec.structs.replace(choice, text=BROKEN_TEXT)
     result = msgspec.structs.replace(finished.result, choices=(broken,))
     broken_end = dataclasses.replace(finished, result=result)
-    job_id, token, _, status, *_ = finish_arguments(broken_end, b"")
+    job_id, token, status, *_ = finish_arguments(broken_end)
     assert (job_id, token, status) == ("job", 1, "failed")

@@ -23,6 +23,7 @@
 | `tm:{q}:returned` | sorted set job id → class, age | release, sweep | until claimed, first |
 | `tm:{q}:ended` | sorted set job id → ended ms | cancel, sweep | until claimed to be recorded |
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
+| `tm:{q}:tenants` | hash job id → its named tenant | claim | until finish, release; TTL |
 | `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual time | scripts | TTL since use |
 | `tm:{q}:batches` | sorted set batch id → created ms | bulk without SQL | a month after a change |
 | `tm:{q}:batch:<id>` | hash: the batch, its state and progress | the same | the same |

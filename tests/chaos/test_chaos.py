@@ -96,22 +96,13 @@ async def workloads(redis_url, tmp_path):
     ]
     model = str(tiny_llama.save(tmp_path / "model"))
     real_kinds = [kind_of_real_job(number) for number in range(NUM_REAL_KINDS)]
+    slow = {"in_process": True, "lease_seconds": 30}
+    real_settings = {**REAL.settings, **slow, "queue": REAL.queue}
+    tiny_settings = {**TINY.settings, **slow, "queue": TINY.queue, "model": model}
     fast, real, tiny = await asyncio.gather(
         answers_of(redis_url, tmp_path / "fast", kinds, queue=FAST.queue),
-        *(
-            answers_of(
-                redis_url,
-                tmp_path / group.queue,
-                jobs,
-                queue=group.queue,
-                in_process=True,
-                **{**group.settings, **more, "lease_seconds": 30},
-            )
-            for group, jobs, more in (
-                (REAL, real_kinds, {}),
-                (TINY, tiny_kinds, {"model": model}),
-            )
-        ),
+        answers_of(redis_url, tmp_path / "real", real_kinds, **real_settings),
+        answers_of(redis_url, tmp_path / "tiny", tiny_kinds, **tiny_settings),
     )
     return (
         Workload(kinds, fast, chance),

@@ -254,6 +254,7 @@ def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
         assert left_in_redis(redis, QUEUE, {"j": "succeeded"}) == []
         redis.hset(f"{base}meta", mapping={"submitted": 2, "finished:succeeded": 2, "running": 1})
         redis.sadd(f"{base}held:w", "j")
+        redis.hset(f"{base}tenants", "j", "t")
         redis.xadd(f"{base}jobs:bulk", {"job": "j"})
         redis.zadd(f"{base}delayed", {"j": 1})
         redis.hdel(f"{base}job:j", "settled")
@@ -262,6 +263,7 @@ def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
         "2 submissions",
         "2 jobs were settled",
         "held:w is left",
+        "tenants is left",
         "jobs:bulk still",
         "delayed is left",
     ):

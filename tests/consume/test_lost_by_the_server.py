@@ -192,18 +192,53 @@ async def test_a_recorded_job_that_is_gone_needs_no_acknowledgement(
     assert (await queue.client.depth()).running == 0
 
 
-@pytest.mark.parametrize("how", ["resign", "die"])
-async def test_a_job_that_is_gone_when_its_worker_ends_is_no_longer_counted(
+@pytest.mark.parametrize("how", ["resign", "die", "lose the reply of the claim", "start again"])
+async def test_a_tenant_at_its_limit_runs_again_after_its_job_was_lost_behind_its_worker(
     queue: Queue, worker: JobStream, how: str
 ) -> None:
-    await queue.submit()
+    """No process knows the job, so no call names it."""
+    await queue.client.set_limits("t", concurrency=1)
+    gone = await queue.submit(tenant="t")
+    await worker.claim(1)
+    assert await running(queue) == (1, 1)
+    await queue.redis.delete(queue.keys.job(gone))
+    match how:
+        case "resign":
+            await worker.resign()
+        case "die":
+            await queue.redis.delete(queue.keys.worker("w1"))
+            await queue.worker("w2").claim(0)  # sweeps
+        case "lose the reply of the claim":
+            worker._owned.clear()
+            await worker.heartbeat(beat())
+            await worker.claim(0)
+        case "start again":
+            await queue.worker("w1").open()
+    assert await running(queue) == (0, 0)
+    assert not await queue.redis.exists(f"{queue.keys.base}tenants")
+    stream = queue.keys.tenant_stream(Priority.STANDARD, "t")
+    assert await queue.redis.xlen(stream) == 1, "its entry"
+    waiting = await queue.submit(tenant="t")
+    assert [each.job_id for each in await queue.worker("w3").claim(1)] == [waiting]
+
+
+async def test_a_job_that_a_worker_of_the_last_version_claimed_is_counted_for_its_tenant(
+    queue: Queue, worker: JobStream
+) -> None:
+    """That version does not keep the tenant beside the id."""
+    await queue.submit(tenant="t")
     (delivery,) = await worker.claim(1)
-    await queue.redis.delete(queue.keys.job(delivery.job_id))
-    if how == "resign":
-        await worker.resign()
-    else:
-        await queue.redis.delete(queue.keys.worker("w1"))
-        await queue.worker("w2").claim(0)  # sweeps
-    assert (await queue.client.depth()).running == 0
-    assert await queue.redis.xlen(queue.keys.tenant_stream(Priority.STANDARD)) == 1, "its entry"
-    assert await queue.worker("w3").claim(1) == []
+    await queue.redis.delete(f"{queue.keys.base}tenants")
+    await worker.release([(delivery.job_id, delivery.token, False)])
+    assert await running(queue) == (0, 0)
+
+
+async def test_a_job_runs_and_ends_where_another_program_wrote_the_tenants(
+    queue: Queue, worker: JobStream
+) -> None:
+    await queue.redis.set(f"{queue.keys.base}tenants", "no hash", ex=600)
+    await queue.submit(tenant="t")
+    (delivery,) = await worker.claim(1)
+    assert await running(queue) == (1, 1)
+    assert await worker.finish([end_of(delivery)]) == [True]
+    assert await running(queue) == (0, 0)

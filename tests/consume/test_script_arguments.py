@@ -121,20 +121,19 @@ def cases(tokens: dict[str, bytes]) -> dict[str, Case]:
         )),
         Case(worker_scripts.FINISH, (
             ("worker", "w1"), ("result TTL", 600), ("dead TTL", 600),
-            ("job id", "runs"), ("token", running), ("tenant", "t"),
+            ("job id", "runs"), ("token", running),
             ("state", "succeeded"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
-            ("job id", "waits"), ("token", "1"), ("tenant", "t"),
+            ("job id", "waits"), ("token", "1"),
             ("state", "dead"), ("result", "r"), ("last chunk", "c"), ("tokens served", 5),
         )),
         Case(worker_scripts.RELEASE, (
-            ("worker", "w1"), ("job id", "runs"), ("token", running), ("tenant", "t"),
+            ("worker", "w1"), ("job id", "runs"), ("token", running),
             ("how", "retry"), ("delay", 1_000), ("note", "n"), ("job id", "waits"),
-            ("token", "1"), ("tenant", "t"), ("how", "solo_crash"), ("delay", 0), ("note", ""),
+            ("token", "1"), ("how", "solo_crash"), ("delay", 0), ("note", ""),
         )),
         Case(worker_scripts.HEARTBEAT, (
             ("options", {"worker": "w1", "lease_ms": 10_000, "sweep_ms": 0}), ("status", "s"),
-            ("job id", "runs"), ("token", running), ("tenant", ""),
-            ("job id", "x"), ("token", 1), ("tenant", "t"),
+            ("job id", "runs"), ("token", running), ("job id", "x"), ("token", 1),
         )),
         Case(worker_scripts.RESIGN, (("worker", "w1"), ("how", "orphan"))),
     ]  # fmt: skip
@@ -168,7 +167,7 @@ def populated(server: Any) -> dict[str, bytes]:
         body = bytes(msgpack.packb([name, delivery[1].decode(), 0, 1, 1, "first"]))
         run(server, worker_scripts.APPEND, 600, "w1", 1, body)
         if name == "over":
-            end = (name, delivery[1], "t", "dead", "r", "c", 5)
+            end = (name, delivery[1], "dead", "r", "c", 5)
             assert run(server, worker_scripts.FINISH, "w1", 600, 600, *end) == [1]
     return tokens
 
@@ -199,8 +198,10 @@ def check_counts(server: Any) -> None:
         assert b"state" in fields, (name, fields)
         if fields[b"state"] in (b"queued", b"scheduled"):
             assert name.removeprefix(KEYS.job("").encode()) in findable
-    held = sum(int(server.scard(name)) for name in server.keys(KEYS.owned("*")))
-    assert int(meta.get(b"running", 0)) == held
+    held = [job for name in server.keys(KEYS.owned("*")) for job in server.smembers(name)]
+    assert int(meta.get(b"running", 0)) == len(held)
+    of_tenants = {job for job in held if server.hget(KEYS.job(job.decode()), "tenant")}
+    assert set(server.hkeys(f"{KEYS.base}tenants")) == of_tenants
 
 
 def kinds_of(keys: set[bytes]) -> set[str]:

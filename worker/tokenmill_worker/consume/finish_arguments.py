@@ -11,20 +11,19 @@ from tokenmill_worker.jobs import FinishedJob, set_aside
 log = logging.getLogger(__name__)
 
 
-def finish_arguments(job: FinishedJob, tenant: bytes) -> tuple[Argument, ...]:
+def finish_arguments(job: FinishedJob) -> tuple[Argument, ...]:
     try:
-        return _encoded_end(job, tenant)
+        return _encoded_end(job)
     except Exception as error:
         log.exception("Job %s ends without its answer: it cannot be encoded", job.job_id)
-        return _encoded_end(set_aside(job, "acknowledge", error), tenant)
+        return _encoded_end(set_aside(job, "acknowledge", error))
 
 
-def _encoded_end(job: FinishedJob, tenant: bytes) -> tuple[Argument, ...]:
+def _encoded_end(job: FinishedJob) -> tuple[Argument, ...]:
     usage = job.result.usage
     return (
         job.result.job_id,
         job.token,
-        tenant,
         job.result.status.value,
         encode(job.result),
         encode(job.final_chunk),

@@ -109,7 +109,6 @@ class JobStream:
         self._head: tuple[Argument, ...] = (keys.base, "SPUBLISH" if sharded else "PUBLISH")
         self._append_batch = AppendBatch()
         self._owned: dict[str, int] = {}  # job id → fencing token
-        self._tenants: dict[str, bytes] = {}  # of the owned jobs, as their hashes name them
         self._claiming = asyncio.Lock()
         self._claims = 0  # raised before and after each claim
         self._must_redeliver = False
@@ -182,8 +181,6 @@ class JobStream:
                 asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self.wake_up.set)
             deliveries = [scripts.read_delivery(item) for item in items]
             self._owned.update((delivery.job_id, delivery.token) for delivery in deliveries)
-            tenants = [item[-1] for item in items]
-            self._tenants.update(zip((one.job_id for one in deliveries), tenants, strict=True))
             return deliveries
 
     # ── writing, under a fencing token ──
@@ -218,8 +215,7 @@ class JobStream:
             return [False] * len(jobs)
         done: list[bool] = []
         ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
-        items = (finish_arguments(job, self._tenants.get(job.job_id, b"")) for job in jobs)
-        for part in in_parts(items, MAX_FINISH_BYTES):
+        for part in in_parts(map(finish_arguments, jobs), MAX_FINISH_BYTES):
             arguments = [value for item in part for value in item]
             reply = await self._call(scripts.FINISH, self.worker_id, *ttls, *arguments)
             done += [bool(flag) for flag in reply]
@@ -252,9 +248,7 @@ class JobStream:
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
         if not jobs or self.lease_expired():
             return [False] * len(jobs)
-        tenants = self._tenants
-        items = ((job[0], job[1], tenants.get(job[0], b""), *job[2:]) for job in jobs)
-        arguments: list[Argument] = [value for item in items for value in item]
+        arguments = (value for job in jobs for value in job)
         reply = await self._call(scripts.RELEASE, self.worker_id, *arguments)
         for job_id, token, *_ in jobs:
             self._forget(job_id, token)
@@ -279,11 +273,7 @@ class JobStream:
                 sweep_ms=round(self.options.sweep_s * 1000),
             ),
             encode(status),
-            *(
-                value
-                for job_id, token in owned.items()
-                for value in (job_id, token, self._tenants[job_id])
-            ),
+            *(value for item in owned.items() for value in item),
         )
         cancelled, lost, unacknowledged, _, before, server_us, no_record = reply
         self.clock.note(int(server_us) * 1_000)
@@ -306,13 +296,12 @@ class JobStream:
         outlasted the lease.
         """
         self._owned.clear()
-        self._tenants.clear()
         return int(await self._call(scripts.RESIGN, self.worker_id, "handover"))
 
     def _forget(self, job_id: str, token: int) -> None:
         self._append_batch.forget(job_id)
         if self._owned.get(job_id) == token:
-            del self._owned[job_id], self._tenants[job_id]
+            del self._owned[job_id]
 
     def _report_gone(self, job_ids: Collection[str]) -> None:
         """Report jobs that the server lost: by FLUSHALL, an eviction, or a replica that lagged."""

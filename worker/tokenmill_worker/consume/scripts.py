@@ -81,7 +81,6 @@ def read_delivery(item: list[Any]) -> Delivery:
         log,
         redriven,
         log_end,
-        _tenant,
     ) = item
     word = outcome.decode("utf-8", "replace")
     return Delivery(

@@ -4,8 +4,8 @@
 -- claim whose reply was lost, ended jobs, jobs that other workers gave back or lost, and then the
 -- tenant streams.
 --
--- Keys       meta, job:, log:, jobs:, lanes:, tenant:, worker:, workers, held:, vouchers, delayed,
---            deadlines, returned, ended, ready, ready:urgent
+-- Keys       meta, job:, log:, jobs:, lanes:, tenant:, tenants, worker:, workers, held:, vouchers,
+--            delayed, deadlines, returned, ended, ready, ready:urgent
 -- Arguments  ARGV[3]: options by name (options.lua), read at the top of delivery.lua
 --   worker            who calls
 --   lease_ms          how long a new worker's lease lasts
@@ -23,7 +23,7 @@
 -- Reply      1 if jobs were left to other workers, else 0; the ids of waiting jobs whose hash is
 --            gone; then per job: id, token, request, deliveries, crashes, outcome, created ms,
 --            started ms, attempt, 1 if it crashed alone, log, 1 if redriven, number of the log's
---            last entry, tenant
+--            last entry
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local returns = is_registered(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))
@@ -38,7 +38,7 @@ local function redeliver()
     if job then
       if not deliver(id, job, true) then return end
     elseif not known[id] then
-      drop_gone(id, worker)
+      release_ownership(id, worker)
     end
   end
 end

@@ -22,6 +22,7 @@ local delivered, left, num_delivered = {}, {}, 0
 
 local function write_counts()
   for tenant, count in pairs(delivered) do tenant_running(tenant, count) end
+  if next(delivered) then redis.pcall('EXPIRE', base .. 'tenants', TENANT_TTL_S) end
   for class, sum in pairs(left) do add_queued(class, -sum.jobs, -sum.cost) end
   if num_delivered > 0 then redis.call('HINCRBY', meta, 'running', num_delivered) end
 end
@@ -98,6 +99,7 @@ local function deliver(id, job, again)
   if not again then
     job.deliveries = job.deliveries + 1
     redis.call('SADD', owned, id)
+    if job.tenant ~= '' then redis.pcall('HSET', base .. 'tenants', id, job.tenant) end
     delivered[job.tenant], num_delivered = (delivered[job.tenant] or 0) + 1, num_delivered + 1
     if job.uncounted then  -- a worker of an older version moved it into its stream
       redis.call('HDEL', job_key(id), 'uncounted')
@@ -115,7 +117,6 @@ local function deliver(id, job, again)
     id, whole(token), job.request, job.deliveries, job.crashes, outcome, whole(job.created),
       whole(started),
     job.attempt, (job.solo_crashes > 0) and 1 or 0, chunks, job.redriven and 1 or 0, whole(index),
-    job.tenant,
   }
   if outcome == 'run' then
     if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end

@@ -1,28 +1,29 @@
 -- finish: acknowledge jobs whose rows SQL has committed.
 --
--- Keys       meta, job:, log:, jobs:, lanes:, tenant:, held:, idem:, dead, deadlines, ended
+-- Keys       meta, job:, log:, jobs:, lanes:, tenant:, tenants, held:, vouchers, idem:, dead,
+--            deadlines, ended
 -- Arguments  ARGV[3]  worker
 --            ARGV[4]  TTL of an ended job, with its result, s
 --            ARGV[5]  TTL of a dead job and of its entry among the dead letters, s
---            then per job: id, token, tenant, state, result, final chunk, tokens served. The tenant
---            counts only if the job's hash is gone.
+--            then per job: id, token, state, result, final chunk, tokens served
 -- Reply      per job 1: done, now or before, or nothing is left to do, because its hash is gone;
 --            0: refused, because another worker owns the job
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
-local FIRST, FIELDS = 6, 7
+local FIRST, FIELDS = 6, 6
 check_groups(FIRST, FIELDS)
 local worker = text(ARGV[3], 'worker', 1)
 local result_ttl_s = amount(ARGV[4], 'result TTL', 0, MOST)
 local dead_ttl_s = amount(ARGV[5], 'dead TTL', 0, MOST)
 for first = FIRST, #ARGV, FIELDS do
-  one_of(ARGV[first + 3], 'state', ENDS, (first - FIRST) / FIELDS)
-  amount(ARGV[first + 6], 'tokens served', 0, MOST_COST, (first - FIRST) / FIELDS)
+  one_of(ARGV[first + 2], 'state', ENDS, (first - FIRST) / FIELDS)
+  amount(ARGV[first + 5], 'tokens served', 0, MOST_COST, (first - FIRST) / FIELDS)
 end
 if refusal then return refusal end
 local now = clock_ms()
 local AT_ONCE = 1000  -- arguments per command
 -- Changes of the queue are collected here and written once for all jobs, at the end.
 local entries, owners, due, ends, freed, served_more, num_freed = {}, {}, {}, {}, {}, {}, 0
+local tenants_of = {}  -- ids of the freed jobs of named tenants
 
 local function count(sums, key, value) sums[key] = (sums[key] or 0) + value end
 
@@ -73,6 +74,7 @@ local function write_counts()
   for tenant, jobs in pairs(freed) do tenant_running(tenant, -jobs) end
   if num_freed > 0 then redis.call('HINCRBY', meta, 'running', -num_freed) end
   for state, jobs in pairs(ends) do redis.call('HINCRBY', meta, 'finished:' .. state, jobs) end
+  for_all(tenants_of, 'HDEL', base .. 'tenants')
   for_all(due, 'ZREM', base .. 'ended')
   for_all(due, 'ZREM', base .. 'deadlines')
 end
@@ -85,13 +87,13 @@ local function store_dead_letter(id, key)
   redis.call('EXPIRE', key, whole(dead_ttl_s))
 end
 
-local function finish(id, token, known_tenant, state, result, chunk, served)
+local function finish(id, token, state, result, chunk, served)
   local key = job_key(id)
   local job = redis.call('HMGET', key, 'token', 'state', 'settled', 'worker', 'class', 'tenant',
     'entry', 'cost',
     'idem')
   if not job[2] then
-    drop_gone(id, worker, known_tenant)
+    release_ownership(id, worker)
     return 1
   end
   if job[1] ~= token then return 0 end
@@ -106,6 +108,7 @@ local function finish(id, token, known_tenant, state, result, chunk, served)
   if redis.call('SREM', base .. 'held:' .. job[4], id) == 1 then
     count(freed, tenant, 1)
     num_freed = num_freed + 1
+    if tenant ~= '' then tenants_of[#tenants_of + 1] = id end
   end
   due[#due + 1] = id
   count(ends, state, 1)
@@ -132,8 +135,8 @@ end
 local reply = {}
 local is_whole, trouble = pcall(function()
   for first = FIRST, #ARGV, FIELDS do
-    local id, token, tenant, state, result, chunk, served = unpack(ARGV, first, first + 6)
-    reply[#reply + 1] = finish(id, token, tenant, state, result, chunk, tonumber(served))
+    local id, token, state, result, chunk, served = unpack(ARGV, first, first + 5)
+    reply[#reply + 1] = finish(id, token, state, result, chunk, tonumber(served))
   end
 end)
 leave_streams()

@@ -7,13 +7,13 @@
 --   lease_ms  how long the lease lasts from now
 --   sweep_ms  least time between two sweeps
 --            ARGV[4]: the worker's status, stored under its lease
---            then per job that the worker believes to own: id, token, tenant
+--            then per job that the worker believes to own: id, token
 -- Reply      {cancelled ids, lost ids, ids that it owns and did not name, number of orphans freed,
 --            the previous status, the server's time in microseconds, those lost ids that have no
 --            job hash any more}
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local FIRST = 5
-check_groups(FIRST, 3)
+check_groups(FIRST, 2)
 local worker = text(options.worker, 'worker', 1)
 local lease_ms = amount(options.lease_ms, 'lease_ms', 1, MOST)
 local sweep_ms = amount(options.sweep_ms, 'sweep_ms', 0, MOST)
@@ -24,7 +24,7 @@ redis.call('SET', base .. 'worker:' .. worker, ARGV[4], 'PX', whole(lease_ms))
 redis.call('SADD', base .. 'workers', worker)
 redis.call('HSET', meta, 'served', '1')  -- tells submit that a worker has served this queue
 local cancelled, lost, gone, unacknowledged, known = {}, {}, {}, {}, {}
-for first = FIRST, #ARGV, 3 do
+for first = FIRST, #ARGV, 2 do
   local id = ARGV[first]
   known[id] = true
   -- Without a valid hash this fails, and the job counts as lost.
@@ -33,7 +33,7 @@ for first = FIRST, #ARGV, 3 do
     lost[#lost + 1] = id
     if job.err or not job[1] then
       gone[#gone + 1] = id
-      drop_gone(id, worker, ARGV[first + 2])
+      release_ownership(id, worker)
     end
   elseif job[3] then
     cancelled[#cancelled + 1] = id

@@ -1,7 +1,7 @@
 -- Part of every script of a worker but append, after common.lua: releases owned jobs, and sweeps
 -- the jobs of dead workers. A worker is alive while its lease key `worker:<id>` exists.
 --
--- Keys of a sweep  meta, job:, jobs:, lanes:, tenant:, workers, held:, vouchers, delayed,
+-- Keys of a sweep  meta, job:, jobs:, lanes:, tenant:, tenants, workers, held:, vouchers, delayed,
 --                  deadlines, returned, ended, ready, ready:urgent
 local HISTORY_LINES = 20
 
@@ -22,18 +22,15 @@ end
 -- checks each job (see append.lua). If the key has the wrong type, no worker has a version anyway.
 local function invalidate_version(worker) redis.pcall('HDEL', base .. 'vouchers', worker) end
 
+-- Takes a job from the worker in whose set it is. Without `tenant`, its hash is gone, and `tenants`
+-- has the tenant.
 local function release_ownership(id, worker, tenant)
   if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
   invalidate_version(worker)
-  tenant_running(tenant, -1)
+  local kept = not tenant and redis.pcall('HGET', base .. 'tenants', id)
+  redis.pcall('HDEL', base .. 'tenants', id)
+  tenant_running(tenant or type(kept) == 'string' and kept or '', -1)
   redis.call('HINCRBY', meta, 'running', -1)
-end
-
--- Takes a job whose hash is gone from its worker, in whose set it still is.
-local function drop_gone(id, worker, tenant)
-  if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
-  redis.call('HINCRBY', meta, 'running', -1)
-  if tenant then tenant_running(tenant, -1) end
 end
 
 local function count_up(key, field)
@@ -60,7 +57,7 @@ local function give_back(id, owner, now, how, alone, delay_ms, note)
   local job = redis.call('HMGET', key, 'state', 'worker', 'class', 'tenant', 'entry', 'created_ms',
     'mark', 'cost')
   local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
-  if not state then return drop_gone(id, owner) end
+  if not state then return release_ownership(id, owner) end
   release_ownership(id, worker, tenant)
   if state ~= 'running' then  -- it ended while it waited and only has to be recorded
     redis.call('HSET', key, 'worker', '')
