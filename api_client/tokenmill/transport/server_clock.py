@@ -8,7 +8,7 @@ monotonic clock, which no change of the wall clock moves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import redis
@@ -78,50 +78,41 @@ class ServerClock:
     def refresh(self, client: redis.Redis, key: str) -> int:
         """Return the time in Unix milliseconds, from a reading within FRESH_S. `key` selects the
         node of a cluster.
-
-        After a reply that took long, as the first one of a connection does, it asks again.
         """
-        if self.is_fresh:
-            return self.now_ms()
         any_client: Any = client
-        is_cluster = isinstance(any_client, redis.cluster.RedisCluster)
-        offsets: list[int] = []  # earlier ones do not count: the server may be another one by now
         try:
-            for _ in range(_READINGS):
-                node = {"target_nodes": any_client.get_node_from_key(key)} if is_cluster else {}
-                asked_at = self._monotonic()
-                server_ns = _nanoseconds(any_client.execute_command("TIME", **node))
-                offsets.append(server_ns - self._monotonic())
-                if self._monotonic() - asked_at < SLOW_NS:
-                    break
+            for note in self._readings():
+                note(any_client.execute_command("TIME", **_node(any_client, key)))
         except NoPermissionError:
             self.keep()
-        else:
-            self._take(offsets)
         return self.now_ms()
 
     async def refresh_async(self, client: redis.asyncio.Redis, key: str) -> int:
         """Return the time from an event loop; see `refresh`."""
-        if self.is_fresh:
-            return self.now_ms()
         any_client: Any = client
-        is_cluster = isinstance(any_client, redis.asyncio.cluster.RedisCluster)
-        offsets: list[int] = []
         try:
-            if is_cluster:
-                await any_client.initialize()
-            for _ in range(_READINGS):
-                node = {"target_nodes": any_client.get_node_from_key(key)} if is_cluster else {}
-                asked_at = self._monotonic()
-                server_ns = _nanoseconds(await any_client.execute_command("TIME", **node))
-                offsets.append(server_ns - self._monotonic())
-                if self._monotonic() - asked_at < SLOW_NS:
-                    break
+            for note in self._readings():
+                if isinstance(any_client, redis.asyncio.cluster.RedisCluster):
+                    await any_client.initialize()
+                note(await any_client.execute_command("TIME", **_node(any_client, key)))
         except NoPermissionError:
             self.keep()
-        else:
-            self._take(offsets)
         return self.now_ms()
+
+    def _readings(self) -> Iterator[Callable[[Any], None]]:
+        """Yield, for each reading that is due, the function that takes the reply to TIME.
+
+        After a reply that took long, as the first one of a connection does, another is due.
+        """
+        if self.is_fresh:
+            return
+        offsets: list[int] = []  # earlier ones do not count: the server may be another one by now
+        for _ in range(_READINGS):
+            asked_at = self._monotonic()
+            yield lambda reply: offsets.append(_nanoseconds(reply) - self._monotonic())
+            if self._monotonic() - asked_at < SLOW_NS:
+                break
+        self._take(offsets)
 
     def _take(self, offsets: Sequence[int]) -> None:
         """Take the readings that count from now on."""
@@ -141,6 +132,12 @@ class ServerClock:
         if not self._offsets:
             self._offset = self._wall() - self._monotonic()
         self._mark_read()
+
+
+def _node(client: Any, key: str) -> dict[str, Any]:
+    """Return the option that sends a command without keys to the key's node of a cluster."""
+    is_cluster = isinstance(client, redis.cluster.RedisCluster | redis.asyncio.cluster.RedisCluster)
+    return {"target_nodes": client.get_node_from_key(key)} if is_cluster else {}
 
 
 def _nanoseconds(reply: Any) -> int:
