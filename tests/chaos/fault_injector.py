@@ -1,5 +1,5 @@
-"""Injects faults into worker processes and their engines: kills, freezes, drains, no memory;
-`server_faults.py` has those of the servers and of the network.
+"""Injects faults into worker processes and their engines: kills, freezes, drains, no memory, wall
+clocks that jump; `server_faults.py` has those of the servers and of the network.
 
 Each fault is a coroutine. It leaves the injector able to work again, at once or after a while.
 `keep_running` replaces workers that are gone, as an orchestrator would. The caller chooses the
@@ -22,8 +22,10 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.processes import WorkerProcess, environment, marked_processes
+from tests.support.wall_clock import WallClock
 
 LEASE_S = 2.0
+JUMPS_S = (90, -90, 3_600, -3_600)  # of a wall clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class FaultInjector:
         self._env = environment(folder, self._mark)
         self._numbers = {group.queue: itertools.count() for group in groups}
         self._frozen: set[str] = set()
+        self._clocks: dict[str, WallClock] = {}  # by the worker's name
+        self.producers_clock = WallClock(folder / "producers-clock")
         self._others = tuple(group.queue for group in groups if group.queue != FAST.queue)
 
     @property
@@ -94,6 +98,7 @@ class FaultInjector:
             self.kill_engine, self.kill_other_engine, self.freeze_engine, self.signal_engine,
             self.starve_engine,
             self.drain_worker, self.drain_other_worker, self.hurry_worker,
+            self.move_clock, self.move_other_clock, self.move_producers_clock,
         ]  # fmt: skip
 
     # ── workers ──
@@ -115,9 +120,10 @@ class FaultInjector:
         number = next(self._numbers[group.queue])
         engine_host = group.engines[number % len(group.engines)]
         name = f"{group.queue}{number}"
+        clock = self._clocks[name] = WallClock(self._folder / f"{name}-clock")
         worker = WorkerProcess(
-            name, self.url, self.database, self._folder / f"{name}.log", env=self._env,
-            queue=group.queue,
+            name, self.url, self.database, self._folder / f"{name}.log",
+            env=clock.environment(self._env), queue=group.queue,
             engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6,
             **group.settings,
         )  # fmt: skip
@@ -214,6 +220,27 @@ class FaultInjector:
             worker.ask_to_end(number)
             await worker.wait()
             self.survived["workers hurried out"] += 1
+
+    # ── wall clocks: they stay wrong, and the next jump adds to this one ──
+
+    def _jump(self, clock: WallClock, whose: str) -> None:
+        seconds = self._chance.choice(JUMPS_S)
+        clock.jump(seconds)
+        self.survived[f"{whose} wall clock moved by {seconds} s"] += 1
+
+    async def _move_clock(self, *queues: str) -> None:
+        """Move the wall clock of a worker and of its engine."""
+        if (worker := self._pick(*queues)) is not None:
+            self._jump(self._clocks[worker.name], "a worker's")
+
+    async def move_clock(self) -> None:
+        await self._move_clock(FAST.queue)
+
+    async def move_other_clock(self) -> None:
+        await self._move_clock(*self._others)
+
+    async def move_producers_clock(self) -> None:
+        self._jump(self.producers_clock, "the producers'")
 
     # ── faults of engines: the worker itself goes on ──
 

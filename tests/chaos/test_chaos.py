@@ -24,6 +24,7 @@ import sqlalchemy
 from tests.chaos.checker import Violation, left_in_redis, states_of, violations
 from tests.chaos.clients import Subscribers, cancel, submit
 from tests.chaos.fault_injector import FAST, LEASE_S, REAL, TINY, FaultInjector
+from tests.chaos.recorded_times import wrong_times
 from tests.chaos.server_faults import NetworkFaults, ServerFaults
 from tests.chaos.witness import Witness
 from tests.chaos.workload import (
@@ -45,6 +46,7 @@ from tests.support.small_disk import mounted
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import database_url, running_worker
 from tokenmill import AsyncClient, Client
+from tokenmill.transport.server_clock import ServerClock
 from tokenmill_worker.record import migrate
 
 pytestmark = [
@@ -61,7 +63,7 @@ pytestmark = [
 
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1 << 32)  # noqa: TID251
 MIN_JOBS = 300
-MIN_FAULTS = 33
+MIN_FAULTS = 36
 MIN_TINY_JOBS = 60
 DISK_MB = 256
 LONG = 20  # rounds from which on the real model has two workers
@@ -152,9 +154,11 @@ def proxies(servers, make_proxy):
 
 
 class Load:
-    """All parties at one queue: producers that submit and cancel, subscribers, and the witness."""
+    """All parties at one queue: producers that submit and cancel, subscribers, and the witness.
+    `clock` is the producers' wall clock.
+    """
 
-    def __init__(self, url, direct_url, database, queue, workload, chance):
+    def __init__(self, url, direct_url, database, clock, queue, workload, chance):
         self.queue = queue
         self.wanted = {}
         self.problems = []
@@ -163,6 +167,7 @@ class Load:
         self._database = database
         self._workload = workload
         self._chance = chance
+        self._clock = clock
         self._cancelling = []
 
     async def __aenter__(self):
@@ -170,6 +175,8 @@ class Load:
             self._url, queue=self.queue, database=self._database
         ).__aenter__()
         self.threaded = Client(self._url, queue=self.queue, database=self._database)
+        for client in (self.client, self.threaded):
+            client.clock = ServerClock(wall=lambda: self._clock.now_ns(time.time_ns()))
         self.subscribers = Subscribers(self.client, self.threaded, self._chance)
         self.witness = Witness(self._direct_url, self.queue)
         self._witnessing = asyncio.create_task(self.witness.run())
@@ -225,16 +232,15 @@ async def test_chaos(servers, proxies, workloads, tmp_path, rounds):
         *ServerFaults(valkey, postgres, chance, injector.survived, 1.5 * LEASE_S, disks).all,
         *NetworkFaults(proxies, chance, injector.survived).all,
     ]
-    started = time.monotonic()
+    started, began_ms = time.monotonic(), time.time() * 1000
     print_line(f"seed {SEED}, {rounds} rounds")
     keeping_up = asyncio.create_task(injector.keep_running())
     url = proxies["clients and Valkey"].url
+    shared = (url, valkey.url, through_proxy, injector.producers_clock)
     try:
         async with contextlib.AsyncExitStack() as stack:
             loads = [
-                await stack.enter_async_context(
-                    Load(url, valkey.url, through_proxy, group.queue, workload, chance)
-                )
+                await stack.enter_async_context(Load(*shared, group.queue, workload, chance))
                 for group, workload in zip(groups, workloads, strict=True)
             ]
             await injector.wait_until_ready()
@@ -246,7 +252,9 @@ async def test_chaos(servers, proxies, workloads, tmp_path, rounds):
             keeping_up.cancel()
             await asyncio.gather(keeping_up, return_exceptions=True)
             await injector.drain_all()
-            found = await asyncio.to_thread(find_violations, injector, valkey, database, loads)
+            found = await asyncio.to_thread(
+                find_violations, injector, valkey, database, loads, began_ms
+            )
     finally:
         keeping_up.cancel()
         injector.end()
@@ -302,11 +310,11 @@ async def wait_for_rows(injector, database, number, timeout_s):
     await asyncio.sleep(2)
 
 
-def find_violations(injector, valkey, database, loads):
+def find_violations(injector, valkey, database, loads, began_ms):
     wanted = {job: item for load in loads for job, item in load.wanted.items()}
     received = {job: item for load in loads for job, item in load.subscribers.received.items()}
     found = [Violation("wrong", words) for words in injector.problems]
-    found += violations(database, wanted, received)
+    found += violations(database, wanted, received) + wrong_times(database, began_ms)
     with valkey.client() as redis:
         found += [Violation("wrong", words) for words in leaked_keys(redis)]
         for load in loads:

@@ -9,6 +9,7 @@ from redis import Redis
 
 from tests.chaos.checker import Received, Wanted, left_in_redis, violations
 from tests.chaos.details import Details
+from tests.chaos.recorded_times import wrong_times
 from tests.chaos.witness import Witness
 from tests.support.worker import QUEUE, database_url
 from tokenmill_schemas.chunk import Chunk
@@ -120,6 +121,22 @@ def test_a_job_that_began_too_early_is_seen(store):
     wanted = {"j": Wanted(ANSWER, 3, not_before_ms=7)}
     assert [item.words for item in violations(url, wanted, {})] == [
         "job j began 2 ms before it was due"
+    ]
+
+
+def test_times_outside_the_run_are_seen(store):
+    url, write = store
+    write()
+    assert wrong_times(url, 0) == []
+    assert [item.words for item in wrong_times(url, 90_000)] == [
+        "job j was created, started and finished -90.0, -90.0, -90.0 s after the begin"
+    ]
+    with write.engine.begin() as connection:
+        connection.execute(sqlalchemy.text("update jobs set finished_ms = 99999999999999"))
+        connection.execute(sqlalchemy.text("update usage set total_ms = -90000"))
+    assert [item.words for item in wrong_times(url, 0)] == [
+        "job j was created, started and finished 0.0, 0.0, 100000000000.0 s after the begin",
+        "job j took [0, 0, -90000] ms in the queue, to a token, in all",
     ]
 
 

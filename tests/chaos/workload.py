@@ -21,6 +21,7 @@ NUM_KINDS = 24
 NUM_REAL_KINDS = 6
 NUM_TINY_KINDS = 16
 TENANTS = ("t0", "t1", "{q}", "a:b", "a%3Ab", "", "*", "é 漢")
+FAR_S = 3_000.0  # a deadline that no job reaches, nearer than the longest jump of a clock
 CLOCK_ERROR_MS = 300  # a client's reading of the server's clock, where data is delayed
 WEBHOOK = "https://example.org/hook"
 NOTHING = (((), ""),)
@@ -175,6 +176,8 @@ class Workload:
                 arguments,
                 wanted(states=frozenset({"expired", "succeeded"})),
             )
+        if number % 17 == 9:
+            arguments["deadline"] = FAR_S
         if number % 11 == 7:
             delay = timedelta(seconds=self.chance.uniform(0.5, 3.0))
             arguments["not_before"] = delay

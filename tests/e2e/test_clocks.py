@@ -20,6 +20,7 @@ import pytest
 
 from tests.chaos.processes import WorkerProcess
 from tests.support.waiting import until
+from tests.support.wall_clock import WallClock
 from tests.support.worker import client_of, database_url
 from tokenmill import AsyncClient
 from tokenmill.transport.server_clock import ServerClock
@@ -27,13 +28,6 @@ from tokenmill_schemas.result import JobStatus
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 
-# Imported by Python at its start: moves the wall clock once the file `moved` is there.
-MOVES_THE_CLOCK = """
-import os, time
-real, real_ns, moved, shift = time.time, time.time_ns, {moved!r}, {shift}
-time.time = lambda: real() + shift * os.path.exists(moved)
-time.time_ns = lambda: real_ns() + shift * 10**9 * os.path.exists(moved)
-"""
 SHORT: dict[str, Any] = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 3_000, "ignore_eos": True}
 WAIT_S = 120.0
@@ -43,12 +37,8 @@ class Wrong:
     """A worker process whose clock is moved by `shift` seconds at `move`."""
 
     def __init__(self, redis_url: str, folder: Path, shift: int) -> None:
-        self._moved = folder / "moved"
-        (folder / "path").mkdir()
-        code = MOVES_THE_CLOCK.format(moved=str(self._moved), shift=shift)
-        (folder / "path" / "sitecustomize.py").write_text(code)
-        environment = dict(os.environ)  # noqa: TID251 - handed on, not read
-        environment["PYTHONPATH"] = str(folder / "path")
+        self._clock, self._shift = WallClock(folder / "clock"), shift
+        environment = self._clock.environment(os.environ)  # noqa: TID251 - handed on, not read
         self.database = database_url(folder)
         self._start = lambda: WorkerProcess(
             "w1", redis_url, self.database, folder / "log", env=environment,
@@ -56,7 +46,7 @@ class Wrong:
         )  # fmt: skip
 
     def move(self) -> None:
-        self._moved.touch()
+        self._clock.jump(self._shift)
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[WorkerProcess]:
