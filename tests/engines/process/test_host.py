@@ -169,7 +169,7 @@ async def test_a_signal_while_it_starts_does_not_end_it(
 async def test_several_that_start_at_once_leave_no_signal_blocked() -> None:
     """Blocked ones would be inherited by every process that is started later."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    hosts = [EngineProcess(CONFIG) for _ in range(2)]
+    hosts = [EngineProcess(START) for _ in range(2)]
     try:
         await asyncio.gather(*(host.start() for host in hosts))
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
