@@ -143,7 +143,7 @@ EXCEPTIONS = {
     "schemas/tokenmill_schemas/keys.py": {"bell", "lanes", "vouchers"},
     "worker/tokenmill_worker/consume/lua/append.lua": {"vouchers"},
     "worker/tokenmill_worker/consume/lua/claim.lua": {"lanes", "vouchers"},
-    "worker/tokenmill_worker/consume/lua/finish.lua": {"lanes"},
+    "worker/tokenmill_worker/consume/lua/finish.lua": {"lanes", "vouchers"},
     "worker/tokenmill_worker/consume/lua/ownership.lua": {"hands", "lanes", "vouchers"},
     "worker/tokenmill_worker/consume/lua/release.lua": {"vouchers"},
     "worker/tokenmill_worker/consume/lua/resign.lua": {"vouchers"},

@@ -11,7 +11,7 @@ from tests.support.postgres import PostgresServer
 from tokenmill.transport.cancellation import end_task
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.jobs import FinishedJob
-from tokenmill_worker.record import Finalizer, ResultStore, finalizer
+from tokenmill_worker.record import Finalizer, ResultStore, already_recorded
 from tokenmill_worker.record.migrate import upgrade
 
 
@@ -51,7 +51,7 @@ async def test_an_idle_worker_asks_again_after_the_pause(monkeypatch: pytest.Mon
     first = finished("job-0")
     job = came_back(first)
     with monkeypatch.context() as patched:
-        patched.setattr(finalizer, "LOOK_UP_PAUSE_S", 0.0)
+        patched.setattr(already_recorded, "PAUSE_S", 0.0)
         assert await ends.skip_recorded([job]) == [job]
     store.down, store.recorded = False, {"job-0": first}
     (outcome,) = await ends.skip_recorded([job])

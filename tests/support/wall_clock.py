@@ -1,5 +1,6 @@
 """A wall clock of other processes, which a test moves while they run."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class WallClock:
         (folder / "sitecustomize.py").write_text(_MOVES_THE_CLOCK.format(link=str(self._link)))
 
     def environment(self, values: Mapping[str, str]) -> dict[str, str]:
-        return {**values, "PYTHONPATH": str(self._folder)}
+        path = filter(None, (str(self._folder), values.get("PYTHONPATH")))
+        return {**values, "PYTHONPATH": os.pathsep.join(path)}
 
     def jump(self, seconds: int) -> None:
         self.lead_s += seconds

@@ -7,8 +7,10 @@ row belongs to another job, the later job fails and is not billed.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import msgspec
 
@@ -20,6 +22,7 @@ from tokenmill_worker.record.result_store import RecordReport
 
 log = logging.getLogger(__name__)
 
+PAUSE_S: Final = 30.0
 Find = Callable[[Sequence[str]], Awaitable[dict[str, JobResult]]]
 
 
@@ -45,34 +48,46 @@ def without_content(group: list[FinishedJob], report: RecordReport) -> list[Fini
     return [set_aside(item, "record", report.broken[item.job_id]) for item in found]
 
 
-async def skip_recorded(
-    find: Find, outcomes: Sequence[AdmittedJob | FinishedJob]
-) -> list[AdmittedJob | FinishedJob]:
-    """Replace redelivered jobs by the end that SQL has for them.
+class RecordedEnds:
+    """The ends that SQL has of redelivered jobs. `find` returns results by job id.
 
-    Args:
-        find: looks up results by job id.
+    At a frozen server a look-up takes its whole time limit. So after one that failed, none is made
+    for PAUSE_S, or until `resume`: jobs do not wait for the server one after the other.
     """
-    again = {
-        job.job_id
-        for job in outcomes
-        if isinstance(job, AdmittedJob) and job.delivery.deliveries > 1
-    }
-    if not again:
-        return list(outcomes)
-    try:
-        known = await find(sorted(again))
-    except StoreUnavailable as error:
-        # The jobs are generated again. Where a row exists, it decides.
-        log.warning(
-            "SQL does not answer; %d redelivered jobs are generated again, ended or not: %s",
-            len(again),
-            error,
-        )
-        return list(outcomes)
-    return [
-        unless_recorded(job, known) if isinstance(job, AdmittedJob) else job for job in outcomes
-    ]
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self._paused_until = 0.0  # by the monotonic clock
+
+    def resume(self) -> None:
+        """Note that SQL answers."""
+        self._paused_until = 0.0
+
+    async def skip_recorded(
+        self, outcomes: Sequence[AdmittedJob | FinishedJob]
+    ) -> list[AdmittedJob | FinishedJob]:
+        """Replace redelivered jobs by the end that SQL has for them."""
+        again = {
+            job.job_id
+            for job in outcomes
+            if isinstance(job, AdmittedJob) and job.delivery.deliveries > 1
+        }
+        if not again or time.monotonic() < self._paused_until:
+            return list(outcomes)
+        try:
+            known = await self._find(sorted(again))
+        except StoreUnavailable as error:
+            self._paused_until = time.monotonic() + PAUSE_S
+            # The jobs are generated again. Where a row exists, it decides.
+            log.warning(
+                "SQL does not answer; for %g s redelivered jobs run again, ended or not: %s",
+                PAUSE_S,
+                error,
+            )
+            return list(outcomes)
+        return [
+            unless_recorded(job, known) if isinstance(job, AdmittedJob) else job for job in outcomes
+        ]
 
 
 def unless_recorded(job: AdmittedJob, known: dict[str, JobResult]) -> AdmittedJob | FinishedJob:

@@ -18,18 +18,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 from tokenmill.transport.backoff import Backoff
 from tokenmill.transport.cancellation import wait_at_most
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.errors import StoreUnavailable
 from tokenmill_worker.jobs import Acknowledger, AdmittedJob, FinishedJob
 from tokenmill_worker.record.already_recorded import (
+    RecordedEnds,
     as_recorded,
     ended_without_id,
     recorded_by_us,
-    skip_recorded,
     without_content,
 )
 from tokenmill_worker.record.finalizer_stats import FinalizerStats
@@ -40,8 +39,6 @@ from tokenmill_worker.record.retry_queue import RetryQueue
 log = logging.getLogger(__name__)
 
 OnRecorded = Callable[[list[FinishedJob]], None]
-# The pause after a look-up that failed: at a frozen server each takes its whole time limit.
-LOOK_UP_PAUSE_S: Final = 30.0
 
 
 class ResultRecorder(Protocol):
@@ -83,7 +80,7 @@ class Finalizer:
         self._limits = limits
         self._on_recorded = on_recorded
         self._changed = asyncio.Event()
-        self._look_up_from = 0.0  # by the monotonic clock
+        self._recorded_ends = RecordedEnds(store.find)
         self._to_record = RetryQueue[FinishedJob](
             self._record,
             limits.max_group,
@@ -136,20 +133,11 @@ class Finalizer:
     ) -> list[AdmittedJob | FinishedJob]:
         """Replace redelivered jobs by the end that SQL has for them, written by a worker that died
         before it could acknowledge. Such a job is not generated again: its subscribers would get
-        other chunks than the readers of the result. While SQL is down, nothing is looked up, so
-        that jobs do not wait for it one after the other.
+        other chunks than the readers of the result.
         """
-        is_down = self.stats.record_down_since is not None
-        if is_down or time.monotonic() < self._look_up_from:
+        if self.stats.record_down_since is not None:
             return list(outcomes)
-        return await skip_recorded(self._find, outcomes)
-
-    async def _find(self, ids: Sequence[str]) -> dict[str, JobResult]:
-        try:
-            return await self._store.find(ids)
-        except StoreUnavailable:
-            self._look_up_from = time.monotonic() + LOOK_UP_PAUSE_S
-            raise
+        return await self._recorded_ends.skip_recorded(outcomes)
 
     async def run(self) -> None:
         """Work off both queues until cancelled."""
@@ -172,7 +160,7 @@ class Finalizer:
         """Record a group. Returns the jobs to try again."""
         started = time.monotonic()
         report = await self._store.record(group)
-        self._look_up_from = 0.0
+        self._recorded_ends.resume()
         ours = recorded_by_us(group, report)
         self.stats.note_group(report, len(ours), time.monotonic() - started)
         undone = report.refused.keys() | report.broken.keys()
