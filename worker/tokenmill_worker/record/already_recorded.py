@@ -66,7 +66,10 @@ class RecordedEnds:
     async def skip_recorded(
         self, outcomes: Sequence[AdmittedJob | FinishedJob]
     ) -> list[AdmittedJob | FinishedJob]:
-        """Replace redelivered jobs by the end that SQL has for them."""
+        """Replace redelivered jobs by the end that SQL has for them, written by a worker that died
+        before it could acknowledge. Such a job is not generated again: its subscribers would get
+        other chunks than the readers of the result.
+        """
         again = {
             job.job_id
             for job in outcomes

@@ -131,10 +131,7 @@ class Finalizer:
     async def skip_recorded(
         self, outcomes: Sequence[AdmittedJob | FinishedJob]
     ) -> list[AdmittedJob | FinishedJob]:
-        """Replace redelivered jobs by the end that SQL has for them, written by a worker that died
-        before it could acknowledge. Such a job is not generated again: its subscribers would get
-        other chunks than the readers of the result.
-        """
+        """Replace redelivered jobs by the end that SQL has for them; see RecordedEnds."""
         if self.stats.record_down_since is not None:
             return list(outcomes)
         return await self._recorded_ends.skip_recorded(outcomes)
