@@ -58,23 +58,21 @@ class ClientOptions:
         idempotency_ttl_s: seconds for which an idempotency key is kept after its job has ended;
             0: the queue's own setting.
         idle_s: seconds of silence after which a stream reads the job's log.
-        patience_s: seconds for which a call that was connected waits for a lost server, and for
+        retry_for_s: seconds for which a call that was connected waits for a lost server, and for
             the record of a job that the server lost.
         on_trouble: called once per error that is waited out, and with QueueUnserved after the first
             submit to a queue that no worker has ever served.
         unserved_s: seconds for which a job may wait in such a queue before stream and result raise
             QueueUnserved; None: no limit.
-        retry_for_s: another name of `patience_s`; it wins if both are given.
     """
 
     link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
     queue_limit: int = 0
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
-    patience_s: float = 120.0
+    retry_for_s: float = 120.0
     on_trouble: Callable[[TokenmillError], None] | None = None
     unserved_s: float | None = 120.0
-    retry_for_s: float | None = None
 
 
 class ClientBase:
@@ -92,7 +90,7 @@ class ClientBase:
             options.queue_limit,
             options.idempotency_ttl_s,
             options.idle_s,
-            options.patience_s if options.retry_for_s is None else options.retry_for_s,
+            options.retry_for_s,
             options.on_trouble,
             options.unserved_s,
         )

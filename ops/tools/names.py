@@ -2,8 +2,8 @@
 
 A retired word is a term of an earlier version that readers of vLLM, Celery or Redis do not know.
 `RETIRED` says what to write instead. A retired definition is a class or function whose name was
-such a term, or said too little; the word itself stays free elsewhere. Words that are stored in
-Redis or printed by another system stay, in the files of `EXCEPTIONS` alone. A test is named after
+such a term, or said too little; the word itself stays free elsewhere. A word
+that is also another field's term stays in the files of `EXCEPTIONS` alone. A test is named after
 what it asserts: `PERSONIFICATIONS` lists words that no definition of a test may have.
 """
 
@@ -131,25 +131,10 @@ PYTHON_DEFINITION = re.compile(r"\s*(?:class|(?:async )?def)\s+(\w+)")
 LUA_DEFINITION = re.compile(r"\s*(?:local\s+)?function\s+(\w+)")
 CPP_DEFINITION = re.compile(r"\s*(?:(?:class|struct)|(?:INLINE |static )*[\w:<>]+ [*&]?)\s*(\w+)")
 DEFINITIONS = {".lua": LUA_DEFINITION, ".cpp": CPP_DEFINITION, ".h": CPP_DEFINITION}
-# Keys in Redis, `ClientOptions.patience_s`, a metric, and lanes of a GPU's warp.
+# lanes of a GPU's warp
 EXCEPTIONS = {
-    "api_client/tokenmill/base.py": {"patience"},
-    "api_client/tokenmill/cli/connection.py": {"patience"},
-    "api_client/tokenmill/lua/cancel.lua": {"bell", "vouchers"},
-    "api_client/tokenmill/lua/common.lua": {"bell", "lanes"},
-    "api_client/tokenmill/lua/in_memory_worker.lua": {"lanes"},
-    "api_client/tokenmill/lua/redrive.lua": {"lanes"},
-    "api_client/tokenmill/lua/submit.lua": {"lanes"},
-    "schemas/tokenmill_schemas/keys.py": {"bell", "lanes", "vouchers"},
-    "worker/tokenmill_worker/consume/lua/append.lua": {"vouchers"},
-    "worker/tokenmill_worker/consume/lua/claim.lua": {"lanes", "vouchers"},
-    "worker/tokenmill_worker/consume/lua/finish.lua": {"lanes", "vouchers"},
-    "worker/tokenmill_worker/consume/lua/ownership.lua": {"hands", "lanes", "vouchers"},
-    "worker/tokenmill_worker/consume/lua/release.lua": {"vouchers"},
-    "worker/tokenmill_worker/consume/lua/resign.lua": {"vouchers"},
     "worker/tokenmill_worker/engine/cuda/draw_cut.py": {"lane", "lanes"},
     "worker/tokenmill_worker/engine/cuda/draw_kernel.py": {"lane", "lanes"},
-    "worker/tokenmill_worker/telemetry/worker_status.py": {"findable"},
 }
 # A word stands alone, or is a part of a snake_case or CamelCase name.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

@@ -70,13 +70,3 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         """The characters of the content, the thoughts and the calls."""
         calls = sum(len(c.function.name) + len(c.function.arguments) for c in self.tool_calls)
         return len(self.text) + len(self.reasoning or "") + calls
-
-    @property
-    def is_plain(self) -> bool:
-        """Does the message have only a role and a text, as in version 1?"""
-        return (
-            isinstance(self.content, str)
-            and self.role != "developer"
-            and (self.name, self.tool_call_id, self.reasoning) == (None, None, None)
-            and not self.tool_calls
-        )

@@ -29,7 +29,6 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     usage: Usage | None = None
     error: JobError | None = None
     text_ends: tuple[int, ...] = ()  # len(text) after each token; a reader may begin between them
-    place: int | None = None  # read only: old workers' `index` counted the tokens of all choices
     n: int = 1  # how many choices the job has
     reasoning: str = ""  # text of the model's thoughts
     reasoning_ends: tuple[int, ...] = ()  # len(reasoning) after each token, as text_ends

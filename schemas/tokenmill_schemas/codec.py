@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def as_str(value: object) -> str:
-    """Encode a subclass of str, such as a job handle, as the as_str text that it holds."""
+    """Return the plain `str` of a subclass such as JobHandle; msgspec encodes no subclasses."""
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"objects of type {type(value).__name__} do not travel")
@@ -77,17 +77,8 @@ def decode_result(data: bytes) -> JobResult:
 
 
 def decode_chunk(data: bytes) -> Chunk:
-    """Decode a chunk. Raises DecodeError.
-
-    A chunk from a worker older than `Chunk.n` is rewritten, because its index counted the tokens of
-    all choices together.
-    """
-    chunk = _decode(_chunk_decoder, data, "chunk")
-    if chunk.place is None:
-        return chunk
-    return msgspec.structs.replace(
-        chunk, index=chunk.place, place=None, n=max(2, chunk.n, chunk.choice + 1)
-    )
+    """Decode a chunk. Raises DecodeError."""
+    return _decode(_chunk_decoder, data, "chunk")
 
 
 def decode_control(data: bytes) -> ControlMessage:

@@ -72,7 +72,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     webhook: str | None = None
     traceparent: str | None = None
     batch_id: str | None = None
-    v: int | str = 1
+    v: int = 1
     chat_template_kwargs: dict[str, object] = {}
     documents: tuple[dict[str, str], ...] = ()
     continue_final_message: bool = False

@@ -5,7 +5,7 @@
 |---|---|---|---|
 | `tm:{q}:jobs:<class>` | stream, group `workers` | submit, redrive, sweep | until finish, release |
 | `tm:{q}:jobs:<class>:<tenant>` | stream of a named tenant, group `workers` | the same | the same |
-| `tm:{q}:lanes:<class>` | sorted set tenant → virtual time | submit, claim | while entries wait |
+| `tm:{q}:fair_shares:<class>` | sorted set tenant → virtual time | submit, claim | as jobs wait |
 | `tm:{q}:job:<id>` | hash | scripts only | alive: until finish; then result TTL |
 | `tm:{q}:log:<id>` | stream, entry id `<tokens so far>-0` | append | until finish; TTL meanwhile |
 | `tm:{q}:chunks:<id>` | pub/sub channel | append, finish, cancel | – |
@@ -13,15 +13,15 @@
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
 | `tm:{q}:workers` | set of worker ids seen alive | heartbeat, claim | until the worker is reaped |
 | `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
-| `tm:{q}:vouchers` | hash worker id → ownership version | append | until it loses a job or ends |
+| `tm:{q}:ownership_versions` | hash worker id → number | append | until it loses a job or ends |
 | `tm:{q}:control:<worker>` | pub/sub channel | submit, cancel, operators | – |
 | `tm:{q}:ready` | sorted set worker id → free places, −ms if woken | claim, submit | TTL |
 | `tm:{q}:ready:urgent` | the same, for interactive jobs alone | the same | the same |
-| `tm:{q}:bell` | pub/sub channel | release, cancel, sweep | – |
+| `tm:{q}:wake_up` | pub/sub channel | release, cancel, sweep | – |
 | `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |
 | `tm:{q}:deadlines` | sorted set job id → deadline ms | submit | until due or finished |
-| `tm:{q}:returned` | sorted set job id → class, age | release, sweep | until claimed, first |
-| `tm:{q}:ended` | sorted set job id → ended ms | cancel, sweep | until claimed to be recorded |
+| `tm:{q}:requeued` | sorted set job id → class, age | release, sweep | until claimed, first |
+| `tm:{q}:unrecorded_ends` | sorted set job id → ended ms | cancel, sweep | until recorded |
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
 | `tm:{q}:tenants` | hash job id → its named tenant | claim | until finish, release; TTL |
 | `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual time | scripts | TTL since use |
@@ -54,8 +54,8 @@ class Keys:
     def tenant_stream(self, priority: Priority, tenant: str = "") -> str:
         return f"{self.base}jobs:{priority.value}" + (f":{tenant}" if tenant else "")
 
-    def fair_share_index(self, priority: Priority) -> str:
-        return f"{self.base}lanes:{priority.value}"
+    def fair_shares(self, priority: Priority) -> str:
+        return f"{self.base}fair_shares:{priority.value}"
 
     def job(self, job_id: str) -> str:
         return f"{self.base}job:{job_id}"
@@ -90,11 +90,11 @@ class Keys:
 
     @property
     def ownership_versions(self) -> str:
-        return f"{self.base}vouchers"
+        return f"{self.base}ownership_versions"
 
     @property
     def wake_up(self) -> str:
-        return f"{self.base}bell"
+        return f"{self.base}wake_up"
 
     def idle_workers(self, *, urgent_only: bool = False) -> str:
         return f"{self.base}ready:urgent" if urgent_only else f"{self.base}ready"
@@ -109,11 +109,11 @@ class Keys:
 
     @property
     def requeued(self) -> str:
-        return f"{self.base}returned"
+        return f"{self.base}requeued"
 
     @property
     def unrecorded_ends(self) -> str:
-        return f"{self.base}ended"
+        return f"{self.base}unrecorded_ends"
 
     @property
     def dead(self) -> str:

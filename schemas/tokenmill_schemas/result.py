@@ -129,7 +129,6 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished_ms: int = 0
     metadata: dict[str, str] = {}
     v: int = 1
-    order: tuple[int, ...] = ()  # read only, from workers before `Chunk.n`; unused
     params: SamplingParams | None = None  # with which it was drawn; a seed only if it was named
     prompt: ScoredPrompt | None = None  # with `prompt_logprobs`
 

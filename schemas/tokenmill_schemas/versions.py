@@ -1,27 +1,26 @@
 """Versions of a request: a worker refuses one that needs a later version than it reads.
 
-Workers of version 1 ignore a number in `JobRequest.v`, so later versions are written as text: they
-refuse such a request with a sentence, where they would otherwise leave out what they do not know.
+A worker ignores fields that it does not know. So that no answer leaves out what was asked for, a
+request carries the least version whose workers honour each of its fields.
 """
 
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Final
 
 from tokenmill_schemas.job import JobRequest
 
-SCHEMA_VERSION: Final = 3  # the newest version that this code reads
-_FIELDS_OF_2: Final = ("chat_template_kwargs", "documents", "continue_final_message", "tools")
-_PARAMS_OF_2: Final = ("logprobs_mode", "thinking_budget")
+SCHEMA_VERSION: Final = 1  # the newest version that this code reads
+# fields that version 1 lacks, as `NAME` or `params.NAME`, with the version that added each
+ADDED_IN: Final[Mapping[str, int]] = {}
+_NEUTRAL: Final = JobRequest(job_id="")
 
 
-def wire_version(request: JobRequest) -> int | str:
+def wire_version(request: JobRequest, added_in: Mapping[str, int] = ADDED_IN) -> int:
     """Return the least version whose workers honour every field of the request."""
-    params = request.params
-    if params.prompt_logprobs is not None or params.echo or request.continuations:
-        return "3"
-    is_first = (
-        not any(getattr(request, name) for name in _FIELDS_OF_2)
-        and request.add_generation_prompt is None
-        and all(getattr(request.params, name) is None for name in _PARAMS_OF_2)
-        and all(message.is_plain for message in request.messages or ())
+    needed = (
+        version
+        for name, version in added_in.items()
+        if attrgetter(name)(request) != attrgetter(name)(_NEUTRAL)
     )
-    return 1 if is_first else "2"
+    return max(needed, default=1)

@@ -282,7 +282,7 @@ def left_in_redis(client: Any, queue: str, states: dict[str, str]) -> list[Viola
     found: list[Violation] = []
     for key in client.scan_iter(f"{_escaped(base)}*"):
         name = key.decode().removeprefix(base)
-        sets = ("workers", "vouchers", "tenants", "returned", "ended", "delayed")
+        sets = ("workers", "ownership_versions", "tenants", "requeued", "unrecorded_ends", "delayed")
         if name.startswith(("log:", "held:", "worker:")) or name in sets:
             found.append(Violation("wrong", f"{key.decode()} is left"))
         elif name.startswith("jobs:") and client.xlen(key):

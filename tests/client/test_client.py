@@ -319,13 +319,3 @@ async def test_an_unreachable_server_is_an_error_at_once() -> None:
 def test_a_queue_name_that_would_break_keys_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError):
         Client(queue=name)
-
-
-def test_the_time_for_a_lost_server_has_two_names() -> None:
-    def retry_for_s(options: ClientOptions) -> float:
-        with Client(queue="q", options=options) as client:
-            return client.context.retry_for_s
-
-    assert retry_for_s(ClientOptions()) == 120.0
-    assert retry_for_s(ClientOptions(patience_s=3.0)) == 3.0
-    assert retry_for_s(ClientOptions(patience_s=3.0, retry_for_s=0.0)) == 0.0

@@ -24,7 +24,7 @@ from tokenmill_schemas.result import JobResult
 
 pytestmark = pytest.mark.redis
 MakeProxy = Callable[[int], FaultProxy]
-OPTIONS = ClientOptions(idle_s=0.3, patience_s=60)
+OPTIONS = ClientOptions(idle_s=0.3, retry_for_s=60)
 
 
 @pytest.fixture(params=["sync", "async"])

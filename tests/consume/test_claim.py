@@ -115,7 +115,7 @@ async def test_tokens_that_were_not_used_turn_no_virtual_time_back(queue: Queue)
 async def test_tokens_that_were_not_used_go_back_by_weight(queue: Queue) -> None:
     await queue.client.set_limits("gold", weight=4)
     await queue.client.submit_many([{"prompt": "x", "tenant": "gold", "max_tokens": 400}] * 2)
-    worker, index = queue.worker(), queue.keys.fair_share_index(Priority.STANDARD)
+    worker, index = queue.worker(), queue.keys.fair_shares(Priority.STANDARD)
     (delivery,) = await worker.claim(1)
     assert await queue.redis.zscore(index, "gold") == 100
     await worker.finish([end_of(delivery, 5)])
@@ -128,7 +128,7 @@ async def test_jobs_made_by_hand_are_not_free(queue: Queue) -> None:
     for number in range(20):
         await queue.redis.xadd(stream, {"job": f"by-hand-{number}", "request": b"x"})
     await queue.client.submit_many([{"prompt": "x", "tenant": "t", "max_tokens": 1}] * 9)
-    worker, index = queue.worker(), queue.keys.fair_share_index(Priority.STANDARD)
+    worker, index = queue.worker(), queue.keys.fair_shares(Priority.STANDARD)
     by_hand = [d for d in await worker.claim(20) if d.job_id.startswith("by-hand")]
     assert len(by_hand) <= 15
     charged = await queue.redis.zscore(index, "")
@@ -167,7 +167,7 @@ async def test_an_empty_tenant_stream_is_deleted(queue: Queue) -> None:
     await worker.claim(1)  # finds the stream without entries to deliver
     await worker.finish([end_of(delivery)])
     assert not await queue.redis.exists(queue.keys.tenant_stream(Priority.STANDARD, "acme"))
-    assert await queue.redis.zcard(queue.keys.fair_share_index(Priority.STANDARD)) == 0
+    assert await queue.redis.zcard(queue.keys.fair_shares(Priority.STANDARD)) == 0
 
 
 async def test_a_delivery_holds_what_a_worker_needs(queue: Queue) -> None:

@@ -135,13 +135,13 @@ async def test_finish_leaves_the_result_and_nothing_else(queue: Queue) -> None:
     await worker.append([token(job, 0)])
     assert await worker.finish([end_of(job, 1)]) == [True]
     names = {key.decode().removeprefix(queue.keys.base) for key in await queue.redis.keys("*")}
-    assert names - {"lanes:standard"} == {
+    assert names - {"fair_shares:standard"} == {
         f"job:{job.job_id}",
         "meta",
         "tenant:t",
         "worker:w1",
         "workers",
-        "vouchers",
+        "ownership_versions",
     }
     await worker.resign()
     assert not await queue.redis.exists(queue.keys.ownership_versions)
@@ -201,7 +201,7 @@ async def test_the_true_cost_is_settled_at_the_end(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x", "tenant": "t", "max_tokens": 1000}] * 2)
     worker = queue.worker()
     (job,) = await worker.claim(1)
-    index = queue.keys.fair_share_index(Priority.STANDARD)
+    index = queue.keys.fair_shares(Priority.STANDARD)
     charged = await queue.redis.zscore(index, "t")
     await worker.finish([end_of(job, 10)])  # 3 + 10 tokens in truth
     settled = await queue.redis.zscore(index, "t")

@@ -35,12 +35,12 @@ class WakeUpReceiver:
             await self._pubsub.get_message(timeout=5)
 
     async def received(self) -> list[str]:
-        """Return the names of workers woken since the last call; `bell` is the channel of all."""
+        """Return the names of workers woken since the last call; `wake_up`: all."""
         found = []
         await self._queue.redis.ping()
         while (message := await self._pubsub.get_message(timeout=0.05)) is not None:
             name = message["channel"].decode().rpartition(":")[2]
-            assert name == "bell" or decode_control(message["data"]) == WakeUp()
+            assert name == "wake_up" or decode_control(message["data"]) == WakeUp()
             found.append(name)
         return sorted(found)
 
@@ -153,7 +153,7 @@ async def test_all_workers_wake_up_when_the_chosen_one_has_no_room(queue: Queue)
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open()
         await queue.worker().wake_all()
-        assert await receiver.received() == ["bell"]
+        assert await receiver.received() == ["wake_up"]
 
 
 async def test_all_workers_wake_up_for_a_job_that_comes_back(queue: Queue) -> None:
@@ -162,15 +162,15 @@ async def test_all_workers_wake_up_for_a_job_that_comes_back(queue: Queue) -> No
         await receiver.open()
         await worker.claim(1)
         await worker.resign()
-        assert await receiver.received() == ["bell"]
+        assert await receiver.received() == ["wake_up"]
         await worker.resign()
         assert await receiver.received() == [], "it owned no job"
         await worker.claim(1)
         await queue.redis.delete(queue.keys.worker("w1"))
         await other.claim(0)  # sweeps
-        assert await receiver.received() == ["bell"]
+        assert await receiver.received() == ["wake_up"]
         await queue.client.cancel(job)
-        assert await receiver.received() == ["bell"], "a worker is to end it"
+        assert await receiver.received() == ["wake_up"], "a worker is to end it"
 
 
 async def test_a_thousand_jobs_at_once_wake_each_worker_once(queue: Queue) -> None:

@@ -138,7 +138,7 @@ ELSEWHERE: list[tuple[str, ...]] = [
     ("XADD", "tm:{other}:jobs:standard", "*", "job", "x"),
     ("XRANGE", "tm:{other}:log:x", "-", "+"),
     ("DEL", "tm:{other}:meta"),
-    ("ZRANGE", "tm:{other}:ended", "0", "-1"),
+    ("ZRANGE", "tm:{other}:unrecorded_ends", "0", "-1"),
     ("PUBLISH", "tm:{other}:chunks:x", "forged"),
     ("SPUBLISH", "tm:{other}:chunks:x", "forged"),
     ("PUBLISH", "tm:{other}:control:w1", "forged"),

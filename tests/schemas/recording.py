@@ -1,8 +1,9 @@
 """Records this version's messages for all later ones: `python -m tests.schemas.recording VERSION`.
 
 One `.msgpack` per message of samples.py; `values.json`, what each of them means; `enums.json`,
-every word of every enumeration. A recording is made once per version of the wire and never changed.
-A test that fails against it shows that running systems would break.
+every word of every enumeration; written by hand, `queue.json`, a queue key by key. A recording is
+made anew until its version of the wire is released, and never changed afterwards: a test that fails
+against it then shows that running systems would break.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _missing(place: str, recorded: Any, now: Any) -> list[str]:
 
 def main(version: str) -> None:
     folder = FOLDER / version
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, (value, _) in SAMPLES.items():
         (folder / f"{name}.msgpack").write_bytes(encode(value))
     values = {name: meaning(value) for name, (value, _) in SAMPLES.items()}

@@ -78,7 +78,7 @@ REQUEST: Final = JobRequest(
     metadata={"order": "17"},
     webhook="https://example.org/done",
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-    batch_id="batch-9", v="3", chat_template_kwargs={"enable_thinking": False},
+    batch_id="batch-9", chat_template_kwargs={"enable_thinking": False},
     documents=({"title": "T", "text": "x"},),
     continue_final_message=True, add_generation_prompt=False,
     tools=(Tool(ToolFunction("sky", "its colour", {"type": "object"}, strict=True)),),
@@ -105,7 +105,7 @@ RESULT: Final = JobResult(
     ),
     usage=USAGE, error=ERROR, attempt=2, worker_id="w1", created_ms=1_700_000_000_000,
     started_ms=1_700_000_000_010,
-    finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2, order=(1, 1), params=PARAMS,
+    finished_ms=1_700_000_000_050, metadata={"order": "17"}, v=2, params=PARAMS,
     prompt=PROMPT,
 )  # fmt: skip
 STATUS: Final = WorkerStatus(

@@ -16,10 +16,10 @@ _QUEUE_KEY = re.compile(r"^[^{]*\{(?P<queue>[^}]+)\}:(?P<rest>.+)$", re.DOTALL)
 
 _LASTING = (
     re.compile(r"jobs:(interactive|standard|bulk)(:.+)?", re.DOTALL),
-    re.compile(r"lanes:(interactive|standard|bulk)"),
+    re.compile(r"fair_shares:(interactive|standard|bulk)"),
     re.compile(r"workers"),
-    re.compile(r"held:.+|vouchers"),
-    re.compile(r"delayed|deadlines|returned|ended"),
+    re.compile(r"held:.+|ownership_versions"),
+    re.compile(r"delayed|deadlines|requeued|unrecorded_ends"),
     re.compile(r"dead"),
     re.compile(r"meta"),
 )

@@ -125,7 +125,7 @@ async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> Non
         value(text, "inter_token_latency_seconds_count", priority="standard") == 87
     )  # each token but the firsts
     assert value(text, "request_success_total", finished_reason="length") == 3
-    assert value(text, "deliveries_total", redelivered="false", verdict="run") == 3
+    assert value(text, "deliveries_total", redelivered="false", outcome="run") == 3
     assert value(text, "engine_step_seconds_count") == value(text, "engine_steps_total") >= 30
     assert (
         value(text, "request_prefill_time_seconds_count")

@@ -152,9 +152,7 @@ def set_aside(finished: FinishedJob, doing: str, error: Exception) -> FinishedJo
     before = finished.result.error
     words = f"the worker could not {doing} this job: {type(error).__name__}"
     ended = {"status": JobStatus.FAILED, "error": JobError(INTERNAL_ERROR, words)}
-    result = msgspec.structs.replace(
-        finished.result, choices=(), order=(), params=None, prompt=None, **ended
-    )
+    result = msgspec.structs.replace(finished.result, choices=(), params=None, prompt=None, **ended)
     chunk = msgspec.structs.replace(
         finished.final_chunk, text="", reasoning="", tool_calls=(), finish_reason=None, **ended
     )

@@ -142,7 +142,7 @@ def _complain_of(trouble: TokenmillError) -> None:
         complain(str(trouble), "note")
         return
     complain(
-        f"{trouble}; waiting up to {ClientOptions().patience_s:.0f} s "
+        f"{trouble}; waiting up to {ClientOptions().retry_for_s:.0f} s "
         "(Ctrl-C ends this, the job goes on)",
         "note",
     )

@@ -3,7 +3,7 @@
 -- A running job's worker gets tokenmill_schemas.control.Cancel on its control channel, and a flag
 -- in the reply to its next append or heartbeat.
 --
--- Keys       meta, job:, jobs:, vouchers, returned, delayed, deadlines, ended
+-- Keys       meta, job:, jobs:, ownership_versions, requeued, delayed, deadlines, unrecorded_ends
 -- Arguments  from ARGV[3] on: job ids
 -- Reply      per job 'cancelled': it was waiting and has ended now; 'cancelling': it is running, or
 --            ran before and its next worker ends it; 'unknown'; or the state in which it had ended
@@ -17,16 +17,16 @@ for place = 3, #ARGV do
     reply[#reply + 1] = 'unknown'
   elseif is_requeued(id) then  -- the worker that claims it next looks up how it ended, or ends it
     redis.call('HSET', job_key(id), 'cancel', '1')
-    redis.call(announce, base .. 'bell', 'cancel')
+    redis.call(announce, base .. 'wake_up', 'cancel')
     reply[#reply + 1] = 'cancelling'
   elseif state == 'queued' or state == 'scheduled' then
     end_waiting(id, 'cancelled', nil, nil, now)
-    redis.call(announce, base .. 'bell', 'cancel')
+    redis.call(announce, base .. 'wake_up', 'cancel')
     reply[#reply + 1] = 'cancelled'
   elseif state == 'running' then
     redis.call('HSET', job_key(id), 'cancel', '1')
     -- so that the worker's next append checks its jobs
-    redis.pcall('HDEL', base .. 'vouchers', job[2] or '')
+    redis.pcall('HDEL', base .. 'ownership_versions', job[2] or '')
     local message = string.char(0x82) .. pack_text('type') .. pack_text('cancel')
       .. pack_text('job_id') .. pack_text(id)
     redis.call(announce, base .. 'control:' .. (job[2] or ''), message)

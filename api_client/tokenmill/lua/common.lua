@@ -103,7 +103,7 @@ local function job_key(id) return base .. 'job:' .. id end
 local function log_key(id) return base .. 'log:' .. id end
 local function idem_key(name) return base .. 'idem:' .. name end
 local function tenant_key(tenant) return base .. 'tenant:' .. tenant end
-local function fair_share_key(class) return base .. 'lanes:' .. class end
+local function fair_share_key(class) return base .. 'fair_shares:' .. class end
 
 local function stream_key(class, tenant)
   if tenant == '' then return base .. 'jobs:' .. class end
@@ -169,7 +169,7 @@ local function wake_all(why, now)
       expect_claim(list, worker, now)
     end
   end
-  redis.call(announce, base .. 'bell', why)
+  redis.call(announce, base .. 'wake_up', why)
 end
 
 local function pack_end(id, index, state, code, message)
@@ -254,13 +254,13 @@ end
 
 -- Requeues a job ahead of all streams: urgent classes first, then the oldest job.
 local function requeue_at_head(id, class, created)
-  redis.call('ZADD', base .. 'returned',
+  redis.call('ZADD', base .. 'requeued',
     exact((RANK[class] or 1) * 1e13 + math.min(created, 1e13 - 1)), id)
 end
 
 -- Returns whether a worker returned the job, or died with it. SQL may already have its end,
 -- unacknowledged, and no other end may be set.
-local function is_requeued(id) return redis.call('ZSCORE', base .. 'returned', id) end
+local function is_requeued(id) return redis.call('ZSCORE', base .. 'requeued', id) end
 
 -- Ends a waiting job. Its state changes at once; a worker receives the job later, only to record
 -- its end.
@@ -269,12 +269,12 @@ local function end_waiting(id, state, code, message, now)
   local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'cost')
   local class = class_of(job[1])
   leave_stream(id, class, job[2] or '', job[3])
-  redis.call('ZREM', base .. 'returned', id)
+  redis.call('ZREM', base .. 'requeued', id)
   redis.call('ZREM', base .. 'delayed', id)
   redis.call('ZREM', base .. 'deadlines', id)
   redis.call('HSET', key, 'state', state, 'finished_ms', whole(now), 'error_code', code or '',
     'error', message or '')
-  redis.call('ZADD', base .. 'ended', whole(now), id)
+  redis.call('ZADD', base .. 'unrecorded_ends', whole(now), id)
   if redis.call('HDEL', key, 'uncounted') == 0 then count_queued(class, -1, number(job[4], 0)) end
   publish_chunk(id, pack_end(id, end_of_log(id), state, code, message))
 end

@@ -2,7 +2,7 @@
 -- call is about one job, and calls never overlap. Only the real worker has fencing, leases and
 -- fair sharing.
 --
--- Keys       meta, job:, log:, jobs:, lanes:, idem:, delayed, deadlines, ended
+-- Keys       meta, job:, log:, jobs:, fair_shares:, idem:, delayed, deadlines, unrecorded_ends
 -- Arguments  ARGV[3]  operation: promote, take, append or finish
 --            ARGV[4]  job id
 --            then the operation's own arguments, named below
@@ -54,7 +54,7 @@ end
 
 -- finish: [5] state [6] result [7] last chunk
 if job[1] == 'running' then redis.call('HINCRBY', meta, 'running', -1) end
-redis.call('ZREM', base .. 'ended', id)
+redis.call('ZREM', base .. 'unrecorded_ends', id)
 redis.call('ZREM', base .. 'deadlines', id)
 redis.call('HSET', key, 'state', ARGV[5], 'result', ARGV[6], 'settled', '1', 'finished_ms',
   whole(now))

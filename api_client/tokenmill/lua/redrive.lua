@@ -2,7 +2,7 @@
 -- from the beginning, because only their result has what they generated. One call reads at most
 -- PAGE entries of the dead-letter stream.
 --
--- Keys       meta, job:, jobs:, lanes:, idem:, dead, ready, ready:urgent
+-- Keys       meta, job:, jobs:, fair_shares:, idem:, dead, ready, ready:urgent
 -- Arguments  ARGV[3]  largest number of jobs
 --            ARGV[4]  start: '-', or the first value of the previous reply
 --            then job ids; none: the oldest dead jobs

@@ -1,6 +1,7 @@
 -- submit: store many jobs, or none of them. A repeated call finds the jobs by their ids.
 --
--- Keys       meta, job:, jobs:, lanes:, tenant:, idem:, delayed, deadlines, ready, ready:urgent
+-- Keys       meta, job:, jobs:, fair_shares:, tenant:, idem:, delayed, deadlines, ready,
+--            ready:urgent
 -- Arguments  ARGV[3]  largest backlog of one class that the caller accepts; 0: the queue's setting
 --                     alone
 --            ARGV[4]  idempotency TTL from the job's end, ms; 0: the queue's setting

@@ -93,7 +93,7 @@ def overview(context: QueueContext) -> Operation[QueueState]:
     counts = (("ZCARD", keys.delayed), ("ZCARD", keys.unrecorded_ends), ("XLEN", keys.dead))
     returned = tuple(_first_returned(context, priority) for priority in PRIORITY_ORDER)
     tenants = tuple(
-        ("ZRANGE", keys.fair_share_index(priority), 0, MAX_TENANT_STREAMS - 1)
+        ("ZRANGE", keys.fair_shares(priority), 0, MAX_TENANT_STREAMS - 1)
         for priority in PRIORITY_ORDER
     )
     meta, scheduled, unrecorded, dead, *rest = yield Commands(

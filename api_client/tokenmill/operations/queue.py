@@ -190,7 +190,7 @@ def _waiting(context: QueueContext, limit: int) -> Operation[list[str]]:
             ("ZRANGE", keys.unrecorded_ends, 0, limit - 1),
             ("ZRANGE", keys.delayed, 0, limit - 1),
             ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit),
-            *(("ZRANGE", keys.fair_share_index(each), 0, limit - 1) for each in PRIORITY_ORDER),
+            *(("ZRANGE", keys.fair_shares(each), 0, limit - 1) for each in PRIORITY_ORDER),
         )
     )
     queued: list[bytes] = []

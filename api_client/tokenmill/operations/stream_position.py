@@ -178,9 +178,7 @@ class StreamPosition:
         return len(self._ended) < self._num_choices
 
     def _expect(self, num_choices: int) -> None:
-        """Extend the position to this number of choices or more. Chunks of an older worker do not
-        say how many there are.
-        """
+        """Extend the position to this number of choices or more."""
         missing = min(num_choices, MAX_CHOICES) - self._num_choices
         if missing <= 0:
             return

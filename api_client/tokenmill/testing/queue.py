@@ -162,7 +162,7 @@ class InMemoryQueue:
         for priority in PRIORITY_ORDER:
             tenants = [
                 name.decode()
-                for name in self._redis.zrange(self._keys.fair_share_index(priority), 0, -1)
+                for name in self._redis.zrange(self._keys.fair_shares(priority), 0, -1)
             ]
             for tenant in dict.fromkeys(["", *tenants]):
                 for _, fields in self._redis.xrange(self._keys.tenant_stream(priority, tenant)):

@@ -107,7 +107,7 @@ async def test_a_deleted_tenant_stream_counts_as_empty(
     queue: Queue, allowed_keys: list[str]
 ) -> None:
     allowed_keys.append("*")
-    await queue.redis.zadd(queue.keys.fair_share_index(Priority.BULK), {"ghost": 0})
+    await queue.redis.zadd(queue.keys.fair_shares(Priority.BULK), {"ghost": 0})
     state = await queue.client.overview()
     assert state.tenants == []
     assert state.waiting == 0

@@ -13,7 +13,6 @@ from tests.client.operations.support import JOB, answer_of_several, tokens_and_t
 from tokenmill.errors import ConfigurationError
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.codec import decode_chunk, encode
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus, ScoredPrompt, Usage
 
@@ -280,22 +279,6 @@ def test_a_number_is_no_position_of_several_choices() -> None:
 def test_what_is_no_position_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="starting_after is the position of a chunk"):
         StreamPosition(JOB, value)
-
-
-def test_chunks_of_the_version_before_are_placed_by_choice() -> None:
-    """Their index counted the tokens of all choices, and `place` those of their own."""
-    cursor = StreamPosition(JOB)
-    received: list[Chunk] = []
-    for index, (choice, place) in enumerate([(1, 0), (0, 0), (1, 1), (2, 0)]):
-        before = Chunk(
-            job_id=JOB, index=index, choice=choice, token_ids=(index,), text="x", place=place
-        )
-        received += cursor.accept(decode_chunk(encode(before))) or []
-    assert [(chunk.choice, chunk.index) for chunk in received] == [(1, 0), (0, 0), (1, 1), (2, 0)]
-    assert received[-1].position == "1.2.1"
-    assert cursor.accept(Chunk(job_id=JOB, index=4, status=JobStatus.SUCCEEDED)) is None, (
-        "no choice has reached its end"
-    )
 
 
 def test_a_choice_that_cannot_be_is_passed_over() -> None:

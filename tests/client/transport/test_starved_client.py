@@ -169,7 +169,7 @@ async def test_an_event_that_was_set_while_the_loop_was_late_counts() -> None:
 PROGRAM = """
 import asyncio, sys
 from tokenmill import AsyncClient, Client, ClientOptions, Link
-options = ClientOptions(link=Link(timeout_s=0.5, connect_timeout_s=0.5), patience_s=0.0)
+options = ClientOptions(link=Link(timeout_s=0.5, connect_timeout_s=0.5), retry_for_s=0.0)
 url, queue, job, how = sys.argv[1:]
 def read():
     with Client(url, queue=queue, options=options) as client:

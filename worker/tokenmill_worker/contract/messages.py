@@ -70,7 +70,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
     ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock
 
 
-class EngineFailed(msgspec.Struct, frozen=True, tag="broken"):
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine's last report: it could not load, or it cannot continue.
 
     `any_step`: its steps fail whatever they hold, so no request is the cause. `may_pass`: it lacked
@@ -83,7 +83,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="broken"):
     may_pass: bool = False
 
 
-class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
+class LoadProgress(msgspec.Struct, frozen=True, tag="load_progress"):
     """Progress of loading: the current stage, and its fraction (0–1)."""
 
     message: str

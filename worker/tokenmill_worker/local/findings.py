@@ -13,6 +13,6 @@ class Finding(msgspec.Struct, frozen=True):
     """The result of a check. `hint` is the remedy."""
 
     subject: str
-    severity: Severity = msgspec.field(name="verdict")  # the key in JSON
+    severity: Severity
     words: str
     hint: str = ""

@@ -142,7 +142,7 @@ class Metrics:
         self.deliveries = self._counter(
             "deliveries_total",
             "Jobs delivered to this worker",
-            ("verdict", "redelivered"),
+            ("outcome", "redelivered"),
         )
         self.left = self._counter(
             "jobs_left_total", "Jobs that left this worker unfinished, by reason", ("reason",)

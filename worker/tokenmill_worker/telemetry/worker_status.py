@@ -174,7 +174,7 @@ class StatusReporter:
         yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full", usage)
         yield gauge("kv_cache_blocks", "All KV blocks", stats.blocks_total or None)
         yield gauge(
-            "kv_cache_findable_blocks",
+            "kv_cache_cached_blocks",
             "Free KV blocks that still hold a cached prefix",
             stats.blocks_cached,
         )

@@ -3,7 +3,7 @@
 -- The script needs no common.lua and keeps its values in locals, because it runs for every token,
 -- with CPU caches that the engine has emptied.
 --
--- Keys       log:, vouchers
+-- Keys       log:, ownership_versions
 -- Arguments  KEYS[1]  the queue's meta hash, which routes the call
 --            ARGV[1]  key base
 --            ARGV[2]  PUBLISH or SPUBLISH
@@ -34,7 +34,7 @@
 local base, announce, log_ttl, worker, call, try = ARGV[1] or '', ARGV[2], ARGV[3], ARGV[4],
   redis.call, redis.pcall
 local jobs, logs, channels, versions = base .. 'job:', base .. 'log:', base .. 'chunks:',
-  base .. 'vouchers'
+  base .. 'ownership_versions'
 local is_packed, chunks = pcall(cmsgpack.unpack, ARGV[6])
 local reply = {}
 

@@ -4,8 +4,8 @@
 -- claim whose reply was lost, ended jobs, jobs that other workers gave back or lost, and then the
 -- tenant streams.
 --
--- Keys       meta, job:, log:, jobs:, lanes:, tenant:, tenants, worker:, workers, held:, vouchers,
---            delayed, deadlines, returned, ended, ready, ready:urgent
+-- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, worker:, workers, held:,
+--            ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready, ready:urgent
 -- Arguments  ARGV[3]: options by name (options.lua), read at the top of delivery.lua
 --   worker            who calls
 --   lease_ms          how long a new worker's lease lasts
@@ -103,7 +103,7 @@ end
 -- Resets the counters of a class in which no job waits: a damaged job or another version may have
 -- left other values.
 local function reset_idle_counters()
-  if redis.call('ZCARD', base .. 'returned') > 0 then return end
+  if redis.call('ZCARD', base .. 'requeued') > 0 then return end
   for _, class in ipairs(CLASSES) do
     local counts = redis.call('HMGET', meta, 'queued:' .. class, 'queued_tokens:' .. class)
     local is_settled = (counts[1] or '0') == '0' and (counts[2] or '0') == '0'
@@ -118,8 +118,8 @@ local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms, lease_ms, returns)
   if redelivers then redeliver() end
   keep_to_share()
-  deliver_from('ended', false, 63)
-  deliver_from('returned', true, 63 + math.max(credits, 0))
+  deliver_from('unrecorded_ends', false, 63)
+  deliver_from('requeued', true, 63 + math.max(credits, 0))
   if credits > 0 or urgent > 0 then deliver_from_streams() end
   -- A worker that has taken its share claims again soon by itself, and until then is not listed as
   -- idle: so jobs that come one by one go to the others too.

@@ -1,7 +1,7 @@
 -- finish: acknowledge jobs whose rows SQL has committed.
 --
--- Keys       meta, job:, log:, jobs:, lanes:, tenant:, tenants, held:, vouchers, idem:, dead,
---            deadlines, ended
+-- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, held:, ownership_versions,
+--            idem:, dead, deadlines, unrecorded_ends
 -- Arguments  ARGV[3]  worker
 --            ARGV[4]  TTL of an ended job, with its result, s
 --            ARGV[5]  TTL of a dead job and of its entry among the dead letters, s
@@ -75,7 +75,7 @@ local function write_counts()
   if num_freed > 0 then redis.call('HINCRBY', meta, 'running', -num_freed) end
   for state, jobs in pairs(ends) do redis.call('HINCRBY', meta, 'finished:' .. state, jobs) end
   for_all(tenants_of, 'HDEL', base .. 'tenants')
-  for_all(due, 'ZREM', base .. 'ended')
+  for_all(due, 'ZREM', base .. 'unrecorded_ends')
   for_all(due, 'ZREM', base .. 'deadlines')
 end
 

@@ -1,8 +1,9 @@
 -- Part of every script of a worker but append, after common.lua: releases owned jobs, and sweeps
 -- the jobs of dead workers. A worker is alive while its lease key `worker:<id>` exists.
 --
--- Keys of a sweep  meta, job:, jobs:, lanes:, tenant:, tenants, workers, held:, vouchers, delayed,
---                  deadlines, returned, ended, ready, ready:urgent
+-- Keys of a sweep  meta, job:, jobs:, fair_shares:, tenant:, tenants, workers, held:,
+--                  ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready,
+--                  ready:urgent
 local HISTORY_LINES = 20
 
 local function tenant_running(tenant, change)
@@ -20,7 +21,9 @@ end
 
 -- Deletes a worker's ownership version because the set of its jobs changed: its next append then
 -- checks each job (see append.lua). If the key has the wrong type, no worker has a version anyway.
-local function invalidate_version(worker) redis.pcall('HDEL', base .. 'vouchers', worker) end
+local function invalidate_version(worker)
+  redis.pcall('HDEL', base .. 'ownership_versions', worker)
+end
 
 -- Takes a job from the worker in whose set it is. Without `tenant`, its hash is gone, and `tenants`
 -- has the tenant.
@@ -61,7 +64,7 @@ local function give_back(id, owner, now, how, alone, delay_ms, note)
   release_ownership(id, worker, tenant)
   if state ~= 'running' then  -- it ended while it waited and only has to be recorded
     redis.call('HSET', key, 'worker', '')
-    redis.call('ZADD', base .. 'ended', whole(now), id)
+    redis.call('ZADD', base .. 'unrecorded_ends', whole(now), id)
     return
   end
   leave_stream(id, class, tenant, job[5])
