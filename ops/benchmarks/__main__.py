@@ -18,13 +18,9 @@ from typing import NoReturn
 COMMANDS = {
     "engine": "the bare engine: tokens/s and first tokens, beside --peer NAME",
     "service": "the service (Valkey, log, pub/sub, SQL) beside the bare engine",
-    "queue": "the queue alone, model-free: jobs/s, memory (--peer celery|arq)",
     "bulk": "what a bulk file costs the interactive jobs beside it",
-    "interference": "what a long prompt costs running streams and a short prompt",
-    "scheduler": "the cost of one plan and commit, by batch and by backlog",
-    "drafts": "what drafts of forced tokens or of a model save, and cost",
     "quality": "what rounding weights, keys and values costs: perplexity",
-    "simulate": "policies in virtual time; what one queue server carries",
+    "simulate": "how many workers one queue server carries, counted",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 

@@ -9,7 +9,7 @@ from ops.gpu_check.stages import CheckStage
 DRY_S = 120.0  # of a stage on a CPU, which others may use too
 PARTS = {
     "first": ("model", "settings"),
-    "speed": ("model", "mixed"),
+    "speed": ("model",),
     "variants": ("settings",),
     "way": ("way",),
 }
@@ -22,8 +22,8 @@ FAMILIES = (
 TEST_PROCESSES = 12  # fewer than the machine has cores: kernels are compiled in threads too
 TINY = [
     *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3"),
-    *("--steps", "4", "--prefill", "64", "--context", "20", "--long", "70"),
-    *("--share", "0.05", "--rounds", "1"),
+    *("--steps", "4", "--prefill", "64", "--context", "20"),
+    *("--rounds", "1"),
 ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _families(device: list[str], is_dry: bool) -> list[str]:
 
 
 def _bench(form: str, out: Path, is_dry: bool) -> CheckStage:
-    parts = ("model", "mixed", "settings") if is_dry and form == "first" else PARTS[form]
+    parts = ("model", "settings") if is_dry and form == "first" else PARTS[form]
     words = [word for part in parts for word in ("--part", part)]
     limit = {"first": 250.0, "variants": 490.0, "way": 190.0}.get(form, 530.0)
     if is_dry:

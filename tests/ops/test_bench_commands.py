@@ -1,4 +1,4 @@
-"""`ops/bench engine`, `service`, `queue` from end to end on the model-free engine: real processes
+"""`ops/bench engine`, `service` and `bulk` from end to end on the model-free engine: real processes
 and figures.
 """
 
@@ -140,71 +140,6 @@ def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert whole["wall_s"] > 0 < bare["wall_s"]
     assert whole["steady_tok_s"] > 0 < bare["steady_tok_s"]
     assert "tokenmill: ratio by round" in capsys.readouterr().out
-
-
-@pytest.mark.redis
-@pytest.mark.slow
-def test_queue_beside_celery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each system must have done every job, or its measurement raises."""
-    out = tmp_path / "queue.json"
-    wanted = [
-        "--jobs",
-        "40",
-        "--tokens",
-        "4",
-        "--rounds",
-        "1",
-        "--peer",
-        "celery",
-        "--json",
-        str(out),
-    ]
-    assert main(["queue", *wanted]) == 0
-    ours, celery = (
-        json.loads(out.read_text())["results"]["queue"][name] for name in ("tokenmill", "celery")
-    )
-    assert min(*ours.values(), *celery.values()) > 0
-    assert set(ours) == set(celery)
-    assert "whole way" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_drafts(tmp_path: Path) -> None:
-    out = tmp_path / "drafts.json"
-    wanted = ["--jobs", "2", "--max-num-seqs", "2", "--rounds", "1", "--json", str(out)]
-    assert main(["drafts", *wanted]) == 0
-    results = json.loads(out.read_text())["results"]
-    assert len(results) == 6
-    for name, found in results.items():
-        drafted, plain = found["with drafts"], found["without"]
-        assert plain["accepted"] == 0
-        if name.startswith("extraction"):
-            assert drafted["steps"] < 0.6 * plain["steps"]
-            assert drafted["accepted"] > 0.4 * drafted["tokens"]
-        if name.startswith("quotes"):
-            assert 0 < drafted["accepted"] < 0.9 * drafted["tokens"]
-
-
-def test_interference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "interference.json"
-    chunks = ["--chunk", "64", "--chunk", "256", "--chunk", "4096"]
-    wanted = ["--model", "synthetic?step_ms=1", *chunks, "--rounds", "1", "--json", str(out)]
-    assert main(["interference", *wanted]) == 0
-    record = json.loads(out.read_text())
-    assert record["command"] == "interference"
-    assert record["arguments"][:2] == ["--model", "synthetic?step_ms=1"]
-    assert record["machine"]["cores"] >= 1
-    cases = record["results"]["interference"]
-    small, large, whole = (cases[f"{chunk} tokens"] for chunk in (64, 256, 4096))
-    assert small["short_ttft_steps"] == large["short_ttft_steps"] == 1, (
-        "the short prompt starts in the next step"
-    )
-    assert small["long_ttft_ms"] > small["short_ttft_ms"]
-    assert whole["silence_ms"] >= whole["long_ttft_ms"] * 0.9, "one step reads the long prompt"
-    printed = capsys.readouterr().out
-    assert "short one's" in printed
-    assert max(map(len, printed.splitlines())) <= 80
 
 
 @pytest.mark.redis

@@ -3,10 +3,8 @@ it counts.
 """
 
 import argparse
-import contextlib
 import copy
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,15 @@ import torch
 from rich.console import Console
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.gpu.measures import EngineMeasures, configure, engine_of, summarise
+from ops.benchmarks.gpu.measures import EngineMeasures, configure, engine_of
 from ops.benchmarks.gpu.models import describe, random_model
-from ops.benchmarks.gpu.peer import take_turns
 from ops.benchmarks.gpu.session import Session
-from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round
 from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape, Work
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
-from ops.benchmarks.peers.transformers_batching import TransformersBatching
 from tokenmill_worker.engine.plan import StepPlan
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3",
         "--steps", "8",
-        "--prefill", "96", "--context", "20", "--long", "70"]  # fmt: skip
+        "--prefill", "96", "--context", "20"]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -35,9 +29,9 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "
 def test_the_whole_command_on_a_tiny_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every path but those of CUDA, the peer too."""
+    """Every path but those of CUDA."""
     out = tmp_path / "gpu.json"
-    assert main(["gpu", *TINY, "--share", "0.05", "--rounds", "1", "--json", str(out)]) == 0
+    assert main(["gpu", *TINY, "--json", str(out)]) == 0
     record = json.loads(out.read_text())
     found = record["results"]["tiny"]
     settings = ("default", "without graphs", "without running ahead", "without either",
@@ -51,19 +45,8 @@ def test_the_whole_command_on_a_tiny_model(
         assert decodes, setting
         for figures in decodes.values():
             assert figures["share_of_floor"] > 0
-    assert {
-        "default: decode 1",
-        "default: decode 3",
-        "default: drawn 3",
-        "default: profile 3",
-    } <= set(found)
+    assert {"default: decode 1", "default: decode 3", "default: drawn 3"} <= set(found)
     assert found["default: prefill"]["tokens_s"] > 0
-    assert (
-        found["default: profile 3"]["busy"] > 0
-    )  # no operator of torch need take 2 % of so short a step
-    assert isinstance(found["default: profile 3"]["parts"], dict)
-    assert found["mixed"]["times_transformers"] > 0
-    assert found["mixed"]["same"] == "3/3"
     assert "does not run on cpu" in record["left_out"]["tiny: attention flash"]
     others = ("triton", "flash", "torch_varlen")
     assert set(record["left_out"]) == {f"tiny: attention {name}" for name in others}
@@ -79,7 +62,6 @@ def test_what_the_limit_leaves_no_time_for_is_named_in_a_whole_record(tmp_path: 
     record = json.loads(out.read_text())
     assert record["left_out"] == {
         "tiny: model": "no time was left",
-        "tiny: mixed": "no time was left",
         "tiny: settings": "no time was left",
     }
     assert record["ceilings"]["bytes_s"] > 0
@@ -105,73 +87,6 @@ def test_a_measurement_that_fails_is_named_and_the_others_are_kept(tmp_path: Pat
         len(record["results"].get("tiny", {})) for record in kept
     )
     assert session.record["ok"] is False
-
-
-def test_what_would_not_end_in_time_is_not_begun() -> None:
-    session = Session(
-        argparse.Namespace(device="cpu", dtype="float32", limit=60.0), Console(quiet=True)
-    )
-    session.attempt("tiny", "long", lambda: {"tokens_s": 1.0}, needs_s=90.0)
-    session.attempt("tiny", "short", lambda: {"tokens_s": 1.0}, needs_s=30.0)
-    assert list(session.record["results"]["tiny"]) == ["short"]
-    assert session.record["left_out"] == {"tiny: long": "no time was left"}
-
-
-class Silent:
-    """A Transformers batching manager that never answers, and its model."""
-
-    generation_config = argparse.Namespace()
-
-    def continuous_batching_context_manager(self, **_: object) -> Any:
-        return contextlib.nullcontext(self)
-
-    def add_request(self, *_: object, **__: object) -> None:
-        """Accept the request and do nothing."""
-
-    def get_result(self, timeout: float) -> None:
-        assert timeout <= 1
-
-    def is_running(self) -> bool:
-        return True
-
-
-@pytest.mark.timeout(30)
-def test_a_peer_is_not_waited_for_beyond_the_deadline() -> None:
-    peer = TransformersBatching(EngineOptions(model=""), Silent(), deadline=time.monotonic() + 0.1)
-    with pytest.raises(TimeoutError, match="no time was left"):
-        peer.run((WorkloadRequest((5, 6), 2),))
-
-
-class Scripted(MeasuredEngine):
-    """Answers in so many seconds a round; then there is no time left."""
-
-    description = "scripted"
-
-    def __init__(self, *walls_s: float) -> None:
-        self._walls_s = iter(walls_s)
-
-    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
-        wall_s = next(self._walls_s, None)
-        if wall_s is None:
-            raise TimeoutError("no time was left")
-        return Round(wall_s, [[7] * request.max_tokens for request in requests], [])
-
-
-def test_each_round_is_kept_before_the_next_is_waited_for() -> None:
-    kept: list[dict[str, Any]] = []
-    load = Workload("two", (WorkloadRequest((5,), 6), WorkloadRequest((6,), 6)))
-    with pytest.raises(TimeoutError):
-        take_turns(
-            {"tokenmill": Scripted(1.0, 3.0), "transformers": Scripted(4.0)}, load, 2,
-            lambda record: kept.append(copy.deepcopy(record)),
-        )  # fmt: skip
-    assert [record.get("times_transformers") for record in kept] == [None, 4.0, 4.0]
-    rates = {
-        name: [figures["output_tok_s"] for figures in rounds]
-        for name, rounds in kept[-1]["rounds"].items()
-    }
-    assert rates == {"tokenmill": [12.0, 4.0], "transformers": [3.0]}
-    assert kept[-1]["same"] == "2/2"
 
 
 CEILINGS = Ceilings(1e9, 1e9, 1e9, 1e9)
@@ -227,7 +142,7 @@ def test_a_batch_that_shrank_is_no_measurement() -> None:
     with engine:
         options.steps = -14  # so many tokens fewer than they would make
         with pytest.raises(RuntimeError, match="2 sequences ended"):
-            EngineMeasures(engine, SHAPES["tiny"], CEILINGS, options).profile(2)
+            EngineMeasures(engine, SHAPES["tiny"], CEILINGS, options).decode(2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
@@ -269,15 +184,3 @@ def test_weights_are_counted_as_transformers_has_them(name: str) -> None:
         model = AutoModelForCausalLM.from_config(config)
     products = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert SHAPES[name].num_weights == products
-
-
-def test_kernels_are_summed_by_name_and_gaps_by_their_neighbours() -> None:
-    spans = [(0.0, 40.0, "a"), (50.0, 90.0, "b"), (20.0, 45.0, "c"), (90.5, 100.0, "a")]
-    found = summarise(spans, steps=1)
-    assert list(found["parts"].items()) == [
-        ("a", pytest.approx(0.0495)),
-        ("b", pytest.approx(0.04)),
-        ("c", pytest.approx(0.025)),
-        ("gap: c → b", pytest.approx(0.005)),
-    ]
-    assert found["busy"] == pytest.approx(1 - 5.5 / 100)

@@ -1,6 +1,6 @@
 """`ops/bench engine`: tokens per second and first tokens of the bare engine and its peers.
 
-Peers (Transformers with continuous and with static batching, vLLM, llama.cpp) serve the same file
+Peers (Transformers with continuous and with static batching, vLLM) serve the same file
 in the same run.
 """
 

@@ -5,11 +5,10 @@ The models have well-known shapes and random weights.
 The ceilings (bytes per second, operations per second) are measured in the same run. The floor of a
 step is the sum of what each product and attention must take by them, counted from the model's
 shapes. The most important measurements come first: for every model, decode by batch size, one long
-prefill, drawn tokens, where a step's time goes, and the mixed load beside Transformers' continuous
-batching on a second model with the same weights. Then follow, for every model, 8-bit keys and
-values, the attention backends, and the engine without graphs or running ahead. The record is
-written after every measurement and names what `--limit` left no time for, so an interrupted run
-keeps all that it measured.
+prefill and drawn tokens. Then follow, for every model, 8-bit keys and values, the attention
+backends, and the engine without graphs or running ahead. The record is written after every
+measurement and names what `--limit` left no time for, so an interrupted run keeps all that it
+measured.
 
 `--part way` measures the whole service (Valkey, log, pub/sub, SQL) beside the bare engine, with as
 many streams as the largest batch. It needs the packages of worker and client too.
@@ -22,8 +21,6 @@ transformers, rich and msgspec runs it without an installation of ours:
 
 import argparse
 import sys
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,23 +30,18 @@ from rich.console import Console
 
 from ops.benchmarks.gpu.measures import EngineMeasures, configure, engine_of
 from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_model
-from ops.benchmarks.gpu.peer import beside
 from ops.benchmarks.gpu.session import Session
-from ops.benchmarks.measure.step_floor import SHAPES, Shape
+from ops.benchmarks.measure.step_floor import SHAPES
 from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engine.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
-WARM_S, TURN_S = 30.0, 15.0  # of the mixed load: once; a round of its 64 requests on both engines
 COLUMNS = {
     "tokens_s": ("tokens/s", "{:,.0f}"),
     "ms": ("ms", "{:.2f}"),
     "share_of_floor": ("floor's share", "{:.1%}"),
-    "times_transformers": ("× Transformers", "{:.2f}"),
-    "busy": ("device busy", "{:.1%}"),
     "share_of_engine": ("engine's share", "{:.1%}"),
     "of_all": ("of all", "{:.1%}"),
-    "short_ttft_steps": ("steps to a first token", "{:.0f}"),
 }
 # What the part `settings` measures: one setting changed at a time.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -76,24 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--context", type=int, default=512, help="tokens of each decoding sequence")
-    parser.add_argument(
-        "--long", type=int, default=16_000, help="half the tokens of the prompt beside a short one"
-    )
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument(
         "--part",
         action="append",
-        choices=("model", "mixed", "settings", "way"),
-        help="model: the default settings; mixed: a mixed load, beside Transformers; settings: one "
-        "changed at a time; way: the whole service (Valkey, log, pub/sub, SQL) beside the engine; "
-        "repeatable; default: all but way",
+        choices=("model", "settings", "way"),
+        help="model: the default settings; settings: one changed at a time; way: the whole service "
+        "(Valkey, log, pub/sub, SQL) beside the engine; repeatable; default: all but way",
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--share", type=float, default=4.0, help="scale the mixed load's 64 requests"
-    )
-    parser.add_argument("--rounds", type=int, default=2, help="of the mixed load")
+    parser.add_argument("--rounds", type=int, default=2, help="of the whole service")
     parser.add_argument(
         "--limit",
         type=float,
@@ -112,8 +97,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
-    parts = {"model": measure, "mixed": contend, "settings": vary, "way": serve}
-    for what in options.part or ("model", "mixed", "settings"):
+    parts = {"model": measure, "settings": vary, "way": serve}
+    for what in options.part or ("model", "settings"):
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
             session.attempt(name, what, partial(parts[what], name, session))
             forget()
@@ -124,19 +109,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def measure(name: str, session: Session) -> None:
     """Measure the engine with its default settings."""
     batches = session.options.batch
-    smallest, largest = min(batches), max(batches)
-    wanted = [*_decodes(*batches), ("prefill",), ("drawn", largest), ("profile", smallest)]
-    if largest != smallest:
-        wanted.append(("profile", largest))
+    wanted = [*_decodes(*batches), ("prefill",), ("drawn", max(batches))]
     measure_case(name, session, _load(name, session), "default", {}, wanted)
-
-
-def contend(name: str, session: Session) -> None:
-    """Measure the mixed load on the engine and on its peer."""
-    options, loaded = session.options, _load(name, session)
-    keep = partial(session.keep, name, "mixed")
-    work = partial(beside, SHAPES[name], options, loaded, session.until, keep)
-    session.attempt(name, "mixed", work, WARM_S + TURN_S * options.share * options.rounds)
 
 
 def vary(name: str, session: Session) -> None:
@@ -156,30 +130,16 @@ def _decodes(*batches: int) -> list[Wanted]:
 
 
 def serve(name: str, session: Session) -> None:
-    """Measure a short prompt beside a long one, then the whole service beside the engine."""
-    from ops.benchmarks.gpu.whole_way import compare  # needs packages that the other parts do not
+    """Measure the whole service beside the engine, on a new model."""
+    # needs packages that the other parts do not
+    from ops.benchmarks.gpu.whole_way import compare, saved
 
-    options = session.options
-    shape = replace(SHAPES[name], max_position_embeddings=2 * options.long + 1024)
-    with ExitStack() as stack:
-        folder = _written(name, session, shape, stack)
+    options, shape = session.options, SHAPES[name]
+    with saved(random_model(shape, options.device, session.dtype), shape) as folder:
+        session.tell(f"{name}: written", str(folder))
         forget()  # the two processes need the memory
         logs = Path(options.json).parent if options.json else None
         session.attempt(name, "whole way", partial(compare, folder, shape, options, logs))
-
-
-def _written(name: str, session: Session, shape: Shape, stack: ExitStack) -> Path:
-    """Return the folder of a new model, which lasts as long as the stack; measure it first."""
-    from ops.benchmarks.gpu.whole_way import saved, short_beside_long
-
-    options = session.options
-    model = random_model(shape, options.device, session.dtype)
-    folder = stack.enter_context(saved(model, shape))
-    session.tell(f"{name}: written", str(folder))
-    loaded = describe(model, configure(shape, options))
-    work = partial(short_beside_long, loaded, shape, options)
-    session.attempt(name, "short beside long", work)
-    return folder
 
 
 def _load(name: str, session: Session) -> LoadedModel:
@@ -225,12 +185,5 @@ def _show(console: Console, record: dict[str, Any]) -> None:
             f"{ceilings['operations_s'] / 1e12:,.2f} TFLOP/s, measured in this run"
         )
         show(console, title, found, COLUMNS)
-        for what, figures in found.items():
-            if parts := figures.get("parts"):
-                rows = {
-                    part[:90]: {"ms": ms, "share": ms / figures["ms"]} for part, ms in parts.items()
-                }
-                columns = {"ms": ("ms a step", "{:.3f}"), "share": ("share", "{:.1%}")}
-                show(console, f"{name}, {what}", rows, columns)
     for what, reason in record["left_out"].items():
         console.print(f"left out: {what}: {reason}", markup=False)

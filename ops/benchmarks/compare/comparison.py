@@ -24,12 +24,11 @@ from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
 from ops.benchmarks.peers.child import Child, ChildError
 from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, Waiting, python_with
-from tokenmill_worker.engine.model.model_files import BUILT_IN, resolve
+from tokenmill_worker.engine.model.model_files import resolve
 
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
 VLLM = "vllm"
-LLAMACPP = "llamacpp"  # it rounds activations, so its tokens may differ
 STATIC = "static"  # Transformers' generate on padded batches
 # Our engine with other settings, whatever `--set` says; None is the default.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -45,10 +44,9 @@ _MODULES = {
     "transformers": "transformers_batching",
     STATIC: "static_batching",
     VLLM: "vllm_engine",
-    LLAMACPP: "llamacpp_server",
     FLOOR: "floor",
 }
-_PACKAGES = {VLLM: VLLM_PACKAGE, LLAMACPP: "xllamacpp==2026.10.11549"}  # not in our environment
+_PACKAGES = {VLLM: VLLM_PACKAGE}  # not in our environment
 PEERS = tuple(name for name in _MODULES if name not in (OURS, WHOLE_WAY))
 
 
@@ -153,8 +151,7 @@ def _is_equal(arguments: argparse.Namespace, results: dict[str, dict[str, Any]])
     return all(
         figures.get("is_equal", True)
         for engines in results.values()
-        for name, figures in engines.items()
-        if name != LLAMACPP
+        for figures in engines.values()
     )
 
 
@@ -219,18 +216,8 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
 
     Peers in an environment of their own cannot resolve our model names: they get the files.
     """
-    if name == LLAMACPP:
-        return dataclasses.replace(options, model=_gguf_of(options.model), settings={})
     if name == VLLM:
         return dataclasses.replace(options, model=str(resolve(options.model)), settings={})
     settings = {**options.settings, **VARIANTS.get(name, {})}
     given = {key: value for key, value in settings.items() if value is not None}
     return dataclasses.replace(options, settings=given)
-
-
-def _gguf_of(model: str) -> str:
-    """Return the GGUF file of a model; raises ValueError if it has not one."""
-    files = [str(path) for path in BUILT_IN[model].files()] if model in BUILT_IN else [model]
-    if len(files) > 1 or not files[0].endswith(".gguf"):
-        raise ValueError(f"llama.cpp needs a model of one GGUF file, which {model} is not")
-    return files[0]

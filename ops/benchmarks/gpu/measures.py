@@ -3,8 +3,7 @@
 import argparse
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
 from tokenmill_worker.engine.execution.build import build_runner
 from tokenmill_worker.engine.model.loader import LoadedModel
 
-LEAST_SHARE = 0.02  # of the profiled time
 SPARE = 16  # tokens that sequences may produce besides those that are measured
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, top_k=100, seed=1, ignore_eos=True)
@@ -54,7 +52,7 @@ def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
 
 @dataclass(frozen=True, slots=True)
 class EngineMeasures:
-    """Measures one engine: decode by batch size, a long prefill, and where a step's time goes."""
+    """Measures one engine: decode by batch size and a long prefill."""
 
     engine: Engine
     shape: Shape
@@ -92,26 +90,6 @@ class EngineMeasures:
             times.append(time.perf_counter() - started)
         work = self._work(tokens, 1, tokens, tokens * (tokens + 1) // 2)
         return self._figures(tokens, statistics.median(times[1:]), work)
-
-    def profile(self, batch: int) -> dict[str, Any]:
-        """Profile decode steps with torch's profiler."""
-        device, steps = torch.device(self.options.device), min(20, self.options.steps)
-        requests = self._start(batch, GREEDY)
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=kinds) as profile:
-            for _ in range(steps):
-                self.engine.step()
-            synchronise(device)
-        self._end(requests)
-        wanted = "CUDA" if device.type == "cuda" else "CPU"  # a CPU has operators and no kernels
-        spans = [
-            (event.time_range.start, event.time_range.end, event.name)
-            for event in profile.events() or ()
-            if event.device_type.name == wanted and (wanted == "CUDA" or event.cpu_parent is None)
-        ]
-        return summarise(spans, steps)
 
     def _start(self, batch: int, params: SamplingParams) -> list[str]:
         """Start sequences of `options.context` tokens.
@@ -154,31 +132,6 @@ class EngineMeasures:
     def _figures(self, tokens: int, seconds: float, work: Work) -> dict[str, float]:
         share = self.shape.floor_s(self.ceilings, work) / seconds
         return {"tokens_s": tokens / seconds, "ms": 1e3 * seconds, "share_of_floor": share}
-
-
-def summarise(spans: Iterable[tuple[float, float, str]], steps: int) -> dict[str, Any]:
-    """Sum up spans (start, end, name), in microseconds, in any order; they may overlap.
-
-    `busy` is the share of the time in which the device worked. `parts` has the milliseconds a step
-    of kernels by name, and of gaps by the two kernels around them, largest first; those below
-    LEAST_SHARE of the time are left out.
-    """
-    ordered = sorted(spans)
-    if not ordered:
-        return {"busy": 0.0, "parts": {}}
-    worked: defaultdict[str, float] = defaultdict(float)
-    idle: defaultdict[str, float] = defaultdict(float)
-    first, reached, last = ordered[0]
-    for start, end, name in ordered:
-        worked[name] += end - start
-        if start > reached:
-            idle[f"gap: {last} → {name}"] += start - reached
-        if end >= reached:
-            reached, last = end, name
-    whole = reached - first
-    took = sorted([*worked.items(), *idle.items()], key=lambda pair: -pair[1])
-    parts = {name: us / 1e3 / steps for name, us in took if us > LEAST_SHARE * whole}
-    return {"busy": 1.0 - sum(idle.values()) / whole, "ms": whole / 1e3 / steps, "parts": parts}
 
 
 def prompt_ids(shape: Shape, count: int, seed: int) -> tuple[int, ...]:

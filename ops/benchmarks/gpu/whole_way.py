@@ -13,34 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ops.benchmarks.commands import interference
 from ops.benchmarks.compare import comparison
-from ops.benchmarks.gpu.measures import configure, engine_of, prompt_ids
+from ops.benchmarks.gpu.measures import prompt_ids
 from ops.benchmarks.measure.step_floor import Shape
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
-from tokenmill_worker.engine.model.loader import LoadedModel
 
 STEP_TOKENS = 2048  # as a worker's default on CUDA
-STREAMS = 32  # beside the long prompt
 MEMORY = Path("/dev/shm")
 LOAD = "streams"
-
-
-def short_beside_long(
-    loaded: LoadedModel, shape: Shape, options: argparse.Namespace
-) -> dict[str, float]:
-    """Measure a short prompt that arrives one step behind a prompt of twice `options.long`."""
-    streams = min(STREAMS, max(options.batch) - 2)  # both prompts find a place beside them
-    tokens = 2 * options.long + interference.SHORT + streams * 512
-    config = configure(
-        shape,
-        options,
-        num_blocks=tokens // 16 + 2 * streams,
-        max_num_batched_tokens=min(STEP_TOKENS, options.long),
-    )
-    with engine_of(loaded, config) as engine:
-        interference.measure(engine, 0, streams, 2 * options.long)  # compiles, captures graphs
-        return interference.measure(engine, 1, streams, 2 * options.long)
 
 
 @contextmanager

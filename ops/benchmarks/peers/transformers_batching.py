@@ -6,7 +6,6 @@ of an earlier round; creating and ending the manager is not timed.
 
 import dataclasses
 import logging
-import math
 import os
 import time
 from typing import Any
@@ -18,13 +17,7 @@ PAGE_SIZE = 32
 
 
 class TransformersBatching(MeasuredEngine):
-    def __init__(
-        self, options: EngineOptions, model: Any = None, deadline: float = math.inf
-    ) -> None:
-        """Set up; `model` is already on its device, or None to load it where our engine would.
-
-        A round raises TimeoutError at `deadline`, a time of the monotonic clock.
-        """
+    def __init__(self, options: EngineOptions) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch
         from transformers import __version__
@@ -33,8 +26,7 @@ class TransformersBatching(MeasuredEngine):
             torch.set_num_threads(options.threads)
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._options = options
-        self._deadline = deadline
-        self._model: Any = load_model(options) if model is None else model
+        self._model: Any = load_model(options)
         self._model.generation_config.do_sample = False
         self._model.generation_config.eos_token_id = -1  # means: none
         self.description = (
@@ -95,8 +87,6 @@ class TransformersBatching(MeasuredEngine):
 
     def _next(self, manager: Any) -> Any:
         """Return the next result, or None if none came within a second."""
-        if time.monotonic() > self._deadline:
-            raise TimeoutError("no time was left for its answers")
         result = manager.get_result(timeout=1)
         if result is None and not manager.is_running():
             raise RuntimeError("its generation thread ended")

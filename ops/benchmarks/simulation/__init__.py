@@ -1,5 +1,1 @@
-"""Planning past one machine: the real scheduler in virtual time on a cost model, and what a queue
-server carries, counted.
-
-No device is needed, and nothing waits.
-"""
+"""Planning past one machine: what a queue server carries, counted. No device is needed."""

@@ -12,12 +12,12 @@ import statistics
 from dataclasses import dataclass
 
 from ops.benchmarks.simulation.costs import seconds
-from ops.benchmarks.simulation.load import answer_length
 from tokenmill_worker.consume.consumer import MAX_AT_ONCE
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE
 from tokenmill_worker.settings import Settings
 
+MAX_ANSWER = 1_000  # tokens
 RECORD_GROUP = Settings.model_construct().record_group
 
 
@@ -90,8 +90,13 @@ def measure() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def mean_answer() -> float:
-    source = random.Random("answers")
-    return statistics.fmean(answer_length(source) for _ in range(20_000))
+    """Return the mean length of an answer: log-normal, with the median published for a large
+    conversation service.
+    """
+    draw = random.Random("answers").lognormvariate
+    return statistics.fmean(
+        max(4, min(MAX_ANSWER, round(129 * draw(0.0, 0.9)))) for _ in range(20_000)
+    )
 
 
 def tokens_s(mix: Mix) -> float:
