@@ -217,7 +217,7 @@ def listed_keys(script: Script) -> set[str]:
     rows = row.findall(script.text)
     own, sweep = rows[-1], rows[-2] if len(rows) > 2 else ""
     text = own + (sweep if "those of a sweep" in own else "")
-    return set(re.findall(r"[a-z]+:urgent|[a-z]+:?", text))
+    return set(re.findall(r"[a-z_]+:urgent|[a-z_]+:?", text))
 
 
 @pytest.fixture(scope="module")
