@@ -25,9 +25,6 @@
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
 | `tm:{q}:tenants` | hash job id → its named tenant | claim | until finish, release; TTL |
 | `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual time | scripts | TTL since use |
-| `tm:{q}:batches` | sorted set batch id → created ms | bulk without SQL | a month after a change |
-| `tm:{q}:batch:<id>` | hash: the batch, its state and progress | the same | the same |
-| `tm:{q}:refused:<id>` | hash line → why it has no job | the same | the same |
 | `tm:{q}:meta` | hash: counters, limits, settings of all tenants | scripts, operators | for ever |
 """
 
@@ -118,17 +115,6 @@ class Keys:
     @property
     def dead(self) -> str:
         return f"{self.base}dead"
-
-    @property
-    def batches(self) -> str:
-        return f"{self.base}batches"
-
-    def batch(self, batch_id: str) -> str:
-        return f"{self.base}batch:{batch_id}"
-
-    def refused(self, batch_id: str) -> str:
-        """Return the key of the lines of a batch that have no job."""
-        return f"{self.base}refused:{batch_id}"
 
     @property
     def meta(self) -> str:

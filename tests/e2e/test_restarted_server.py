@@ -16,9 +16,7 @@ import redis.asyncio
 from tests.support.other_servers import binary_of, every_server
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
-from tokenmill import AsyncClient, Client
-from tokenmill.bulk.batch import Batch
-from tokenmill.bulk.stores.redis import RedisBatchStore
+from tokenmill import AsyncClient
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
@@ -114,8 +112,6 @@ async def fill(server: ControlledValkey) -> tuple[list[str], list[str]]:
         waiting = await producer.submit_many(more)
         cancelled = await producer.submit(prompt="cancelled", max_tokens=4)
         await producer.cancel(cancelled)
-    with Client(url(server, "producer"), queue=QUEUE) as client:
-        RedisBatchStore(client).create(Batch(id="batch_1", queue=QUEUE))
     done = [one.job_id for one in ended]
     return [str(job) for job in (*first, *waiting) if str(job) not in done], done
 

@@ -9,7 +9,7 @@ from tokenmill.bulk.formats.output_files import Paths
 from tokenmill.bulk.lifecycle import cancel_batch, export_batch, refresh
 from tokenmill.bulk.progress import BatchProgress, RunLimits
 from tokenmill.bulk.run import BatchOptions, import_batch, new_batch, run_batch
-from tokenmill.bulk.stores.store import BatchStore, open_store
+from tokenmill.bulk.store import BatchStore, open_store
 
 __all__ = [
     "Batch", "BatchNotFound", "BatchOptions", "BatchProgress", "BatchState", "BatchStore", "Paths",

@@ -1,4 +1,4 @@
-"""A batch: a bulk file that a queue processes, as it is stored in SQL or Redis, and as OpenAI's API
+"""A batch: a bulk file that a queue processes, as it is stored in SQL, and as OpenAI's API
 shows it.
 
     validating ─▶ in_progress ─▶ finalizing ─▶ completed

@@ -28,7 +28,7 @@ from tokenmill.bulk.formats.input_file import job_id, line_of
 from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED, UNREADABLE, unanswered
 from tokenmill.bulk.pending_lines import PendingLines
 from tokenmill.bulk.progress import WINDOW, BatchProgress, CallRetries, RunLimits
-from tokenmill.bulk.stores.store import BatchStore
+from tokenmill.bulk.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import IdempotencyConflict, InvalidRequest, QueueRefusal
 from tokenmill_schemas.job import JobRequest

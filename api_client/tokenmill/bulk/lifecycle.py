@@ -28,7 +28,7 @@ from tokenmill.bulk.formats.output_line import (
 )
 from tokenmill.bulk.pages import paged
 from tokenmill.bulk.progress import WINDOW
-from tokenmill.bulk.stores.store import BatchStore
+from tokenmill.bulk.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
 from tokenmill.operations.io_requests import server_time

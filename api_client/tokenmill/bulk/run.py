@@ -30,7 +30,7 @@ from tokenmill.bulk.formats.output_files import Done, OutputFiles, Paths
 from tokenmill.bulk.formats.output_line import CANCELLED, EXPIRED
 from tokenmill.bulk.lifecycle import REASONS, end_batch, fill, refresh
 from tokenmill.bulk.progress import BatchProgress, RunLimits
-from tokenmill.bulk.stores.store import BatchStore
+from tokenmill.bulk.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, InvalidRequest
 from tokenmill.operations.io_requests import server_time

@@ -22,7 +22,10 @@ class Database:
     sqlalchemy, imported when the first instance is created.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, where: str | Path) -> None:
+        """Raises ConfigurationError for a URL that cannot be read. A path is an SQLite file, which
+        is made if it does not exist.
+        """
         try:
             import sqlalchemy
 
@@ -35,13 +38,18 @@ class Database:
             ) from error
         self.sql = sqlalchemy
         self._errors = driver_errors
-        scheme, separator, _ = url.partition("://")
+        url: str | sqlalchemy.URL = str(where)
+        if isinstance(where, Path):
+            url = sqlalchemy.URL.create("sqlite", database=str(where))
+        scheme, separator, _ = str(url).partition("://")
         if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
             raise ConfigurationError(
                 "the database URL begins with sqlite:/// or postgresql://; others are not served"
             )
         try:
-            self._engine = engine.open_engine(url, pool_size=5, is_producer=True)
+            self._engine = engine.open_engine(
+                url, pool_size=5, may_create=isinstance(where, Path), is_producer=True
+            )
         except ImportError as error:
             raise ConfigurationError(f"the database's driver is not installed: {error}") from error
         except (sqlalchemy.exc.ArgumentError, ValueError):  # their messages repeat parts of the URL

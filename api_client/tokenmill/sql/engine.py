@@ -27,7 +27,7 @@ _BUSY_POLL_S: Final = 0.02
 IDLE_TIMEOUT_S: Final = STATEMENT_TIMEOUT_S + 5
 
 
-def parse_database_url(url: str) -> URL:
+def parse_database_url(url: str | URL) -> URL:
     """Parse a URL; `postgres://` and `postgresql://` select psycopg 3."""
     parsed = make_url(url)
     if parsed.drivername in ("postgres", "postgresql"):
@@ -62,7 +62,7 @@ def file_exists(path: Path) -> bool:
 
 
 def open_engine(
-    url: str,
+    url: str | URL,
     *,
     pool_size: int = 2,
     may_create: bool = False,

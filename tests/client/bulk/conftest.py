@@ -1,4 +1,4 @@
-"""Fixtures of the batch tests: both stores of batches, and a client on a real queue."""
+"""Fixtures of the batch tests: stores of batches, and a client on a real queue."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +25,11 @@ def client(redis_url: str) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(params=["redis", "sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(
+    params=["a file of its own", "sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
+)
 def any_client(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Client]:
-    """Yield a client that keeps its batches in Redis, SQLite or PostgreSQL."""
+    """Yield a client that keeps its batches in a file beside an output, SQLite or PostgreSQL."""
     url = None
     if request.param == "sqlite":
         url = request.getfixturevalue("database")
@@ -39,8 +41,8 @@ def any_client(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Clien
 
 
 @pytest.fixture
-def store(any_client: Client) -> Iterator[BatchStore]:
-    store = open_store(any_client)
+def store(any_client: Client, tmp_path: Path) -> Iterator[BatchStore]:
+    store = open_store(any_client, tmp_path / "out?.jsonl")
     yield store
     store.close()
 

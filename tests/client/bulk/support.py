@@ -103,7 +103,7 @@ class BulkSetup:
 
     def do(self, act: Callable[[Client, BatchStore], T]) -> T:
         with Client(self.redis_url, queue="q", database=self.database) as client:
-            store = open_store(client)
+            store = open_store(client, self.paths.output)
             try:
                 return act(client, store)
             finally:

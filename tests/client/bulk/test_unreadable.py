@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import sqlalchemy
 
-from tests.client.bulk.stores.test_stores import BATCH, _finished
 from tests.client.bulk.support import BulkSetup, completion, names, read, result, write
+from tests.client.bulk.test_store import BATCH, _finished
 from tests.consume.queue import Queue, close_queue, end_of, open_queue
 from tests.support.large import DAMAGED
 from tokenmill import Client

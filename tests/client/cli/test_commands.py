@@ -53,7 +53,7 @@ def test_a_queue_s_name_that_is_none_is_refused_by_every_command(shell: Shell) -
         ), command
 
 
-def test_without_a_database_the_whole_path_is_printed_and_batches_are_kept_in_redis(
+def test_without_a_database_the_whole_path_is_printed_and_batches_are_refused(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default is relative: in another folder there is none."""
@@ -64,15 +64,15 @@ def test_without_a_database_the_whole_path_is_printed_and_batches_are_kept_in_re
     done = shell("jobs", environment=default)
     assert f"there is no database at {folder}/tokenmill.db" in done.stderr
     done = shell("bulk", "list", environment=default)
-    assert done.exit_code == 0
+    assert done.exit_code == 1
     assert (
-        f"Note: there is no database at {folder}/tokenmill.db: batches are kept in Redis"
+        f"Error: there is no database at {folder}/tokenmill.db, and batches are kept in one"
         in done.stderr
     )
     assert list(folder.iterdir()) == []
     done = shell("db", "upgrade", environment=default)
     assert done.stdout.startswith(f"{folder}/tokenmill.db: new → ")
-    assert "kept in Redis" not in shell("bulk", "list", environment=default).stderr
+    assert shell("bulk", "list", environment=default).exit_code == 0
 
 
 def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:

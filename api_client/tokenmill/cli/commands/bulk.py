@@ -103,7 +103,7 @@ def run(
     options = _options(completion_window, tenant, any_model, metadata)
     going_on = f"run the same command again to continue ({paths.output} keeps the answers so far)"
     with (
-        _open(connection) as (client, store),
+        _open(connection, paths.output) as (client, store),
         _interruptible(going_on),
         bulk_progress() as on_progress,
     ):
@@ -238,12 +238,16 @@ def list_batches(
 
 
 @contextmanager
-def _open(connection: ConnectionOptions) -> Iterator[tuple[Client, BatchStore]]:
+def _open(
+    connection: ConnectionOptions, output: Path | None = None
+) -> Iterator[tuple[Client, BatchStore]]:
     with connection.client() as client:
-        if client.database is None:
-            where = "--database-url or TOKENMILL_DATABASE_URL names one"
-            complain(f"{why_no_database()}: batches are kept in Redis ({where})", "note")
-        store = open_store(client)
+        if client.database is None and output is None:
+            raise ConfigurationError(
+                f"{why_no_database()}, and batches are kept in one: name it with --database-url or "
+                "TOKENMILL_DATABASE_URL, or use `bulk run`, which needs none"
+            )
+        store = open_store(client, output)
         try:
             yield client, store
         finally:

@@ -1,14 +1,16 @@
-"""Stores batches in SQL, beside the results of their jobs: permanently, and visible from every
-machine.
+"""Stores batches in SQL: in the database that has the results of their jobs, or in a file of one
+run, beside its output.
 
-Every statement names its columns, so that a database of another version can be used.
-`tokenmill db upgrade` creates the tables. Needs the extra `sql`.
+One process submits a batch's lines, while others may read or cancel it. So the state changes only
+from an expected state, and writing progress never changes the state. Every statement names its
+columns, so that a database of another version can be used. Needs the extra `sql`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +19,8 @@ from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
 from tokenmill.bulk.pages import PAGE, paged
+from tokenmill.client import Client
+from tokenmill.errors import ConfigurationError
 from tokenmill.sql.database import Database
 from tokenmill.sql.storable import storable
 from tokenmill.transport.server_clock import ServerClock
@@ -34,24 +38,11 @@ _COLUMNS: Final = (
     "finalizing_ms", "cancelling_ms", "usage", "options",
 )  # fmt: skip
 _ITEMS: Final = (
-    "batch_id",
-    "line",
-    "custom_id",
-    "state",
-    "error_code",
-    "error_message",
-    "error_param",
-)
+    "batch_id", "line", "custom_id", "state", "error_code", "error_message", "error_param",
+)  # fmt: skip
 _JOBS: Final = (
-    "id",
-    "batch_id",
-    "state",
-    "finished_ms",
-    "result",
-    "metadata",
-    "error_code",
-    "error_message",
-)
+    "id", "batch_id", "state", "finished_ms", "result", "metadata", "error_code", "error_message",
+)  # fmt: skip
 _TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 _PLAIN: Final = (
     "id", "queue", "tenant", "model", "endpoint", "input_file", "output_file", "error_file",
@@ -69,14 +60,35 @@ PURGED: Final = JobError(
 )
 
 
-class SqlBatchStore:
-    """The batches in one database; may be shared between threads."""
+def open_store(client: Client, output: Path | None = None) -> BatchStore:
+    """Open the batches of the client's database. Without one, the batch of an output is in the
+    SQLite file `OUTPUT.batch.db`; the results of its jobs are in the queue.
 
-    def __init__(self, url: str, clock: ServerClock) -> None:
-        self._database = Database(url)
+    Raises ConfigurationError if there is neither database nor output.
+    """
+    if client.database is not None:
+        return BatchStore(client.database, client.clock)
+    if output is None:
+        raise ConfigurationError(
+            "batches are kept in a database: name it with --database-url or "
+            "TOKENMILL_DATABASE_URL, in Python with database=…; or use `bulk run`"
+        )
+    return BatchStore(output.with_name(f"{output.name}.batch.db"), client.clock)
+
+
+class BatchStore:
+    """The batches in one database; may be shared between threads. A path is a file of its own,
+    without results. Every call is one transaction and may be repeated."""
+
+    def __init__(self, where: str | Path, clock: ServerClock) -> None:
+        self._database = Database(where)
         self._clock = clock
+        self._has_results = isinstance(where, str)
         from tokenmill_schemas import tables  # imports SQLAlchemy
 
+        if not self._has_results:
+            with self._database.connection() as connection:
+                tables.metadata.create_all(connection)
         self._sql = self._database.sql
         self._batches, self._items = tables.batches, tables.batch_items
         self._jobs, self._usage = tables.jobs, tables.usage
@@ -100,15 +112,15 @@ class SqlBatchStore:
                 connection.execute(self._batches.insert().values(**_described(batch), **first))
 
     def get(self, batch_id: str) -> Batch:
+        """Return a batch. Raises BatchNotFound."""
         table = self._batches
-        (found,) = self._rows(self._select(table, _COLUMNS).where(table.c.id == batch_id)) or (
-            None,
-        )
-        if found is None:
+        found = self._rows(self._select(table, _COLUMNS).where(table.c.id == batch_id))
+        if not found:
             raise BatchNotFound(batch_id)
-        return _batch(dict(found))
+        return _batch(dict(found[0]))
 
     def newest(self, limit: int = 20, after: str | None = None) -> Sequence[Batch]:
+        """List batches, the newest first. `after`: list only batches older than this one."""
         table = self._batches
         statement = (
             self._select(table, _COLUMNS)
@@ -122,6 +134,9 @@ class SqlBatchStore:
         return [_batch(dict(row)) for row in self._rows(statement)]
 
     def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
+        """Move a batch to another state and record the time. Return False if it is in none of the
+        expected states.
+        """
         moment = "finished_ms" if state.is_final else _MOMENTS[state]
         table = self._batches
         statement = table.update().where(
@@ -134,15 +149,14 @@ class SqlBatchStore:
             return bool(changed.rowcount)
 
     def describe(self, batch: Batch) -> None:
-        self._update(
-            batch.id, {name: value for name, value in _described(batch).items() if name != "id"}
-        )
+        """Write everything but the state and the progress."""
+        values = _described(batch)
+        del values["id"]
+        self._update(batch.id, values)
 
     def progress(self, batch_id: str, *, submitted: int, over_line: int, totals: Totals) -> None:
-        known = msgspec.to_builtins(totals) | {
-            "over_line": over_line,
-            "seen_ms": self._clock.now_ms(),
-        }
+        now_ms = self._clock.now_ms()
+        known = msgspec.to_builtins(totals) | {"over_line": over_line, "seen_ms": now_ms}
         changes = {
             "submitted": submitted,
             "completed": totals.completed,
@@ -211,6 +225,9 @@ class SqlBatchStore:
         return found
 
     def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
+        """Count the results again; None if this store has none."""
+        if not self._has_results:
+            return None
         jobs, items, count = self._jobs, self._items, self._sql.func.count
         states = (
             self._sql.select(jobs.c.state, count())
@@ -229,11 +246,9 @@ class SqlBatchStore:
                 str(state): int(number) for state, number in connection.execute(states).all()
             }
             rejected = {str(word): int(number) for word, number in connection.execute(codes).all()}
-            used = (
-                [int(value) for value in connection.execute(tokens).one()]
-                if with_tokens
-                else [0] * len(_TOKENS)
-            )
+            used = [0] * len(_TOKENS)
+            if with_tokens:
+                used = [int(value) for value in connection.execute(tokens).one()]
         good = counted.pop(JobStatus.SUCCEEDED.value, 0)
         return Totals(
             completed=good,

@@ -1,4 +1,4 @@
-"""Redis, SQLite and PostgreSQL store batches alike."""
+"""SQLite, PostgreSQL and a file beside an output store batches alike."""
 
 import asyncio
 from pathlib import Path
@@ -10,10 +10,10 @@ from sqlalchemy import inspect
 from tests.client.bulk.support import result
 from tokenmill import Client
 from tokenmill.bulk import Batch, BatchNotFound, BatchState, BatchStore, Totals, open_store
+from tokenmill.bulk import store as sql
 from tokenmill.bulk.batch import check_metadata, window_ms
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED, unanswered
-from tokenmill.bulk.stores import sql
 from tokenmill.errors import ConfigurationError
 from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.chunk import Chunk
@@ -162,6 +162,25 @@ def test_a_database_without_the_tables_names_the_command(redis_url: str, tmp_pat
         with pytest.raises(ConfigurationError, match="tokenmill db upgrade"):
             store.get("batch_1")
         store.close()
+
+
+def test_a_store_without_a_database_is_a_file_beside_the_output(
+    client: Client, tmp_path: Path
+) -> None:
+    store = open_store(client, tmp_path / "out?.jsonl")
+    store.create(BATCH)
+    assert store.totals(BATCH, with_tokens=True) is None
+    assert list(store.results(BATCH.id)) == []
+    store.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["out?.jsonl.batch.db"]
+    again = open_store(client, tmp_path / "out?.jsonl")
+    assert again.get(BATCH.id) == BATCH
+    again.close()
+
+
+def test_a_store_without_database_and_output_is_refused(client: Client) -> None:
+    with pytest.raises(ConfigurationError, match="batches are kept in a database"):
+        open_store(client)
 
 
 @pytest.mark.parametrize(
