@@ -11,26 +11,26 @@ import typer
 from tokenmill.cli.connection import ConnectionOptions, Job, Json, connected, metadata_of, was_typed
 from tokenmill.cli.inputs import from_json, prompt_of, text_of
 from tokenmill.cli.output import complain, emit, say
+from tokenmill.cli.sampling_options import with_sampling
 from tokenmill.cli.views.job_output import follow
 from tokenmill.client import Client
 from tokenmill.errors import InvalidRequest, TokenmillError
-from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import Priority
 
-_PROMPT, _SAMPLING, _JOB = "Prompt", "Sampling", "Job"
+_PROMPT, _JOB = "Prompt", "Job"
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(connected(submit))
+    app.command()(connected(with_sampling(submit)))
     app.command()(connected(tail))
 
 
-def _sampling(help_text: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=_SAMPLING)
+def _sampling(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Sampling")
 
 
-def _job_option(help_text: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=_JOB)
+def _job_option(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=_JOB)
 
 
 def submit(
@@ -95,63 +95,7 @@ def submit(
         bool | None,
         typer.Option(help="Begin an assistant's message after the chat.", rich_help_panel=_PROMPT),
     ] = None,
-    max_tokens: Annotated[
-        int | None,
-        _sampling("Largest number of tokens (`--n` counts answers).", "--max-tokens", "-n"),
-    ] = None,
-    min_tokens: Annotated[int | None, _sampling("Smallest number of tokens.")] = None,
-    temperature: Annotated[
-        float | None, _sampling("Sampling temperature; 0 is greedy.", "--temperature", "-t")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        _sampling(
-            "Draw from the most likely tokens with this total probability; 0: only the first."
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, _sampling("Draw from this many of the most likely tokens; 0: from all.")
-    ] = None,
-    min_p: Annotated[
-        float | None, _sampling("Least probability, as a share of the most likely token's.")
-    ] = None,
-    seed: Annotated[int | None, _sampling("The same seed gives the same text.")] = None,
-    thinking_budget: Annotated[
-        int | None, _sampling("Largest number of tokens of the model's thoughts.")
-    ] = None,
-    stop: Annotated[list[str] | None, _sampling("Stop before this text; may be repeated.")] = None,
-    stop_token_ids: Annotated[
-        list[int] | None, _sampling("Stop at this token; may be repeated.")
-    ] = None,
-    ignore_eos: Annotated[bool, _sampling("Continue after the end token.", "--ignore-eos")] = False,
-    presence_penalty: Annotated[
-        float | None, _sampling("Subtracted from the logit of each token that occurred.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, _sampling("Subtracted from a token's logit for each occurrence.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, _sampling("Values above 1 make tokens that occurred less likely.")
-    ] = None,
-    logit_bias: Annotated[str | None, _sampling('JSON, {"token id": bias}.')] = None,
-    logprobs: Annotated[
-        int | None, _sampling("Number of tokens per position whose log-probabilities are returned.")
-    ] = None,
-    logprobs_mode: Annotated[
-        str | None,
-        _sampling(
-            "raw_logprobs: of the model's distribution; processed_logprobs: of the one drawn from."
-        ),
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None,
-        _sampling("The same for each token of the prompt; the --json result has them."),
-    ] = None,
-    echo: Annotated[bool, _sampling("Begin the answer with the prompt.", "--echo")] = False,
-    n: Annotated[
-        int | None, _sampling("Answers to the same prompt (`-n` is --max-tokens).", "--n")
-    ] = None,
-    lora: Annotated[str | None, _sampling("LoRA adapter of the worker.")] = None,
+    sampling: dict[str, Any],
     json_schema: Annotated[
         str | None, _sampling("JSON schema that the answer keeps (or @FILE).")
     ] = None,
@@ -194,16 +138,23 @@ def submit(
 
     Without --queue, --model names the queue. With --queue, it names a model, alias or adapter.
     """
-    given = locals()
-    arguments: dict[str, Any] = {name: given[name] for name in _PLAIN if _is_given(given[name])}
-    arguments |= prompt_of(prompt, chat or system is not None, system, messages, prompt_ids)
-    arguments |= {
-        name: from_json(given[name], f"--{name.replace('_', '-')}")
-        for name in ("logit_bias", "chat_template_kwargs", "documents", "tools")
-        if given[name] is not None
+    arguments: dict[str, Any] = {
+        **sampling,
+        **prompt_of(prompt, chat or system is not None, system, messages, prompt_ids),
+        "continue_final_message": continue_final_message or None,
+        "add_generation_prompt": generation_prompt,
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": parallel_tool_calls,
+        "priority": priority,
+        "tenant": tenant,
+        "idempotency_key": idempotency_key,
+        "deadline": deadline,
+        "webhook": webhook,
     }
-    arguments["add_generation_prompt"] = generation_prompt
-    arguments["parallel_tool_calls"] = parallel_tool_calls
+    texts = {"chat_template_kwargs": chat_template_kwargs, "documents": documents, "tools": tools}
+    for name, text in texts.items():
+        if text is not None:
+            arguments[name] = from_json(text, f"--{name.replace('_', '-')}")
     if wanted := _response_format(json_schema, regex, grammar, response_format):
         arguments["response_format"] = wanted
     if metadata:
@@ -233,23 +184,6 @@ def _note_idle_queue(client: Client) -> None:
             complain(
                 f"no worker serves the queue {client.queue!r} now; the job waits for one", "note"
             )
-
-
-def _is_given(value: object) -> bool:
-    """Return whether an option was given. Zero counts as given: temperature 0 is greedy, and
-    max_tokens 0 is rejected by its name.
-    """
-    return value is not None and value is not False and value != []
-
-
-# sampling parameters that are JSON, or have no option of their own
-_NOT_PLAIN = ("logit_bias", "response_format", "speculate", "top_logprobs")
-# options whose values `Client.submit` takes as they are
-_PLAIN = (
-    *(name for name in SamplingParams.__struct_fields__ if name not in _NOT_PLAIN),
-    "continue_final_message", "tool_choice", "priority", "tenant", "idempotency_key", "deadline",
-    "webhook",
-)  # fmt: skip
 
 
 def tail(
