@@ -48,7 +48,7 @@ def test_the_whole_command_on_a_tiny_model(
     assert {"default: decode 1", "default: decode 3", "default: drawn 3"} <= set(found)
     assert found["default: prefill"]["tokens_s"] > 0
     assert "does not run on cpu" in record["left_out"]["tiny: attention flash"]
-    others = ("triton", "flash", "torch_varlen")
+    others = ("triton", "flash")
     assert set(record["left_out"]) == {f"tiny: attention {name}" for name in others}
     assert "fused" in found["default"]
     said = capsys.readouterr().out

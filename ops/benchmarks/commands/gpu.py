@@ -48,7 +48,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "8-bit keys and values": {"kv_dtype": "float8_e4m3fn"},
     "attention triton": {"attention": "triton"},
     "attention flash": {"attention": "flash", "block_size": PAGED_BLOCK},
-    "attention torch_varlen": {"attention": "torch_varlen", "block_size": PAGED_BLOCK},
     "attention reference": {"attention": "reference"},
     "without graphs": {"cuda_graphs": False},
     "without running ahead": {"async_batching": False},

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from tests.engine.attention.cases import Case, attend, dense, filled_cache, make_problem
 from tests.engine.cuda.attention.paged import paged
@@ -26,11 +25,6 @@ from tokenmill_worker.engine.attention.base import (
 from tokenmill_worker.engine.config.cache import Window
 from tokenmill_worker.engine.cuda.attention.flash import FlashAttention, FlashLibrary, flash_refusal
 from tokenmill_worker.engine.cuda.attention.token_major import without_garbage
-from tokenmill_worker.engine.cuda.attention.torch_varlen import (
-    TorchVarlenAttention,
-    find_varlen,
-    missing_parameters,
-)
 
 RAGGED = ((1, 600), (33, 33), (1, 1), (19, 251), (40, 300))
 DECODES = ((1, 600), (1, 1), (1, 256), (1, 257))
@@ -137,32 +131,6 @@ def fake_with_kvcache_3(
     )
 
 
-def fake_torch_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: Tensor,
-    block_table: Tensor,
-    num_splits: int,
-) -> Any:
-    assert num_splits == 1
-    assert enable_gqa == (query.shape[1] != key.shape[2])
-    assert torch.equal(cu_seq_k.diff(), seqused_k)
-    assert max_q >= int(cu_seq_q.diff().max())
-    assert max_k >= int(seqused_k.max())
-    out, lse = paged(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
-    return (out, lse) if return_aux is not None and return_aux.lse else out
-
-
 def unused(*_: Any, **__: Any) -> Any:
     raise AssertionError("the wrong entry point was called")
 
@@ -174,9 +142,8 @@ def library(version: int, varlen: Any, with_kvcache: Any) -> FlashLibrary:
 
 FLASH_2 = FlashAttention(library(2, fake_varlen_2, fake_with_kvcache_2))
 FLASH_3 = FlashAttention(library(3, unused, fake_with_kvcache_3))
-VARLEN = TorchVarlenAttention(fake_torch_varlen)
 TARGETS = [
-    *((backend, case) for backend in (FLASH_2, FLASH_3, VARLEN) for case in CASES),
+    *((backend, case) for backend in (FLASH_2, FLASH_3) for case in CASES),
     (FLASH_2, SOFTCAP),
     (FLASH_3, SOFTCAP),
     (FLASH_3, Case("blocks of 16", RAGGED)),
@@ -214,43 +181,6 @@ def test_block_size_head_size_and_dtype_rules(
     shape = AttentionShape(4, 2, head_dim, 0.125)
     reason = flash_refusal(version, torch.device("cuda"), dtype, shape, block_size)
     assert reason is None if word is None else word in str(reason)
-
-
-def test_torch_varlen_refuses_what_it_cannot_do() -> None:
-    try:
-        find_varlen()
-    except ImportError as error:
-        pytest.skip(str(error))
-    cuda = torch.device("cuda")
-    plain, capped = AttentionShape(4, 2, 64, 0.125), AttentionShape(4, 2, 64, 0.125, softcap=30.0)
-    assert "soft-cap" in str(TorchVarlenAttention.why_not(cuda, torch.bfloat16, capped, 256))
-    assert "256" in str(TorchVarlenAttention.why_not(cuda, torch.bfloat16, plain, 16))
-    assert TorchVarlenAttention.why_not(cuda, torch.bfloat16, plain, 256) is None
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_older_torch_is_named_where_another_would_help(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value: None)
-    shape = AttentionShape(4, 2, 64, 0.125)
-    reason = TorchVarlenAttention.why_not(torch.device(device), torch.bfloat16, shape, 256)
-    assert ("takes no block_table" in str(reason)) is (device == "cuda")
-
-
-def test_an_older_torch_is_known_by_its_signature() -> None:
-    def old(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, scale: float, window_size: Any
-    ) -> None: ...
-
-    assert missing_parameters(old) == [
-        "block_table",
-        "seqused_k",
-        "enable_gqa",
-        "num_splits",
-        "return_aux",
-    ]
-    assert missing_parameters(fake_torch_varlen) == []
 
 
 def test_in_a_graph_the_device_finds_the_padded_rows() -> None:

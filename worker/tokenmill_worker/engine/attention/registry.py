@@ -21,10 +21,9 @@ _MODULES: dict[str, tuple[str, str]] = {
     "cpu": ("tokenmill_worker.engine.cpu.attention", "CpuAttention"),
     "triton": ("tokenmill_worker.engine.cuda.attention.triton", "TritonAttention"),
     "flash": ("tokenmill_worker.engine.cuda.attention.flash", "FlashAttention"),
-    "torch_varlen": ("tokenmill_worker.engine.cuda.attention.torch_varlen", "TorchVarlenAttention"),
 }
 # Measured ones first: no version of flash-attn has run here yet.
-_PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flash", "torch_varlen", "reference")}
+_PREFERRED = {"cpu": ("cpu", "reference"), "cuda": ("triton", "flash", "reference")}
 
 
 def backend_names() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from tokenmill_worker.engine.config.setting_fields import choices, setting
 from tokenmill_worker.engine.types import SchedulingPolicy
 
 GIB = 1 << 30
-AttentionName = Literal["auto", "reference", "cpu", "triton", "flash", "torch_varlen"]
+AttentionName = Literal["auto", "reference", "cpu", "triton", "flash"]
 Quantization = Literal["int8", "int4", "fp8"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -53,9 +53,7 @@ class EngineConfig:
     )
     device: str = setting("auto", "cpu, cuda, cuda:1, … or auto")
     quantization: Quantization | None = setting(None, "int8 or int4 (CPU), fp8 (GPU) weights")
-    attention: AttentionName = setting(
-        "auto", "auto, reference, cpu, triton, flash or torch_varlen"
-    )
+    attention: AttentionName = setting("auto", "auto, reference, cpu, triton or flash")
     max_model_len: int | None = setting(
         None,
         "longest prompt and answer together, in tokens (default: the model's limit)",

@@ -1,6 +1,6 @@
 """Shared parts of the FlashAttention backends: token-major blocks, and sinks applied afterwards.
 
-A block is `[token, kv_head, head_dim]`. FlashAttention 2 and 3 and torch's take no sinks, but they
+A block is `[token, kv_head, head_dim]`. FlashAttention 2 and 3 take no sinks, but they
 return the logarithm of each row's softmax denominator (lse). One more logit in the denominator
 scales the row by sigmoid(lse − sink).
 """
