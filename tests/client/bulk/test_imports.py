@@ -205,7 +205,7 @@ def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: s
 def test_what_was_seen_to_end_counts_though_the_queue_has_deleted_it(
     client: Client, tmp_path: Path
 ) -> None:
-    store = open_store(client)
+    store = open_store(client, tmp_path / "out.jsonl")
     batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
     seen = Totals(completed=3, output_tokens=12)
     store.progress(batch.id, submitted=5, over_line=3, totals=seen)
@@ -222,7 +222,7 @@ def test_what_was_seen_to_end_counts_though_the_queue_has_deleted_it(
 def test_a_run_with_open_lines_is_not_concluded(
     client: Client, redis_url: str, tmp_path: Path
 ) -> None:
-    store = open_store(client)
+    store = open_store(client, tmp_path / "out.jsonl")
     batch = import_batch(client, store, write_many(tmp_path / "in.jsonl", 5))
     store.progress(batch.id, submitted=5, over_line=3, totals=Totals(completed=3))
     with redis.Redis.from_url(redis_url) as server:

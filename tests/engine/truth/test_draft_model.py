@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,9 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine import Engine, EngineConfig
 from tokenmill_worker.engine.config import EngineConfigError
 from tokenmill_worker.engine.execution.runner import ModelRunner
+from tokenmill_worker.engine.plan import ScheduledSequence
 from tokenmill_worker.engine.sampling import DraftGain
+from tokenmill_worker.engine.sequence import Sequence
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
@@ -138,6 +141,24 @@ def test_drafts_that_cost_more_than_they_gain_stop_for_all(llama: Path, tmp_path
     assert (
         0 < drafts_of(engine).num_passes < 24
     )  # of more than 100 by the limits of eight sequences
+
+
+def test_a_sequence_keeps_its_tokens_while_it_is_drafted_for(llama: Path) -> None:
+    engine = engine_of(llama, llama)
+    drafts, changed = drafts_of(engine), list[int]()
+    run, num_passes = drafts._run, list[int]()
+
+    def watched(wanted: dict[Sequence, int], items: list[ScheduledSequence]) -> Any:
+        before = {sequence: list(sequence.token_ids) for sequence in wanted}
+        found = run(wanted, items)
+        changed.extend(seq.num_tokens for seq, ids in before.items() if seq.token_ids != ids)
+        num_passes.append(max(wanted.values(), default=0))
+        return found
+
+    drafts._run = watched
+    answers(engine, [prompt(1, 20), prompt(2, 9)], [GREEDY] * 2)
+    assert max(num_passes) > 1
+    assert changed == []
 
 
 def test_a_draft_model_that_fails_stops_no_request(llama: Path, caplog) -> None:

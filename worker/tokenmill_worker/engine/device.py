@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engine.config.machine import available_memory
 from tokenmill_worker.engine.plan import ScheduledSequence
 from tokenmill_worker.engine.sampling.draws import Kernel
+from tokenmill_worker.engine.sequence import Sequence
 
 _INTEGERS = {np.int64: torch.int64, np.int32: torch.int32}
 
@@ -41,6 +42,8 @@ class StepInputs:
 
 Forward = Callable[[StepInputs], Tensor]  # returns logits `[num_rows, vocab]`
 BlockTables = Callable[[Seq[ScheduledSequence], int], list[Tensor]]
+# tokens that follow those of a sequence, in this step alone
+AssumedTokens = Mapping[Sequence, Seq[int]]
 
 
 class FusedPass(Protocol):
@@ -66,7 +69,10 @@ class RepeatedInputs(Protocol):
     """Inputs of a decode that a later decode of the same sequences may reuse."""
 
     def advance(
-        self, items: Seq[ScheduledSequence], block_tables: BlockTables
+        self,
+        items: Seq[ScheduledSequence],
+        block_tables: BlockTables,
+        assumed: AssumedTokens | None = None,
     ) -> StepInputs | None:
         """Return the inputs of the next decode; None, and no change, if it is not such a decode.
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenmill_worker.engine.attention import AttentionMetadata
-from tokenmill_worker.engine.device import BlockTables, StepInputs
+from tokenmill_worker.engine.device import AssumedTokens, BlockTables, StepInputs
 from tokenmill_worker.engine.plan import ScheduledSequence
 
 
@@ -36,7 +36,10 @@ class DecodeInputs:
         self._metadata = metadata
 
     def advance(
-        self, items: Seq[ScheduledSequence], block_tables: BlockTables
+        self,
+        items: Seq[ScheduledSequence],
+        block_tables: BlockTables,
+        assumed: AssumedTokens | None = None,
     ) -> StepInputs | None:
         """Increment the inputs and return them.
 
@@ -49,17 +52,19 @@ class DecodeInputs:
         for item, sequence, start, epoch in zip(
             items, self._sequences, starts, self._epochs, strict=True
         ):
-            known = sequence.token_ids
+            known, place = sequence.token_ids, item.start
+            if assumed is not None and place >= len(known):
+                known, place = assumed.get(sequence, ()), place - len(known)
             if (
                 item.sequence is not sequence
                 or item.start != start + 1
                 or item.num_tokens != 1
                 or not item.samples
                 or sequence.epoch != epoch
-                or len(known) <= item.start
+                or len(known) <= place
             ):
                 return None
-            ids.append(known[item.start])
+            ids.append(known[place])
         self._ids[:] = ids
         self._positions += 1
         self._ends += 1

@@ -108,17 +108,13 @@ class DraftModel:
         wanted, items = self._choose(lookahead)
         if not items:
             return
-        lengths = {sequence: sequence.num_tokens for sequence in wanted}
         try:
-            self._run(wanted, items)
-            for sequence, length in lengths.items():
-                self.guesses[sequence] = tuple(sequence.token_ids[length:])
+            drafted = self._run(wanted, items)
         except Exception:
             log.exception("The draft model failed: it drafts no more until the next start")
             self._has_failed = True
-        finally:
-            for sequence, length in lengths.items():
-                del sequence.token_ids[length:]
+            return
+        self.guesses |= {sequence: tuple(tokens) for sequence, tokens in drafted.items()}
         for sequence, guess in self.guesses.items():
             self._states[sequence].limit.note(guess, sequence.num_tokens)
             self._states[sequence].guess = guess
@@ -190,24 +186,30 @@ class DraftModel:
     # ── forward passes ──
 
     @torch.inference_mode()
-    def _run(self, wanted: dict[Sequence, int], items: list[ScheduledSequence]) -> None:
-        """Run the passes; each appends a token to every sequence that still wants one."""
-        self._pass(items)
+    def _run(
+        self, wanted: dict[Sequence, int], items: list[ScheduledSequence]
+    ) -> dict[Sequence, list[int]]:
+        """Run the passes and return the drafts. Each pass adds one for every sequence that still
+        wants one; the sequences themselves stay as the scheduler has them.
+        """
+        drafted: dict[Sequence, list[int]] = {sequence: [] for sequence in wanted}
+        self._pass(items, drafted)
         for item in items:
             state, end = self._states[item.sequence], item.start + item.num_tokens
             state.num_computed = end
             self._blocks.note(item.sequence, item.start, end)
         for number in range(1, max(wanted.values(), default=0)):
             items = [
-                ScheduledSequence(sequence, sequence.num_tokens - 1, 1, True)
+                ScheduledSequence(sequence, sequence.num_tokens + number - 1, 1, True)
                 for sequence, count in wanted.items()
                 if count > number
             ]
-            self._pass(items)
+            self._pass(items, drafted)
+        return drafted
 
-    def _pass(self, items: list[ScheduledSequence]) -> None:
+    def _pass(self, items: list[ScheduledSequence], drafted: dict[Sequence, list[int]]) -> None:
         self.num_passes += 1
-        inputs = self._inputs.build(StepPlan(-1, tuple(items)))
+        inputs = self._inputs.build(StepPlan(-1, tuple(items)), assumed=drafted)
         ids = inputs.input_ids
         if self._is_narrow:  # a model may have more tokens than its tokenizer
             ids = ids.clamp(max=self._loaded.vocab_size - 1)
@@ -225,7 +227,7 @@ class DraftModel:
         else:
             tokens = self._sampler.guess(self._loaded.logits(*arguments), layout)
         for item, token in zip(drafting, tokens.tolist(), strict=True):
-            item.sequence.token_ids.append(token)
+            drafted[item.sequence].append(token)
 
 
 class _DraftedBlocks:

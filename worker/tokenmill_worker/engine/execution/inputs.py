@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenmill_worker.engine.attention import AttentionMetadata, CommonPrefix
 from tokenmill_worker.engine.attention.common_prefix import FoundPrefix, find_prefix
 from tokenmill_worker.engine.config.cache import CacheConfig
-from tokenmill_worker.engine.device import Device, RepeatedInputs, StepInputs
+from tokenmill_worker.engine.device import AssumedTokens, Device, RepeatedInputs, StepInputs
 from tokenmill_worker.engine.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -89,16 +89,22 @@ class InputBuilder:
             self._free.append(row)
         return row
 
-    def build(self, plan: StepPlan, previous: PreviousTokens | None = None) -> StepInputs:
+    def build(
+        self,
+        plan: StepPlan,
+        previous: PreviousTokens | None = None,
+        assumed: AssumedTokens | None = None,
+    ) -> StepInputs:
         """Build the tensors of a step; on a CPU they are valid until the next call."""
         items, size = plan.scheduled, self._cache.block_size
         last, self._last = self._last, None
-        if last is not None and (inputs := last.advance(items, self._tables_of)) is not None:
+        inputs = last.advance(items, self._tables_of, assumed) if last is not None else None
+        if inputs is not None:
             self._last = last
             return inputs
         layout = _lay_out(items)
         rows = self._update_rows(items)
-        token_ids, missing = self._token_ids(items, layout.query_start, previous)
+        token_ids, missing = self._token_ids(items, layout.query_start, previous, assumed)
         blocks, offsets = np.divmod(layout.positions, size)
         owners = rows if layout.owner is None else rows[layout.owner]
         slots = [
@@ -142,7 +148,11 @@ class InputBuilder:
     # ── tokens ──
 
     def _token_ids(
-        self, items: Seq[ScheduledSequence], query_start: Ints, previous: PreviousTokens | None
+        self,
+        items: Seq[ScheduledSequence],
+        query_start: Ints,
+        previous: PreviousTokens | None,
+        assumed: AssumedTokens | None,
     ) -> tuple[Ints, list[Ints]]:
         """Return the token ids in packed order, with 0 for those not on the host.
 
@@ -154,6 +164,9 @@ class InputBuilder:
         sampled: list[int] = []
         for item, first in zip(items, query_start.tolist(), strict=False):
             known = item.sequence.token_ids
+            if assumed is not None and item.start >= len(known):
+                token_ids.append(assumed[item.sequence][item.start - len(known)])
+                continue
             stop = item.start + item.num_tokens - item.num_proposed
             if item.num_tokens == 1 and stop <= len(known):
                 token_ids.append(known[item.start])
