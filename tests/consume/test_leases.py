@@ -1,10 +1,12 @@
 """The lease keeper on a simulated clock, and the check that it puts before every write."""
 
+from typing import Any
+
 import pytest
 
 from tests.consume.queue import Queue, appended, end_of, token
 from tokenmill_schemas.control import WorkerStatus
-from tokenmill_worker.consume.leases import LeaseKeeper
+from tokenmill_worker.consume.leases import Lease, LeaseKeeper
 from tokenmill_worker.consume.scripts import HeartbeatReply
 from tokenmill_worker.errors import RedisUnavailable, Replaced
 from tokenmill_worker.jobs import AppendReply
@@ -18,8 +20,8 @@ class Clock:
 
 
 class FakeBeats:
-    def __init__(self) -> None:
-        self.lease_expired = lambda: False
+    def __init__(self, clock: Clock) -> None:
+        self.lease = Lease(10.0, clock)
         self.replies: list[HeartbeatReply | Exception] = []
         self.num_beats = 0
 
@@ -43,32 +45,32 @@ class LeaseEvents:
         self.num_expired += 1
 
 
-def keeper_of(stream, clock: Clock, lease_s: float = 10.0) -> tuple[LeaseKeeper, LeaseEvents]:
+def keeper_of(stream: Any) -> tuple[LeaseKeeper, LeaseEvents]:
     events = LeaseEvents()
     keeper = LeaseKeeper(
         stream,
         lambda: WorkerStatus(worker_id="w1"),
-        lease_s=lease_s,
-        interval_s=lease_s / 3,
+        interval_s=3.3,
         on_cancelled=events.cancelled.extend,
         on_lost=events.lost.extend,
         on_expired=events.expired,
-        clock=clock,
     )
     return keeper, events
 
 
 async def test_a_heartbeat_reports_cancelled_and_lost_jobs() -> None:
-    stream, clock = FakeBeats(), Clock()
-    keeper, events = keeper_of(stream, clock)
+    clock = Clock()
+    stream = FakeBeats(clock)
+    keeper, events = keeper_of(stream)
     stream.replies = [HeartbeatReply(("a",), ("b", "c"))]
     await keeper.beat()
     assert (events.cancelled, events.lost) == (["a"], ["b", "c"])
 
 
 async def test_a_beat_under_a_name_that_is_anothers_ends_the_keeper() -> None:
-    stream, clock = FakeBeats(), Clock()
-    keeper, events = keeper_of(stream, clock)
+    clock = Clock()
+    stream = FakeBeats(clock)
+    keeper, events = keeper_of(stream)
     stream.replies = [HeartbeatReply(lost=("a",), is_replaced=True)]
     with pytest.raises(Replaced, match="worker_id of its own"):
         await keeper.run()
@@ -76,23 +78,46 @@ async def test_a_beat_under_a_name_that_is_anothers_ends_the_keeper() -> None:
 
 
 async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_beat() -> None:
-    stream, clock = FakeBeats(), Clock()
-    keeper, events = keeper_of(stream, clock)
+    clock = Clock()
+    stream = FakeBeats(clock)
+    keeper, events = keeper_of(stream)
     await keeper.tick()
     clock.now += 10.1
-    assert keeper.lease_expired()
+    assert stream.lease.is_expired
     await keeper.beat()
     assert stream.num_beats == 0
     await keeper.tick()
     assert events.num_expired == 1
-    assert not keeper.lease_expired()
+    assert not stream.lease.is_expired
     await keeper.beat()
     assert stream.num_beats == 1
 
 
+async def test_a_second_freeze_while_the_jobs_are_given_up_expires_again() -> None:
+    clock = Clock()
+    stream = FakeBeats(clock)
+    keeper, events = keeper_of(stream)
+    await keeper.tick()
+    clock.now += 10.1
+    give_up = events.expired
+
+    async def frozen_again() -> None:
+        await give_up()
+        clock.now += 10.1
+
+    keeper._on_expired = frozen_again
+    await keeper.tick()
+    assert stream.lease.is_expired
+    keeper._on_expired = give_up
+    await keeper.tick()
+    assert not stream.lease.is_expired
+    assert events.num_expired == 2
+
+
 async def test_a_short_freeze_is_nothing() -> None:
-    stream, clock = FakeBeats(), Clock()
-    keeper, events = keeper_of(stream, clock)
+    clock = Clock()
+    stream = FakeBeats(clock)
+    keeper, events = keeper_of(stream)
     clock.now += 9.9
     await keeper.tick()
     clock.now += 9.9
@@ -102,8 +127,9 @@ async def test_a_short_freeze_is_nothing() -> None:
 
 async def test_a_server_that_is_away_is_no_freeze() -> None:
     """The loop goes on and no other worker can claim: the jobs are kept; tokens decide later."""
-    stream, clock = FakeBeats(), Clock()
-    keeper, events = keeper_of(stream, clock)
+    clock = Clock()
+    stream = FakeBeats(clock)
+    keeper, events = keeper_of(stream)
     for _ in range(60):
         stream.replies = [RedisUnavailable("gone")]
         clock.now += 1.0
@@ -119,7 +145,9 @@ async def test_a_server_that_is_away_is_no_freeze() -> None:
 async def test_what_wakes_from_a_freeze_sends_nothing(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
     worker, clock = queue.worker(), Clock()
-    keeper, events = keeper_of(worker, clock)
+    worker.lease = Lease(10.0, clock)
+    keeper, events = keeper_of(worker)
+    await keeper.tick()
     a, b = await worker.claim(2)
     assert await appended(worker, [token(a, 0)]) == [(AppendReply.OK, 1)]
     await queue.redis.config_resetstat()

@@ -149,7 +149,6 @@ class Worker:
         self._lease = LeaseKeeper(
             self.stream,
             lambda: self.reporter.status(),
-            lease_s=settings.lease_seconds,
             interval_s=settings.heartbeat_interval,
             on_cancelled=self.service.ends.cancel_all,
             on_lost=self.service.ends.drop_lost,

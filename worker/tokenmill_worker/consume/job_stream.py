@@ -27,6 +27,7 @@ from tokenmill_worker.consume import scripts
 from tokenmill_worker.consume.append.batch_encoding import AppendBatch
 from tokenmill_worker.consume.append.connection import PipelinedConnection
 from tokenmill_worker.consume.finish_arguments import finish_arguments
+from tokenmill_worker.consume.leases import Lease
 from tokenmill_worker.consume.scripts import HeartbeatReply
 from tokenmill_worker.consume.server_check import ServerWatch, translated_errors
 from tokenmill_worker.errors import RedisUnavailable
@@ -98,8 +99,7 @@ class JobStream:
         self.on_refused: Callable[[str, int], None] = lambda *_: None
         # (number of jobs that the server lost)
         self.on_gone: Callable[[int], None] = lambda _: None
-        # True while this process was frozen past its lease and has not dropped its jobs yet.
-        self.lease_expired: Callable[[], bool] = lambda: False
+        self.lease = Lease(self.options.lease_s)
         self.server = ServerWatch(client, keys.meta)
         self._client = client
         # Each script that runs in every step, or with long results, has a connection of its own.
@@ -147,7 +147,7 @@ class JobStream:
         that only have to be recorded. Does not wait for jobs to come.
         """
         options = self.options
-        if self.lease_expired():
+        if self.lease.is_expired:
             raise RedisUnavailable("the lease has run out, and its jobs are not given up yet")
         async with self._claiming:
             known = list(self._owned) if self._must_redeliver else []
@@ -187,7 +187,7 @@ class JobStream:
 
     async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         """Append all chunks in one round trip; see ChunkLog. One call at a time."""
-        if self.lease_expired():
+        if self.lease.is_expired:
             return {place: (AppendReply.LOST, item.start) for place, item in enumerate(items)}
         if not items:
             return {}
@@ -211,7 +211,7 @@ class JobStream:
         """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the
         fencing token was outdated, because the job is another worker's now.
         """
-        if self.lease_expired():
+        if self.lease.is_expired:
             return [False] * len(jobs)
         done: list[bool] = []
         ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
@@ -246,7 +246,7 @@ class JobStream:
         await self._call(scripts.RELEASE, self.worker_id)
 
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
-        if not jobs or self.lease_expired():
+        if not jobs or self.lease.is_expired:
             return [False] * len(jobs)
         arguments = (value for job in jobs for value in job)
         reply = await self._call(scripts.RELEASE, self.worker_id, *arguments)
