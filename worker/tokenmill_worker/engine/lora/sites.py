@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from tokenmill_worker.engine.cpu.fused.layer import FusedLayer
 from tokenmill_worker.engine.cpu.fused.modules import FusedAttention, FusedMLP, PackedLinear
 from tokenmill_worker.engine.cpu.kernels.linear import Epilogue, PackedWeight
 from tokenmill_worker.engine.lora.files import AdapterError
+from tokenmill_worker.engine.model.replacement import linear_weight
 
 Add = Callable[[str, Tensor, Tensor], None]  # (site, rows [m, k], products [m, n]): adds in place
 
@@ -126,9 +126,9 @@ class Sites:
             self._note_weight(path, module, "down", {"down_proj": (0, module.down.n)})
         elif isinstance(module, PackedLinear):
             self._note_weight(path, module, "packed", {"": (0, module.out_features)})
-        elif isinstance(module, nn.Linear | Conv1D):
-            shape = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
-            self._ranges[path] = AdapterRange(path, 0, shape[0], shape[0], shape[1])
+        elif (weight := linear_weight(module)) is not None:
+            outputs, inputs = weight.shape
+            self._ranges[path] = AdapterRange(path, 0, outputs, outputs, inputs)
             self._products.append((path, module))
         elif (joint := getattr(module, "joint_layers", None)) is not None:
             self._note_joint_layers(path, module, joint())

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,16 @@ def _replace_below(
             replaced[type(replacement).__name__] += 1
         elif parent.get_submodule(name) not in seen:
             _replace_below(parent.get_submodule(name), build, replaced, seen)
+
+
+def linear_weight(module: nn.Module) -> Tensor | None:
+    """Return the weight of a linear layer, `[outputs, inputs]`; None for any other module. GPT-2's
+    Conv1D stores it transposed.
+    """
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor):
+        return None
+    return weight if isinstance(module, nn.Linear) else weight.T
 
 
 def describe_norm(module: nn.Module) -> RmsNorm | None:

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
 from tokenmill_worker.engine.cpu.fused.layer_matching import fuse_layers
 from tokenmill_worker.engine.cpu.fused.modules import (
@@ -35,6 +34,7 @@ from tokenmill_worker.engine.model.replacement import (
     describe_attention,
     describe_mlp,
     describe_norm,
+    linear_weight,
     replace_children,
 )
 
@@ -106,15 +106,9 @@ def _checked(
 
 
 def _linear(packing: Packing, module: nn.Module) -> nn.Module | None:
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if (
-        not isinstance(module, nn.Linear | Conv1D)
-        or not isinstance(weight, Tensor)
-        or weight.dtype != torch.float32
-    ):
+    weight, bias = linear_weight(module), getattr(module, "bias", None)
+    if weight is None or weight.dtype != torch.float32:
         return None
-    if isinstance(module, Conv1D):  # GPT-2's linear layer, stored transposed
-        weight = weight.T
     return _checked(
         packing, module, weight.shape[1], lambda packer: PackedLinear(packer, weight, bias)
     )
