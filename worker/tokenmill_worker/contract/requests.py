@@ -11,13 +11,18 @@ from tokenmill_worker.contract.prompt import Prompt
 
 class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Says where the thoughts of an answer begin and end, in token ids. A grammar binds behind
-    them.
+    them. Two examples, of a prompt that opens no thoughts and of one that opens them in a channel:
 
-    `is_open`: the answer begins within thoughts; else they begin if its first token is `start`, and
-    without that token there are none. They end with the ids `end`. After `budget` tokens of
-    thoughts, only `closing` can follow, which ends with `end`; None: no limit. With `is_open` and
-    `start`, the tokens before `start` are a header and are not counted. If the budget is 0, the ids
-    `end` are the whole answer before the text.
+        <think> Hm, … </think> The answer          start <think>, end </think>
+        analysis <|message|> Hm, … <|end|> …       is_open, start <|message|>, end <|end|>
+
+    Args:
+        end: ids that end the thoughts. With a budget of 0 they are all that precedes the text.
+        closing: ids that alone can follow when the budget is spent; they end with `end`.
+        start: the answer's first token if it has thoughts. With `is_open`, the token that ends
+            their header, which is not counted.
+        is_open: the answer begins within thoughts.
+        budget: tokens of thoughts at most; None: no limit.
     """
 
     end: tuple[int, ...]

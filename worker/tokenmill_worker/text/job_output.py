@@ -62,8 +62,9 @@ class JobOutput:
     """The choices of one job. Times are milliseconds after the job's creation.
 
     `params` are those that the answer is drawn with, as the log and the result keep them.
-    `prompt_ids` and `prompt_logprobs`, which grows, are there where log-probabilities of the prompt
-    are wanted, `prompt_ends` where its text is echoed: its length after each of the tokens.
+    `prompt_ids` and `prompt_logprobs` are empty unless log-probabilities of the prompt are wanted;
+    the latter grows with the events. `prompt_ends` has the length of the prompt's text after each
+    token, if the text is echoed.
     """
 
     choices: tuple[Choice, ...]

@@ -13,7 +13,7 @@ _MAX_STEPS_WITHOUT_PREFILL = 8  # after so many, bulk decodes leave tokens to bu
 
 
 class PolicyOrder:
-    """The order of one policy; `fill` schedules a step in it."""
+    """Schedules the sequences of a step in the order of a policy."""
 
     def __init__(
         self,
@@ -28,12 +28,16 @@ class PolicyOrder:
         self._admission = admission
         self._ageing_s = ageing_s
         self._step_times = step_times
-        orders = {
-            SchedulingPolicy.FIFO: self._decodes_first,
-            SchedulingPolicy.PREFILL_FIRST: self._prefills_first,
-            SchedulingPolicy.PRIORITY: self._by_class,
-        }
-        self.fill = orders[state.config.policy]
+
+    def fill(self, step: StepDraft) -> None:
+        """Schedule a step's sequences in the order of the configured policy."""
+        match self._state.config.policy:
+            case SchedulingPolicy.FIFO:
+                self._decodes_first(step)
+            case SchedulingPolicy.PREFILL_FIRST:
+                self._prefills_first(step)
+            case SchedulingPolicy.PRIORITY:
+                self._by_class(step)
 
     def _decodes_first(self, step: StepDraft) -> None:
         self._builder.schedule_decodes(step, list(self._state.decoding))

@@ -64,10 +64,17 @@ class StepDraft:
         num_scored = max(0, min(end + 1, sequence.scored_end) - scored_from)
         self.items.append(
             ScheduledSequence(
-                sequence, start, num_tokens, samples, draft_ids, sequence.epoch,
-                scored_from, num_scored, forced_ids,
+                sequence,
+                start,
+                num_tokens,
+                samples,
+                draft_ids=draft_ids,
+                epoch=sequence.epoch,
+                scored_from=scored_from,
+                num_scored=num_scored,
+                forced_ids=forced_ids,
             )
-        )  # fmt: skip
+        )
         self.scores -= num_scored
         self.drafts -= len(draft_ids)
         sequence.num_computed_tokens = start + num_tokens

@@ -28,36 +28,17 @@ from tokenmill_worker.engine.sampling.grammar.json_schema.references import MAX_
 _MAX_CHARS = 200  # of a message
 _NO_ALTERNATIVE = re.compile(r" is not valid under any of the schemas listed in the .*$", re.DOTALL)
 
-_DRAFT4 = frozenset(
-    (
-        *(
-            "$ref",
-            "definitions",
-            "$defs",
-            "type",
-            "enum",
-            "format",
-            "pattern",
-            "required",
-            "dependencies",
-        ),
-        *(
-            "properties",
-            "patternProperties",
-            "additionalProperties",
-            "items",
-            "additionalItems",
-            "uniqueItems",
-        ),
-        *("allOf", "anyOf", "oneOf", "not", *COUNTS, *NUMBERS),
-    )
-)
+_DRAFT4 = frozenset((
+    "$ref", "definitions", "$defs", "type", "enum", "format", "pattern", "required", "dependencies",
+    "properties", "patternProperties", "additionalProperties", "items", "additionalItems",
+    "uniqueItems", "allOf", "anyOf", "oneOf", "not", *COUNTS, *NUMBERS,
+))  # fmt: skip
 _DRAFT6 = _DRAFT4 | {"const", "contains", "propertyNames"}
 _DRAFT7 = _DRAFT6 | {"if", "then", "else"}
 _DRAFT2019 = _DRAFT7 | {
-    *("$anchor", "dependentRequired", "dependentSchemas", "minContains", "maxContains"),
-    *("unevaluatedProperties", "unevaluatedItems"),
-}
+    "$anchor", "dependentRequired", "dependentSchemas", "minContains", "maxContains",
+    "unevaluatedProperties", "unevaluatedItems",
+}  # fmt: skip
 _EARLIER: dict[type, frozenset[str]] = {
     jsonschema_rs.Draft4Validator: _DRAFT4,
     jsonschema_rs.Draft6Validator: _DRAFT6,
