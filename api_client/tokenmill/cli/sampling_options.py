@@ -79,14 +79,15 @@ def _kind(kind: Any) -> Any:
     if isinstance(kind, types.UnionType):
         *_, kind = (each for each in typing.get_args(kind) if each is not types.NoneType)
     if typing.get_origin(kind) is tuple and (item := typing.get_args(kind)[0]) in (int, str):
-        return list[item]
+        return types.GenericAlias(list, item)
     return kind if kind in (bool, int, float, str) else dict
 
 
 def _option(name: str, kind: Any) -> inspect.Parameter:
     flags = [_flag(name), *_LETTERS.get(name, ())]
     option = typer.Option(*flags, help=HELP[name], rich_help_panel="Sampling")
-    annotation = Annotated[(str if kind is dict else kind) | None, option]
+    annotated: Any = Annotated  # what a type checker cannot know
+    annotation = annotated[(str if kind is dict else kind) | None, option]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )

@@ -52,7 +52,8 @@ class DecodeInputs:
         for item, sequence, start, epoch in zip(
             items, self._sequences, starts, self._epochs, strict=True
         ):
-            known, place = sequence.token_ids, item.start
+            known: Seq[int] = sequence.token_ids
+            place = item.start
             if assumed is not None and place >= len(known):
                 known, place = assumed.get(sequence, ()), place - len(known)
             if (
