@@ -81,9 +81,8 @@ class Panels:
         per_row = max(1, min(3, options.max_width // MIN_PANEL_WIDTH))
         width = options.max_width // per_row
         num_rows = -(-len(self._jobs) // per_row)
-        height = (
-            console.height - 2
-        ) // num_rows  # less the status line and the cursor's line below it
+        # less the status line and the cursor's line below it
+        height = (console.height - 2) // num_rows
         num_lines = max(MIN_TEXT_LINES, min(MAX_TEXT_LINES, height - 2))
         panels = [self._panel(job, width, num_lines) for job in self._jobs]
         yield Group(Columns(panels, width=width, padding=0), self._status(console))

@@ -48,10 +48,8 @@ log = logging.getLogger("uvicorn.error")
 PAGE = Path(__file__).parent / "static"
 TITLE_CHARS = 200
 MONTH_S = 30 * 24 * 3600
-SILENCE_S, RETRY_S = (
-    3.0,
-    1.0,
-)  # seconds without a chunk after which the queue is checked; seconds between retries
+# seconds without a chunk after which the queue is checked; seconds between retries
+SILENCE_S, RETRY_S = (3.0, 1.0)
 AWAY = "The service is away."
 # Scripts and styles load only from this server, so a model's output cannot add any.
 SECURITY_HEADERS = {

@@ -81,9 +81,8 @@ _SIZES = {name: number for number, names in _NUMBERS for name in names.split()} 
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4
-}  # keys come from a latent vector, one for each head
+# keys come from a latent vector, one for each head
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _BY_TURNS = ["linear_attention", "full_attention"] * 2
 _SHARED: dict[str, Any] = {

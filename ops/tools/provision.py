@@ -112,9 +112,8 @@ class Provisioner:
             "installing the other packages", f"{self.root}[{EXTRAS[self.level]}]", is_editable=True
         )
         if not self._torch_brings_triton() and sys.platform == "linux" and self.level == "dev":
-            self._pip(
-                "installing triton", "triton", has_requirements=False
-            )  # runs the GPU kernels in its interpreter
+            # runs the GPU kernels in its interpreter
+            self._pip("installing triton", "triton", has_requirements=False)
         bare = BARE_WHEELS["demo"] + (BARE_WHEELS["dev"] if self.level == "dev" else [])
         self._pip("installing the models", *bare, has_requirements=False)
         if self.level == "dev":

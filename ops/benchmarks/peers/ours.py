@@ -13,9 +13,8 @@ from tokenmill_worker.engine.execution.warm_up import warm_up
 
 class Tokenmill(MeasuredEngine):
     def __init__(self, options: EngineOptions) -> None:
-        os.environ.setdefault(
-            "OMP_WAIT_POLICY", "PASSIVE"
-        )  # as the worker sets it for the engine's process
+        # as the worker sets it for the engine's process
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._engine = self._load(EngineConfig(**options.engine_settings()))
         # as the worker's engine process does
         warm_up(self._engine.runner, lambda _message, _fraction: None)

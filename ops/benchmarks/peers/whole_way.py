@@ -84,9 +84,8 @@ class WholeWay(MeasuredEngine):
         self._rounds = 0
         asyncio.run(self._wait_ready())
         self._loop = self._undo.enter_context(asyncio.Runner())
-        self._client = self._loop.run(
-            self._connect()
-        )  # lives longer than a job, as a web backend's client does
+        # lives longer than a job, as a web backend's client does
+        self._client = self._loop.run(self._connect())
         self._undo.callback(lambda: self._loop.run(self._client.close()))
         gc.collect()
         gc.freeze()  # garbage collection skips the benchmark's own objects from here on

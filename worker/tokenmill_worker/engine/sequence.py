@@ -67,9 +67,8 @@ class Sequence:
     num_cached_tokens: int = 0
     num_inflight: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
-    block_hashes: list[bytes] = field(
-        default_factory=list
-    )  # hashes of full blocks, extended as tokens arrive
+    # hashes of full blocks, extended as tokens arrive
+    block_hashes: list[bytes] = field(default_factory=list)
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     epoch: int = 0  # raised by each preemption or cancel, so that a stale step result is recognised
@@ -79,9 +78,8 @@ class Sequence:
     checkpoints: tuple[int, ...] = ()  # positions at which its recurrent states are to be kept
     num_slots: int = 0  # tokens that the blocks of every group can hold now
     last_step: int = -1  # the newest step that may write its blocks
-    host_tables: list[list[int]] = field(
-        default_factory=list
-    )  # while OFFLOADED: host block ids, as block_tables
+    # while OFFLOADED: host block ids, as block_tables
+    host_tables: list[list[int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -81,9 +81,8 @@ def _calm_celery() -> None:
     logging.getLogger("celery").setLevel(logging.WARNING)
     logging.getLogger("celery.beat").addFilter(BeatLogThrottle())
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
-    warnings.filterwarnings(
-        "ignore", category=SecurityWarning
-    )  # about root and pickle, which is refused here
+    # about root and pickle, which is refused here
+    warnings.filterwarnings("ignore", category=SecurityWarning)
 
 
 class BeatLogThrottle(logging.Filter):

@@ -102,9 +102,8 @@ class HealthServer:
                 self._serve, self._host, self._port, limit=_MAX_REQUEST_BYTES
             )
         except OSError as error:
-            reason = (
-                os.strerror(error.errno) if error.errno else str(error)
-            )  # asyncio's message repeats the address
+            # asyncio's message repeats the address
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise PortTaken(
                 f"/metrics cannot be served on {self._host}:{self._port}: {reason}"
             ) from error

@@ -44,9 +44,8 @@ class JobTelemetry:
         self._clock_ns = clock_ns
         self._stamps: dict[str, JobTimestamps] = {}  # by job id
         self._running: dict[str, JobTimestamps] = {}  # the running ones, by request id
-        self._frames: list[
-            tuple[int, Frame]
-        ] = []  # (time, frame) of frames whose tokens are not counted yet
+        # (time, frame) of frames whose tokens are not counted yet
+        self._frames: list[tuple[int, Frame]] = []
         self._stats = EngineStats()
         self.tokens = RollingRate()
         self.first_token_s, self.token_s, self.queue_s = (
@@ -99,9 +98,8 @@ class JobTelemetry:
             self._count_tokens(now, frame.events)
 
     def _count_tokens(self, now: int, events: Sequence[TokenEvent]) -> None:
-        alike: Counter[tuple[tuple[str, str], int, int]] = (
-            Counter()
-        )  # (kind, token before, tokens at once): events
+        # (kind, token before, tokens at once): events
+        alike: Counter[tuple[tuple[str, str], int, int]] = Counter()
         kind, before, each, in_row = ("", ""), 0, 0, 0  # neighbouring events are usually alike
         running = self._running
         for event in events:

@@ -44,9 +44,8 @@ class _Share:
     length: int
     blocks: Tensor  # int64 [num_seqs, length]; positions past a sequence's end repeat its last one
     offsets: Tensor  # int64 [num_seqs, length]
-    visible: (
-        Tensor | None
-    )  # bool [num_seqs, num_queries, length]; None: every query sees every position
+    # bool [num_seqs, num_queries, length]; None: every query sees every position
+    visible: Tensor | None
 
 
 class ReferenceAttention(AttentionBackend):

@@ -16,9 +16,8 @@ Rows with top-k or top-p take the kernels of `draw_cut` in place of 2 and 3.
 import triton
 import triton.language as tl
 
-INFINITY_BITS = tl.constexpr(
-    0x7F800000
-)  # as an integer, +infinity follows the largest finite distance
+# as an integer, +infinity follows the largest finite distance
+INFINITY_BITS = tl.constexpr(0x7F800000)
 LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 # A chunk's numbers: its highest logit; the number, sum and sum of squares of the finite ones; and
 # the highest value of its race, or its mass if the row has top-p and no top-k.

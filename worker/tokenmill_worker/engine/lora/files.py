@@ -40,14 +40,8 @@ _NAMES = {
     "lora_bias": "biases (lora_bias)",
     "alora_invocation_tokens": "activation by tokens (alora_invocation_tokens)",
 }
-_INITS = {
-    "none",
-    "true",
-    "false",
-    "gaussian",
-    "orthogonal",
-    "eva",
-}  # other methods change the base model
+# other methods change the base model
+_INITS = {"none", "true", "false", "gaussian", "orthogonal", "eva"}
 _TENSORS = {
     "lora_embedding_": "adapted embeddings",
     "lora_magnitude_vector": "DoRA (lora_magnitude_vector)",

@@ -43,9 +43,8 @@ class Sites:
 
     def __init__(self, model: nn.Module) -> None:
         self._ranges: dict[str, AdapterRange] = {}
-        self._weights: list[
-            tuple[str, nn.Module, str, int]
-        ] = []  # a PackedWeight in an attribute, and half a panel
+        # a PackedWeight in an attribute, and half a panel
+        self._weights: list[tuple[str, nn.Module, str, int]] = []
         self._products: list[tuple[str, nn.Module]] = []
         self._layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
         self._undo: list[tuple[nn.Module, str, Any]] = []

@@ -275,9 +275,8 @@ class LayerTrait:
     """Observations of one layer's attention in a probing pass."""
 
     shape: AttentionShape
-    mask_code: (
-        float | None
-    )  # code of the mask it was given (probe.py); None: the model made the mask itself
+    # code of the mask it was given (probe.py); None: the model made the mask itself
+    mask_code: float | None
     extras: frozenset[str]  # names of further keyword arguments that were not None
 
 

@@ -182,9 +182,8 @@ class _TorchSampling:
     device: torch.device
     vocabulary: Tensor
     seeds: npt.NDArray[np.uint64]
-    greedy: (
-        Tensor | None
-    )  # rows; None where the groups cover all rows, or where there are no groups
+    # rows; None where the groups cover all rows, or where there are no groups
+    greedy: Tensor | None
     groups: tuple[_SampledRows, ...]  # empty: all rows are greedy
 
     @property

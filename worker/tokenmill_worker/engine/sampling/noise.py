@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_CACHED_ELEMENTS = (
-    1 << 18
-)  # on CPU a chunk and its scratch stay in the second-level cache: 5 times faster
+# on CPU a chunk and its scratch stay in the second-level cache: 5 times faster
+_CACHED_ELEMENTS = 1 << 18
 _DEVICE_ELEMENTS = 1 << 24  # on an accelerator; bounds the scratch memory
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
@@ -28,9 +27,8 @@ def row_keys(
 ) -> npt.NDArray[np.int32]:
     """Return two 32-bit keys per row: a splitmix64 step over (seed, position)."""
     with np.errstate(over="ignore"):
-        z = _mix64(
-            seeds + _GOLDEN
-        )  # neighbouring seeds must not give streams that are shifted copies
+        # neighbouring seeds must not give streams that are shifted copies
+        z = _mix64(seeds + _GOLDEN)
         z = _mix64(z + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     low = (z & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (z >> np.uint64(32)).astype(np.uint32)

@@ -49,9 +49,8 @@ class ParameterTable:
         self.numbers = np.zeros((capacity, len(NUMBERS)), np.float64)
         self.counts = np.zeros((capacity, len(COUNTS)), np.int64)
         self.bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
-        self.held_back: dict[
-            int, npt.NDArray[np.int64]
-        ] = {}  # ids that end a sequence: masked until min_tokens
+        # ids that end a sequence: masked until min_tokens
+        self.held_back: dict[int, npt.NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -35,12 +35,10 @@ class Histories:
         self._device = device
         self._found: dict[Sequence, _History] = {}
         self._free: list[int] = []
-        self._outputs = torch.zeros(
-            (0, 0), dtype=torch.int64, device=device
-        )  # [slots, output positions]
-        self._prompts = torch.zeros(
-            (0, 0), dtype=torch.int64, device=device
-        )  # [slots, distinct prompt ids]
+        # [slots, output positions]
+        self._outputs = torch.zeros((0, 0), dtype=torch.int64, device=device)
+        # [slots, distinct prompt ids]
+        self._prompts = torch.zeros((0, 0), dtype=torch.int64, device=device)
 
     def __len__(self) -> int:
         return len(self._found)

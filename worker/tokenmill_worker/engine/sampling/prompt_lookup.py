@@ -29,12 +29,10 @@ class NgramIndex:
     def __init__(self, size: int) -> None:
         self._size = size
         self.length = 0  # tokens indexed
-        self._latest: dict[
-            int, int
-        ] = {}  # hash of a run → the position after its latest occurrence
-        self._earlier = array(
-            "i"
-        )  # position → the position after the run's occurrence before it, or -1
+        # hash of a run → the position after its latest occurrence
+        self._latest: dict[int, int] = {}
+        # position → the position after the run's occurrence before it, or -1
+        self._earlier = array("i")
 
     def extend(self, token_ids: Seq[int], limit: int) -> None:
         """Index up to `limit` more tokens."""

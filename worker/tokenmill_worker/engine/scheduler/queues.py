@@ -127,9 +127,8 @@ class _Class:
     tenants: dict[str, list[tuple[float, int, QueueEntry]]] = field(default_factory=dict)
     # (tokens served when pushed: a lower bound, tenant)
     order: list[tuple[int, str]] = field(default_factory=list)
-    entered: deque[tuple[float, QueueEntry]] = field(
-        default_factory=deque
-    )  # by `since`, for ageing
+    # by `since`, for ageing
+    entered: deque[tuple[float, QueueEntry]] = field(default_factory=deque)
     live: int = 0
 
 

@@ -35,9 +35,8 @@ class StepTimeModel:
 
     def __init__(self, slowdown: float | None) -> None:
         self._slowdown = slowdown
-        self._sizes: dict[
-            int, tuple[int, float, float]
-        ] = {}  # bits of the tokens → (steps, tokens, seconds)
+        # bits of the tokens → (steps, tokens, seconds)
+        self._sizes: dict[int, tuple[int, float, float]] = {}
         self._urgent_at = float("-inf")
 
     @property

@@ -17,13 +17,10 @@ from typing import Final
 
 COMPUTE_SLICE_MS: Final = 20  # the kernel's default is 0.7 to 3 ms, its maximum 100
 _SCHED_OTHER: Final = 0
-_SCHED_SETATTR: Final = {
-    "x86_64": 314,
-    "aarch64": 274,
-}  # system call numbers; the C library has no wrapper
-_ATTRIBUTES: Final = struct.Struct(
-    "=IIQiIQQQ"
-)  # size, policy, flags, nice, priority, slice ns, deadline, period
+# system call numbers; the C library has no wrapper
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
+# size, policy, flags, nice, priority, slice ns, deadline, period
+_ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
 
 
 def lengthen_slices(slice_ms: float = COMPUTE_SLICE_MS) -> bool:

@@ -89,9 +89,8 @@ class FrameReader(asyncio.Protocol):
         self.ended = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            "asyncio.WriteTransport", transport
-        )  # uvloop's transports do not derive from it
+        # uvloop's transports do not derive from it
+        self._transport = cast("asyncio.WriteTransport", transport)
 
     def data_received(self, data: bytes) -> None:
         if self.ended.is_set():

@@ -24,9 +24,8 @@ _NOT_PUBLIC: Final = tuple(
         "2001:10::/28", "3fff::/20", "5f00::/16", "fec0::/10",
     )
 )  # fmt: skip
-_PUBLIC: Final = tuple(
-    ipaddress.ip_address(text) for text in ("192.0.0.9", "192.0.0.10")
-)  # anycast: PCP, TURN
+# anycast: PCP, TURN
+_PUBLIC: Final = tuple(ipaddress.ip_address(text) for text in ("192.0.0.9", "192.0.0.10"))
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 

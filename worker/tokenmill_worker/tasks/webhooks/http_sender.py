@@ -203,9 +203,8 @@ class _Deadline:
     def _shut(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(
-                    self._sock, socket.SHUT_RDWR
-                )  # below TLS, which another thread is using
+                # below TLS, which another thread is using
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         self._timer.start()

@@ -245,9 +245,8 @@ class LayerTable:
             self._inputs = out["residual"]
             self._on_out += [out["y"], down["residual"], down["y"]]
         self._rotation = [self._writes[name] for name in ("cos", "sin", "cos_stride", "rotary_dim")]
-        self._groups: list[
-            tuple[int, Any, Any]
-        ] = []  # group, its indices in the writes and in the attends
+        # group, its indices in the writes and in the attends
+        self._groups: list[tuple[int, Any, Any]] = []
         self._used: object = None  # arguments of the last call
 
     def assign(self, groups: Sequence[int]) -> None:

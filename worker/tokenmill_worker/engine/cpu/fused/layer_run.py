@@ -92,9 +92,8 @@ class LayerRun:
             self._program.run(torch.get_num_threads(), self._give_workspace)
             return
         assert step.rows is not None
-        metadata = metadata_of_rows(
-            step.metadata[self._group], step.rows
-        )  # kept while the kernels read it
+        # kept while the kernels read it
+        metadata = metadata_of_rows(step.metadata[self._group], step.rows)
         narrow.narrow(step.rows)
         narrow.use(out, metadata)
         stop = None if step.rows.numel() else self._without_last + narrow.num_steps_for_cache

@@ -180,9 +180,8 @@ class WholePass:
         self._rotation = Rotation(
             at("rotation"), at("rotation") + width * FLOAT_BYTES, 2 * width, width
         )
-        self._embed.target = self._read.target = self._head.x = at(
-            "in"
-        )  # reused: the layers have read it by then
+        # reused: the layers have read it by then
+        self._embed.target = self._read.target = self._head.x = at("in")
         self._read.source = at("out")
         self._head.workspace = at("work")
         self._version = self._scratch.version

@@ -272,9 +272,8 @@ def write_blocks(
     if num_tokens == 0:
         return
     key, value = _rows(key), _rows(value)
-    tokens = (
-        4 if num_tokens <= 256 else 16
-    )  # per program: enough programs for decodes, wide ones for prompts
+    # per program: enough programs for decodes, wide ones for prompts
+    tokens = 4 if num_tokens <= 256 else 16
     write_kernel[(-(-num_tokens // tokens), num_kv_heads)](
         key,
         value,

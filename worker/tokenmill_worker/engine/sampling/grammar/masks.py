@@ -48,10 +48,8 @@ class _MatcherState:
     epoch: int
     limit: AcceptanceLimit = field(default_factory=lambda: AcceptanceLimit(MAX_FORCED, MAX_FORCED))
     num_read: int = 0  # output tokens that the matcher has read; they do not change within an epoch
-    unchecked: tuple[int, float] = (
-        0,
-        0.0,
-    )  # tokens read since the last mask, and their CPU seconds
+    # tokens read since the last mask, and their CPU seconds
+    unchecked: tuple[int, float] = (0, 0.0)
     num_checked: int = 0  # tokens read and masks computed
     spent_s: float = 0.0  # CPU seconds for them
 
@@ -62,9 +60,8 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._states: dict[Sequence, _MatcherState] = {}
-        self._launched: dict[
-            Sequence, tuple[Sampled, int, int]
-        ] = {}  # step, its row, output position
+        # step, its row, output position
+        self._launched: dict[Sequence, tuple[Sampled, int, int]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
 
