@@ -147,7 +147,7 @@ class JobStream:
         that only have to be recorded. Does not wait for jobs to come.
         """
         options = self.options
-        if self.lease.is_expired:
+        if self.lease.is_expired():
             raise RedisUnavailable("the lease has run out, and its jobs are not given up yet")
         async with self._claiming:
             known = list(self._owned) if self._must_redeliver else []
@@ -187,7 +187,7 @@ class JobStream:
 
     async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         """Append all chunks in one round trip; see ChunkLog. One call at a time."""
-        if self.lease.is_expired:
+        if self.lease.is_expired():
             return {place: (AppendReply.LOST, item.start) for place, item in enumerate(items)}
         if not items:
             return {}
@@ -211,7 +211,7 @@ class JobStream:
         """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the
         fencing token was outdated, because the job is another worker's now.
         """
-        if self.lease.is_expired:
+        if self.lease.is_expired():
             return [False] * len(jobs)
         done: list[bool] = []
         ttls = (round(self.options.result_ttl_s), round(self.options.dead_ttl_s))
@@ -246,7 +246,7 @@ class JobStream:
         await self._call(scripts.RELEASE, self.worker_id)
 
     async def _give_back(self, jobs: Sequence[tuple[str, int, str, int, str]]) -> list[bool]:
-        if not jobs or self.lease.is_expired:
+        if not jobs or self.lease.is_expired():
             return [False] * len(jobs)
         arguments = (value for job in jobs for value in job)
         reply = await self._call(scripts.RELEASE, self.worker_id, *arguments)

@@ -37,16 +37,15 @@ class Lease:
         self._ticked_at: float | None = None
         self._has_frozen = False
 
-    @property
     def is_expired(self) -> bool:
-        """True from the first moment after such a freeze until `resume`."""
+        """Return True from the first moment after such a freeze until `resume`."""
         if self._ticked_at is not None and self._clock() - self._ticked_at > self.seconds:
             self._has_frozen = True
         return self._has_frozen
 
     def tick(self) -> bool:
         """Note that the event loop runs; return whether the lease has expired."""
-        is_expired = self.is_expired
+        is_expired = self.is_expired()
         self._ticked_at = self._clock()
         return is_expired
 
@@ -123,7 +122,7 @@ class LeaseKeeper:
         other worker can claim there either, and the fencing tokens decide when it is back. Raises
         Replaced.
         """
-        if self._lease.is_expired:
+        if self._lease.is_expired():
             return  # the ticker gives up the jobs
         try:
             reply = await self._stream.heartbeat(self._status())
