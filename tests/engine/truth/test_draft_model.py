@@ -108,9 +108,9 @@ def test_a_prefix_is_drafted_once(llama: Path) -> None:
     computed = []
     run = drafts_of(engine)._pass
 
-    def counted(items):
+    def counted(items, drafted):
         computed.append(sum(item.num_tokens for item in items))
-        run(items)
+        run(items, drafted)
 
     drafts_of(engine)._pass = counted
     counts = []
