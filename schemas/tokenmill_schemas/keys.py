@@ -12,7 +12,7 @@
 | `tm:{q}:idem:<tenant>:<key>` | fingerprint, space, id | submit, finish | until finish, then TTL |
 | `tm:{q}:worker:<id>` | string | heartbeat | TTL = lease |
 | `tm:{q}:workers` | set of worker ids seen alive | heartbeat, claim | until the worker is reaped |
-| `tm:{q}:held:<worker>` | set of job ids | claim, finish, release | until empty |
+| `tm:{q}:owned:<worker>` | set of job ids | claim, finish, release | until empty |
 | `tm:{q}:ownership_versions` | hash worker id → number | append | until it loses a job or ends |
 | `tm:{q}:control:<worker>` | pub/sub channel | submit, cancel, operators | – |
 | `tm:{q}:ready` | sorted set worker id → free places, −ms if woken | claim, submit | TTL |
@@ -73,7 +73,7 @@ class Keys:
         return f"{self.base}worker:{worker_id}"
 
     def owned(self, worker_id: str) -> str:
-        return f"{self.base}held:{worker_id}"
+        return f"{self.base}owned:{worker_id}"
 
     def control(self, worker_id: str) -> str:
         return f"{self.base}control:{worker_id}"

@@ -282,8 +282,10 @@ def left_in_redis(client: Any, queue: str, states: dict[str, str]) -> list[Viola
     found: list[Violation] = []
     for key in client.scan_iter(f"{_escaped(base)}*"):
         name = key.decode().removeprefix(base)
-        sets = ("workers", "ownership_versions", "tenants", "requeued", "unrecorded_ends", "delayed")
-        if name.startswith(("log:", "held:", "worker:")) or name in sets:
+        sets = (
+            "workers", "ownership_versions", "tenants", "requeued", "unrecorded_ends", "delayed",
+        )  # fmt: skip
+        if name.startswith(("log:", "owned:", "worker:")) or name in sets:
             found.append(Violation("wrong", f"{key.decode()} is left"))
         elif name.startswith("jobs:") and client.xlen(key):
             found.append(Violation("wrong", f"{key.decode()} still has {client.xlen(key)} entries"))

@@ -270,7 +270,7 @@ def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
         redis.hset(f"{base}meta", mapping={"submitted": 1, "finished:succeeded": 1})
         assert left_in_redis(redis, QUEUE, {"j": "succeeded"}) == []
         redis.hset(f"{base}meta", mapping={"submitted": 2, "finished:succeeded": 2, "running": 1})
-        redis.sadd(f"{base}held:w", "j")
+        redis.sadd(f"{base}owned:w", "j")
         redis.hset(f"{base}tenants", "j", "t")
         redis.xadd(f"{base}jobs:bulk", {"job": "j"})
         redis.zadd(f"{base}delayed", {"j": 1})
@@ -279,7 +279,7 @@ def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
     for part in (
         "2 submissions",
         "2 jobs were settled",
-        "held:w is left",
+        "owned:w is left",
         "tenants is left",
         "jobs:bulk still",
         "delayed is left",

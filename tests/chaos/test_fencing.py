@@ -60,7 +60,7 @@ async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path)
     problems = violations(database, {job: wanted, again: wanted}, {job: [received]})
     assert problems == []
     with Redis.from_url(redis_url) as redis:
-        assert not [key for key in redis.scan_iter() if b":log:" in key or b":held:" in key]
+        assert not [key for key in redis.scan_iter() if b":log:" in key or b":owned:" in key]
 
 
 async def test_a_lone_worker_that_resumes_claims_its_job_again_and_ignores_late_events(

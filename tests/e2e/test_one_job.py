@@ -133,7 +133,7 @@ async def test_the_queue_is_empty_afterwards(redis_url, database):
     waiting = {key: await redis.xlen(key) for key in keys if ":jobs:" in key}
     await redis.aclose()
     assert not any(waiting.values()), waiting
-    assert not [key for key in keys if ":log:" in key or ":held:" in key], keys
+    assert not [key for key in keys if ":log:" in key or ":owned:" in key], keys
 
 
 async def test_an_idempotent_submit_is_one_job(redis_url, database):

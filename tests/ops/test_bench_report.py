@@ -19,7 +19,7 @@ from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 
 WORKLOAD = Workload("decode", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 4)))
-NAMES = ("tokenmill", "transformers", "vllm", "llamacpp", "static", "floor")
+NAMES = ("tokenmill", "transformers", "vllm", "static", "floor")
 
 
 def round_of(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Round:

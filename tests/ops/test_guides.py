@@ -109,7 +109,6 @@ def test_every_key_is_in_the_table() -> None:
     known = {
         "tenant_stream": "jobs",
         "idempotency": "idem",
-        "owned": "held",
         "idle_workers": "ready",
     }
     assert {known.get(name, name) for name in names - {"base", "queue", "prefix"}} == set(patterns)

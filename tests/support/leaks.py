@@ -18,7 +18,7 @@ _LASTING = (
     re.compile(r"jobs:(interactive|standard|bulk)(:.+)?", re.DOTALL),
     re.compile(r"fair_shares:(interactive|standard|bulk)"),
     re.compile(r"workers"),
-    re.compile(r"held:.+|ownership_versions"),
+    re.compile(r"owned:.+|ownership_versions"),
     re.compile(r"delayed|deadlines|requeued|unrecorded_ends"),
     re.compile(r"dead"),
     re.compile(r"meta"),

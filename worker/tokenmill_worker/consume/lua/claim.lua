@@ -4,7 +4,7 @@
 -- claim whose reply was lost, ended jobs, jobs that other workers gave back or lost, and then the
 -- tenant streams.
 --
--- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, worker:, workers, held:,
+-- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, worker:, workers, owned:,
 --            ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready, ready:urgent
 -- Arguments  ARGV[3]: options by name (options.lua), read at the top of delivery.lua
 --   worker            who calls

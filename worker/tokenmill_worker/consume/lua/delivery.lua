@@ -14,7 +14,7 @@ local log_ttl_s = amount(options.log_ttl_s, 'log_ttl_s', 1, MOST)
 local bulk_every = amount(options.bulk_every, 'bulk_every', 0, MOST)
 local redelivers = amount(options.redeliver, 'redeliver', 0, 1) == 1
 if refusal then return refusal end
-local owned = base .. 'held:' .. worker
+local owned = base .. 'owned:' .. worker
 local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
 -- Collected here and written once, at the end: jobs delivered per tenant, and the jobs and cost
 -- that left each class's backlog.

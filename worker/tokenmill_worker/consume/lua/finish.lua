@@ -1,6 +1,6 @@
 -- finish: acknowledge jobs whose rows SQL has committed.
 --
--- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, held:, ownership_versions,
+-- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, owned:, ownership_versions,
 --            idem:, dead, deadlines, unrecorded_ends
 -- Arguments  ARGV[3]  worker
 --            ARGV[4]  TTL of an ended job, with its result, s
@@ -105,7 +105,7 @@ local function finish(id, token, state, result, chunk, served)
     owners[stream] = tenant
     put(entries, stream, job[7])
   end
-  if redis.call('SREM', base .. 'held:' .. job[4], id) == 1 then
+  if redis.call('SREM', base .. 'owned:' .. job[4], id) == 1 then
     count(freed, tenant, 1)
     num_freed = num_freed + 1
     if tenant ~= '' then tenants_of[#tenants_of + 1] = id end

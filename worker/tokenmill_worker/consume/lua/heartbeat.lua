@@ -39,7 +39,7 @@ for first = FIRST, #ARGV, 2 do
     cancelled[#cancelled + 1] = id
   end
 end
-for _, id in ipairs(redis.call('SMEMBERS', base .. 'held:' .. worker)) do
+for _, id in ipairs(redis.call('SMEMBERS', base .. 'owned:' .. worker)) do
   if not known[id] then unacknowledged[#unacknowledged + 1] = id end
 end
 local freed = sweep(clock_ms(), sweep_ms, lease_ms, returns)

@@ -1,7 +1,7 @@
 -- Part of every script of a worker but append, after common.lua: releases owned jobs, and sweeps
 -- the jobs of dead workers. A worker is alive while its lease key `worker:<id>` exists.
 --
--- Keys of a sweep  meta, job:, jobs:, fair_shares:, tenant:, tenants, workers, held:,
+-- Keys of a sweep  meta, job:, jobs:, fair_shares:, tenant:, tenants, workers, owned:,
 --                  ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready,
 --                  ready:urgent
 local HISTORY_LINES = 20
@@ -28,7 +28,7 @@ end
 -- Takes a job from the worker in whose set it is. Without `tenant`, its hash is gone, and `tenants`
 -- has the tenant.
 local function release_ownership(id, worker, tenant)
-  if redis.call('SREM', base .. 'held:' .. worker, id) == 0 then return end
+  if redis.call('SREM', base .. 'owned:' .. worker, id) == 0 then return end
   invalidate_version(worker)
   local kept = not tenant and redis.pcall('HGET', base .. 'tenants', id)
   redis.pcall('HDEL', base .. 'tenants', id)
@@ -90,10 +90,10 @@ end
 
 -- Gives back every job of a worker, and removes it from all sets. Returns how many jobs it owned.
 local function deregister_worker(worker, now, how)
-  local ids = redis.call('SMEMBERS', base .. 'held:' .. worker)
+  local ids = redis.call('SMEMBERS', base .. 'owned:' .. worker)
   for _, id in ipairs(ids) do give_back(id, worker, now, how, #ids == 1, 0, '') end
   invalidate_version(worker)
-  redis.call('DEL', base .. 'held:' .. worker)
+  redis.call('DEL', base .. 'owned:' .. worker)
   redis.call('SREM', base .. 'workers', worker)
   redis.call('ZREM', base .. 'ready', worker)
   redis.call('ZREM', base .. 'ready:urgent', worker)

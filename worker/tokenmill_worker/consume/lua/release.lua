@@ -1,6 +1,6 @@
 -- release: give jobs back to the queue, and wake all workers. A call without jobs only wakes them.
 --
--- Keys       meta, job:, jobs:, tenant:, tenants, held:, ownership_versions, delayed, requeued,
+-- Keys       meta, job:, jobs:, tenant:, tenants, owned:, ownership_versions, delayed, requeued,
 --            unrecorded_ends, ready, ready:urgent
 -- Arguments  ARGV[3]  worker
 --            then per job: id, token, how, delay in ms, note (see give_back in ownership.lua). how:

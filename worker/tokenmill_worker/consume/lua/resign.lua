@@ -1,6 +1,6 @@
 -- resign: give back all jobs of a worker, and end its lease.
 --
--- Keys       meta, job:, jobs:, tenant:, tenants, worker:, workers, held:, ownership_versions,
+-- Keys       meta, job:, jobs:, tenant:, tenants, worker:, workers, owned:, ownership_versions,
 --            requeued, unrecorded_ends, ready, ready:urgent
 -- Arguments  ARGV[3]  worker
 --            ARGV[4]  how, as in give_back: 'handover' at the end of a drain, or after a freeze
