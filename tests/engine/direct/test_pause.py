@@ -80,3 +80,26 @@ def test_a_pause_raises_when_the_loop_dies_while_it_waits(slow_manager):
     with pytest.raises(EngineError, match="loop has failed"), slow_manager.pause():
         pass
     del slow_manager._engine.settle
+
+
+def test_a_pause_lasts_until_the_last_of_its_holders_leaves(engine, manager):
+    manager.add_request([65, 66], "running", max_new_tokens=LONG)
+    may_leave = [threading.Event() for _ in range(3)]
+    inside = threading.Barrier(4)
+
+    def hold(leave):
+        with manager.pause():
+            inside.wait(20)
+            leave.wait(20)
+
+    holders = [threading.Thread(target=hold, args=(leave,)) for leave in may_leave]
+    for holder in holders:
+        holder.start()
+    inside.wait(20)
+    steps = engine.stats().steps
+    for leave, holder in zip(may_leave, holders, strict=True):
+        time.sleep(0.05)
+        assert engine.stats().steps == steps
+        leave.set()
+        holder.join(20)
+    assert len(manager.get_result("running").generated_tokens) == LONG

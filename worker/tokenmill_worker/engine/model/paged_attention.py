@@ -118,7 +118,8 @@ def step_of(module: nn.Module, kwargs: dict[str, Any]) -> AttentionStep:
         step = holder.step
     if step is None:
         raise StepNotPassedError(
-            f"{type(module).__name__} does not pass keyword arguments on to its attention"
+            f"{type(module).__name__} runs outside of a step of the engine, which has replaced its "
+            "attention, or does not pass keyword arguments on to it"
         )
     return step
 
