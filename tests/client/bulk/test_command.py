@@ -196,3 +196,21 @@ def test_an_error_is_one_sentence_and_a_status(
     done = CliRunner().invoke(app, ["bulk", *words], env=shell.where)
     assert (done.exit_code, says in done.output) == (1, True), done.output
     assert isinstance(done.exception, SystemExit)
+
+
+async def test_a_run_without_a_database_keeps_its_batch_beside_the_output(
+    redis_url: str, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)  # the default database is relative: here there is none
+    shell = Shell(redis_url, "")
+    path, output = write_many(tmp_path / "in.jsonl", 5), folder / "out.jsonl"
+    async with running_worker(redis_url, database):
+        status, _, error = await shell("run", path, "-o", output)
+    assert (status, sorted(names(output))) == (0, [f"line-{n}" for n in range(5)]), error
+    assert {"out.jsonl", "out.jsonl.batch", "out.jsonl.batch.db"} == {
+        found.name for found in folder.iterdir()
+    }
+    again, _, error = await shell("run", path, "-o", output)
+    assert (again, num_lines(output)) == (0, 5), error
