@@ -42,6 +42,17 @@ def test_a_models_file_is_looked_into(tmp_path: Path) -> None:
     assert model_finding(str(folder), tmp_path)[0] == "error"
 
 
+def test_the_abilities_of_the_engine_are_named(tmp_path: Path) -> None:
+    def of(model: str) -> str:
+        given = {"model": model, "database_url": f"sqlite:///{tmp_path}/none.db"}
+        settings = load_settings(given, strict=False)
+        (found,) = [item.words for item in examine(settings) if item.subject == "engine"]
+        return found
+
+    assert "response_format.json_schema" in of(str(tmp_path))
+    assert of("synthetic") == "own, with scores, prompt_logprobs, adapters, exact_resume"
+
+
 @pytest.mark.parametrize("name", ["none.gguf", "none", "models/none"])
 def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

@@ -61,6 +61,7 @@ async def input_processor(
         special_tokens=tokenizer.special_tokens,
         default_max_tokens=settings.default_max_tokens,
         sampling_defaults=ready.sampling_defaults,
+        capabilities=ready.capabilities,
         adapters=frozenset(config.adapter_folders),
         aliases=read_aliases(settings.aliases),
     )

@@ -129,6 +129,7 @@ class InputProcessor:
         if found:
             raise Refused("; ".join(found))
         self._model.adapter_for(request.model, request.params.lora)
+        self._model.check_capabilities(request)
         self._model.check_ids(request)
 
     def _is_late(self, request: JobRequest) -> bool:

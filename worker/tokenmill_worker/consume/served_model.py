@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.consume.refusal import NOT_FOUND, Refused
+from tokenmill_worker.contract.capabilities import Capabilities
 
 MAX_LISTED = 10  # names that an error message lists
 
@@ -35,6 +36,7 @@ class ServedModel:
     aliases: Mapping[str, str] = field(default_factory=dict)
     tokenizer_eos: frozenset[int] = frozenset()
     special_tokens: Mapping[str, int] = field(default_factory=dict)
+    capabilities: Capabilities | None = None  # of its engine; None: every one
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the ids at which the engine ends an answer beside its own: those that the request
@@ -74,6 +76,17 @@ class ServedModel:
                 NOT_FOUND,
             )
         return chosen or wanted
+
+    def check_capabilities(self, request: JobRequest) -> None:
+        """Raise Refused if the request asks for what the engine does not have."""
+        if self.capabilities is not None:
+            found = self.capabilities.problems(
+                request.params,
+                calls_tools=bool(request.tools) and request.tool_choice != "none",
+                scores=bool(request.continuations),
+            )
+            if found:
+                raise Refused("; ".join(found))
 
     def check_ids(self, request: JobRequest) -> None:
         """Raise Refused if the request has token ids outside the model's vocabulary."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.capabilities import Capabilities
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest
 
@@ -55,6 +56,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     description: str  # one line for the log: device, dtype, attention backend, blocks
     capacity: Capacity
     sampling_defaults: SamplingParams = SamplingParams()  # of requests that name none
+    capabilities: Capabilities = Capabilities()
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):

@@ -105,9 +105,12 @@ def _model(settings: Settings) -> Iterator[Finding]:
     """Check the model without converting or fetching anything."""
     from tokenmill_worker.engine.execution.synthetic import is_synthetic
     from tokenmill_worker.engine.model import model_files
+    from tokenmill_worker.engine.serve.capabilities import capabilities_of
 
     model = settings.engine_config().model
     path = Path(model).expanduser()
+    abilities = capabilities_of(can_structure=not is_synthetic(model)).words()
+    yield Finding("engine", "ok", f"own, with {', '.join(abilities)}")
     if is_synthetic(model):
         yield Finding("model", "ok", f"{model} needs no weights: its answers are noise, for tests")
     elif path.is_dir():

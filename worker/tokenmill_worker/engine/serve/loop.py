@@ -26,6 +26,7 @@ from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError, StepsFailError, lacks_memory, why
 from tokenmill_worker.engine.execution.warm_up import warm_up
+from tokenmill_worker.engine.serve.capabilities import capabilities_of
 
 log = logging.getLogger(__name__)
 
@@ -135,4 +136,5 @@ class EngineLoop:
             description=runner.info.description,
             capacity=self._engine.capacity(),
             sampling_defaults=runner.info.sampling_defaults,
+            capabilities=capabilities_of(can_structure=runner.info.can_structure),
         )

@@ -1,0 +1,69 @@
+"""Abilities of an engine, by which the worker refuses what a request asks for and it lacks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+
+# fields of ResponseFormat, each with a form of structured output
+STRUCTURED: Final = ("json_schema", "regex", "grammar", "structural_tag")
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Abilities of one loaded engine.
+
+    `structured` are fields of ResponseFormat. `limits` gives the least and the greatest value of a
+    parameter, where the engine takes less than the queue does.
+    """
+
+    structured: tuple[str, ...] = ()
+    tool_grammars: bool = False  # a grammar binds the calls of an answer
+    thinking_budget: bool = False
+    scores: bool = False  # log-probabilities of given continuations
+    prompt_logprobs: bool = False
+    adapters: bool = False
+    exact_resume: bool = (
+        False  # an answer that samples goes on with the tokens that would have come
+    )
+    media: tuple[str, ...] = ()  # kinds of MediaSpan
+    limits: dict[str, tuple[float, float]] = {}
+
+    def words(self) -> list[str]:
+        """Return the name of each ability."""
+        kinds = [f"response_format.{kind}" for kind in self.structured]
+        names = [name for name in self.__struct_fields__ if getattr(self, name) is True]
+        return [*kinds, *names, *self.media]
+
+    def problems(
+        self, params: SamplingParams, *, calls_tools: bool = False, scores: bool = False
+    ) -> list[str]:
+        """Return one sentence for each thing that a request asks for and the engine lacks."""
+        lacking = [
+            f"response_format.{kind}"
+            for kind in _kinds_of(params.response_format)
+            if kind not in self.structured
+        ]
+        asked = {
+            "tools": calls_tools and not self.tool_grammars,
+            "thinking_budget": params.thinking_budget is not None and not self.thinking_budget,
+            "continuations": scores and not self.scores,
+            "prompt_logprobs": params.prompt_logprobs is not None and not self.prompt_logprobs,
+            "lora": bool(params.lora) and not self.adapters,
+        }
+        lacking += [name for name, is_lacking in asked.items() if is_lacking]
+        found = [f"{name} is not available on the engine of this queue" for name in lacking]
+        for name, (least, most) in self.limits.items():
+            value = getattr(params, name)
+            if isinstance(value, int | float) and not least <= value <= most:
+                found.append(
+                    f"{name} must be between {least:g} and {most:g} with the engine of this queue, "
+                    f"not {value:g}"
+                )
+        return found
+
+
+def _kinds_of(form: ResponseFormat | None) -> list[str]:
+    return [] if form is None else [kind for kind in STRUCTURED if getattr(form, kind) is not None]
