@@ -173,7 +173,7 @@ class AsyncClient(ClientBase):
 
     async def close(self) -> None:
         """Close the client for good. Calls and streams in progress end with ClientClosed."""
-        self.check_loop()
+        self._check_loop()
         self.is_closed = True
         await self._multiplexer.close()
         await self._redis.aclose()
@@ -193,7 +193,7 @@ class AsyncClient(ClientBase):
 
     # ── running operations ──
 
-    def check_loop(self) -> None:
+    def _check_loop(self) -> None:
         """Raise ConfigurationError in another event loop than the first: the connections belong to
         that one.
         """
@@ -294,7 +294,7 @@ class AsyncIODriver:
 
     async def _perform(self, request: IORequest) -> Any:
         check_open(self._client)
-        self._client.check_loop()
+        self._client._check_loop()
         match request:
             case RunScript(script, arguments):
                 async with self._limiter:

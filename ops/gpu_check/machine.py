@@ -16,6 +16,7 @@ USEFUL = (
     "peft",
     "xdist",
     "pytest_timeout",
+    "flash_attn.cute",
     "flash_attn",
 )
 

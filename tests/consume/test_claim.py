@@ -264,3 +264,13 @@ async def test_workers_never_share_a_job(queue: Queue) -> None:
         for part in await asyncio.gather(*(worker.claim(3) for worker in workers)):
             got += [delivery.job_id for delivery in part]
     assert sorted(got) == sorted(jobs)
+
+
+async def test_workers_that_come_and_go_leave_no_names_in_the_group(queue: Queue) -> None:
+    for number in range(3):
+        job = await queue.submit()
+        worker = queue.worker(f"worker-{number}")
+        assert [delivery.job_id for delivery in await worker.claim(1)] == [job]
+    stream = queue.keys.tenant_stream(Priority.STANDARD)
+    consumers = await queue.redis.xinfo_consumers(stream, "workers")
+    assert [consumer["name"] for consumer in consumers] in (["all"], [b"all"])
