@@ -10,6 +10,8 @@ import pytest
 from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.engine.requests.validation import CHOICES_OF_CLASS, RequestValidator
 from tokenmill_worker.engine.scheduler.preemption import PROTECTED_AFTER
 from tokenmill_worker.engine.scheduler.queues import (
     FifoQueue,
@@ -165,6 +167,29 @@ def test_interactive_takes_the_place_of_bulk_but_not_of_standard(max_bypass: int
         assert running == ({"a", "now"} if preempts else {"a", "b"})
         loop.run()
         loop.assert_truth()
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_an_interactive_request_does_not_wait_for_the_choices_of_another(priority: int) -> None:
+    loop = Loop.build(policy="priority", max_num_seqs=8)
+    params = SamplingParams(n=16, max_tokens=30, ignore_eos=True)
+    loop.add(*_validated("many", params, priority))
+    loop.step()
+    assert loop.scheduler.capacity().free_sequences == 0
+    assert loop.scheduler.capacity().free_urgent == 8 - CHOICES_OF_CLASS  # so it is claimed
+    loop.add(*_validated("now", SamplingParams(max_tokens=4), 0))
+    loop.step()
+    running = [item.sequence.request_id for item in loop.plans[-1].scheduled]
+    assert running.count("now") == 1
+    loop.run()
+    loop.assert_truth()
+
+
+def _validated(name: str, params: SamplingParams, priority: int) -> list[Sequence]:
+    request = GenerationRequest(
+        request_id=name, prompt_ids=(1, 2, 3), params=params, priority=priority
+    )
+    return RequestValidator(vocab_size=100, max_model_len=200).validate(request)
 
 
 def test_bulk_that_was_preempted_often_keeps_its_place() -> None:

@@ -10,7 +10,7 @@ Python: no torch, no numpy.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.prompt import MediaSpan
@@ -27,6 +27,7 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+BULK: Final = 2  # priority class whose work is held back and may be preempted
 # block 0 of every group is never allocated: padding and freed window blocks point at it
 NULL_BLOCK = 0
 

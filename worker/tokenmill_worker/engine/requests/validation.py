@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 from tokenmill_schemas.generation import LOGPROBS_MODES, NO_DEFAULTS, SamplingParams
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.sequence import BULK, Sequence
 from tokenmill_worker.engine.types import RequestError
 
 MOST_CHOICES = 128  # of a request
+# Of a request's choices, so many have its class. The others run as bulk work: they would take every
+# row of the batch, and an interactive request would wait for one of them to end.
+CHOICES_OF_CLASS = 4
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -73,7 +76,7 @@ class RequestValidator:
             choice=choice,
             num_resumed_tokens=len(resumed),
             seed=choice_seed(seed, choice),
-            priority=request.priority,
+            priority=request.priority if choice < CHOICES_OF_CLASS else max(request.priority, BULK),
             tenant=request.tenant,
             cache_salt=request.cache_salt,
             thoughts=request.thoughts,

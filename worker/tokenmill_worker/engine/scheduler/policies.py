@@ -5,8 +5,8 @@ from __future__ import annotations
 from tokenmill_worker.engine.scheduler.admission import SequenceAdmission
 from tokenmill_worker.engine.scheduler.state import SchedulerState
 from tokenmill_worker.engine.scheduler.step_builder import StepBuilder, StepDraft
-from tokenmill_worker.engine.scheduler.step_time import BULK, MIN_TOKENS, StepTimeModel
-from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.scheduler.step_time import MIN_TOKENS, StepTimeModel
+from tokenmill_worker.engine.sequence import BULK, Sequence
 from tokenmill_worker.engine.types import SchedulingPolicy
 
 _MAX_STEPS_WITHOUT_PREFILL = 8  # after so many, bulk decodes leave tokens to bulk prefills

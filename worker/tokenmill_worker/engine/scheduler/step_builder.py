@@ -14,8 +14,8 @@ from typing import Final
 from tokenmill_worker.engine.plan import MAX_DRAFTS, MAX_SCORED, Draft, ScheduledSequence
 from tokenmill_worker.engine.scheduler.preemption import victims_first
 from tokenmill_worker.engine.scheduler.state import DECODING, PREFILLING, SchedulerState
-from tokenmill_worker.engine.scheduler.step_time import BULK, StepTimeModel
-from tokenmill_worker.engine.sequence import Sequence
+from tokenmill_worker.engine.scheduler.step_time import StepTimeModel
+from tokenmill_worker.engine.sequence import BULK, Sequence
 
 # Returns tokens that may follow those of the sequence that the host has.
 Proposer = Callable[[Sequence], Draft]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-BULK: Final = 2  # priority class whose work is held back and may be preempted
 MIN_TOKENS: Final = 4  # bulk tokens of every step, whatever they cost, so that bulk never starves
 FIRST_TOKENS: Final = 64  # most bulk tokens of a step while no step was measured
 RECENT_S: Final = 60.0  # bulk steps stay short for so long after urgent work: more may arrive
