@@ -59,10 +59,9 @@ def test_what_cannot_run_is_refused_with_its_name(prompt, params, code, says):
 @pytest.mark.parametrize(("priority", "classes"), [(0, [0, 0, 0, 0, 2, 2]), (3, [3] * 6)])
 def test_choices_beyond_the_fourth_run_as_bulk_work(priority, classes):
     request = GenerationRequest(
-        request_id="r", prompt_ids=(1, 2, 3), params=SamplingParams(n=6), priority=priority
+        request_id="r", prompt=Prompt((1, 2, 3)), params=SamplingParams(n=6), priority=priority
     )
-    found = RequestValidator(vocab_size=100, max_model_len=16).validate(request)
-    assert [sequence.priority for sequence in found] == classes
+    assert [sequence.priority for sequence in VALIDATOR.validate(request)] == classes
 
 
 def test_nan_is_refused_in_every_parameter():

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.scheduler.integrity import check_integrity
 from tests.engine.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.requests.validation import CHOICES_OF_CLASS, RequestValidator
 from tokenmill_worker.engine.scheduler.preemption import PROTECTED_AFTER
@@ -187,7 +188,7 @@ def test_an_interactive_request_does_not_wait_for_the_choices_of_another(priorit
 
 def _validated(name: str, params: SamplingParams, priority: int) -> list[Sequence]:
     request = GenerationRequest(
-        request_id=name, prompt_ids=(1, 2, 3), params=params, priority=priority
+        request_id=name, prompt=Prompt((1, 2, 3)), params=params, priority=priority
     )
     return RequestValidator(vocab_size=100, max_model_len=200).validate(request)
 
