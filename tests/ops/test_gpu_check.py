@@ -29,7 +29,7 @@ STAGES = {
     "way": ["machine", "bench"],
 }
 IN_TABLE = ("draw top-k, top-p, 3 rows: ", "passed, 0 failed", "default: decode 3: tokens/s")
-IN_LOG = (", × Transformers ", "without running ahead: decode 3: tokens/s")  # of the benchmark
+IN_LOG = (", floor's share ", "without running ahead: decode 3: tokens/s")  # of the benchmark
 
 
 def python(name: str, program: str, limit_s: float = 30.0) -> CheckStage:
