@@ -203,6 +203,10 @@ _LIMITS = {
     "of `tools`, of `chat_template_kwargs`, and of `continuations`",
     "MAX_FORMAT_DEPTH": "levels of a JSON schema, and of `chat_template_kwargs`",
     "MAX_LOGIT_BIASES": "entries of `logit_bias`",
+    "MAX_SEQUENCES": "entries of `bad_words_ids`, and of `sequence_bias`",
+    "MAX_SEQUENCE_IDS": "ids of `bad_words_ids`, of `sequence_bias`, of `suppress_tokens`, and of "
+    "`begin_suppress_tokens`",
+    "MAX_NGRAM": "`no_repeat_ngram_size`",
     "MAX_STOP_STRINGS": "entries of `stop`",
     "MAX_STOP_CHARS": "characters of an entry of `stop`",
     "MAX_STOP_TOKEN_IDS": "entries of `stop_token_ids`",

@@ -4,13 +4,18 @@ This is the only module of `schemas` that the engine may import: it has token-le
 and no text store. Names follow the sampling parameters of OpenAI and vLLM.
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
+from itertools import chain
 from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: Final[tuple[str, ...]] = get_args(LogprobsMode)
+MAX_SEQUENCES: Final = 1_024
+MAX_SEQUENCE_IDS: Final = 32_768  # of one field; their MessagePack is below MAX_FORMAT_CHARS
+MAX_NGRAM: Final = 256
 
 
 class FinishReason(StrEnum):
@@ -113,6 +118,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     of the k most likely tokens there, always of the model's distribution. With `echo` and
     `logprobs` the prompt has as many of them, unless `prompt_logprobs` says otherwise. `seed=None`
     draws a seed at admission. A seed has 64 bits, and a negative one draws as that plus 2^64.
+
+    The last seven are Transformers', for which prompt and answer are one sequence. A bias of
+    `sequence_bias` is added to the last token of its ids where the others precede it; the last
+    token of a word of `bad_words_ids` is forbidden there, unless the word is one token that ends
+    the answer. A forced token and `no_repeat_ngram_size` give way where the response format allows
+    nothing else.
     """
 
     max_tokens: int | None = None
@@ -142,6 +153,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking_budget: int | None = None  # after so many tokens of thoughts the answer begins
     prompt_logprobs: int | None = None  # of each prompt token, beside this many most likely ones
     echo: bool = False  # does the text of each answer begin with the prompt's?
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences that do not occur
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()  # sequences and their biases
+    no_repeat_ngram_size: int | None = None  # no sequence of so many tokens occurs twice
+    suppress_tokens: tuple[int, ...] = ()  # tokens that do not occur
+    begin_suppress_tokens: tuple[int, ...] = ()  # not as the first token that is not forced
+    forced_bos_token_id: int | None = None  # the first token of the answer
+    forced_eos_token_id: int | tuple[int, ...] | None = None  # its token number max_tokens
 
     @property
     def is_greedy(self) -> bool:
@@ -170,7 +188,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Return these parameters as logs and results repeat them: without what may be long or
         quote a prompt.
         """
-        return msgspec.structs.replace(self, stop=(), logit_bias={}, response_format=None)
+        return msgspec.structs.replace(
+            self, stop=(), logit_bias={}, response_format=None, bad_words_ids=(), sequence_bias=(),
+            suppress_tokens=(), begin_suppress_tokens=(),
+        )  # fmt: skip
+
+    @property
+    def edits_tokens(self) -> bool:
+        """Does any parameter favour, forbid or force tokens by their ids?"""
+        ends = len(self.stop_token_ids)
+        return bool(self.no_repeat_ngram_size) or sum(map(len, self.named_ids.values())) > ends
+
+    @property
+    def named_ids(self) -> dict[str, tuple[int, ...]]:
+        """The token ids in these parameters, by the field that holds them."""
+        bos, eos = self.forced_bos_token_id, self.forced_eos_token_id
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(self.logit_bias),
+            "bad_words_ids": tuple(chain.from_iterable(self.bad_words_ids)),
+            "sequence_bias": tuple(chain.from_iterable(ids for ids, _ in self.sequence_bias)),
+            "suppress_tokens": self.suppress_tokens,
+            "begin_suppress_tokens": self.begin_suppress_tokens,
+            "forced_bos_token_id": () if bos is None else (bos,),
+            "forced_eos_token_id": () if eos is None else (eos,) if isinstance(eos, int) else eos,
+        }
 
     @property
     def wants_logprobs(self) -> bool:
@@ -191,3 +233,35 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), most likely first
+
+
+def sequence_problems(params: SamplingParams) -> Iterator[str]:
+    """Yield a sentence for each problem of sequences, n-grams and forced tokens, whatever the
+    model.
+    """
+    ids = params.named_ids
+    biased = tuple(pair[0] for pair in params.sequence_bias)
+    for name, sequences in (("bad_words_ids", params.bad_words_ids), ("sequence_bias", biased)):
+        if len(sequences) > MAX_SEQUENCES:
+            yield f"{name} may have {MAX_SEQUENCES} entries, not {len(sequences)}"
+        if not all(sequences):
+            place = list(map(bool, sequences)).index(False)
+            yield f"{name}[{place}] must have at least one id"
+    for name in ("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"):
+        if len(ids[name]) > MAX_SEQUENCE_IDS:
+            yield f"{name} may have {MAX_SEQUENCE_IDS} ids, not {len(ids[name])}"
+    too_high = [bias for _, bias in params.sequence_bias if not bias <= 1e4]  # NaN is refused too
+    if too_high:
+        yield f"sequence_bias may have biases of at most 10000, not {too_high[0]}"
+    size = params.no_repeat_ngram_size
+    if size is not None and not 1 <= size <= MAX_NGRAM:
+        yield f"no_repeat_ngram_size must be from 1 to {MAX_NGRAM}, not {size}"
+    yield from _forced_problems(params)
+
+
+def _forced_problems(params: SamplingParams) -> Iterator[str]:
+    if params.forced_eos_token_id == ():
+        yield "forced_eos_token_id must have at least one id"
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        if forced := set(params.named_ids[name]).intersection(params.suppress_tokens):
+            yield f"{name} {min(forced)} is in suppress_tokens, so it cannot be forced"

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from typing import Final
 
 from tokenmill_schemas.codec import encode
-from tokenmill_schemas.generation import LOGPROBS_MODES, ResponseFormat, SamplingParams
+from tokenmill_schemas.generation import (
+    LOGPROBS_MODES,
+    ResponseFormat,
+    SamplingParams,
+    sequence_problems,
+)
+from tokenmill_schemas.generation import MAX_NGRAM as MAX_NGRAM
+from tokenmill_schemas.generation import MAX_SEQUENCE_IDS as MAX_SEQUENCE_IDS
+from tokenmill_schemas.generation import MAX_SEQUENCES as MAX_SEQUENCES
 from tokenmill_schemas.size_limits import (
     MAX_FORMAT_CHARS,
     MAX_LOGIT_BIASES,
@@ -40,6 +48,8 @@ def params_problems(params: SamplingParams) -> list[str]:
         *_logprobs_mode_problems(params.logprobs_mode),
         *_stop_problems(params),
         *_bias_problems(params),
+        *(found for name, ids in params.named_ids.items() for found in id_problems(name, ids)),
+        *sequence_problems(params),
         *_format_problems(params.response_format),
     ]
 
@@ -100,13 +110,11 @@ def _stop_problems(params: SamplingParams) -> Iterator[str]:
             yield f"stop[{i}] must have 1 to {MAX_STOP_CHARS} characters, not {len(stop)}"
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield f"stop_token_ids may have {MAX_STOP_TOKEN_IDS} ids, not {len(params.stop_token_ids)}"
-    yield from id_problems("stop_token_ids", params.stop_token_ids)
 
 
 def _bias_problems(params: SamplingParams) -> Iterator[str]:
     if len(params.logit_bias) > MAX_LOGIT_BIASES:
         yield f"logit_bias may have {MAX_LOGIT_BIASES} entries, not {len(params.logit_bias)}"
-    yield from id_problems("logit_bias", tuple(params.logit_bias))
     for token_id, bias in params.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
             yield f"logit_bias[{token_id}] must be from -100 to 100, not {bias}"

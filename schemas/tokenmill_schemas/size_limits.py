@@ -79,6 +79,8 @@ def _params(packed: bytes) -> bytes:
     _limit(fields, "stop", MAX_STOP_STRINGS, "strings")
     _limit(fields, "stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")
     _limit(fields, "logit_bias", MAX_LOGIT_BIASES, "entries")
+    for name in ("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"):
+        _limit_size(fields, name, name)
     if _is_map(fields.get("response_format")):
         fields["response_format"] = msgspec.Raw(_response_format(bytes(fields["response_format"])))
     return _join(fields)

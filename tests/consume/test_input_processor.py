@@ -157,6 +157,12 @@ async def test_ids_outside_the_vocabulary(processor):
         request(prompt=None, prompt_ids=(1, beyond)),
         request(params=SamplingParams(stop_token_ids=(beyond,))),
         request(params=SamplingParams(logit_bias={beyond: 1.0})),
+        request(params=SamplingParams(bad_words_ids=((1, beyond),))),
+        request(params=SamplingParams(sequence_bias=(((beyond, 1), 1.0),))),
+        request(params=SamplingParams(suppress_tokens=(beyond,))),
+        request(params=SamplingParams(begin_suppress_tokens=(beyond,))),
+        request(params=SamplingParams(forced_bos_token_id=beyond)),
+        request(params=SamplingParams(forced_eos_token_id=(1, beyond))),
     ):
         code, message = await refusal(processor, delivery_of(job))
         assert code == "invalid_request"

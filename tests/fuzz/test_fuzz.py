@@ -103,6 +103,14 @@ BOMBS = {
         request_with("params", nested("stop_token_ids", inside=array(MANY, b"\x05"))),
         f"1024 ids, not {MANY}",
     ),
+    "words": (
+        request_with("params", nested("bad_words_ids", inside=array(MANY, b"\x90"))),
+        "bad_words_ids may have 262144 bytes",
+    ),
+    "suppressed": (
+        request_with("params", nested("suppress_tokens", inside=array(MANY, b"\x05"))),
+        "suppress_tokens may have 262144 bytes",
+    ),
     "metadata": (request_with("metadata", array(MANY, b"\x90")), f"64 entries, not {MANY}"),
     "prompt": (request_with("prompt_ids", array(MANY, b"\x05")), f"2000000 ids, not {MANY}"),
     "messages": (request_with("messages", array(MANY, b"\x80")), f"10000 entries, not {MANY}"),

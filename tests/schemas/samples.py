@@ -59,7 +59,9 @@ PARAMS: Final = SamplingParams(
         json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=False
     ),
     speculate=False, lora="poems", thinking_budget=100, logprobs_mode="processed_logprobs",
-    prompt_logprobs=5, echo=True,
+    prompt_logprobs=5, echo=True, bad_words_ids=((5, 4), (9,)),
+    sequence_bias=(((5, 4), 3.5), ((6,), -2.0)), no_repeat_ngram_size=3, suppress_tokens=(11, 12),
+    begin_suppress_tokens=(13,), forced_bos_token_id=7, forced_eos_token_id=(2, 3),
 )  # fmt: skip
 CALL: Final = Message(
     "assistant", (TextPart("One "), TextPart("moment")), reasoning="The tool knows.",

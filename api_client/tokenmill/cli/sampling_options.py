@@ -33,6 +33,13 @@ HELP: Final = {
     "frequency_penalty": "Subtracted from a token's logit for each occurrence.",
     "repetition_penalty": "Values above 1 make tokens that occurred less likely.",
     "logit_bias": 'JSON, {"token id": bias}.',
+    "bad_words_ids": "JSON, lists of token ids that do not occur.",
+    "sequence_bias": "JSON, [[[token id, …], bias of the last one], …].",
+    "no_repeat_ngram_size": "No sequence of so many tokens occurs twice.",
+    "suppress_tokens": "Never draw this token; may be repeated.",
+    "begin_suppress_tokens": "Do not begin with this token; may be repeated.",
+    "forced_bos_token_id": "First token of the answer.",
+    "forced_eos_token_id": "Token number --max-tokens of the answer; may be repeated.",
     "logprobs": "Number of tokens per position whose log-probabilities are returned.",
     "logprobs_mode": "raw_logprobs: of the model's distribution; processed_logprobs: of the one "
     "drawn from.",

@@ -110,13 +110,6 @@ def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
     )
 
 
-def test_a_bias_is_json_from_token_ids_to_numbers(shell: Shell, client: Client) -> None:
-    done = shell("submit", "Hello", "--logit-bias", '{"5": 10, "7": -0.5}')
-    assert done.exit_code == 0, done.stderr
-    payload = cast("bytes", client._redis.hget(client.keys.job(done.stdout.strip()), "request"))
-    assert decode_request(payload).params.logit_bias == {5: 10, 7: -0.5}
-
-
 def test_an_unknown_job_keeps_no_other_from_being_cancelled(shell: Shell, client: Client) -> None:
     first, second, third, fourth = (str(client.submit(prompt="x")) for _ in range(4))
     done = shell("cancel", first, "nope", second)

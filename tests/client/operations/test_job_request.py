@@ -48,6 +48,31 @@ def test_arguments_find_their_place() -> None:
     assert abs(request.created_ms - time.time() * 1000) < 60_000
 
 
+def test_token_rules_are_taken_as_json_has_them() -> None:
+    request = build_request(
+        {
+            "prompt": "x",
+            "bad_words_ids": [[5, 4], [7]],
+            "sequence_bias": [[[5, 4], 3.5], [[6], -2]],
+            "no_repeat_ngram_size": 2,
+            "suppress_tokens": [1],
+            "begin_suppress_tokens": [2],
+            "forced_bos_token_id": 3,
+            "forced_eos_token_id": [8, 9],
+        }
+    )
+    assert request.params == SamplingParams(
+        bad_words_ids=((5, 4), (7,)),
+        sequence_bias=(((5, 4), 3.5), ((6,), -2.0)),
+        no_repeat_ngram_size=2,
+        suppress_tokens=(1,),
+        begin_suppress_tokens=(2,),
+        forced_bos_token_id=3,
+        forced_eos_token_id=(8, 9),
+    )
+    assert decode_request(encode(request)) == request
+
+
 def test_times_are_relative_or_absolute() -> None:
     now = time.time()
     relative = build_request({"prompt": "x", "deadline": 60, "not_before": now + 5})

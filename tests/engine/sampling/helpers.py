@@ -29,7 +29,12 @@ KINDS = (
     SamplingParams(temperature=0.0, presence_penalty=1.0),
     SamplingParams(logit_bias={4: 3.0}, min_tokens=5, ignore_eos=True),
     SamplingParams(logprobs=3, top_k=50, top_p=0.8),
-)
+    SamplingParams(
+        temperature=0.8, no_repeat_ngram_size=2, bad_words_ids=((7, 8), (3,)),
+        sequence_bias=(((5,), 3.0), ((5, 6), -4.0)), suppress_tokens=(9,),
+        begin_suppress_tokens=(10,), forced_bos_token_id=5,
+    ),
+)  # fmt: skip
 
 
 def make_sampler(vocab_size: int, **options: object) -> Sampler:

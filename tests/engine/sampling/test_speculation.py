@@ -27,6 +27,14 @@ KINDS = {
         ignore_eos=True,
     ),
     "greedy penalised": SamplingParams(temperature=0.0, frequency_penalty=0.1, ignore_eos=True),
+    "ruled": SamplingParams(
+        no_repeat_ngram_size=2,
+        bad_words_ids=((7, 8),),
+        sequence_bias=(((5, 6), 4.0),),
+        begin_suppress_tokens=(4,),
+        forced_bos_token_id=5,
+        ignore_eos=True,
+    ),
     "held back": SamplingParams(
         temperature=0.7, min_tokens=9, stop_token_ids=(3,), logit_bias={3: 2.0}
     ),

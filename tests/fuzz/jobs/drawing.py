@@ -201,7 +201,17 @@ def _lists(chance: random.Random) -> Arguments:
             chance.randrange(VOCAB): chance.choice((-100, 100, 0.5))
             for _ in range(chance.choice((1, 3, 200)))
         },
+        "bad_words_ids": [_some_ids(chance) for _ in range(chance.choice((0, 1, 40)))],
+        "sequence_bias": [
+            [_some_ids(chance), chance.choice((-9.5, 4.0))] for _ in range(chance.choice((0, 2)))
+        ],
+        "suppress_tokens": _some_ids(chance),
+        "begin_suppress_tokens": _some_ids(chance),
     }
+
+
+def _some_ids(chance: random.Random) -> list[int]:
+    return [chance.randrange(VOCAB) for _ in range(chance.choice((1, 1, 2, 3, 5)))]
 
 
 def _metadata(chance: random.Random) -> Any:

@@ -92,8 +92,7 @@ class ServedModel:
         """Raise Refused if the request has token ids outside the model's vocabulary."""
         for name, ids in (
             ("prompt_ids", request.prompt_ids or ()),
-            ("stop_token_ids", request.params.stop_token_ids),
-            ("logit_bias", tuple(request.params.logit_bias)),
+            *request.params.named_ids.items(),
             *(("continuations", one) for one in request.continuations if not isinstance(one, str)),
         ):
             if max(ids, default=0) >= self.vocab_size:

@@ -12,11 +12,12 @@ from typing import Any, Final
 from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
 
 # sampling parameters that have one name in every form of a body and in a job: OpenAI's, then those
-# that vLLM adds
+# that vLLM and Transformers add
 SAMPLING: Final = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "logit_bias",
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
-    "thinking_budget", "logprobs_mode",
+    "thinking_budget", "logprobs_mode", "bad_words_ids", "sequence_bias", "no_repeat_ngram_size",
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
 )  # fmt: skip
 # what vLLM adds besides them → the values with which nothing is asked for
 VLLM_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {

@@ -87,6 +87,22 @@ def test_prompts(prompt: Any, field: str) -> None:
     assert (job.params.logprobs, job.params.logit_bias) == (3, {5: -1.0})
 
 
+@pytest.mark.parametrize("url", [CHAT_URL, "/v1/completions", "/v1/responses"])
+def test_token_rules_have_their_names_in_every_body(url: str) -> None:
+    rules: dict[str, Any] = {
+        "bad_words_ids": [[5, 4]], "sequence_bias": [[[5, 4], 3.5]], "no_repeat_ngram_size": 2,
+        "suppress_tokens": [1], "begin_suppress_tokens": [2], "forced_bos_token_id": 3,
+        "forced_eos_token_id": 4,
+    }  # fmt: skip
+    prompts: dict[str, dict[str, Any]] = {
+        CHAT_URL: {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/completions": {"prompt": "x"},
+        "/v1/responses": {"input": "x"},
+    }
+    fields = fields_of(url, {"model": "m", **prompts[url], **rules})
+    assert {name: fields[name] for name in rules} == rules
+
+
 def test_a_completion_may_echo_its_prompt() -> None:
     job = job_of(completion("a", "x", echo=True, logprobs=2))
     silent = job_of(completion("a", "x", echo=False))

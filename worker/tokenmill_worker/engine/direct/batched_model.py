@@ -20,7 +20,12 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engine.direct.batching_config import ContinuousBatchingConfig
 from tokenmill_worker.engine.direct.manager import ContinuousBatchingManager
-from tokenmill_worker.engine.direct.request_arguments import choice_ids, end_tokens
+from tokenmill_worker.engine.direct.request_arguments import (
+    TOKEN_RULES,
+    choice_ids,
+    end_tokens,
+    token_rules,
+)
 from tokenmill_worker.engine.engine import Engine
 from tokenmill_worker.engine.errors import EngineError
 from tokenmill_worker.engine.requests.results import RequestOutput
@@ -30,7 +35,7 @@ _RENAMED = {
     "min_new_tokens": "min_tokens", "repetition_penalty": "repetition_penalty",
     "num_return_sequences": "n",
 }  # fmt: skip
-_TAKEN = {*_SAMPLING, *_RENAMED, "do_sample", "max_new_tokens", "eos_token_id"}
+_TAKEN = {*_SAMPLING, *_RENAMED, *TOKEN_RULES, "do_sample", "max_new_tokens", "eos_token_id"}
 # fields that say how `generate` computes, or that a causal model has no use for
 _WITHOUT_EFFECT = {
     "transformers_version", "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache",
@@ -40,7 +45,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 # values that leave the answer as it is, beside None, False and Transformers' defaults
 _UNSET = {
-    "num_beams": 1, "num_beam_groups": 1, "no_repeat_ngram_size": 0,
+    "num_beams": 1, "num_beam_groups": 1,
     "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "typical_p": 1.0,
     "length_penalty": 1.0, "diversity_penalty": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
     "min_length": 0,
@@ -61,7 +66,7 @@ def _batching_config(generation_config: Any, given: Any) -> ContinuousBatchingCo
 def sampling_params(generation_config: Any, return_logprobs: bool = False) -> SamplingParams:
     """Translate Transformers' GenerationConfig; None: its defaults, 20 greedy tokens.
 
-    Raises ValueError for a field that the engine does not have.
+    Raises ValueError for a field that the engine does not have, or of another shape.
     """
     if isinstance(generation_config, SamplingParams):
         params = generation_config
@@ -86,7 +91,7 @@ def _sampling_fields(config: Any) -> dict[str, Any]:
         fields["temperature"] = 0.0
     if (ends := getattr(config, "eos_token_id", None)) is not None:
         fields |= end_tokens(ends)
-    return fields
+    return fields | token_rules(vars(config) if config is not None else {})
 
 
 def _unsupported(config: Any) -> list[str]:

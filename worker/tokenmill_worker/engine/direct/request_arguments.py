@@ -6,13 +6,37 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engine.requests.validation import MOST_CHOICES, choice_seed
 from tokenmill_worker.engine.types import RequestError
+
+# fields of a GenerationConfig that SamplingParams has by the same name, with tuples for lists
+TOKEN_RULES: Final = (
+    "bad_words_ids", "sequence_bias", "no_repeat_ngram_size", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+)  # fmt: skip
+
+
+def token_rules(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of SamplingParams that favour, forbid or force tokens, from Transformers'
+    forms: lists, biases as a list or as a map, and 0 for no n-grams.
+
+    Raises ValueError for another shape.
+    """
+    named = {name: given[name] for name in TOKEN_RULES if given.get(name) is not None}
+    if isinstance(biases := named.get("sequence_bias"), Mapping):
+        named["sequence_bias"] = list(biases.items())
+    if named.get("no_repeat_ngram_size") == 0:
+        del named["no_repeat_ngram_size"]
+    try:
+        read = msgspec.convert(named, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{', '.join(named)} cannot be read: {error}") from error
+    return {name: getattr(read, name) for name in named}
 
 
 def end_tokens(eos_token_id: int | Seq[int]) -> dict[str, Any]:
@@ -29,9 +53,10 @@ def sampling(
 ) -> SamplingParams:
     """Return `params` with what a request says otherwise; `fields` are its fields by name.
 
-    Raises TypeError for a name that SamplingParams does not have.
+    Raises TypeError for a name that SamplingParams does not have, and ValueError for token ids of
+    another shape.
     """
-    changes = dict(fields)
+    changes = {**fields, **token_rules(fields)}
     if unknown := changes.keys() - set(SamplingParams.__struct_fields__):
         raise TypeError(f"a request has no argument {', '.join(sorted(unknown))}")
     if max_new_tokens is not None:

@@ -11,7 +11,12 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokenmill_schemas.generation import LOGPROBS_MODES, NO_DEFAULTS, SamplingParams
+from tokenmill_schemas.generation import (
+    LOGPROBS_MODES,
+    NO_DEFAULTS,
+    SamplingParams,
+    sequence_problems,
+)
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engine.sequence import BULK, Sequence
 from tokenmill_worker.engine.types import RequestError
@@ -222,10 +227,7 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
         ),
     )
     found = [f"{name} {rule}, not {value}" for ok, name, rule, value in checks if not ok]
-    for what, ids in (
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", tuple(params.logit_bias)),
-    ):
+    for what, ids in params.named_ids.items():
         found += [
             f"{what} has id {i}, outside the vocabulary of {vocab_size} ids"
             for i in ids
@@ -236,7 +238,7 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
         for i, bias in params.logit_bias.items()
         if not -1e4 <= bias <= 1e4
     ]
-    return found
+    return [*found, *sequence_problems(params)]
 
 
 def choice_seed(seed: int, choice: int) -> int:

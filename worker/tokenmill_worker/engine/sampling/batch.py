@@ -19,6 +19,7 @@ from tokenmill_worker.engine.sampling.logprobs import LogprobBatch
 from tokenmill_worker.engine.sampling.parameter_table import (
     EDITED,
     NUMBERS,
+    READING,
     ParameterTable,
     ParamFlags,
 )
@@ -45,6 +46,8 @@ class SamplingBatch:
     penalised: Indices  # rows with a penalty
     penalties: Tensor | None  # [penalised, 3] float32: presence, frequency, repetition
     with_min_tokens: Indices
+    with_rules: Indices
+    reading: frozenset[int]  # rows whose edits depend on all tokens before them
     logprobs: LogprobBatch | None  # None: no row asked for log-probabilities
 
 
@@ -62,6 +65,8 @@ def build(
         penalised=penalised,
         penalties=_penalties(table, row_slots[penalised], device),
         with_min_tokens=_where(flags, ParamFlags.MIN_TOKENS),
+        with_rules=_where(flags, ParamFlags.RULES),
+        reading=frozenset(_where(flags, READING).tolist()),
         logprobs=LogprobBatch.build(table, row_slots, device),
     )
 

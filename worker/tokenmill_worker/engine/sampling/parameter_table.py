@@ -12,7 +12,8 @@ from enum import IntFlag
 import numpy as np
 import numpy.typing as npt
 
-from tokenmill_schemas.generation import SamplingNumbers, SamplingParams
+from tokenmill_schemas.generation import SamplingNumbers
+from tokenmill_worker.engine.sampling.token_rules import TokenRules, biases
 from tokenmill_worker.engine.sequence import Sequence
 
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow
@@ -30,9 +31,12 @@ class ParamFlags(IntFlag):
     GRAMMAR = 64
     LOGPROBS = 128
     PROCESSED_LOGPROBS = 256  # of the distribution that is drawn from; else of the model's
+    RULES = 512  # TokenRules
 
 
-EDITED = ParamFlags.PENALISED | ParamFlags.BIASED | ParamFlags.MIN_TOKENS | ParamFlags.GRAMMAR
+# the host computes their edits from the tokens before the row
+READING = ParamFlags.GRAMMAR | ParamFlags.RULES
+EDITED = READING | ParamFlags.PENALISED | ParamFlags.BIASED | ParamFlags.MIN_TOKENS
 
 
 class ParameterTable:
@@ -51,6 +55,7 @@ class ParameterTable:
         self.bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
         # ids that end a sequence: masked until min_tokens
         self.held_back: dict[int, npt.NDArray[np.int64]] = {}
+        self.rules: dict[int, TokenRules] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,6 +69,7 @@ class ParameterTable:
         if row is not None:
             self.bias.pop(row, None)
             self.held_back.pop(row, None)
+            self.rules.pop(row, None)
             self._free.append(row)
 
     def _fill(self, sequence: Sequence) -> int:
@@ -75,7 +81,6 @@ class ParameterTable:
         params = sequence.params
         numbers = params.numbers
         top_k = numbers.top_k if 0 < numbers.top_k < self.vocab_size else self.vocab_size
-        self.flags[row] = self._flags(sequence, numbers, top_k)
         self.seeds[row] = sequence.seed & ((1 << 64) - 1)
         log_min_p = math.log(numbers.min_p) if numbers.min_p > 0 else -math.inf
         self.numbers[row] = (
@@ -87,27 +92,30 @@ class ParameterTable:
             numbers.repetition_penalty,
         )
         self.counts[row] = (top_k, params.min_tokens, params.num_top_logprobs)
-        self._fill_ids(row, params)
+        self._fill_ids(row, sequence)
+        self.flags[row] = self._flags(row, sequence, numbers, top_k)
         return row
 
-    def _fill_ids(self, row: int, params: SamplingParams) -> None:
-        """Store biases and held-back ids.
+    def _fill_ids(self, row: int, sequence: Sequence) -> None:
+        """Store biases, rules and held-back ids.
 
         Request validation refuses ids outside the vocabulary; one that comes anyway is ignored.
         """
-        bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < self.vocab_size}
-        if bias:
-            self.bias[row] = (
-                np.array(list(bias), np.int64),
-                np.array(list(bias.values()), np.float32),
-            )
+        params = sequence.params
+        end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        bias = [(ids[0], value) for ids, value in biases(params, end_ids) if len(ids) == 1]
+        known = [(i, value) for i, value in bias if 0 <= i < self.vocab_size]
+        if known:
+            ids, values = zip(*known, strict=True)
+            self.bias[row] = (np.array(ids, np.int64), np.array(values, np.float32))
         if params.min_tokens > 0:
-            ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
             self.held_back[row] = np.array(
-                sorted(i for i in ids if 0 <= i < self.vocab_size), np.int64
+                sorted(i for i in end_ids if 0 <= i < self.vocab_size), np.int64
             )
+        if rules := TokenRules(sequence, end_ids):
+            self.rules[row] = rules
 
-    def _flags(self, sequence: Sequence, numbers: SamplingNumbers, top_k: int) -> int:
+    def _flags(self, row: int, sequence: Sequence, numbers: SamplingNumbers, top_k: int) -> int:
         params = sequence.params
         greedy = numbers.temperature < GREEDY_BELOW or top_k == 1 or numbers.top_p == 0.0
         penalised = (
@@ -118,11 +126,12 @@ class ParameterTable:
             (not greedy and (top_k < self.vocab_size or numbers.top_p < 1.0), ParamFlags.TRUNCATED),
             (numbers.min_p > 0, ParamFlags.MIN_P),
             (penalised, ParamFlags.PENALISED),
-            (params.logit_bias, ParamFlags.BIASED),
+            (row in self.bias, ParamFlags.BIASED),
             (params.min_tokens > 0, ParamFlags.MIN_TOKENS),
             (sequence.is_constrained, ParamFlags.GRAMMAR),
             (params.wants_logprobs, ParamFlags.LOGPROBS),
             (params.logprobs_mode == "processed_logprobs", ParamFlags.PROCESSED_LOGPROBS),
+            (row in self.rules, ParamFlags.RULES),
         )
         return int(sum(int(flag) for holds, flag in flags if holds))
 

@@ -26,9 +26,11 @@ from tokenmill_worker.engine.sampling.draws import (
 from tokenmill_worker.engine.sampling.grammar.bitmasks import Masks
 from tokenmill_worker.engine.sampling.grammar.compiler import GrammarCompiler
 from tokenmill_worker.engine.sampling.grammar.masks import Grammars
+from tokenmill_worker.engine.sampling.in_flight import InFlightTokens, NotArrived
 from tokenmill_worker.engine.sampling.parameter_table import NUMBERS, ParameterTable
 from tokenmill_worker.engine.sampling.penalties import Histories, HistoryIndex
 from tokenmill_worker.engine.sampling.sampled import RowSpan, Sampled
+from tokenmill_worker.engine.sampling.token_rules import RowRules, add_biases, force_tokens
 from tokenmill_worker.engine.sampling.transfer import Indices, to_device
 from tokenmill_worker.engine.sequence import Sequence
 
@@ -72,7 +74,8 @@ class Sampler:
         self._device = device
         self._table = ParameterTable(vocab_size, eos_token_ids)
         self._histories = Histories(device)
-        self._grammars = Grammars(grammars)
+        self._in_flight = InFlightTokens()
+        self._grammars = Grammars(grammars, self._in_flight)
         self._backend: SamplingBackend = (
             TorchSamplingBackend(vocab_size, device)
             if kernel is None
@@ -98,6 +101,7 @@ class Sampler:
         self._table.release(sequence)
         self._histories.release(sequence)
         self._grammars.release(sequence)
+        self._in_flight.release(sequence)
 
     def lay_out(self, items: Seq[ScheduledSequence]) -> Layout:
         """Prepare the sampling of the planned items that sample; item i owns 1 + len(draft_ids)
@@ -137,13 +141,17 @@ class Sampler:
         if batch.is_edited:
             work = raw if batch.logprobs is None else raw.clone()
             with torch.inference_mode():  # elsewhere a model's logits cannot be written
-                errors = self._edit(work, batch, items, positions, history)
+                errors = self._edit(work, batch, items, spans, positions, history)
         token_ids, peaks = batch.prepared.draw(work, positions)
         if history is not None:
             self._histories.record(token_ids, to_device(batch.penalised, self._device), history)
         chosen = batch.logprobs.choose(raw, work, token_ids) if batch.logprobs is not None else None
         sampled = Sampled.start(token_ids, peaks, chosen, spans, errors)
-        self._grammars.launched(sampled, items)
+        if batch.reading:
+            pairs = zip(items, spans, strict=True)
+            self._in_flight.launched(
+                sampled, (one for one in pairs if one[1].first in batch.reading)
+            )
         return sampled
 
     def take_argmax(self, token_ids: Tensor, peaks: Tensor, layout: Layout) -> Sampled:
@@ -216,22 +224,47 @@ class Sampler:
         logits: Tensor,
         batch: SamplingBatch,
         items: Seq[ScheduledSequence],
+        spans: list[RowSpan],
         positions: Indices,
         history: HistoryIndex | None,
     ) -> dict[int, str]:
-        """Apply penalties, biases, then masks, in place; return the items whose grammar failed."""
-        if history is not None and batch.penalties is not None:
-            self._histories.apply(
-                logits, to_device(batch.penalised, self._device), history, batch.penalties
-            )
+        """Apply biases and bans, penalties, forced tokens, then masks, in place; return the items
+        that failed.
+        """
+        masks = self._grammars.masks(items)
+        rules, errors = self._rules(batch, items, spans)
         if batch.bias is not None:
             logits.index_put_(
                 (batch.bias.rows, batch.bias.token_ids), batch.bias.values, accumulate=True
             )
-        masks = self._grammars.masks(items)
+        add_biases(logits, rules, masks)
+        if history is not None and batch.penalties is not None:
+            self._histories.apply(
+                logits, to_device(batch.penalised, self._device), history, batch.penalties
+            )
         self._hold_back(logits, batch, positions, masks)
+        force_tokens(logits, rules, masks)
         masks.apply(logits)
-        return masks.errors
+        return {**errors, **masks.errors}
+
+    def _rules(
+        self, batch: SamplingBatch, items: Seq[ScheduledSequence], spans: list[RowSpan]
+    ) -> tuple[list[RowRules], dict[int, str]]:
+        """Return the rules of the rows that have some, and the items for which that failed."""
+        found: list[RowRules] = []
+        errors: dict[int, str] = {}
+        if len(batch.with_rules):
+            for index, (item, span) in enumerate(zip(items, spans, strict=True)):
+                rules = self._table.rules.get(int(batch.row_slots[span.first]))
+                if rules is None:
+                    continue
+                try:
+                    in_flight = self._in_flight.of(item.sequence)
+                except NotArrived as error:
+                    errors[index] = str(error)
+                else:
+                    found += rules.of_rows(item, in_flight, span.first)
+        return found, errors
 
     def _hold_back(
         self, logits: Tensor, batch: SamplingBatch, positions: Indices, masks: Masks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,23 @@ class Masks:
     width: int = 0
     errors: dict[int, str] = field(default_factory=dict)  # by item
     complete: frozenset[int] = frozenset()  # rows whose grammar allows nothing but the end
+
+    def leaves_others(self, row: int, token_ids: Iterable[int]) -> bool:
+        """Return whether a row may draw another token than these."""
+        words = self._of(row)
+        return words is None or not is_only(words, [i for i in token_ids if i < self.width])
+
+    def allows_one(self, row: int, token_ids: Iterable[int]) -> bool:
+        """Return whether a row may draw one of these tokens."""
+        words = self._of(row)
+        return words is None or any(
+            int(words[i // 32]) >> (i % 32) & 1 for i in token_ids if i < self.width
+        )
+
+    def _of(self, row: int) -> Tensor | None:
+        if row not in self.rows or self.words is None:
+            return None
+        return self.words[self.rows.index(row)]
 
     def apply(self, logits: Tensor) -> None:
         """Exclude, in place, every token that the masks do not allow."""

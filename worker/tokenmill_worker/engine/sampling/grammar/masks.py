@@ -32,7 +32,7 @@ from tokenmill_worker.engine.sampling.grammar.errors import LATER, GrammarError
 from tokenmill_worker.engine.sampling.grammar.sources import sentence
 from tokenmill_worker.engine.sampling.grammar.thoughts import ThoughtsMatcher
 from tokenmill_worker.engine.sampling.grammar.words import MAX_FORCED
-from tokenmill_worker.engine.sampling.sampled import Sampled
+from tokenmill_worker.engine.sampling.in_flight import InFlightTokens
 from tokenmill_worker.engine.sequence import Sequence
 
 TOKEN_LIMIT_S = 0.25  # CPU seconds to read a token or to compute a mask; the step waits for it
@@ -57,11 +57,10 @@ class _MatcherState:
 class Grammars:
     """One matcher per sequence with structured output."""
 
-    def __init__(self, compiler: GrammarCompiler | None) -> None:
+    def __init__(self, compiler: GrammarCompiler | None, in_flight: InFlightTokens) -> None:
         self._compiler = compiler
+        self._in_flight = in_flight
         self._states: dict[Sequence, _MatcherState] = {}
-        # step, its row, output position
-        self._launched: dict[Sequence, tuple[Sampled, int, int]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[ScheduledSequence, ...], Future[Masks]] | None = None
 
@@ -123,10 +122,10 @@ class Grammars:
     def _num_certain(self, matcher: Any, token_ids: tuple[int, ...], params: SamplingParams) -> int:
         """Count the leading tokens of which each is the only one that its mask allows.
 
-        0 where their logits matter all the same: for their log-probabilities, or because a bias or
-        `min_tokens` may exclude them.
+        0 where their logits matter all the same: for their log-probabilities, or because a bias, a
+        ban or `min_tokens` may exclude them.
         """
-        if not token_ids or params.wants_logprobs or params.logit_bias or params.min_tokens:
+        if not token_ids or params.wants_logprobs or params.min_tokens or params.edits_tokens:
             return 0
         words = open_masks(1, self._vocab_size)
         count = 0
@@ -141,27 +140,10 @@ class Grammars:
             matcher.rollback(count)
         return count
 
-    def launched(self, sampled: Sampled, items: Seq[ScheduledSequence]) -> None:
-        """Record the step that samples each structured sequence's token.
-
-        The next step reads the token there if it is planned before the token has reached the host.
-        """
-        first = 0
-        for item in items:
-            sequence = item.sequence
-            if sequence.is_constrained and not item.draft_ids:
-                self._launched[sequence] = (
-                    sampled,
-                    first,
-                    item.start + item.num_tokens - sequence.num_prompt_tokens,
-                )
-            first += 1 + len(item.draft_ids)
-
     def release(self, sequence: Sequence) -> None:
-        if sequence in self._states or sequence in self._launched:
+        if sequence.is_constrained:
             self._wait()
             self._states.pop(sequence, None)
-            self._launched.pop(sequence, None)
 
     def _wait(self) -> None:
         """Wait for a computation whose result was not used, since only one thread at a time may
@@ -248,19 +230,7 @@ class Grammars:
         """
         position = sequence.num_prompt_tokens + state.num_read
         new = sequence.token_ids[position:]
-        return new + self._in_flight(sequence) if position <= len(sequence.token_ids) else new
-
-    def _in_flight(self, sequence: Sequence) -> list[int]:
-        """Return the token that a launched step samples.
-
-        It is read from that step itself, whose forward pass ends before the next one begins.
-        """
-        if not sequence.num_inflight:
-            return []
-        sampled, row, position = self._launched.get(sequence, (None, 0, -1))
-        if sampled is None or sequence.num_inflight > 1 or position != sequence.num_output_tokens:
-            raise GrammarError("its last token has not reached the host", LATER)
-        return [sampled.wait_for(row)]
+        return new + self._in_flight.of(sequence) if position <= len(sequence.token_ids) else new
 
     def _start(self, sequence: Sequence) -> Any:
         compiler, wanted = self._compiler, sequence.params.response_format
