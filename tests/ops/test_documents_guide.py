@@ -64,3 +64,14 @@ def test_a_measured_figure_stands_in_the_page_and_section_that_its_row_names(rem
     for title in re.findall(r"history\.md\), ([^)]+)\)", remark):
         (source,) = re.findall(rf"^## {title}\b.*?(?=^## |\Z)", HISTORY, re.M | re.S)
     assert figures(remark) - figures(source) == set()
+
+
+def test_the_table_of_transformers_tests_names_ours_and_counts_their_cases() -> None:
+    _, section = PAGE.split("\n## Transformers' own tests\n")
+    rows = re.findall(r"^\| (.+) \| (\d+) \| (.+) \| (.+) \|$", section, re.M)
+    cases = Counter({"pass": 0, "refused": 0})
+    for _, count, ours, result in rows:
+        assert set(re.findall(r"`(\w+)`", ours)) <= DEFINED
+        cases[re.split("[ ;]", result)[0]] += int(count)
+    (sentence,) = re.findall(r"these (\d+) cases .*?(\d+) pass, (\d+) is refused", section, re.S)
+    assert [int(n) for n in sentence] == [sum(cases.values()), cases["pass"], cases["refused"]]
