@@ -92,9 +92,8 @@ struct DecodedLinear {
                         store(decoded + (i + step - first) * STEP + q * NR + VW, w[1]);
                     });
             const char *codes = (const char *)ahead.start() + num_ahead * Form::bytes(first);
-            const auto multiply = block < a.k ? all_rows<true> : all_rows<false>;
-            multiply(a, columns, depth, decoded, sums, finishes, codes,
-                     num_ahead * Form::bytes(depth.count), prefetch);
+            all_rows<true>(a, columns, depth, decoded, sums, finishes, codes,
+                           num_ahead * Form::bytes(depth.count), prefetch);
         }
     }
 

@@ -14,7 +14,9 @@
 #define SIDE_MR 6
 #else
 #define SIDE 1
-#if VW == 8 || defined(__aarch64__)
+#if VW == 8
+#define MR 6
+#elif defined(__aarch64__)
 #define MR 5
 #else
 #define MR 4
@@ -23,8 +25,9 @@
 #endif
 #define AT_ONCE (16 * SIDE_MR)  // rows of a block, where rows are many
 #define OWN_NORMS 8  // times threads
-#define PREFETCH_STEPS 8  // of k, between what is fetched for attention
+#define PREFETCH_STEPS 8  // of k, between what is fetched for later
 #define STEP (SIDE * NR)  // floats from one step of k to the next
+#define LINE 16           // floats of a line of the caches
 
 namespace {  // tables of templates are shared between libraries otherwise, whatever machine these
              // were compiled for
@@ -38,17 +41,16 @@ struct Tile {
     float *sums;  // [rows, STEP] of the steps before, and for those behind
     bool first, last;  // last: the sums go where `out` says
     Output out[SIDE];
-    const char *ahead;  // what this tile fetches: FETCHES lines for each step of k, `ahead_stride`
-                        // bytes apart
-    int64_t ahead_stride;
+    const char *ahead;  // what this tile fetches: lines `ahead_stride` bytes apart
+    int64_t ahead_stride, fetches;  // fetches: lines of a burst, for PREFETCH_STEPS of k
     Prefetch *prefetch;
 };
 
-// NEAR: the panels are in the first-level cache already.
-template <bool NEAR>
-constexpr int FETCHES = NEAR ? 1 : 2;
-
-template <int R, int P, bool NEAR>
+// CACHED: the panels mostly are, and what comes later is little: it is fetched in bursts, beside
+// which the loop is bare. Otherwise the panels come from memory, and so many lines are fetched in
+// EACH_STEP.
+#define EACH_STEP 2
+template <int R, int P, bool CACHED>
 void tile(const Tile &t) {
     vf acc[R][2 * P];
 #pragma GCC unroll 16
@@ -58,23 +60,38 @@ void tile(const Tile &t) {
             acc[r][v] = t.first ? vf{} : load(t.sums + r * STEP + v * VW);
     const float *w = t.panel;
     const char *ahead = t.ahead;
-    for (int64_t i = 0; i < t.k; ++i, w += STEP) {
+    const auto fetch = [&](int64_t lines) __attribute__((always_inline)) {
+        for (int64_t f = 0; f < lines; ++f, ahead += t.ahead_stride)
+            __builtin_prefetch(ahead, 0, 2);
+    };
+    const auto step = [&](int64_t i) __attribute__((always_inline)) {
         vf columns[2 * P];
 #pragma GCC unroll 4
         for (int v = 0; v < 2 * P; ++v) {
-            columns[v] = load(w + v * VW);
-            if (!NEAR) __builtin_prefetch(w + 8 * STEP + v * VW);
+            columns[v] = in_register(load(w + v * VW));
+            if (!CACHED && v * VW % LINE == 0) __builtin_prefetch(w + 8 * STEP + v * VW);
         }
-        for (int f = 0; f < FETCHES<NEAR>; ++f, ahead += t.ahead_stride)
-            __builtin_prefetch(ahead, 0, 2);
-        if (i % PREFETCH_STEPS == 0) t.prefetch->fetch();
+        w += STEP;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const vf x = splat(t.x[r * t.x_stride + i]);
 #pragma GCC unroll 4
             for (int v = 0; v < 2 * P; ++v) acc[r][v] = fma(x, columns[v], acc[r][v]);
         }
-    }
+    };
+    if (CACHED)
+        for (int64_t i = 0; i < t.k;) {
+            fetch(t.fetches);
+            t.prefetch->fetch();
+            const int64_t end = t.k - i < PREFETCH_STEPS ? t.k : i + PREFETCH_STEPS;
+            for (; i < end; ++i) step(i);
+        }
+    else
+        for (int64_t i = 0; i < t.k; ++i) {
+            fetch(EACH_STEP);
+            if (i % PREFETCH_STEPS == 0) t.prefetch->fetch();
+            step(i);
+        }
     float ends[R * STEP];
     float *sums = t.last ? ends : t.sums;
 #pragma GCC unroll 16
@@ -85,22 +102,39 @@ void tile(const Tile &t) {
 }
 
 typedef void (*TileFunction)(const Tile &);
-template <bool NEAR>
+template <bool CACHED>
 struct Tiles {
     static constexpr TileFunction ONE[] = {
-        nullptr,           tile<1, 1, NEAR>,  tile<2, 1, NEAR>, tile<3, 1, NEAR>, tile<4, 1, NEAR>,
+        nullptr,
+        tile<1, 1, CACHED>,
+        tile<2, 1, CACHED>,
+        tile<3, 1, CACHED>,
+        tile<4, 1, CACHED>,
 #if MR > 4
-        tile<5, 1, NEAR>,
+        tile<5, 1, CACHED>,
 #endif
 #if MR > 5
-        tile<6, 1, NEAR>,  tile<7, 1, NEAR>,  tile<8, 1, NEAR>, tile<9, 1, NEAR>, tile<10, 1, NEAR>,
-        tile<11, 1, NEAR>, tile<12, 1, NEAR>,
+        tile<6, 1, CACHED>,
+#endif
+#if MR > 6
+        tile<7, 1, CACHED>,
+        tile<8, 1, CACHED>,
+        tile<9, 1, CACHED>,
+        tile<10, 1, CACHED>,
+        tile<11, 1, CACHED>,
+        tile<12, 1, CACHED>,
 #endif
     };
 #if SIDE == 2
-    static constexpr TileFunction BOTH[] = {nullptr,          tile<1, 2, NEAR>, tile<2, 2, NEAR>,
-                                            tile<3, 2, NEAR>, tile<4, 2, NEAR>, tile<5, 2, NEAR>,
-                                            tile<6, 2, NEAR>};
+    static constexpr TileFunction BOTH[] = {
+        nullptr,
+        tile<1, 2, CACHED>,
+        tile<2, 2, CACHED>,
+        tile<3, 2, CACHED>,
+        tile<4, 2, CACHED>,
+        tile<5, 2, CACHED>,
+        tile<6, 2, CACHED>,
+    };
 #endif
 };
 
@@ -124,14 +158,18 @@ struct Depth {
 // Every row against `columns` over some steps of k, whose weights begin at `weights`, in tiles of
 // nearly equal height, while `ahead_bytes` from `ahead` on are fetched. `sums` [m, STEP] hold what
 // steps of k before and behind share; `finishes`: those of the last steps become outputs.
-template <bool NEAR>
+template <bool CACHED>
 void all_rows(const LinearArguments &a, Columns columns, Depth depth, const float *weights,
               float *sums, bool finishes, const void *ahead, int64_t ahead_bytes,
               Prefetch &prefetch) {
     const bool both = columns.count > 1;
     const int64_t height = both ? SIDE_MR : MR, tiles = (a.m + height - 1) / height;
-    const int64_t base = a.m / tiles, extra = a.m % tiles,
-                  lines = FETCHES<NEAR> * tiles * depth.count;
+    const int64_t base = a.m / tiles, extra = a.m % tiles;
+    const int64_t lines = (ahead_bytes + 63) / 64,
+                  times = (depth.count + PREFETCH_STEPS - 1) / PREFETCH_STEPS,
+                  fetches = (lines + tiles * times - 1) / (tiles * times),
+                  of_tile = CACHED ? fetches * times : EACH_STEP * depth.count,
+                  apart = of_tile ? (ahead_bytes + tiles * of_tile - 1) / (tiles * of_tile) : 0;
     Tile t{a.x + depth.first,
            weights,
            a.x_stride,
@@ -141,19 +179,20 @@ void all_rows(const LinearArguments &a, Columns columns, Depth depth, const floa
            finishes && depth.first + depth.count == a.k,
            {},
            (const char *)ahead,
-           (ahead_bytes + lines - 1) / lines,
+           apart,
+           fetches,
            &prefetch};
     outputs(a, columns, t.out);
     for (int64_t index = 0; index < tiles; ++index) {
         const int64_t rows = base + (index < extra);
 #if SIDE == 2
-        (both ? Tiles<NEAR>::BOTH : Tiles<NEAR>::ONE)[rows](t);
+        (both ? Tiles<CACHED>::BOTH : Tiles<CACHED>::ONE)[rows](t);
 #else
-        Tiles<NEAR>::ONE[rows](t);
+        Tiles<CACHED>::ONE[rows](t);
 #endif
         t.x += rows * a.x_stride;
         if (sums) t.sums += rows * STEP;
-        t.ahead += FETCHES<NEAR> * depth.count * t.ahead_stride;
+        t.ahead += of_tile * apart;
         for (int q = 0; q < columns.count; ++q) t.out[q] = below(t.out[q], rows);
     }
 }

@@ -72,9 +72,9 @@ extern "C" int64_t tokenmill_linear_member(const LinearArguments *arguments, Poo
     Prefetch &prefetch = read_ahead(a, thread);
     each_columns(a, thread, AT_ONCE, 0,
                  [&](const LinearArguments &some, Columns mine, Columns next, float *sums, char *) {
-                     all_rows<false>(some, mine, {0, a.k}, weights(mine), sums, !sums,
-                                     weights(next), next.count * NR * a.k * sizeof(float),
-                                     prefetch);
+                     const auto multiply = a.m > 2 * SIDE_MR ? all_rows<true> : all_rows<false>;
+                     multiply(some, mine, {0, a.k}, weights(mine), sums, !sums, weights(next),
+                              next.count * NR * a.k * sizeof(float), prefetch);
                  });
     return 0;
 }

@@ -93,6 +93,13 @@ INLINE vf load(const float *p) {
     return v;
 }
 INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+// GCC would load a vector again for each of its uses, and loads are fewer a cycle than sums.
+INLINE vf in_register(vf v) {
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
 
 INLINE vf load(const bf16 *p) {
 #if VW == 16
