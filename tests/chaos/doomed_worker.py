@@ -75,7 +75,7 @@ def point(name: str) -> None:
 def effect_of(script: Script, arguments: tuple[Argument, ...]) -> str:
     """Return the purpose of this script call in the words of the table of kill points."""
     if script is scripts.RELEASE:
-        return _REASON_OF[str(arguments[4])]
+        return _REASON_OF[str(arguments[3])]
     if script is scripts.RESIGN:
         return "orphan" if arguments[1] == "orphan" else "resign"
     if script is scripts.FINISH and "dead" in arguments:
