@@ -152,7 +152,7 @@ def test_the_enumeration_is_complete():
         effect_of(script, ("",) * 3) for script in scripts.ALL if script is not scripts.RELEASE
     } <= set(EFFECTS)
     assert {
-        effect_of(scripts.RELEASE, ("", "", 0, "", how))
+        effect_of(scripts.RELEASE, ("", "", 0, how))
         for how in ("handover", "crash", "solo_crash", "retry")
     } == set(REASONS)
     table = (
