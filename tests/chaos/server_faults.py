@@ -1,7 +1,8 @@
 """Faults of Valkey and PostgreSQL, and of the connections to them: kills, restarts, freezes, full
 disks; resets, half-closed connections, delays, lost bytes.
 
-Each fault is a coroutine that leaves the servers able to work again.
+Each fault is a coroutine that leaves the servers able to work again. What ends it needs no thread:
+the clients' look-ups may hold all threads of the event loop until the fault ends.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class ServerFaults:
         async with self._postgres_turn:
             await asyncio.to_thread(self.postgres.freeze)
             await asyncio.sleep(self.chance.uniform(0.3, self.longest_s))
-            await asyncio.to_thread(self.postgres.thaw)
+            self.postgres.thaw()
             self.survived["PostgreSQL frozen"] += 1
 
     async def cut_postgres(self) -> None:
@@ -172,7 +173,7 @@ class NetworkFaults:
     async def _for_a_while(self, proxy: FaultProxy, begin: Callable[[], None]) -> None:
         await asyncio.to_thread(begin)
         await asyncio.sleep(self.chance.uniform(0.2, 2.0))
-        await asyncio.to_thread(proxy.heal)
+        proxy.heal()
 
     async def reset(self) -> None:
         await asyncio.to_thread(self._pick("connections reset").cut)
