@@ -41,6 +41,7 @@ from tokenmill.operations.records import JobInfo, QueueDepth
 from tokenmill.operations.retry_window import is_served
 from tokenmill.operations.submit import submit
 from tokenmill.operations.tracing import producing
+from tokenmill.sql.look_ups import LookUps
 from tokenmill.transport import scripts
 from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.cancellation import reraise_cancellation
@@ -76,6 +77,7 @@ class AsyncClient(ClientBase):
         self._multiplexer = PubSubMultiplexer(self._redis)
         self._limiter = asyncio.Semaphore(_COMMANDS_AT_ONCE)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._look_ups = LookUps(self.look_up)
 
     # ── jobs ──
 
@@ -177,6 +179,7 @@ class AsyncClient(ClientBase):
         self.is_closed = True
         await self._multiplexer.close()
         await self._redis.aclose()
+        self._look_ups.close()
         if self.has_database:
             await asyncio.to_thread(self._close_results)
 
@@ -311,11 +314,8 @@ class AsyncIODriver:
             case Receive(timeout):
                 return await self.receiver()(timeout)
             case QueryDatabase(job_id):
-                return (
-                    await asyncio.to_thread(self._client.look_up, job_id)
-                    if self._client.has_database
-                    else None
-                )
+                look_ups = self._client._look_ups
+                return await look_ups.find(job_id) if self._client.has_database else None
             case ServerTime():
                 clock, key = self._client.clock, self._client.keys.meta
                 return await clock.refresh_async(self._redis, key)

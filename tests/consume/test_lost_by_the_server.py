@@ -222,10 +222,10 @@ async def test_a_tenant_at_its_limit_runs_again_after_its_job_was_lost_behind_it
     assert [each.job_id for each in await queue.worker("w3").claim(1)] == [waiting]
 
 
-async def test_a_job_that_a_worker_of_the_last_version_claimed_is_counted_for_its_tenant(
+async def test_a_job_that_is_given_back_is_counted_for_its_tenant_without_the_tenants_key(
     queue: Queue, worker: JobStream
 ) -> None:
-    """That version does not keep the tenant beside the id."""
+    """Its hash names the tenant."""
     await queue.submit(tenant="t")
     (delivery,) = await worker.claim(1)
     await queue.redis.delete(f"{queue.keys.base}tenants")
@@ -241,4 +241,33 @@ async def test_a_job_runs_and_ends_where_another_program_wrote_the_tenants(
     (delivery,) = await worker.claim(1)
     assert await running(queue) == (1, 1)
     assert await worker.finish([end_of(delivery)]) == [True]
+    assert await running(queue) == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["heartbeat", "redelivery", "death", "resign"])
+async def test_a_lost_job_that_is_submitted_again_under_its_id_belongs_to_its_new_worker_alone(
+    queue: Queue, worker: JobStream, how: str
+) -> None:
+    job = await queue.submit(job_id="again", tenant="t")
+    await worker.claim(1)
+    await queue.redis.delete(queue.keys.job(job))
+    await queue.submit(job_id="again", tenant="t")
+    other = queue.worker("w2")
+    (delivery,) = await other.claim(1)
+    match how:
+        case "heartbeat":
+            await worker.heartbeat(beat())
+        case "redelivery":
+            worker._owned.clear()
+            await worker.heartbeat(beat())
+            assert await worker.claim(1) == []
+        case "death":
+            await queue.redis.delete(queue.keys.worker("w1"))
+            await queue.worker("w3").claim(0)  # sweeps
+        case "resign":
+            await worker.resign()
+    assert await running(queue) == (1, 1)
+    assert await queue.redis.hget(f"{queue.keys.base}tenants", job) == b"t"
+    assert await queue.worker("w4").claim(1) == [], "it was given back"
+    assert await other.finish([end_of(delivery)]) == [True]
     assert await running(queue) == (0, 0)

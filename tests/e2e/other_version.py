@@ -22,9 +22,6 @@ from tokenmill_worker.jobs import Delivery
 FUTURE = {"future": {"deep": [1, None, "x"]}, "later": 5}
 
 
-FUTURE = {"future": {"deep": [1, None, "x"]}, "later": 5}
-
-
 def rewritten(data: bytes) -> bytes:
     """Return a message as the next version would have packed it."""
     packed: bytes = msgpack.packb(_grown(msgpack.unpackb(data, strict_map_key=False)))

@@ -52,7 +52,19 @@ async def test_an_idle_worker_asks_again_after_the_pause(monkeypatch: pytest.Mon
     job = came_back(first)
     with monkeypatch.context() as patched:
         patched.setattr(already_recorded, "PAUSE_S", 0.0)
+        patched.setattr(already_recorded, "SLOW_S", 0.0)
         assert await ends.skip_recorded([job]) == [job]
     store.down, store.recorded = False, {"job-0": first}
     (outcome,) = await ends.skip_recorded([job])
     assert isinstance(outcome, FinishedJob)
+
+
+async def test_a_look_up_that_failed_at_once_is_made_again_for_the_next_job() -> None:
+    store = FakeStore(down=True)
+    ends = Finalizer(store, FakeRedis())
+    first = finished("job-0")
+    job = came_back(first)
+    assert await ends.skip_recorded([job]) == [job]
+    store.down, store.recorded = False, {"job-0": first}
+    (outcome,) = await ends.skip_recorded([job])
+    assert isinstance(outcome, FinishedJob), "a refused connection says nothing of the next"

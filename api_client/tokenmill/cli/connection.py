@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -153,12 +154,29 @@ def why_no_database() -> str:
     works without it.
     """
     from importlib.util import find_spec
-    from pathlib import Path
 
     path = Path(DEFAULT_DATABASE.removeprefix("sqlite:///")).absolute()
     if find_spec("sqlalchemy") is None:
         return "SQLAlchemy is not installed"
     return "" if path.exists() else f"there is no database at {path}"
+
+
+def need_place_of_batches(client: Client, output: Path | None) -> None:
+    """Raise ConfigurationError if a batch can be kept neither in the client's database nor in a
+    file beside the output.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("sqlalchemy") is None:
+        raise ConfigurationError(
+            "bulk files need SQLAlchemy: pip install '.[sql]' in tokenmill's folder, "
+            "'./api_client[sql]' for the light client"
+        )
+    if client.database is None and output is None:
+        raise ConfigurationError(
+            f"{why_no_database()}, and batches are kept in one: name it with --database-url or "
+            "TOKENMILL_DATABASE_URL, or use `bulk run`, which needs none"
+        )
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:

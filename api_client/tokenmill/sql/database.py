@@ -32,15 +32,16 @@ class Database:
             from tokenmill.sql import driver_errors, engine
         except ImportError as error:
             raise ConfigurationError(
-                "reading results from SQL needs SQLAlchemy (and PostgreSQL psycopg): "
+                "a database needs SQLAlchemy (and PostgreSQL psycopg): "
                 "pip install '.[sql]' in tokenmill's folder, './api_client[sql]' for the light "
                 "client"
             ) from error
         self.sql = sqlalchemy
+        self._may_create = isinstance(where, Path)
         self._errors = driver_errors
         url: str | sqlalchemy.URL = str(where)
         if isinstance(where, Path):
-            url = sqlalchemy.URL.create("sqlite", database=str(where))
+            url = sqlalchemy.URL.create("sqlite", database=str(where.absolute()))
         scheme, separator, _ = str(url).partition("://")
         if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
             raise ConfigurationError(
@@ -48,10 +49,12 @@ class Database:
             )
         try:
             self._engine = engine.open_engine(
-                url, pool_size=5, may_create=isinstance(where, Path), is_producer=True
+                url, pool_size=5, may_create=self._may_create, is_producer=True
             )
         except ImportError as error:
             raise ConfigurationError(f"the database's driver is not installed: {error}") from error
+        except ConfigurationError:
+            raise
         except (sqlalchemy.exc.ArgumentError, ValueError):  # their messages repeat parts of the URL
             raise ConfigurationError(
                 "the database URL cannot be read: sqlite:///FILE or postgresql://…, "
@@ -85,6 +88,8 @@ class Database:
         from tokenmill.sql.engine import file_exists
 
         path = Path(str(self._engine.url.database).removeprefix("file:")).absolute()
+        if self._may_create:
+            return f"the file {path} cannot be made: it needs a folder that this user may write to"
         if not file_exists(path):
             return f"there is no database at {path}"
         return (

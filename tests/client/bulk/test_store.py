@@ -178,6 +178,20 @@ def test_a_store_without_a_database_is_a_file_beside_the_output(
     again.close()
 
 
+@pytest.mark.parametrize("folder", ["/proc", "/dev/null/none"])
+def test_a_store_whose_file_cannot_be_made_is_refused_by_name(client: Client, folder: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"(batch\.db|SQLite file) cannot be made: \w+"):
+        open_store(client, Path(folder) / "out.jsonl")
+
+
+def test_a_tilde_in_the_name_of_an_output_is_a_letter(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    open_store(client, Path("~nobody.jsonl")).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["~nobody.jsonl.batch.db"]
+
+
 def test_a_store_without_database_and_output_is_refused(client: Client) -> None:
     with pytest.raises(ConfigurationError, match="batches are kept in a database"):
         open_store(client)

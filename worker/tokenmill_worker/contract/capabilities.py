@@ -15,8 +15,9 @@ STRUCTURED: Final = ("json_schema", "regex", "grammar", "structural_tag")
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Abilities of one loaded engine.
 
-    `structured` are fields of ResponseFormat. `limits` gives the least and the greatest value of a
-    parameter, where the engine takes less than the queue does.
+    `structured` are fields of ResponseFormat. `limits` gives the least and the greatest value that
+    a request may name for a parameter, where the engine takes less than the queue does. No request
+    asks for `exact_resume`: it tells operators whether a seed gives the same answer across workers.
     """
 
     structured: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from tokenmill_worker.record.result_store import RecordReport
 log = logging.getLogger(__name__)
 
 PAUSE_S: Final = 30.0
+SLOW_S: Final = 1.0
 Find = Callable[[Sequence[str]], Awaitable[dict[str, JobResult]]]
 
 
@@ -51,17 +52,19 @@ def without_content(group: list[FinishedJob], report: RecordReport) -> list[Fini
 class RecordedEnds:
     """The ends that SQL has of redelivered jobs. `find` returns results by job id.
 
-    At a frozen server a look-up takes its whole time limit. So after one that failed, none is made
-    for PAUSE_S, or until `resume`: jobs do not wait for the server one after the other.
+    At a frozen server a look-up takes its whole time limit. So after one that took SLOW_S or more
+    and failed, none is made for PAUSE_S, or until `resume`: jobs do not wait for the server one
+    after the other.
     """
 
     def __init__(self, find: Find) -> None:
         self._find = find
-        self._paused_until = 0.0  # by the monotonic clock
+        self._paused_until = 0.0  # by the monotonic clock, as the next
+        self._answered_s = 0.0
 
     def resume(self) -> None:
         """Note that SQL answers."""
-        self._paused_until = 0.0
+        self._paused_until, self._answered_s = 0.0, time.monotonic()
 
     async def skip_recorded(
         self, outcomes: Sequence[AdmittedJob | FinishedJob]
@@ -77,14 +80,19 @@ class RecordedEnds:
         }
         if not again or time.monotonic() < self._paused_until:
             return list(outcomes)
+        started = time.monotonic()
         try:
             known = await self._find(sorted(again))
         except StoreUnavailable as error:
-            self._paused_until = time.monotonic() + PAUSE_S
             # The jobs are generated again. Where a row exists, it decides.
+            now = time.monotonic()
+            pause_s = PAUSE_S if now - started >= SLOW_S and started >= self._answered_s else 0.0
+            self._paused_until = now + pause_s
             log.warning(
-                "SQL does not answer; for %g s redelivered jobs run again, ended or not: %s",
-                PAUSE_S,
+                "SQL does not answer; %d redelivered jobs run again, ended or not, and all others "
+                "for %g s: %s",
+                len(again),
+                pause_s,
                 error,
             )
             return list(outcomes)
@@ -131,7 +139,7 @@ def ended_without_id(finished: FinishedJob) -> FinishedJob:
     error, used = JobError("job_id_taken", words), finished.result.usage
     usage = Usage(queue_ms=used.queue_ms, ttft_ms=used.ttft_ms, total_ms=used.total_ms)
     ended = {"status": JobStatus.FAILED, "error": error, "usage": usage}
-    result = msgspec.structs.replace(finished.result, choices=(), order=(), **ended)
+    result = msgspec.structs.replace(finished.result, choices=(), **ended)
     chunk = msgspec.structs.replace(finished.final_chunk, text="", finish_reason=None, **ended)
     return replace(finished, result=result, final_chunk=chunk)
 

@@ -35,7 +35,7 @@ from tokenmill.cli.connection import (
     Json,
     connected,
     metadata_of,
-    why_no_database,
+    need_place_of_batches,
 )
 from tokenmill.cli.output import ago, clock, complain, count, emit, err, out, say, table
 from tokenmill.cli.views.bulk_progress import bulk_progress
@@ -242,11 +242,7 @@ def _open(
     connection: ConnectionOptions, output: Path | None = None
 ) -> Iterator[tuple[Client, BatchStore]]:
     with connection.client() as client:
-        if client.database is None and output is None:
-            raise ConfigurationError(
-                f"{why_no_database()}, and batches are kept in one: name it with --database-url or "
-                "TOKENMILL_DATABASE_URL, or use `bulk run`, which needs none"
-            )
+        need_place_of_batches(client, output)
         store = open_store(client, output)
         try:
             yield client, store

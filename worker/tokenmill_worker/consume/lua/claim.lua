@@ -35,7 +35,9 @@ local function redeliver()
   for place = FIRST, #ARGV do known[ARGV[place]] = true end
   for _, id in ipairs(redis.call('SMEMBERS', owned)) do
     local job = not known[id] and read_job(id)
-    if job then
+    if job and job.worker ~= worker then
+      release_former(id, worker, job.worker, job.tenant)
+    elseif job then
       if not deliver(id, job, true) then return end
     elseif not known[id] then
       release_ownership(id, worker)

@@ -41,7 +41,7 @@ local function read_job(id)
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries',
     'crashes', 'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel',
     'class', 'tenant', 'cost', 'orphaned',
-    'entry', 'uncounted', 'redriven')
+    'entry', 'uncounted', 'redriven', 'worker')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
@@ -49,6 +49,7 @@ local function read_job(id)
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
     cancel = raw[12], class = class_of(raw[13]), tenant = raw[14] or '', cost = number(raw[15], 0),
     orphaned = number(raw[16], 0), entry = raw[17], uncounted = raw[18], redriven = raw[19],
+    worker = raw[20] or '',
   }
 end
 

@@ -28,12 +28,15 @@ for first = FIRST, #ARGV, 2 do
   local id = ARGV[first]
   known[id] = true
   -- Without a valid hash this fails, and the job counts as lost.
-  local job = redis.pcall('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled')
+  local job = redis.pcall('HMGET', job_key(id), 'token', 'worker', 'cancel', 'settled',
+    'tenant')
   if job.err or job[1] ~= ARGV[first + 1] or job[2] ~= worker or job[4] then
     lost[#lost + 1] = id
     if job.err or not job[1] then
       gone[#gone + 1] = id
       release_ownership(id, worker)
+    elseif job[2] ~= worker then
+      release_former(id, worker, job[2] or '', job[5] or '')
     end
   elseif job[3] then
     cancelled[#cancelled + 1] = id

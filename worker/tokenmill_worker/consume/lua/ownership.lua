@@ -36,6 +36,13 @@ local function release_ownership(id, worker, tenant)
   redis.call('HINCRBY', meta, 'running', -1)
 end
 
+-- Takes a job from the worker in whose set it is, though its hash has another owner or none: it was
+-- lost, and submitted again under its id. Its new owner keeps it.
+local function release_former(id, worker, owner, tenant)
+  release_ownership(id, worker, tenant)
+  if owner ~= '' and tenant ~= '' then redis.pcall('HSET', base .. 'tenants', id, tenant) end
+end
+
 local function count_up(key, field)
   redis.call('HSET', key, field, whole(number(redis.call('HGET', key, field), 0) + 1))
 end
@@ -61,6 +68,7 @@ local function give_back(id, owner, now, how, alone, delay_ms, note)
     'mark', 'cost')
   local state, worker, class, tenant = job[1], job[2] or '', class_of(job[3]), job[4] or ''
   if not state then return release_ownership(id, owner) end
+  if worker ~= owner then return release_former(id, owner, worker, tenant) end
   release_ownership(id, worker, tenant)
   if state ~= 'running' then  -- it ended while it waited and only has to be recorded
     redis.call('HSET', key, 'worker', '')

@@ -20,7 +20,10 @@ log = logging.getLogger("tokenmill_worker.engine")
 
 
 def serve(start: Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int:
-    """Load the engine and serve until a Stop command; return 0 only then."""
+    """Load the engine and serve until a Stop command, or until it has reported why it cannot go on.
+
+    Return 1 if it could not be loaded, else 0.
+    """
     lengthen_slices()  # for this thread and the compute threads it starts, not for the I/O threads
 
     def load() -> Engine:

@@ -32,7 +32,7 @@ PARENT_GONE = 3  # exit status
 
 
 def main(descriptor: int) -> int:
-    """Load the engine and serve until a Stop command; return 0 only then."""
+    """Serve the engine that the first frame names; return the exit status."""
     # Torch's OpenMP reads this when it is loaded. Threads that spin at barriers take cores from
     # the worker's I/O and from other processes, and then wait for those: on a shared machine steps
     # became ten times slower.
