@@ -182,7 +182,7 @@ def _delivery(data: bytes) -> None:
     texts = _bytes(_parts(data))
     job_id, payload, outcome, *log = [*texts, b"", b"", b""][: max(3, len(texts))]
     delivery = read_delivery(
-        [job_id, b"3", payload, 1, 0, outcome, b"5", b"6", 1, 0, log, 0, len(log), outcome]
+        [job_id, b"3", payload, 1, 0, outcome, b"5", b"6", 1, 0, log, 0, len(log)]
     )
     assert delivery.job_id.encode("utf-8", "surrogateescape") == job_id
 

@@ -98,7 +98,7 @@ def with_drafts(engine, made, received):
 def test_running_ahead_changes_no_token(folder, seed, is_tight):
     made = requests(seed)
     plain = run(engine_of(folder), made)
-    tight = 9 if "gemma3" in folder.name else 11  # little more than the longest request needs
+    tight = 8 if "gemma3" in folder.name else 10  # little more than the longest request needs
     ahead = engine_of(folder, async_batching=True, num_blocks=tight if is_tight else 96)
     assert ahead.runner.info.is_asynchronous
     if seed == 1:
