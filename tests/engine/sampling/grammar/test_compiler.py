@@ -2,13 +2,14 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import wait
 
 import pytest
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_worker.engine.sampling import GrammarCompiler, GrammarError
-from tokenmill_worker.engine.sampling.grammar.compilation import CompileLimits
+from tokenmill_worker.engine.sampling.grammar.process import CompileLimits
 from tokenmill_worker.engine.sampling.grammar.sources import MAX_SOURCE_CHARS, source_of
 
 VOCAB = [bytes([i]) for i in range(256)] + [b""]
@@ -60,6 +61,13 @@ def make(slow: Slow, **options: object) -> GrammarCompiler:
     return GrammarCompiler(None, compile_source=slow, limits=limits)
 
 
+@pytest.fixture(scope="module")
+def bytewise() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
+    yield compiler
+    compiler.close()
+
+
 def regex(source: str) -> ResponseFormat:
     return ResponseFormat(regex=source)
 
@@ -89,79 +97,6 @@ def test_a_failure_is_one_sentence_and_is_not_cached() -> None:
         with pytest.raises(GrammarError, match=r"^it is bad$"):
             compiler.compile(regex("bad")).result(60)
     assert slow.calls == ["bad", "bad"]
-
-
-def test_one_that_takes_too_long_is_given_up_and_others_go_on() -> None:
-    slow = Slow()
-    compiler = make(slow, wall_s=0.5, threads=1, stuck=2)
-    with pytest.raises(GrammarError, match=r"too busy to compile the grammar within 0\.5 s"):
-        compiler.compile(regex("slow 1")).result(60)
-    assert compiler.compile(regex("quick")).result(60) == "regex:quick"
-    with pytest.raises(GrammarError, match="too busy"):
-        compiler.compile(regex("slow 2")).result(60)
-    with pytest.raises(GrammarError, match="too many grammars"):
-        compiler.compile(regex("quick 2")).result(60)
-    assert (
-        compiler.compile(regex("quick")).result(60) == "regex:quick"
-    )  # what is compiled serves on
-    for gate in slow.gates.values():
-        gate.set()
-    deadline = time.monotonic() + 60
-    while compiler.compile(regex("quick 2")).exception(60) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_those_that_wait_behind_too_many_stuck_are_refused() -> None:
-    slow = Slow()
-    compiler = make(slow, wall_s=0.1, threads=1, stuck=2)
-    futures = [compiler.compile(regex(f"slow {i}")) for i in range(6)]
-    messages = [str(future.exception(60)) for future in futures]
-    assert ["too busy" in message for message in messages] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
-    assert all("too many grammars" in message for message in messages[2:])
-    assert len(slow.calls) == 2
-    for gate in slow.gates.values():
-        gate.set()
-
-
-def test_a_grammar_is_limited_by_its_work_not_by_the_time_that_it_waits() -> None:
-    over = threading.Event()
-
-    def work(kind: str, source: str) -> str:
-        while source == "endless" and not over.is_set():
-            pass
-        over.wait(1 if source == "waits" else 0)
-        return source
-
-    compiler = GrammarCompiler(
-        None, compile_source=work, limits=CompileLimits(cpu_s=0.2, wall_s=600)
-    )
-    waits, endless = compiler.compile(regex("waits")), compiler.compile(regex("endless"))
-    error = endless.exception(120)
-    assert isinstance(error, GrammarError)
-    assert str(error) == "the grammar took more than 0.2 s to compile"
-    assert error.code == "invalid_request"
-    assert waits.result(120) == "waits"
-    over.set()
-
-
-def test_what_fails_for_want_of_time_may_be_tried_again() -> None:
-    slow = Slow()
-    compiler = make(slow, cpu_s=60, wall_s=0.1, threads=1, stuck=1)
-    codes = []
-    for source in ("slow 1", "quick"):
-        error = compiler.compile(regex(source)).exception(60)
-        assert isinstance(error, GrammarError)
-        codes.append(error.code)
-    slow.gate("slow 1").set()
-    assert codes == ["engine_error", "engine_error"]
 
 
 def test_the_cache_holds_so_many_characters() -> None:
@@ -244,8 +179,8 @@ def test_what_is_refused_before_it_is_compiled(wanted: ResponseFormat, problem: 
         ),
     ],
 )
-def test_what_the_library_refuses(wanted: ResponseFormat) -> None:
-    error = GrammarCompiler.from_vocab(VOCAB, [256]).compile(wanted).exception(20)
+def test_what_the_library_refuses(bytewise: GrammarCompiler, wanted: ResponseFormat) -> None:
+    error = bytewise.compile(wanted).exception(60)
     assert isinstance(error, GrammarError)
     assert error.code == "invalid_request"
     assert 10 < len(str(error)) < 300
@@ -278,8 +213,7 @@ def is_allowed(compiler: GrammarCompiler, wanted: ResponseFormat, answer: str) -
     )
 
 
-def test_structural_tags_bind_behind_their_triggers() -> None:
-    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
+def test_structural_tags_bind_behind_their_triggers(bytewise: GrammarCompiler) -> None:
     wanted = ResponseFormat(structural_tag=TAG)
     answers = (
         "No tag.",
@@ -288,25 +222,23 @@ def test_structural_tags_bind_behind_their_triggers() -> None:
         "<f=b>7</f>",
         "<f=a>",
     )
-    found = [is_allowed(compiler, wanted, answer) for answer in answers]
+    found = [is_allowed(bytewise, wanted, answer) for answer in answers]
     assert found == [True, True, False, False, False]
 
 
-def test_a_structural_tag_that_is_none_is_refused() -> None:
-    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
+def test_a_structural_tag_that_is_none_is_refused(bytewise: GrammarCompiler) -> None:
     none: list[dict[str, object]] = [{}, {"type": "structural_tag"}, {**TAG, "format": {"a": 1}}]
     for tag in none:
         with pytest.raises(GrammarError, match=r"^response_format\.structural_tag cannot be"):
-            compiler.compile(ResponseFormat(structural_tag=tag)).result(60)
+            bytewise.compile(ResponseFormat(structural_tag=tag)).result(60)
 
 
-def test_a_choice_is_a_grammar_of_its_texts() -> None:
+def test_a_choice_is_a_grammar_of_its_texts(bytewise: GrammarCompiler) -> None:
     from tokenmill.operations.openai_forms import read_forms
 
     texts = ('a "b"', "c\\d\n", "ü☁", "ab")
     fields = {"response_format": {"choice": texts}}
     read_forms(fields)
     wanted = ResponseFormat(**fields["response_format"])  # type: ignore[arg-type]
-    compiler = GrammarCompiler.from_vocab(VOCAB, [256])
-    assert all(is_allowed(compiler, wanted, text) for text in texts)
-    assert not any(is_allowed(compiler, wanted, text) for text in ("", "a", "abc", "ü"))
+    assert all(is_allowed(bytewise, wanted, text) for text in texts)
+    assert not any(is_allowed(bytewise, wanted, text) for text in ("", "a", "abc", "ü"))

@@ -34,13 +34,3 @@ def test_a_tenant_holds_its_places_and_leaves_one_to_others() -> None:
     assert taken(queues) == [("a", 2)]
     queues.free("b")
     assert taken(queues) == [("b", 4)]
-
-
-def test_what_waits_for_a_tenant_is_dropped_alone() -> None:
-    queues: TenantQueues[int] = TenantQueues(1, 1)
-    queues.add("a", 0)
-    queues.add("b", 1)
-    assert queues.drop("a") == [0]
-    assert queues.drop("a") == []
-    assert queues.tenants() == ["b"]
-    assert taken(queues) == [("b", 1)]

@@ -211,7 +211,9 @@ def _grammar_compiler(loaded: LoadedModel, config: EngineConfig) -> GrammarCompi
     )
     if words is None:
         return None
-    return GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
+    compiler = GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
+    compiler.start()
+    return compiler
 
 
 def _description(config: EngineConfig, cache_config: CacheConfig, pool: KVCachePool) -> str:

@@ -195,3 +195,5 @@ class ModelRunner:
         self._offloader.close()
         if self._adapters is not None:
             self._adapters.close()
+        if self._grammars is not None:
+            self._grammars.close()

@@ -1,31 +1,27 @@
-"""Compiles grammars outside of the step: daemon threads, limits, turns of tenants, and a cache
-of recent grammars.
+"""Compiles grammars outside of the step: threads, turns of tenants, and a cache of recent grammars.
 
-A compilation that goes beyond its limits fails, and another may start in its place. Its thread
-cannot be stopped, so nothing more is compiled for a tenant, and then for anybody, once too many
-such threads are stuck.
+A thread waits for the process that compiles each grammar first, within limits: only what ends there
+reaches this process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any, Final
+from typing import Any, TypeAlias
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_worker.engine.sampling.grammar.compilation import Compilation, CompileLimits
 from tokenmill_worker.engine.sampling.grammar.errors import LATER, GrammarError
-from tokenmill_worker.engine.sampling.grammar.libraries import Compile, Libraries
-from tokenmill_worker.engine.sampling.grammar.sources import source_of
+from tokenmill_worker.engine.sampling.grammar.libraries import Libraries
+from tokenmill_worker.engine.sampling.grammar.process import CompileLimits, GrammarProcess
+from tokenmill_worker.engine.sampling.grammar.sources import sentence, source_of
 from tokenmill_worker.engine.sampling.grammar.tenant_queues import TenantQueues
 from tokenmill_worker.engine.sampling.grammar.words import Encode
 
-TOO_MANY_STUCK: Final = "too many grammars took too long to compile; try again later"
+Compile: TypeAlias = Callable[[str, str], Any]  # (kind, source) → makes each sequence's matcher
 _Source = tuple[str, str]
-_Failure = tuple[Future[Any], GrammarError]
 
 
 class GrammarCompiler:
@@ -49,8 +45,10 @@ class GrammarCompiler:
     ) -> None:
         self.tokenizer_info = tokenizer_info
         self.limits = limits or CompileLimits()
+        self._process: GrammarProcess | None = None
         if compile_source is None:
-            compile_source = Libraries(tokenizer_info, special_ids, encode).compile
+            self._process = GrammarProcess(tokenizer_info, special_ids, self.limits)
+            compile_source = _both(self._process, Libraries(tokenizer_info, special_ids, encode))
         self._compile_source = compile_source
         self._lock = threading.Lock()
         self._cache: OrderedDict[_Source, Future[Any]] = OrderedDict()
@@ -58,7 +56,6 @@ class GrammarCompiler:
         self._queues: TenantQueues[tuple[_Source, Future[Any]]] = TenantQueues(
             self.limits.threads, self.limits.threads_each
         )
-        self._stuck: Counter[str] = Counter()  # threads beyond their limits, by tenant
 
     @classmethod
     def from_vocab(
@@ -82,6 +79,15 @@ class GrammarCompiler:
         )
         return cls(info, **options)
 
+    def start(self) -> None:
+        """Start the process in the background; otherwise the first grammar starts it."""
+        if self._process is not None:
+            self._process.start()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
     def prepare(self, params: SamplingParams, tenant: str = "") -> Future[Any] | None:
         """Start compiling the grammar of the parameters; return None if they have none."""
         wanted = params.response_format
@@ -100,9 +106,6 @@ class GrammarCompiler:
             if known is not None and (known.running() or known.done()):
                 self._cache.move_to_end(source)
                 return known
-            if self._is_refused(tenant):
-                future.set_exception(GrammarError(TOO_MANY_STUCK, LATER))
-                return future
             if known is None:
                 self._keep(source, future)
             else:  # it waits for another tenant's turn, and now for this one's too
@@ -112,20 +115,15 @@ class GrammarCompiler:
         self._start_waiting()
         return future
 
-    def _settled(
-        self,
-        tenant: str,
-        source: _Source,
-        future: Future[Any],
-        compiled: Any,
-        problem: GrammarError | None,
-        is_stuck: bool,
-    ) -> None:
-        """Release the place of one compilation, and settle its future before another starts."""
+    def _run(self, tenant: str, source: _Source, future: Future[Any]) -> None:
+        """Compile one grammar; release its place, and settle its future before another starts."""
+        compiled, problem = None, None
+        try:
+            compiled = self._compile_source(*source)
+        except Exception as error:
+            problem = _problem(error)
         with self._lock:
             self._queues.free(tenant)
-            if is_stuck:
-                self._count_stuck(tenant, 1)
             if problem is not None:
                 self._forget(source, future)
         if problem is None:
@@ -134,18 +132,16 @@ class GrammarCompiler:
             future.set_exception(problem)
         self._start_waiting()
 
-    def _ended(self, tenant: str) -> None:
-        """Note that a thread which went on beyond its limits has ended."""
-        with self._lock:
-            self._count_stuck(tenant, -1)
-        self._start_waiting()
-
     def _start_waiting(self) -> None:
-        """Start the compilations whose turn it is; fail those that are refused or cannot start."""
+        """Start the compilations whose turn it is; fail those that cannot start."""
         with self._lock:
-            failed = self._refuse_stuck() + self._take_turns()
-        for future, problem in failed:
-            future.set_exception(problem)
+            failed = self._take_turns()
+        for future in failed:
+            future.set_exception(
+                GrammarError(
+                    "the machine has no thread left to compile the grammar; try again later", LATER
+                )
+            )
 
     # ── the rest is called with the lock ──
 
@@ -162,51 +158,37 @@ class GrammarCompiler:
             del self._cache[source]
             self._cached_chars -= len(source[1])
 
-    def _is_refused(self, tenant: str) -> bool:
-        limits = self.limits
-        return self._stuck.total() >= limits.stuck or self._stuck[tenant] >= limits.stuck_each
-
-    def _count_stuck(self, tenant: str, change: int) -> None:
-        """Change the count of a tenant's stuck threads. A thread that ends as it passes its limit
-        may be counted off first.
-        """
-        self._stuck[tenant] += change
-        if not self._stuck[tenant]:
-            del self._stuck[tenant]
-
-    def _refuse_stuck(self) -> list[_Failure]:
-        """Drop what waits for tenants who are refused; return what waits for no other tenant."""
-        refused = [tenant for tenant in self._queues.tenants() if self._is_refused(tenant)]
-        dropped = [item for tenant in refused for item in self._queues.drop(tenant)]
-        kept = {future for _, future in self._queues.items()} if dropped else set()
-        failures: list[_Failure] = []
-        for source, future in dropped:
-            if future not in kept and not _is_claimed(future):
-                self._forget(source, future)
-                failures.append((future, GrammarError(TOO_MANY_STUCK, LATER)))
-        return failures
-
-    def _take_turns(self) -> list[_Failure]:
+    def _take_turns(self) -> list[Future[Any]]:
         """Start the compilations whose turn it is; return those that cannot start."""
-        failures: list[_Failure] = []
+        failed: list[Future[Any]] = []
         while (turn := self._queues.take()) is not None:
             tenant, (source, future) = turn
             if _is_claimed(future):
                 self._queues.free(tenant)
                 continue
-            compilation = Compilation(
-                partial(self._compile_source, *source),
-                self.limits,
-                partial(self._settled, tenant, source, future),
-                partial(self._ended, tenant),
-            )
             try:
-                compilation.start()
-            except GrammarError as problem:
+                threading.Thread(
+                    target=self._run, args=(tenant, source, future), name="grammar", daemon=True
+                ).start()
+            except (RuntimeError, MemoryError):
                 self._queues.free(tenant)
                 self._forget(source, future)
-                failures.append((future, problem))
-        return failures
+                failed.append(future)
+        return failed
+
+
+def _both(process: GrammarProcess, libraries: Libraries) -> Compile:
+    return lambda kind, source: libraries.started(kind, source, process.compiled(kind, source))
+
+
+def _problem(error: Exception) -> GrammarError:
+    if isinstance(error, GrammarError):
+        return error
+    if isinstance(error, MemoryError):
+        return GrammarError(
+            "the memory was too short to compile the grammar; try again later", LATER
+        )
+    return GrammarError(sentence(error))
 
 
 def _is_claimed(future: Future[Any]) -> bool:

@@ -1,4 +1,5 @@
-"""Compiles one grammar: JSON schemas and tools by llguidance, everything else by xgrammar.
+"""Compiles one grammar: JSON schemas and tools by llguidance, texts (regular expressions, EBNF and
+structural tags) by xgrammar.
 
 llguidance either enforces all of a schema or refuses it.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from functools import cached_property
+from typing import Any, Final
 
 import msgspec
 
@@ -16,7 +18,6 @@ from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engine.sampling.grammar.argument_rules import ToolRefused
 from tokenmill_worker.engine.sampling.grammar.bitmasks import allowed_ids, open_masks
 from tokenmill_worker.engine.sampling.grammar.calls import compile_calls
-from tokenmill_worker.engine.sampling.grammar.circles import refuse_circles
 from tokenmill_worker.engine.sampling.grammar.errors import GrammarError
 from tokenmill_worker.engine.sampling.grammar.json_grammar import JsonCompiler, SchemaRefused
 from tokenmill_worker.engine.sampling.grammar.json_schema import InvalidSchema
@@ -24,8 +25,7 @@ from tokenmill_worker.engine.sampling.grammar.sources import LOOSE_JSON, sentenc
 from tokenmill_worker.engine.sampling.grammar.text_matcher import TextMatcher
 from tokenmill_worker.engine.sampling.grammar.words import Encode, Words
 
-Compile: TypeAlias = Callable[[str, str], Any]  # (kind, source) → makes each sequence's matcher
-
+_OF_JSON: Final = ("json", LOOSE_JSON, "tools")
 # CPU seconds to begin an answer. Most grammars take 1 % of it; each of many choices takes it, and
 # about a megabyte for a millisecond.
 START_LIMIT_S: Final = 0.005
@@ -33,7 +33,7 @@ _NO_TEXT: Final = b"\xff"  # begins no text that a grammar can admit
 
 
 class Libraries:
-    """Both libraries over one vocabulary, which is read here; safe for several threads."""
+    """Both libraries over one vocabulary, which is read here; `started` is for several threads."""
 
     def __init__(self, info: Any, special_ids: Sequence[int], encode: Encode | None) -> None:
         import xgrammar
@@ -46,35 +46,37 @@ class Libraries:
         marked = {*special_ids} - {*stops}
         texts = [_NO_TEXT + text if i in marked else text for i, text in enumerate(vocab)]
         self._special = {vocab[i].decode("utf-8", "replace"): i for i in marked}
-        self._texts = xgrammar.GrammarCompiler(
-            xgrammar.TokenizerInfo(
-                texts,
-                xgrammar.VocabType.RAW,
-                vocab_size=info.vocab_size,
-                stop_token_ids=stops,
-                add_prefix_space=info.add_prefix_space,
-            ),
-            max_threads=1,
-            cache_enabled=False,
+        self._texts = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=info.vocab_size,
+            stop_token_ids=stops,
+            add_prefix_space=info.add_prefix_space,
         )
 
-    def compile(self, kind: str, source: str) -> Callable[[], Any]:
-        """Return a function that makes a matcher for each sequence. Raises GrammarError."""
-        start = self._compiled(kind, source)
+    def tried(self, kind: str, source: str) -> str:
+        """Compile a grammar and begin an answer; return a text's grammar serialised, "" for others.
+        It may take any time and memory. Raises GrammarError.
+        """
+        compiled = "" if kind in _OF_JSON else self._compiled_text(kind, source)
+        start = self.started(kind, source, compiled)
         try:
             self._try(start)
         except GrammarError as error:
             raise GrammarError(f"{_named(kind)} cannot be compiled: {error}") from error
-        return start
+        return compiled
 
-    def _compiled(self, kind: str, source: str) -> Callable[[], Any]:
+    def started(self, kind: str, source: str, compiled: str) -> Callable[[], Any]:
+        """Return a function that makes a matcher for each sequence, from what `tried` returned."""
+        import xgrammar
+
         if kind == "tools":
             try:
                 wanted = msgspec.json.decode(source, type=ResponseFormat)
                 return compile_calls(self._json, wanted)
             except ToolRefused as refused:
                 raise GrammarError(str(refused)) from refused
-        if kind in ("json", LOOSE_JSON):
+        if kind in _OF_JSON:
             try:
                 return self._json.compile(source, strict=kind == "json")
             except InvalidSchema as problem:
@@ -83,27 +85,29 @@ class Libraries:
                 ) from problem
             except SchemaRefused as refusal:
                 raise GrammarError(f"{_named(kind)} cannot be enforced: {refusal}") from refusal
-        return self._text_grammar(kind, source)
+        grammar = xgrammar.CompiledGrammar.deserialize_json(compiled, self._texts)
+        return lambda: TextMatcher(xgrammar.GrammarMatcher(grammar), self._words, self._vocab_size)
 
-    def _text_grammar(self, kind: str, source: str) -> Callable[[], TextMatcher]:
-        import xgrammar
-
+    def _compiled_text(self, kind: str, source: str) -> str:
         try:
             if kind == "regex":
-                compiled = self._texts.compile_regex(source)
+                compiled = self._compiler.compile_regex(source)
             elif kind == "grammar":
-                parsed = xgrammar.Grammar.from_ebnf(source)
-                refuse_circles(str(parsed))
-                compiled = self._texts.compile_grammar(parsed)
+                compiled = self._compiler.compile_grammar(source)
             else:
                 tag = json.dumps(with_token_ids(json.loads(source), self._special))
-                refuse_circles(str(xgrammar.Grammar.from_structural_tag(tag)))
-                compiled = self._texts.compile_structural_tag(tag)
+                compiled = self._compiler.compile_structural_tag(tag)
+            return str(compiled.serialize_json())
         except Exception as error:
             if isinstance(error, MemoryError) or str(error) == "std::bad_alloc":
                 raise MemoryError from error
             raise GrammarError(f"{_named(kind)} cannot be compiled: {sentence(error)}") from error
-        return lambda: TextMatcher(xgrammar.GrammarMatcher(compiled), self._words, self._vocab_size)
+
+    @cached_property
+    def _compiler(self) -> Any:
+        import xgrammar
+
+        return xgrammar.GrammarCompiler(self._texts, max_threads=1, cache_enabled=False)
 
     def _try(self, start: Callable[[], Any]) -> None:
         """Read one token that is allowed. Raises GrammarError where there is none, or where the

@@ -45,15 +45,3 @@ class TenantQueues(Generic[T]):
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]
-
-    def drop(self, tenant: str) -> list[T]:
-        """Remove and return what waits for a tenant's turn."""
-        return list(self._waiting.pop(tenant, ()))
-
-    def items(self) -> list[T]:
-        """Return what waits, for all tenants."""
-        return [item for waiting in self._waiting.values() for item in waiting]
-
-    def tenants(self) -> list[str]:
-        """Return the tenants for whom something waits."""
-        return list(self._waiting)
