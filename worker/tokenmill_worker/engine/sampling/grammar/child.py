@@ -31,10 +31,12 @@ from tokenmill_worker.engine.sampling.grammar.messages import (
     receive,
     send,
 )
+from tokenmill_worker.engine.sampling.grammar.sources import sentence
 
 _PR_SET_PDEATHSIG: Final = 1
 _LIFE_S: Final = 1.0  # CPU seconds of a process; one that has worked long may hold much memory
-_MAX_COMPILED: Final = 32 * 2**20  # bytes that the engine reads, and keeps
+_FAULT: Final = "invalid_request"
+_MAX_COMPILED: Final = 128 * 2**20  # bytes that the engine reads, and keeps
 
 
 def main() -> None:
@@ -140,15 +142,19 @@ def _answer(libraries: Libraries, question: CompileQuestion, setup: CompileSetup
         compiled = libraries.tried(question.kind, question.source)
         if len(compiled) > _MAX_COMPILED:
             raise GrammarError("the grammar is too large once it is compiled")
-    except GrammarError as error:
-        return CompileAnswer(problem=str(error), code=error.code)
-    except MemoryError:
-        gib = setup.memory_bytes / 2**30
-        return CompileAnswer(
-            problem=f"the grammar took more than {gib:.2g} GiB of memory to compile",
-            code="invalid_request",
-        )
+    except Exception as error:
+        code = error.code if isinstance(error, GrammarError) else _FAULT
+        return CompileAnswer(problem=_sentence(error, setup), code=code)
     return CompileAnswer(compiled=compiled)
+
+
+def _sentence(error: Exception, setup: CompileSetup) -> str:
+    if isinstance(error, GrammarError):
+        return str(error)
+    if isinstance(error, MemoryError) or str(error) == "std::bad_alloc":
+        gib = setup.memory_bytes / 2**30
+        return f"the grammar took more than {gib:.2g} GiB of memory to compile"
+    return f"the grammar cannot be compiled: {sentence(error)}"
 
 
 if __name__ == "__main__":

@@ -58,46 +58,49 @@ class Libraries:
         """Compile a grammar and begin an answer; return a text's grammar serialised, "" for others.
         It may take any time and memory. Raises GrammarError.
         """
-        compiled = "" if kind in _OF_JSON else self._compiled_text(kind, source)
-        start = self.started(kind, source, compiled)
+        compiled = None if kind in _OF_JSON else self._compiled_text(kind, source)
+        start = self._started_json(kind, source) if compiled is None else self._starter(compiled)
         try:
             self._try(start)
         except GrammarError as error:
             raise GrammarError(f"{_named(kind)} cannot be compiled: {error}") from error
-        return compiled
+        return "" if compiled is None else str(compiled.serialize_json())
 
     def started(self, kind: str, source: str, compiled: str) -> Callable[[], Any]:
         """Return a function that makes a matcher for each sequence, from what `tried` returned."""
+        if kind in _OF_JSON:
+            return self._started_json(kind, source)
         import xgrammar
 
+        return self._starter(xgrammar.CompiledGrammar.deserialize_json(compiled, self._texts))
+
+    def _started_json(self, kind: str, source: str) -> Callable[[], Any]:
         if kind == "tools":
             try:
                 wanted = msgspec.json.decode(source, type=ResponseFormat)
                 return compile_calls(self._json, wanted)
             except ToolRefused as refused:
                 raise GrammarError(str(refused)) from refused
-        if kind in _OF_JSON:
-            try:
-                return self._json.compile(source, strict=kind == "json")
-            except InvalidSchema as problem:
-                raise GrammarError(
-                    f"{_named(kind)} is no valid JSON schema: {problem}"
-                ) from problem
-            except SchemaRefused as refusal:
-                raise GrammarError(f"{_named(kind)} cannot be enforced: {refusal}") from refusal
-        grammar = xgrammar.CompiledGrammar.deserialize_json(compiled, self._texts)
-        return lambda: TextMatcher(xgrammar.GrammarMatcher(grammar), self._words, self._vocab_size)
+        try:
+            return self._json.compile(source, strict=kind == "json")
+        except InvalidSchema as problem:
+            raise GrammarError(f"{_named(kind)} is no valid JSON schema: {problem}") from problem
+        except SchemaRefused as refusal:
+            raise GrammarError(f"{_named(kind)} cannot be enforced: {refusal}") from refusal
 
-    def _compiled_text(self, kind: str, source: str) -> str:
+    def _starter(self, compiled: Any) -> Callable[[], TextMatcher]:
+        import xgrammar
+
+        return lambda: TextMatcher(xgrammar.GrammarMatcher(compiled), self._words, self._vocab_size)
+
+    def _compiled_text(self, kind: str, source: str) -> Any:
         try:
             if kind == "regex":
-                compiled = self._compiler.compile_regex(source)
-            elif kind == "grammar":
-                compiled = self._compiler.compile_grammar(source)
-            else:
-                tag = json.dumps(with_token_ids(json.loads(source), self._special))
-                compiled = self._compiler.compile_structural_tag(tag)
-            return str(compiled.serialize_json())
+                return self._compiler.compile_regex(source)
+            if kind == "grammar":
+                return self._compiler.compile_grammar(source)
+            tag = json.dumps(with_token_ids(json.loads(source), self._special))
+            return self._compiler.compile_structural_tag(tag)
         except Exception as error:
             if isinstance(error, MemoryError) or str(error) == "std::bad_alloc":
                 raise MemoryError from error
