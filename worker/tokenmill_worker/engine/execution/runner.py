@@ -192,8 +192,6 @@ class ModelRunner:
         return self._device.is_alive()
 
     def close(self) -> None:
-        self._offloader.close()
-        if self._adapters is not None:
-            self._adapters.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        for part in (self._offloader, self._adapters, self._grammars):
+            if part is not None:
+                part.close()

@@ -154,11 +154,12 @@ class GrammarProcess:
 
     def _give_back(self, worker: socket.socket, *, has_ended: bool) -> None:
         with self._lock:
-            if has_ended:
-                worker.close()
-                with contextlib.suppress(OSError):  # if all has ended, the next grammar starts it
-                    worker = self._new_worker()
-            self._parts.idle.append(worker)
+            if not has_ended:
+                self._parts.idle.append(worker)
+                return
+            worker.close()
+            with contextlib.suppress(OSError):  # where all has ended, the next grammar starts it
+                self._parts.idle.append(self._new_worker())
 
     # ── the rest is called with the lock ──
 
