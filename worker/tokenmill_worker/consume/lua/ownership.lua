@@ -26,21 +26,23 @@ local function invalidate_version(worker)
 end
 
 -- Takes a job from the worker in whose set it is. Without `tenant`, its hash is gone, and `tenants`
--- has the tenant.
+-- has the tenant. Returns whether it was there.
 local function release_ownership(id, worker, tenant)
-  if redis.call('SREM', base .. 'owned:' .. worker, id) == 0 then return end
+  if redis.call('SREM', base .. 'owned:' .. worker, id) == 0 then return false end
   invalidate_version(worker)
   local kept = not tenant and redis.pcall('HGET', base .. 'tenants', id)
   redis.pcall('HDEL', base .. 'tenants', id)
   tenant_running(tenant or type(kept) == 'string' and kept or '', -1)
   redis.call('HINCRBY', meta, 'running', -1)
+  return true
 end
 
 -- Takes a job from the worker in whose set it is, though its hash has another owner or none: it was
 -- lost, and submitted again under its id. Its new owner keeps it.
 local function release_former(id, worker, owner, tenant)
-  release_ownership(id, worker, tenant)
-  if owner ~= '' and tenant ~= '' then redis.pcall('HSET', base .. 'tenants', id, tenant) end
+  if not release_ownership(id, worker, tenant) or owner == '' or tenant == '' then return end
+  redis.pcall('HSET', base .. 'tenants', id, tenant)
+  redis.pcall('EXPIRE', base .. 'tenants', TENANT_TTL_S)
 end
 
 local function count_up(key, field)
