@@ -28,10 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stand-ins", action="store_true", help="base images of Debian's packages")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that the stand-ins offer pip")
     parser.add_argument(
-        "--older", help="commit to upgrade from (default: before the last migration)"
+        "--older",
+        help="commit to upgrade from (default: before the last migration, or the wire's first)",
     )
     options = parser.parse_args(arguments)
-    older = options.older or checks.previous_schema()
+    older = options.older or checks.older_commit()
     promised = _checks(older)
     if options.stand_ins:
         promised = {
