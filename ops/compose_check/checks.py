@@ -276,15 +276,10 @@ def older_commit() -> str:
     """
     versions = "migrations/tokenmill_migrations/versions/0*.py"
     before_migration = _git("log", "-1", "--diff-filter=A", "--format=%H^", "--", versions)
-    wire = (
-        "-GSCHEMA_VERSION: Final =",
-        "--format=%H",
-        "--",
-        "schemas/tokenmill_schemas/versions.py",
-    )
-    first_of_wire = _git("log", "-1", *wire)
-    is_older = _git("merge-base", before_migration, first_of_wire) != first_of_wire
-    return first_of_wire if is_older else before_migration
+    wire = "schemas/tokenmill_schemas/versions.py"
+    first_of_wire = _git("log", "-1", "-GSCHEMA_VERSION: Final =", "--format=%H", "--", wire)
+    wire_is_newer = _git("merge-base", before_migration, first_of_wire) != first_of_wire
+    return first_of_wire if wire_is_newer else before_migration
 
 
 def _git(*arguments: str) -> str:

@@ -14,6 +14,7 @@ import yaml
 from ops.compose_check import __main__ as command
 from ops.compose_check import checks, stand_ins
 from ops.compose_check.project import CheckFailed, ComposeProject
+from tokenmill_schemas.versions import SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -119,18 +120,13 @@ def test_what_is_checked_are_services_and_stand_ins_take_their_images() -> None:
     assert all(name.startswith("tokenmill-check/") for name in stand_ins.NAMES.values())
 
 
-def test_the_upgrade_starts_before_the_newest_migration() -> None:
+def test_the_version_to_upgrade_from_speaks_todays_wire_and_has_a_schema() -> None:
+    older, wire = checks.older_commit(), "schemas/tokenmill_schemas/versions.py"
+    assert f"SCHEMA_VERSION: Final = {SCHEMA_VERSION}  #" in _git("show", f"{older}:{wire}")
     folder = "migrations/tokenmill_migrations/versions"
-    shown = [
-        "git",
-        "-C",
-        str(ROOT),
-        "ls-tree",
-        "--name-only",
-        checks.previous_schema(),
-        f"{folder}/",
-    ]
-    before = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
-    newest = max(path.name for path in (ROOT / folder).glob("0*.py"))
-    assert newest not in before
-    assert f"{folder}/0" in before
+    assert f"{folder}/0" in _git("ls-tree", "--name-only", older, f"{folder}/")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
