@@ -19,14 +19,14 @@ from ops.benchmarks.gpu.ceilings import measure_ceilings
 from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape
 from ops.gpu_check.products import products
 from ops.gpu_check.timing import seconds_a_call
-from tokenmill_worker.engine.attention.base import (
+from tokenmill_worker.engines.own.attention.base import (
     AttentionMetadata,
     AttentionShape,
     CommonPrefix,
 )
-from tokenmill_worker.engine.cuda.attention.triton import TritonAttention
-from tokenmill_worker.engine.cuda.draw import DeviceDraw
-from tokenmill_worker.engine.cuda.fused.launches import (
+from tokenmill_worker.engines.own.cuda.attention.triton import TritonAttention
+from tokenmill_worker.engines.own.cuda.draw import DeviceDraw
+from tokenmill_worker.engines.own.cuda.fused.launches import (
     CacheTarget,
     HeadNorms,
     Heads,
@@ -34,10 +34,10 @@ from tokenmill_worker.engine.cuda.fused.launches import (
     gate,
     rotate_and_write,
 )
-from tokenmill_worker.engine.model.equivalence import rotate
-from tokenmill_worker.engine.sampling.draws import SamplingArrays
-from tokenmill_worker.engine.sampling.noise import row_keys
-from tokenmill_worker.engine.sampling.truncation import TruncationLimits, draw_sorted
+from tokenmill_worker.engines.own.model.equivalence import rotate
+from tokenmill_worker.engines.own.sampling.draws import SamplingArrays
+from tokenmill_worker.engines.own.sampling.noise import row_keys
+from tokenmill_worker.engines.own.sampling.truncation import TruncationLimits, draw_sorted
 
 BLOCK = 16
 EPS = 1e-5
@@ -149,7 +149,7 @@ def attention(
 def common_prefixes(tensors: TensorOptions, name: str) -> Iterator[Callable[[], KernelCheck]]:
     """Yield functions that make the checks of decodes over a common prefix, read by each and once.
 
-    The limits of `engine/attention/common_prefix.py` follow from these times.
+    The limits of `engines/own/attention/common_prefix.py` follow from these times.
     """
     sizes = ((2, 40, 32),) if name == "tiny" else ((128, 4608, 4096), (32, 1536, 1024))
     for batch, context, common in sizes:

@@ -8,7 +8,15 @@ import time
 
 import psutil
 
-NEEDED = ("torch", "transformers", "triton", "msgspec", "pytest", "rich", "tokenmill_worker.engine")
+NEEDED = (
+    "torch",
+    "transformers",
+    "triton",
+    "msgspec",
+    "pytest",
+    "rich",
+    "tokenmill_worker.engines.own",
+)
 USEFUL = (
     "xgrammar",
     "llguidance",

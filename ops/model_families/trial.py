@@ -26,8 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from ops.model_families import small
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engine.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engine.engine import Engine
+from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engines.own.engine import Engine
 
 TrialOutcome = Literal["equal", "refused", "wrong", "crashed", "not built"]
 
@@ -64,7 +64,7 @@ def run(family: str, setting: str = "", time_limit_s: float = TIME_LIMIT_S, **en
 
     `engine` has the settings that differ from the engine's defaults.
     """
-    import tokenmill_worker.engine.execution.build  # noqa: F401 - else each process would import it
+    import tokenmill_worker.engines.own.execution.build  # noqa: F401 - else each process would import it
 
     context = multiprocessing.get_context("fork")
     with _FORKING:

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- map: begin (ops/tools/map.py) -->", "<!-- map: end -->"
 # title, source root, package
 HOUSES = (
     ("Worker", "worker", "tokenmill_worker"),
-    ("Engine, inside the worker", "worker", "tokenmill_worker.engine"),
+    ("Our engine, inside the worker", "worker", "tokenmill_worker.engines.own"),
     ("Client", "api_client", "tokenmill"),
     ("Schemas", "schemas", "tokenmill_schemas"),
 )

@@ -133,8 +133,8 @@ CPP_DEFINITION = re.compile(r"\s*(?:(?:class|struct)|(?:INLINE |static )*[\w:<>]
 DEFINITIONS = {".lua": LUA_DEFINITION, ".cpp": CPP_DEFINITION, ".h": CPP_DEFINITION}
 # lanes of a GPU's warp
 EXCEPTIONS = {
-    "worker/tokenmill_worker/engine/cuda/draw_cut.py": {"lane", "lanes"},
-    "worker/tokenmill_worker/engine/cuda/draw_kernel.py": {"lane", "lanes"},
+    "worker/tokenmill_worker/engines/own/cuda/draw_cut.py": {"lane", "lanes"},
+    "worker/tokenmill_worker/engines/own/cuda/draw_kernel.py": {"lane", "lanes"},
 }
 # A word stands alone, or is a part of a snake_case or CamelCase name.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

@@ -30,7 +30,7 @@ BARE_WHEELS = {
 STARTUP_MODULES = (
     "tokenmill_worker.cli",
     "tokenmill_worker.app",
-    "tokenmill_worker.engine.execution.build",
+    "tokenmill_worker.engines.own.execution.build",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "xgrammar",

@@ -20,14 +20,16 @@ import sqlalchemy
 from tests.support.worker import settings, thread_host
 from tokenmill.transport.scripts import Argument, Script
 from tokenmill_worker.app import Worker
-from tokenmill_worker.consume import scripts
-from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.queue import scripts
+from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.record.result_store import ResultStore
 
 # Workers are forked from a process that has imported what they need, which takes longer than they
 # live.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__, "tokenmill_worker.engine.execution.build", "xgrammar"])
+_FORKS.set_forkserver_preload(
+    [__name__, "tokenmill_worker.engines.own.execution.build", "xgrammar"]
+)
 
 # Why a job is given back, and how a finish sets one aside: other effects of the same scripts.
 REASONS = ("hand-over", "suspects", "retry")

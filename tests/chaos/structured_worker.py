@@ -17,9 +17,9 @@ from tests.chaos.doomed_worker import DoomedStore, DoomedStream, calls_left, die
 from tests.support.worker import settings
 from tokenmill_worker.app import Worker
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.serve import serve_loaded
+from tokenmill_worker.engines.own.config import EngineConfig
+from tokenmill_worker.engines.own.engine import Engine
+from tokenmill_worker.engines.own.serve import serve_loaded
 from tokenmill_worker.engines.process.host import EngineThread
 
 PUBLISHED_S = 1.0  # a step waits at most so long for the publication of the one before it

@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 
 from tests.chaos.test_structured_kills import END, run_doomed, undisturbed
-from tests.engine.truth import tiny_models
+from tests.engines.own.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
 from tests.text.chat.families import HERMES
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.engine.execution.synthetic import TOKENIZER
+from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
 

@@ -13,11 +13,11 @@ from tests.support.worker import client_of, database_url, running_worker, settin
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
 from tokenmill_worker.builders import engine_host
-from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.contract.host import EngineHost
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AppendFailures, ChunkAppend
 from tokenmill_worker.local.valkey_server import free_port
+from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 

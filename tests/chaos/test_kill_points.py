@@ -21,8 +21,8 @@ from tests.chaos.workload import CRASH, NOTHING
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.consume import scripts
-from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.queue import scripts
+from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(240)]
 

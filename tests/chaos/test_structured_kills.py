@@ -23,11 +23,11 @@ import pytest
 from tests.chaos import doomed_worker, structured_worker
 from tests.chaos.checker import Received, Wanted, violations
 from tests.chaos.test_kill_points import listen
-from tests.engine.lora.support import save_adapter
-from tests.engine.truth import tiny_models
+from tests.engines.own.lora.support import save_adapter
+from tests.engines.own.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.engine.execution.synthetic import TOKENIZER
+from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.publish.support import delivery_of, event
-from tests.test_service_jobs import Bench, running
+from tests.service.test_jobs import Bench, running
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobStatus

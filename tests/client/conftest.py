@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.consume.queue import Queue, close_queue, open_queue
+from tests.support.queue import Queue, close_queue, open_queue
 
 
 @pytest.fixture

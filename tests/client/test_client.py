@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.client.testing.players import assert_chunks, playing
-from tests.consume.queue import QUEUE, Queue, end_of, token
+from tests.support.queue import QUEUE, Queue, end_of, token
 from tests.support.waiting import until
 from tokenmill import (
     AsyncClient,

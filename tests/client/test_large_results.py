@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.client.test_client import Threaded, collect
-from tests.consume.queue import QUEUE, Queue, end_of
 from tests.support.large import DAMAGED, NUM_TOKENS, large_result
+from tests.support.queue import QUEUE, Queue, end_of
 from tokenmill import AsyncClient, Client, UnreadableRecord
 from tokenmill.bulk import job_queries
 from tokenmill_schemas.result import JobStatus

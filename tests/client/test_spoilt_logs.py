@@ -10,7 +10,7 @@ import pytest
 
 from tests.client.test_client import Threaded, collect
 from tests.client.testing.players import assert_chunks
-from tests.consume.queue import QUEUE, Queue, appended, end_of, token
+from tests.support.queue import QUEUE, Queue, appended, end_of, token
 from tokenmill import AsyncClient, Client, ConfigurationError, UnreadableRecord
 from tokenmill.operations.records import read_log
 from tokenmill_schemas.chunk import Chunk

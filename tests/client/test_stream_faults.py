@@ -14,8 +14,8 @@ import pytest
 
 from tests.client.test_client import Threaded, collect
 from tests.client.testing.players import assert_chunks, playing
-from tests.consume.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
 from tests.support.proxy import FaultProxy
+from tests.support.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
 from tests.support.valkey import ControlledValkey
 from tokenmill import AsyncClient, Client, ClientOptions, JobNotFound
 from tokenmill_schemas.chunk import Chunk

@@ -15,9 +15,9 @@ import msgpack
 from tests.support.worker import settings, thread_host
 from tokenmill.transport.scripts import Argument, Script
 from tokenmill_worker.app import Worker
-from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.consume.scripts import CLAIM, HEARTBEAT
 from tokenmill_worker.jobs import Delivery
+from tokenmill_worker.queue.job_stream import JobStream
+from tokenmill_worker.queue.scripts import CLAIM, HEARTBEAT
 
 FUTURE = {"future": {"deep": [1, None, "x"]}, "later": 5}
 

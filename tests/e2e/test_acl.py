@@ -24,7 +24,7 @@ from tokenmill.transport import scripts
 from tokenmill.transport.scripts import Script
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume import scripts as worker_scripts
+from tokenmill_worker.queue import scripts as worker_scripts
 
 pytestmark = pytest.mark.redis
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.lora.support import save_adapter
-from tests.engine.truth import tiny_models
+from tests.engines.own.lora.support import save_adapter
+from tests.engines.own.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_schemas.result import JobStatus
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Save a tiny model with the tokenizer of the model-free engine, whose ids fit."""
-    from tokenmill_worker.engine.execution.synthetic import TOKENIZER
+    from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
 
     folder = tiny_models.save("llama", tmp_path / "base")
     for file in TOKENIZER.glob("tokenizer*.json"):

@@ -11,9 +11,9 @@ from tests.support.worker import client_of, database_url, running_worker, settin
 from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
-from tokenmill_worker.engine.engine import Engine
-from tokenmill_worker.engine.execution.synthetic import SyntheticRunner
-from tokenmill_worker.engine.serve import serve_loaded
+from tokenmill_worker.engines.own.engine import Engine
+from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner
+from tokenmill_worker.engines.own.serve import serve_loaded
 from tokenmill_worker.engines.process.host import EngineThread
 from tokenmill_worker.publish.publisher import Publisher
 

@@ -14,7 +14,7 @@ from tests.support.worker import QUEUE, database_url, running_worker
 from tests.text.chat.families import HERMES
 from tokenmill.operations.openai_forms import read_forms
 from tokenmill_schemas.generation import ResponseFormat
-from tokenmill_worker.engine.sampling import GrammarCompiler
+from tokenmill_worker.engines.own.sampling import GrammarCompiler
 
 MODEL: dict[str, Any] = {
     "model": "smollm2-135m-instruct", "dtype": "float32", "num_blocks": 256, "num_threads": 1,

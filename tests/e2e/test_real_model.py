@@ -17,7 +17,7 @@ def expected_answers(max_tokens):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tokenmill_worker.engine.model.model_files import resolve
+    from tokenmill_worker.engines.own.model.model_files import resolve
 
     path = resolve("smollm2-135m-instruct")
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -21,8 +21,8 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobResult, JobStatus
-from tokenmill_worker.consume.job_stream import JobStream, StreamOptions
 from tokenmill_worker.jobs import ChunkAppend, FinishedJob
+from tokenmill_worker.queue.job_stream import JobStream, StreamOptions
 
 pytestmark = pytest.mark.redis
 

@@ -25,7 +25,7 @@ class Truth:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from tokenmill_worker.engine.model.model_files import resolve
+        from tokenmill_worker.engines.own.model.model_files import resolve
 
         path = resolve(NAME)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)

@@ -23,10 +23,9 @@ from tests.fuzz.driver import Finding, Report, limit_memory, run_guided, run_see
 INSTRUMENTED = [
     "tokenmill_schemas",
     "tokenmill",
-    "tokenmill_worker.consume",
+    "tokenmill_worker.input",
     "tokenmill_worker.text",
-    "tokenmill_worker.engine",
-    "tokenmill_worker.outcome",
+    "tokenmill_worker.engines.own",
 ]
 
 

@@ -37,13 +37,13 @@ from tokenmill_schemas.codec import DecodeError, encode
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
-from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.consume.scripts import read_delivery
 from tokenmill_worker.contract.messages import FrameError, read_command, read_report
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engine.requests.validation import RequestValidator
-from tokenmill_worker.engine.types import RequestError
+from tokenmill_worker.engines.own.requests.validation import RequestValidator
+from tokenmill_worker.engines.own.types import RequestError
+from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.queue.scripts import read_delivery
 from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.resume import EndRules, LogCorrupt, replay
 from tokenmill_worker.text.resume import read_log as read_worker_log

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.valkey import ControlledValkey
-from tokenmill_worker.engine.config import machine
+from tokenmill_worker.engines.own.config import machine
 from tokenmill_worker.local import doctor
 from tokenmill_worker.local.doctor import examine, show
 from tokenmill_worker.local.findings import Finding

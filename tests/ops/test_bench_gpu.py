@@ -17,7 +17,7 @@ from ops.benchmarks.gpu.measures import EngineMeasures, configure, engine_of
 from ops.benchmarks.gpu.models import describe, random_model
 from ops.benchmarks.gpu.session import Session
 from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Shape, Work
-from tokenmill_worker.engine.plan import StepPlan
+from tokenmill_worker.engines.own.plan import StepPlan
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "1", "--batch", "3",
         "--steps", "8",

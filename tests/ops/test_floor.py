@@ -8,7 +8,7 @@ import torch
 from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from ops.benchmarks.peers.floor import Floor, LinearStack, shapes_of
-from tests.engine.truth import tiny_models
+from tests.engines.own.truth import tiny_models
 
 needs_mkl = pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="this torch was built without MKL"

@@ -47,7 +47,9 @@ def test_a_personification_in_a_test_is_found() -> None:
 def test_other_words_and_exceptions_pass() -> None:
     assert not list(names.problems({"worker/x.py": "airplane = handsome = 1"}))
     assert not list(names.problems({"worker/x.py": "step.straight = Stage().hand_in()"}))
-    assert not list(names.problems({"worker/tokenmill_worker/engine/cuda/draw_cut.py": "lane = 1"}))
+    assert not list(
+        names.problems({"worker/tokenmill_worker/engines/own/cuda/draw_cut.py": "lane = 1"})
+    )
 
 
 def test_a_class_of_two_files_is_found() -> None:

@@ -9,7 +9,7 @@ from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
 from ops.benchmarks.peers.ours import Tokenmill
 from ops.benchmarks.peers.static_batching import StaticBatching
-from tests.engine.truth import tiny_models
+from tests.engines.own.truth import tiny_models
 
 REQUESTS = tuple(
     WorkloadRequest(tuple(range(5 + number, 9 + 2 * number)), tokens)

@@ -20,8 +20,8 @@ from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobResult, JobStatus
-from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.jobs import ChunkAppend, FinishedJob
+from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = pytest.mark.redis
 FOLDER = Path(__file__).parents[2] / "ops" / "deploy" / "redis"

@@ -17,8 +17,8 @@ from ops.benchmarks.simulation.queue_load import (
     server_s,
     tokens_s,
 )
-from tokenmill_worker.consume.consumer import MAX_AT_ONCE
 from tokenmill_worker.publish.chunker import MOST_TOGETHER
+from tokenmill_worker.queue.consumer import MAX_AT_ONCE
 
 
 class TestCosts:

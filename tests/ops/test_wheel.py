@@ -140,7 +140,7 @@ def test_an_application_with_modules_of_the_folders_names_uses_client_and_worker
     pip("install", "--no-deps", "--target", str(site), str(wheel))
     code = """
 from tokenmill import Client
-from tokenmill_worker.engine import Engine
+from tokenmill_worker.engines.own import Engine
 import tokenmill_migrations, tokenmill_worker.tasks
 print(tokenmill_worker.__file__, tokenmill_migrations.__file__)
 """

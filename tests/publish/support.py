@@ -10,10 +10,10 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest, RetryPolicy
-from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.input.input_processor import InputProcessor
+from tokenmill_worker.input.served_model import ServedModel
 from tokenmill_worker.jobs import AdmittedJob, AppendFailures, AppendReply, ChunkAppend, Delivery
 
 MODEL = ServedModel(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.consume.test_input_processor_reasoning import END, HI, processor_of
+from tests.input.test_input_processor_reasoning import END, HI, processor_of
 from tests.publish.support import FakeLog, delivery_of
 from tests.support.tokenizers import thinking
 from tokenmill.operations.stream_position import StreamPosition

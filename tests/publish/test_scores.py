@@ -9,7 +9,7 @@ from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ScoredPrompt
-from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher
 

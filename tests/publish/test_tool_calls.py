@@ -15,8 +15,8 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import GeneratedCall
-from tokenmill_worker.consume.input_processor import InputProcessor
 from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 from tokenmill_worker.text.chat.tools import CHANNELS, HERMES, LLAMA3, XML, ToolFormat

@@ -12,7 +12,7 @@ from tokenmill import AsyncClient
 from tokenmill.sql.engine import open_engine
 from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.job_stream import JobStream
+from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = pytest.mark.redis
 

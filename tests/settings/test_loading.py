@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenmill.cli import app
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.types import SchedulingPolicy
+from tokenmill_worker.engines.own.config import EngineConfig
+from tokenmill_worker.engines.own.types import SchedulingPolicy
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings, child_environment, load_settings
 

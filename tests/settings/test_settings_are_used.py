@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill_worker.builders import stream_options
-from tokenmill_worker.consume.job_stream import StreamOptions
+from tokenmill_worker.queue.job_stream import StreamOptions
 from tokenmill_worker.settings import ENGINE_FIELDS, Settings, load_settings
 
 ROOT = Path(__file__).parents[2]

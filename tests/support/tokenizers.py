@@ -122,7 +122,7 @@ def metaspace() -> Tokenizer:
 
 
 def _real(name: str) -> Tokenizer:
-    from tokenmill_worker.engine.model.model_files import resolve
+    from tokenmill_worker.engines.own.model.model_files import resolve
 
     return Tokenizer.load(resolve(name))
 

@@ -14,8 +14,8 @@ from typing import Any
 from tokenmill import AsyncClient
 from tokenmill_worker.app import Worker
 from tokenmill_worker.builders import start_of
-from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engines import serve_of
+from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.process.host import EngineThread
 from tokenmill_worker.settings import Settings, load_settings
 

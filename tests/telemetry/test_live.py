@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.consume.queue import Queue, close_queue, open_queue, token
+from tests.support.queue import Queue, close_queue, open_queue, token
 from tests.support.valkey import ControlledValkey
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.consume.test_input_processor_continuations import admitted, request
+from tests.input.test_input_processor_continuations import admitted, request
 from tests.support.tokenizers import byte_level, gemma3, llama_like, smollm2
 from tests.text.test_length_bound import composing
 from tokenmill_worker.text.prompt_tail import MIN_CHARS

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from tests.support.tokenizers import byte_level, gemma3, llama_like, metaspace, smollm2
 from tests.support.tokenizers import vocabulary as vocabulary_of
 from tokenmill_schemas.chat import Message
-from tokenmill_worker.engine.model.model_files import resolve
+from tokenmill_worker.engines.own.model.model_files import resolve
 from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.tokenizer import Tokenizer
 

@@ -24,14 +24,14 @@ from tokenmill.transport.connect import Link, connect_async, parse_url
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.builders import engine_host, input_processor, open_tracing, stream_options
-from tokenmill_worker.consume.consumer import Consumer
-from tokenmill_worker.consume.control import ControlChannel
-from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.consume.leases import LeaseKeeper
 from tokenmill_worker.contract.host import EngineHost
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
+from tokenmill_worker.queue.consumer import Consumer
+from tokenmill_worker.queue.control import ControlChannel
+from tokenmill_worker.queue.job_stream import JobStream
+from tokenmill_worker.queue.leases import LeaseKeeper
 from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
 from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.service import Service

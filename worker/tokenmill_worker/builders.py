@@ -8,15 +8,15 @@ from functools import partial
 import msgspec
 
 from tokenmill.transport.server_clock import ServerClock
-from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.consume.job_stream import StreamOptions
-from tokenmill_worker.consume.served_model import ServedModel
 from tokenmill_worker.contract.host import EngineHost
 from tokenmill_worker.contract.messages import Ready, Start
-from tokenmill_worker.engine.config import EngineConfig
 from tokenmill_worker.engines import serve_of
+from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.process.host import EngineProcess, EngineThread
 from tokenmill_worker.errors import SettingsError
+from tokenmill_worker.input.input_processor import InputProcessor
+from tokenmill_worker.input.served_model import ServedModel
+from tokenmill_worker.queue.job_stream import StreamOptions
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.settings.model_names import read_aliases, read_template
 from tokenmill_worker.telemetry import Tracing

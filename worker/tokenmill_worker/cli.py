@@ -272,7 +272,7 @@ def _sentences() -> Iterator[None]:
     traceback.
     """
     from tokenmill_worker.contract.host import EngineDied
-    from tokenmill_worker.engine.config import EngineConfigError
+    from tokenmill_worker.engines.own.config import EngineConfigError
     from tokenmill_worker.local.valkey_server import ValkeyServerError
 
     try:

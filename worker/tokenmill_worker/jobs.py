@@ -1,6 +1,6 @@
 """Defines a job on its way through the worker: the values that one stage passes to the next.
 
-`consume`, `publish` and `record` share these values and do not import one another.
+`queue`, `input`, `publish` and `record` share these values and do not import one another.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class PublishReport:
 
 
 class ChunkLog(Protocol):
-    """Writes chunks to the log; implemented by `consume.job_stream`, used by `publish`."""
+    """Writes chunks to the log; implemented by `queue.job_stream`, used by `publish`."""
 
     async def append(self, items: list[ChunkAppend]) -> AppendFailures:
         """Append all chunks in one round trip."""
@@ -297,7 +297,7 @@ class ChunkLog(Protocol):
 
 
 class Acknowledger(Protocol):
-    """Acknowledges finished jobs; implemented by `consume.job_stream`, used by `record`."""
+    """Acknowledges finished jobs; implemented by `queue.job_stream`, used by `record`."""
 
     async def finish(self, jobs: list[FinishedJob]) -> list[bool]:
         """Acknowledge jobs whose rows SQL has committed. Returns one flag per job; False if the

@@ -33,7 +33,7 @@ from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_mo
 from ops.benchmarks.gpu.session import Session
 from ops.benchmarks.measure.step_floor import SHAPES
 from ops.benchmarks.measure.tables import show
-from tokenmill_worker.engine.model.loader import LoadedModel
+from tokenmill_worker.engines.own.model.loader import LoadedModel
 
 PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
 COLUMNS = {

@@ -18,8 +18,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from ops.benchmarks.measure.tables import show
-from tokenmill_worker.engine import Engine, EngineConfig, EngineConfigError, SamplingParams
-from tokenmill_worker.engine.model.model_files import resolve
+from tokenmill_worker.engines.own import Engine, EngineConfig, EngineConfigError, SamplingParams
+from tokenmill_worker.engines.own.model.model_files import resolve
 
 SOURCE = "pydoc_data.topics"
 QUANTIZATIONS = ("int8", "int4", "fp8")

@@ -24,7 +24,7 @@ from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
 from ops.benchmarks.peers.child import Child, ChildError
 from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, Waiting, python_with
-from tokenmill_worker.engine.model.model_files import resolve
+from tokenmill_worker.engines.own.model.model_files import resolve
 
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"

@@ -12,9 +12,9 @@ import torch
 
 from ops.benchmarks.gpu.ceilings import synchronise
 from ops.benchmarks.measure.step_floor import Ceilings, Shape, Work
-from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
-from tokenmill_worker.engine.execution.build import build_runner
-from tokenmill_worker.engine.model.loader import LoadedModel
+from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engines.own.execution.build import build_runner
+from tokenmill_worker.engines.own.model.loader import LoadedModel
 
 SPARE = 16  # tokens that sequences may produce besides those that are measured
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

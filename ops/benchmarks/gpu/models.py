@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ops.benchmarks.measure.step_floor import Shape
-from tokenmill_worker.engine import EngineConfig
-from tokenmill_worker.engine.execution.build import pick_device
-from tokenmill_worker.engine.model.loader import LoadedModel, describe_model
-from tokenmill_worker.engine.model.paged_attention import IMPLEMENTATION, register
+from tokenmill_worker.engines.own import EngineConfig
+from tokenmill_worker.engines.own.execution.build import pick_device
+from tokenmill_worker.engines.own.model.loader import LoadedModel, describe_model
+from tokenmill_worker.engines.own.model.paged_attention import IMPLEMENTATION, register
 
 
 def random_model(shape: Shape, device: str, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ import transformers
 from rich.console import Console
 
 from ops.benchmarks.gpu.ceilings import measure_ceilings
-from tokenmill_worker.engine import EngineConfigError
+from tokenmill_worker.engines.own import EngineConfigError
 
 
 class Session:

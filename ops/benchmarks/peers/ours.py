@@ -7,8 +7,8 @@ import time
 from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
-from tokenmill_worker.engine import Engine, EngineConfig, SamplingParams
-from tokenmill_worker.engine.execution.warm_up import warm_up
+from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engines.own.execution.warm_up import warm_up
 
 
 class Tokenmill(MeasuredEngine):

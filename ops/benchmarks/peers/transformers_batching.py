@@ -97,8 +97,8 @@ def load_model(options: EngineOptions) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tokenmill_worker.engine.execution.build import pick_device
-    from tokenmill_worker.engine.model.model_files import resolve
+    from tokenmill_worker.engines.own.execution.build import pick_device
+    from tokenmill_worker.engines.own.model.model_files import resolve
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         resolve(options.model), dtype=getattr(torch, options.dtype), attn_implementation="sdpa"

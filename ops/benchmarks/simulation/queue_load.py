@@ -12,9 +12,9 @@ import statistics
 from dataclasses import dataclass
 
 from ops.benchmarks.simulation.costs import seconds
-from tokenmill_worker.consume.consumer import MAX_AT_ONCE
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE
+from tokenmill_worker.queue.consumer import MAX_AT_ONCE
 from tokenmill_worker.settings import Settings
 
 MAX_ANSWER = 1_000  # tokens

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.consume.queue import Queue, close_queue, end_of, open_queue
+from tests.support.queue import Queue, close_queue, end_of, open_queue
 from tokenmill import Client
 from tokenmill.bulk import job_queries
 from tokenmill_schemas.job import JobRequest, Priority

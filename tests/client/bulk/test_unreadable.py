@@ -12,8 +12,8 @@ import sqlalchemy
 
 from tests.client.bulk.support import BulkSetup, completion, names, read, result, write
 from tests.client.bulk.test_store import BATCH, _finished
-from tests.consume.queue import Queue, close_queue, end_of, open_queue
 from tests.support.large import DAMAGED
+from tests.support.queue import Queue, close_queue, end_of, open_queue
 from tokenmill import Client
 from tokenmill.bulk import open_store
 from tokenmill.sql.engine import open_engine

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.consume.queue import Queue, close_queue, open_queue
+from tests.support.queue import Queue, close_queue, open_queue
 from tokenmill_schemas.job import Priority
 
 pytestmark = pytest.mark.redis

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.consume.queue import Queue, close_queue, end_of, open_queue, token
+from tests.support.queue import Queue, close_queue, end_of, open_queue, token
 from tests.support.waiting import until
 from tokenmill_schemas import Priority
 from tokenmill_schemas.control import TenantLoad, WorkerStatus

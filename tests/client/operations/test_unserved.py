@@ -7,7 +7,7 @@ import pytest
 from celery import Celery
 from typer.testing import CliRunner
 
-from tests.consume.queue import Queue
+from tests.support.queue import Queue
 from tokenmill import AsyncClient, Client, QueueUnserved, ResultTimeout
 from tokenmill.base import ClientOptions
 from tokenmill.celery import generation_task

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from tests.consume.queue import Queue, appended, end_of, token
+from tests.support.queue import Queue, appended, end_of, token
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import decode_request
-from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AppendReply, Delivery
+from tokenmill_worker.queue.job_stream import JobStream
 
 
 async def answer(worker: JobStream, delivery: Delivery, num_tokens: int, pause_s: float) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.consume.queue import QUEUE, token
 from tests.support.proxy import FaultProxy
+from tests.support.queue import QUEUE, token
 from tests.support.valkey import ControlledValkey
 from tokenmill import AsyncClient, Client, ClientOptions
 from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = pytest.mark.redis
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from tests.consume.append.test_connection import ECHO, KEY
-from tests.consume.queue import QUEUE
+from tests.queue.append.test_connection import ECHO, KEY
+from tests.support.queue import QUEUE
 from tests.support.waiting import until
 from tokenmill import AsyncClient, ClientOptions, Link, QueueUnavailable
 from tokenmill.transport import async_pubsub
@@ -21,7 +21,7 @@ from tokenmill.transport.cancellation import wait_at_most
 from tokenmill.transport.connect import connect_async
 from tokenmill.transport.time_limits import at_most
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.consume.append.connection import PipelinedConnection
+from tokenmill_worker.queue.append.connection import PipelinedConnection
 
 pytestmark = pytest.mark.redis
 

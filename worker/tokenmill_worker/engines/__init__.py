@@ -14,7 +14,7 @@ from tokenmill_worker.contract.messages import Report, Start
 
 Serve = Callable[[Start, Mailbox, Callable[[Report], None]], int]
 
-_MODULES = {"own": "tokenmill_worker.engine.serve"}
+_MODULES = {"own": "tokenmill_worker.engines.own.serve"}
 
 
 def serve_of(engine: str) -> Serve:

@@ -103,9 +103,9 @@ def _sql(settings: Settings) -> Iterator[Finding]:
 
 def _model(settings: Settings) -> Iterator[Finding]:
     """Check the model without converting or fetching anything."""
-    from tokenmill_worker.engine.execution.synthetic import is_synthetic
-    from tokenmill_worker.engine.model import model_files
-    from tokenmill_worker.engine.serve.capabilities import capabilities_of
+    from tokenmill_worker.engines.own.execution.synthetic import is_synthetic
+    from tokenmill_worker.engines.own.model import model_files
+    from tokenmill_worker.engines.own.serve.capabilities import capabilities_of
 
     model = settings.engine_config().model
     path = Path(model).expanduser()
@@ -145,7 +145,7 @@ def _trouble_with_file(path: Path) -> str:
 def _machine(_settings: Settings) -> Iterator[Finding]:
     import torch
 
-    from tokenmill_worker.engine.config.machine import usable_cores
+    from tokenmill_worker.engines.own.config.machine import usable_cores
 
     cores = usable_cores()
     threads = min(torch.get_num_threads(), cores)
@@ -181,7 +181,10 @@ def _gpu_packages() -> Iterator[Finding]:
 
 
 def _kernel() -> Iterator[Finding]:
-    from tokenmill_worker.engine.cpu.kernels.toolchain import KernelUnavailableError, find_toolchain
+    from tokenmill_worker.engines.own.cpu.kernels.toolchain import (
+        KernelUnavailableError,
+        find_toolchain,
+    )
 
     try:
         toolchain = find_toolchain()

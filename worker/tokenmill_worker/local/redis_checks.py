@@ -19,8 +19,8 @@ from tokenmill.cli.output import count
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect, connect_async
 from tokenmill.transport.server_clock import MAX_SKEW_S
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.consume.server_check import ServerState, read_server
 from tokenmill_worker.local.findings import Finding
+from tokenmill_worker.queue.server_check import ServerState, read_server
 from tokenmill_worker.settings import Settings
 
 _LINK = Link(timeout_s=3, connect_timeout_s=3)

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from tokenmill.transport.cancellation import wait_at_most
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.consume.job_stream import JobStream
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery, RetryOrder
 from tokenmill_worker.publish.publisher import Publisher
+from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.service.owned_jobs import OwnedJobs
 from tokenmill_worker.supervisor import EngineSupervisor
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from tokenmill_schemas.result import JobError
-from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import INTERNAL_ERROR, AdmittedJob, FinishedJob, JobObserver
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.record.finalizer import Finalizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from tokenmill_worker.consume.quarantine import Quarantine
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob, JobObserver
+from tokenmill_worker.service.quarantine import Quarantine
 
 
 class OwnedJobs:

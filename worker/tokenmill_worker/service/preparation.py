@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from tokenmill_schemas.job import Priority
-from tokenmill_worker.consume.input_processor import InputProcessor
+from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import Delivery
 from tokenmill_worker.service.entrance import Entrance, Outcome
 from tokenmill_worker.service.owned_jobs import OwnedJobs

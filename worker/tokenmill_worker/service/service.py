@@ -16,12 +16,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tokenmill_worker.checking import Checks
-from tokenmill_worker.consume.credits import Credits, credits_of
-from tokenmill_worker.consume.input_processor import InputProcessor
-from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.consume.quarantine import Quarantine
 from tokenmill_worker.contract.host import EngineDied, EngineHost
 from tokenmill_worker.contract.messages import Frame, Ready
+from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import (
     Delivery,
     FinishedJob,
@@ -32,11 +29,14 @@ from tokenmill_worker.jobs import (
 )
 from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
 from tokenmill_worker.publish.publisher import Publisher
+from tokenmill_worker.queue.credits import Credits, credits_of
+from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.service.early_ends import HAND_OVER_S, EarlyEnds
 from tokenmill_worker.service.entrance import Entrance
 from tokenmill_worker.service.owned_jobs import OwnedJobs
 from tokenmill_worker.service.preparation import Preparation
+from tokenmill_worker.service.quarantine import Quarantine
 from tokenmill_worker.supervisor import EngineSupervisor
 
 log = logging.getLogger(__name__)

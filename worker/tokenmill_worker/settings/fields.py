@@ -19,8 +19,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.keys import queue_of
-from tokenmill_worker.engine.config import EngineConfig
-from tokenmill_worker.engine.types import SchedulingPolicy
+from tokenmill_worker.engines.own.config import EngineConfig
+from tokenmill_worker.engines.own.types import SchedulingPolicy
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tokenmill.errors import ConfigurationError
 from tokenmill.webhooks import sign
 from tokenmill_schemas.keys import queue_of
-from tokenmill_worker.engine.config import EngineConfigError
+from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings.addresses import database_problem, endpoint_problem, redis_problem
 from tokenmill_worker.settings.fields import PREFIX, Settings, masked, variable_of

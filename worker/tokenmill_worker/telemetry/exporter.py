@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from tokenmill import AsyncClient
 from tokenmill.transport.connect import connect_async
-from tokenmill_worker.consume.server_check import ServerWatch
+from tokenmill_worker.queue.server_check import ServerWatch
 from tokenmill_worker.telemetry import Check, HealthServer
 from tokenmill_worker.telemetry.instruments import CallbackCollector
 from tokenmill_worker.telemetry.queue_metrics import INTERVAL_S, QueueMetrics, queue_samples

@@ -48,7 +48,7 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """Writes `12:00:01.234 INFO consume claimed jobs=4` on one line, unless there is a traceback.
+    """Writes `12:00:01.234 INFO queue.leases: released jobs=4` on one line, but for a traceback.
 
     Control characters become escapes. A value with a space, a quote, `=` or a backslash is quoted,
     so that it cannot look like another field.

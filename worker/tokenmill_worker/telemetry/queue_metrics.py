@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tokenmill import AsyncClient, ConfigurationError, TokenmillError
 from tokenmill.operations.overview import QueueState
-from tokenmill_worker.consume.server_check import ServerWatch
+from tokenmill_worker.queue.server_check import ServerWatch
 from tokenmill_worker.telemetry.instruments import MetricSample
 
 log = logging.getLogger(__name__)

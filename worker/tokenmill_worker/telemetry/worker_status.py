@@ -16,9 +16,9 @@ from tokenmill.sql.engine import missing_file
 from tokenmill.transport.server_clock import MAX_SKEW_S
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.release import version
-from tokenmill_worker.consume.job_stream import JobStream
-from tokenmill_worker.consume.leases import LeaseKeeper
 from tokenmill_worker.publish.publisher import Publisher
+from tokenmill_worker.queue.job_stream import JobStream
+from tokenmill_worker.queue.leases import LeaseKeeper
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings

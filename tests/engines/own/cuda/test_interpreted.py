@@ -1,0 +1,97 @@
+"""Runs the tests of the Triton kernels in processes that interpret Triton: the variable must be set
+before its import.
+
+A process takes some seconds to import everything: what is fast is together in one, and the rest in
+two more.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+ATTENTION = "tests/engines/own/cuda/attention/test_triton.py"
+PREFIXES = "tests/engines/own/cuda/attention/test_common_prefix.py"
+SPLITS = "tests/engines/own/cuda/attention/test_split_kernels.py"
+BACKENDS = "tests/engines/own/attention/test_backends.py"
+DRAWING = "tests/engines/own/cuda/test_draw.py"
+LARGE = "tests/engines/own/cuda/attention/test_large_pools.py"
+FUSED = "tests/engines/own/cuda/fused/test_modules.py"
+CASE = f"{BACKENDS}::test_attends_as_dense_attention_does"
+FAST = (
+    ATTENTION,
+    SPLITS,
+    LARGE,
+    PREFIXES,
+    *(f"{CASE}[{name}-triton]" for name in ("many heads a group", "window of 1", "chunks")),
+    *(
+        f"{BACKENDS}::test_every_number_is_rounded_to_the_nearest_of_8_bits[{kind}-triton]"
+        for kind in ("E4M3", "E5M2")
+    ),
+    *(
+        f"{FUSED}::{name}"
+        for name in (
+            "test_norm_after_an_addition",
+            "test_gates",
+            "test_rows_in_8_bits",
+            "test_one_pass_over_few_tokens",
+            "test_one_pass_divides_by_scales_before_it_rounds",
+        )
+    ),
+    f"{DRAWING}::test_each_kind_draws_torchs_tokens[top-p]",
+    f"{DRAWING}::test_log_probabilities_of_both_modes_are_torchs",
+)
+
+
+def interpreted(*arguments: str) -> int:
+    """Run tests under Triton's interpreter. Returns how many passed; none may fail."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.support.interpreter",
+        *arguments,
+    ]
+    environment = ("env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1")
+    result = subprocess.run(
+        [*environment, *command], capture_output=True, text=True, check=False, timeout=600, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    found = re.search(r"(\d+) passed", result.stdout)
+    return int(found[1]) if found else 0
+
+
+def without_fast() -> list[str]:
+    return [word for name in FAST[4:] for word in ("--deselect", name)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels() -> None:
+    pytest.importorskip("triton")
+    assert interpreted(*FAST) >= 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_case_of_attention() -> None:
+    pytest.importorskip("triton")
+    assert interpreted(BACKENDS, "-k", "triton and not cuda", *without_fast()) >= 23
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_draw_and_every_family() -> None:
+    pytest.importorskip("triton")
+    assert interpreted(DRAWING, FUSED, *without_fast()) >= 20

@@ -1,0 +1,110 @@
+"""Requests that wait for a grammar expire, are cancelled like others, and delay no others."""
+
+import dataclasses
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
+from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest, RequestError
+from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner
+
+STRUCTURED = SamplingParams(max_tokens=5, response_format=ResponseFormat(regex="a"))
+
+
+class SlowlyPreparing(SyntheticRunner):
+    """Grammars are ready when a test says so."""
+
+    grammar: Future[object]
+    tenants: list[str]
+
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[object]:
+        self.tenants.append(tenant)
+        return self.grammar
+
+
+@pytest.fixture
+def pending():
+    runner = SlowlyPreparing.load(
+        EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8)
+    )
+    runner.info = dataclasses.replace(runner.info, can_structure=True)
+    runner.grammar, runner.tenants = Future(), []
+    with Engine.around(runner) as engine:
+        yield engine
+        runner.grammar.set_exception(ValueError("over"))
+
+
+def test_a_deadline_passes_while_a_grammar_is_compiled(pending):
+    now = time.monotonic()
+    late = GenerationRequest(
+        request_id="late", prompt=Prompt((1, 2)), params=STRUCTURED, deadline=now - 1
+    )
+    early = GenerationRequest(
+        request_id="early", prompt=Prompt((1, 2)), params=STRUCTURED, deadline=now + 3600
+    )
+    pending.submit([late, early])
+    events = pending.step()
+    events += pending.step()
+    assert [(event.request_id, event.finish_reason) for event in events] == [
+        ("late", FinishReason.EXPIRED)
+    ]
+    assert pending.waits_only
+    assert pending.request_ids() == ["early"]
+
+
+def test_one_choice_is_cancelled_while_a_grammar_is_compiled(pending):
+    params = SamplingParams(max_tokens=5, n=3, response_format=ResponseFormat(regex="a"))
+    pending.submit([GenerationRequest(request_id="x", prompt=Prompt((1, 2)), params=params)])
+    assert pending.cancel("x", choice=1)
+    assert not pending.cancel("x", choice=1)
+    events = pending.step()
+    assert [(event.choice, event.finish_reason) for event in events] == [
+        (1, FinishReason.CANCELLED)
+    ]
+    assert pending.request_ids() == ["x"]
+    assert pending.cancel("x")
+    events = pending.step()
+    assert [(event.choice, event.finish_reason) for event in events] == [
+        (0, FinishReason.CANCELLED), (2, FinishReason.CANCELLED),
+    ]  # fmt: skip
+    assert pending.request_ids() == []
+
+
+def test_a_refused_group_leaves_those_that_waited_before(pending):
+    pending.add_request([1, 2], STRUCTURED, "first")
+    with pytest.raises(RequestError, match="in use"):
+        pending.add_requests([[1, 2], [1, 2]], STRUCTURED, ["second", "first"])
+    assert pending.request_ids() == ["first"]
+
+
+def test_requests_added_together_are_taken_all_or_none(pending):
+    with pytest.raises(RequestError, match="vocabulary"):
+        pending.add_requests([[1, 2], [10**9]], STRUCTURED)
+    assert pending.request_ids() == []
+
+
+@pytest.mark.parametrize("code", ["invalid_request", "engine_error"])
+def test_a_grammar_that_fails_ends_its_request_with_its_code(pending, code):
+    pending.submit([GenerationRequest(request_id="x", prompt=Prompt((1, 2)), params=STRUCTURED)])
+    pending.runner.grammar.set_exception(RequestError("too late", code))
+    pending.runner.grammar, failed = Future(), pending.runner.grammar
+    (event,) = pending.step()
+    assert failed.done()
+    assert (event.error, event.error_code) == ("response_format cannot be used: too late", code)
+
+
+def test_a_grammar_is_prepared_in_the_turn_of_its_tenant(pending):
+    request = GenerationRequest(
+        request_id="x", prompt=Prompt((1, 2)), params=STRUCTURED, tenant="acme"
+    )
+    pending.submit([request])
+    assert pending.runner.tenants == ["acme"]
+
+
+def test_a_request_with_nothing_left_to_do_is_refused(pending):
+    pending.submit([GenerationRequest(request_id="r", prompt=Prompt((1, 2)), done=(0,))])
+    (event,) = pending.step()
+    assert "every choice of it is done" in event.error

@@ -1,0 +1,187 @@
+"""The appends' own connection: kept from call to call, and opened anew whatever happened to it."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.exceptions import ResponseError
+
+from tests.support.queue import Queue, token
+from tests.support.topologies import SentinelGroup
+from tests.support.valkey import ControlledValkey
+from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect_async
+from tokenmill.transport.scripts import Script
+from tokenmill_worker.queue.append.connection import PipelinedConnection
+
+pytestmark = pytest.mark.redis
+
+KEY = "tm:{q}:meta"
+
+
+def script(text: str) -> Script:
+    return Script("test", text, hashlib.sha1(text.encode()).hexdigest())
+
+
+ECHO = script("return ARGV[1]")
+FAIL = script("return redis.error_reply('WRONG on purpose')")
+
+
+@asynccontextmanager
+async def held(url: str, timeout_s: float = 5.0) -> AsyncIterator[tuple[PipelinedConnection, Any]]:
+    client = connect_async(url, Link(timeout_s=timeout_s))
+    try:
+        yield PipelinedConnection(client), client
+    finally:
+        await client.aclose()
+
+
+@asynccontextmanager
+async def held_on(
+    server: ControlledValkey, timeout_s: float = 5.0
+) -> AsyncIterator[PipelinedConnection]:
+    """Yield an open connection to a server that belongs to the test."""
+    async with held(server.url, timeout_s) as (line, _):
+        await line.call(ECHO, KEY, "a")
+        yield line
+
+
+async def num_clients(client: Any) -> int:
+    return len([entry for entry in await client.client_list() if entry["cmd"] != "client|list"])
+
+
+async def test_one_connection_serves_all_calls_in_order(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        before = await num_clients(client)
+        replies = await asyncio.gather(*(line.call(ECHO, KEY, str(number)) for number in range(50)))
+        assert replies == [str(number).encode() for number in range(50)]
+        assert await num_clients(client) == before + 1
+
+
+async def test_a_server_that_lost_the_script_gets_it_again(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        assert await line.call(ECHO, KEY, "a") == b"a"
+        await client.script_flush()
+        assert await line.call(ECHO, KEY, "b") == b"b"
+
+
+async def test_a_script_s_own_error_costs_no_connection(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        await line.call(ECHO, KEY, "a")
+        before = await num_clients(client)
+        with pytest.raises(ResponseError, match="on purpose"):
+            await line.call(FAIL, KEY)
+        assert await line.call(ECHO, KEY, "b") == b"b"
+        assert await num_clients(client) == before
+
+
+async def test_a_connection_that_was_cut_while_idle_is_replaced(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        await line.call(ECHO, KEY, "a")
+        await client.client_kill_filter(_type="normal", skipme=True)
+        await asyncio.sleep(0.1)  # in which it is noticed
+        assert await line.call(ECHO, KEY, "b") == b"b"
+
+
+async def test_a_connection_that_is_cut_fails_the_calls_under_way(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
+    server = make_valkey(persistent=False)
+    async with held_on(server) as line:
+        server.freeze()
+        calls = [asyncio.create_task(line.call(ECHO, KEY, str(number))) for number in range(3)]
+        await asyncio.sleep(0.05)
+        server.restart(crash=True)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, SERVER_TROUBLE)
+        assert await line.call(ECHO, KEY, "b") == b"b"
+
+
+async def test_a_reply_of_an_abandoned_call_is_not_the_next_call_s(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
+    """A late reply is dropped, after a cancelled call as after one that took too long."""
+    server = make_valkey(persistent=False)
+    async with held_on(server, timeout_s=0.3) as line:
+        server.freeze()
+        cancelled = asyncio.create_task(line.call(ECHO, KEY, "b"))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        later = asyncio.create_task(line.call(ECHO, KEY, "c"))
+        await asyncio.sleep(0.05)
+        server.thaw()
+        assert await later == b"c"
+        server.freeze()
+        with pytest.raises(TimeoutError):
+            await line.call(ECHO, KEY, "d")
+        server.thaw()
+        assert await line.call(ECHO, KEY, "e") == b"e"
+
+
+async def test_a_push_message_is_no_call_s_reply(redis_url: str) -> None:
+    async with held(redis_url) as (line, client):
+        await line.call(ECHO, KEY, "a")
+        assert line._current is not None
+        await line._current.call(
+            "CLIENT", "TRACKING", "ON", "BCAST"
+        )  # the server reports every key that changes
+        for number in range(5):
+            await client.set(f"key{number}", number, ex=60)
+            assert await line.call(ECHO, KEY, str(number)) == str(number).encode()
+
+
+async def test_a_call_s_time_counts_from_its_own_beginning(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
+    """The timer was set by an earlier one."""
+    server = make_valkey(persistent=False)
+    async with held_on(server, timeout_s=0.4) as line:
+        await asyncio.sleep(0.3)
+        server.freeze()
+        late = asyncio.create_task(line.call(ECHO, KEY, "b"))
+        await asyncio.sleep(0.25)
+        server.thaw()
+        assert await late == b"b"
+        await asyncio.sleep(0.5)  # no call is under way when it fires
+        assert await line.call(ECHO, KEY, "c") == b"c"
+
+
+async def test_a_restarted_server_is_found_again(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
+    server = make_valkey(persistent=False)
+    async with held_on(server) as line:
+        server.restart()
+        with pytest.raises(SERVER_TROUBLE):
+            await line.call(ECHO, KEY, "b")
+        assert await line.call(ECHO, KEY, "c") == b"c"
+
+
+async def test_an_append_does_not_notice_a_cut_while_it_was_idle(queue: Queue) -> None:
+    worker = queue.worker()
+    await queue.submit()
+    (delivery,) = await worker.claim(1)
+    await worker.append([token(delivery, 0)])
+    await queue.redis.client_kill_filter(_type="normal", skipme=True)
+    await worker.append([token(delivery, 1)])
+    assert (await queue.client.status(delivery.job_id)).tokens == 2
+
+
+@pytest.mark.slow
+async def test_the_new_primary_is_found_through_the_sentinels(
+    sentinel_group: SentinelGroup,
+) -> None:
+    async with held(sentinel_group.url) as (line, _):
+        assert await line.call(ECHO, KEY, "a") == b"a"
+        sentinel_group.fail_over()
+        for _ in range(100):
+            try:
+                reply = await line.call(ECHO, KEY, "b")
+                break
+            except (*SERVER_TROUBLE, TimeoutError):
+                await asyncio.sleep(0.1)
+        assert reply == b"b"

@@ -1,5 +1,0 @@
-"""Serves this engine to a worker: loads it, then takes commands and reports between steps."""
-
-from tokenmill_worker.engine.serve.serving import serve, serve_loaded
-
-__all__ = ["serve", "serve_loaded"]

@@ -1,0 +1,179 @@
+"""Tracks requests outside of steps: validated, waiting for a grammar or adapter, then scheduled.
+
+A request that is refused on this way, or cancelled, ends with an event that belongs to no step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.engines.own.errors import refusal_event, why
+from tokenmill_worker.engines.own.requests.outputs import Outputs
+from tokenmill_worker.engines.own.requests.pending import PendingRequests, Prerequisites
+from tokenmill_worker.engines.own.requests.validation import RequestValidator
+from tokenmill_worker.engines.own.sequence import Sequence
+from tokenmill_worker.engines.own.types import RequestError
+
+log = logging.getLogger(__name__)
+
+
+class SequenceQueue(Protocol):
+    """The part of a scheduler that takes sequences; implemented by Scheduler."""
+
+    def add(self, sequences: list[Sequence]) -> None: ...
+
+    def cancel(
+        self, request_id: str, reason: FinishReason, choice: int | None
+    ) -> list[TokenEvent]: ...
+
+    def knows(self, request_id: str) -> bool: ...
+
+    def request_ids(self) -> list[str]: ...
+
+
+class PrerequisiteLoader(Protocol):
+    """The part of a runner that loads what requests need; implemented by every Runner."""
+
+    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[Any] | None: ...
+
+    def prepare_adapter(self, name: str) -> Future[str]: ...
+
+
+class RequestTracker:
+    """All requests of one engine, from their arrival until the scheduler has them.
+
+    Not thread-safe, like the engine.
+    """
+
+    def __init__(
+        self, validator: RequestValidator, loader: PrerequisiteLoader, queue: SequenceQueue
+    ) -> None:
+        self.outputs = Outputs()
+        self._validator = validator
+        self._loader = loader
+        self._queue = queue
+        self._pending = PendingRequests()  # requests that are not schedulable yet
+        self._early: list[TokenEvent] = []  # events that belong to no step: refusals, cancels
+
+    @property
+    def num_pending(self) -> int:
+        """The number of requests that wait for a grammar or an adapter."""
+        return len(self._pending)
+
+    @property
+    def has_early(self) -> bool:
+        """Do events wait that belong to no step?"""
+        return bool(self._early)
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of all requests that have not ended."""
+        return [*self._queue.request_ids(), *self._pending.request_ids()]
+
+    def take_early(self) -> list[TokenEvent]:
+        """Remove and return the events that belong to no step."""
+        early, self._early = self._early, []
+        return early
+
+    # ── adding and cancelling ──
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        """Add requests together. Each refused one ends with an early event."""
+        batch: dict[str, list[Sequence]] = {}
+        for request in requests:
+            try:
+                self._enqueue(request, batch)
+            except RequestError as error:
+                # not delivered to outputs: a request with the same id may be running
+                self._early.append(refusal_event(request.request_id, error))
+            except Exception as error:  # a value of a wrong type, which no check has foreseen
+                log.exception("Request %s is refused: it cannot be read", request.request_id)
+                refusal = RequestError(f"the request cannot be read: {why(error)}")
+                self._early.append(refusal_event(request.request_id, refusal))
+        try:
+            self._schedule(batch)
+        except RequestError:
+            for sequences in batch.values():
+                self._schedule_one(sequences)
+
+    def add(self, requests: Seq[GenerationRequest]) -> None:
+        """Add requests together, and collect their outputs.
+
+        Raises RequestError, and adds none, if one of them is refused.
+        """
+        names = {request.request_id for request in requests}
+        known = names.intersection(self._pending.request_ids())
+        batch: dict[str, list[Sequence]] = {}
+        try:
+            for request in requests:
+                self._enqueue(request, batch)
+                if request.request_id in self.outputs:
+                    raise RequestError(
+                        f"the result of request id {request.request_id!r} has not been taken yet"
+                    )
+            self._schedule(batch)
+        except RequestError:
+            self._pending.drop(names - known)
+            raise
+        for request in requests:
+            params = request.params
+            self.outputs.open(
+                request.request_id, len(request.prompt), params.n, params.wants_logprobs
+            )
+
+    def cancel(self, request_id: str, reason: FinishReason, choice: int | None) -> bool:
+        """End a request (or one choice) in any state.
+
+        Return False if it is unknown or has ended.
+        """
+        events = self._pending.cancel(request_id, reason, choice)
+        events += self._queue.cancel(request_id, reason, choice)
+        self._deliver_early(events)
+        return bool(events)
+
+    def schedule_prepared(self) -> None:
+        """Schedule requests whose grammar is compiled and whose adapter is loaded."""
+        if self._pending:
+            ready, ends = self._pending.take()
+            for sequences in ready:
+                self._schedule_one(sequences)
+            self._deliver_early(ends)
+
+    def _enqueue(self, request: GenerationRequest, batch: dict[str, list[Sequence]]) -> None:
+        sequences = self._validator.validate(request)
+        request_id = request.request_id
+        if request_id in batch or self._queue.knows(request_id) or self._pending.knows(request_id):
+            raise RequestError(f"request id {request_id!r} is already in use")
+        params = request.params
+        prerequisites = Prerequisites(
+            self._loader.prepare(params, request.tenant)
+            if params.response_format is not None
+            else None,
+            self._loader.prepare_adapter(params.lora) if params.lora else None,
+        )
+        if prerequisites.are_met:
+            prerequisites.assign(sequences)
+            batch[request_id] = sequences
+        else:
+            self._pending.add(prerequisites, sequences)
+
+    def _schedule(self, batch: dict[str, list[Sequence]]) -> None:
+        if batch:
+            self._queue.add([sequence for sequences in batch.values() for sequence in sequences])
+
+    def _schedule_one(self, sequences: list[Sequence]) -> None:
+        try:
+            self._queue.add(sequences)
+        except RequestError as error:
+            self._deliver_early([refusal_event(s.request_id, error, s.choice) for s in sequences])
+
+    def _deliver_early(self, events: list[TokenEvent]) -> None:
+        """Deliver events to the outputs now; the next step only returns them."""
+        self.outputs.deliver(events)
+        self._early += events

@@ -1,0 +1,15 @@
+"""The error of a grammar that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tokenmill_worker.engines.own.types import RequestError
+
+LATER: Final = "engine_error"  # the code of what may succeed when it is tried again
+
+
+class GrammarError(RequestError):
+    """A grammar that cannot be used; its text is one sentence for the user. The request is at
+    fault, unless the code says otherwise.
+    """

@@ -1,0 +1,150 @@
+"""Turns a claimed job's bytes into a request for the engine, or into the job's end.
+
+Every delivery gets an outcome. Bytes that are no request, invalid values, prompts that do not fit,
+and jobs whose log already holds their end become a finished job. Nothing here raises for input that
+a producer can send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import msgspec
+
+from tokenmill.transport.server_clock import ServerClock
+from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, decode_request
+from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import JobError
+from tokenmill_schemas.validation import problems
+from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.input.engine_request import engine_request
+from tokenmill_worker.input.log_reader import LogReader
+from tokenmill_worker.input.outcomes import Outcomes
+from tokenmill_worker.input.param_resolver import ParamResolver
+from tokenmill_worker.input.prompt_encoder import PromptEncoder
+from tokenmill_worker.input.refusal import Refused
+from tokenmill_worker.input.served_model import ServedModel
+from tokenmill_worker.jobs import INTERNAL_ERROR, AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.text.chat.chat_format import ChatFormat
+from tokenmill_worker.text.chat.reasoning import ReasoningFormat
+from tokenmill_worker.text.chat.tools import ToolFormat
+from tokenmill_worker.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class InputProcessor:
+    """Validates and tokenises the jobs of one worker. Several threads may process one job each."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        *,
+        worker_id: str = "",
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        reasoning: ReasoningFormat | None = None,
+        tool_format: ToolFormat | None = None,
+        clock: ServerClock | None = None,
+    ) -> None:
+        self._model = model
+        chat = ChatFormat(tokenizer, reasoning, tool_format)
+        self._prompts = PromptEncoder(tokenizer, model.max_model_len, chat)
+        self._params = ParamResolver(model)
+        self._log = LogReader(tokenizer, model)
+        self._max_payload_bytes = max_payload_bytes
+        self._clock = clock or ServerClock()
+        self._outcomes = Outcomes(worker_id, model.names[0], self._clock.now_ms)
+
+    def process(self, delivery: Delivery) -> AdmittedJob | FinishedJob:
+        """Return the job with its request for the engine, or its end. Never raises. May take
+        seconds, and may be called from any thread.
+        """
+        request: JobRequest | None = None
+        try:
+            request = self._decode(delivery)
+            if request is None or delivery.outcome != "run":
+                return self._end(delivery, request)
+            return self._process(delivery, request)
+        except Refused as refusal:
+            error = refusal.error
+        except BaseException as caught:  # of any kind, also a panic of native code: only this job
+            log.exception("Job %s fails: its request could not be processed", delivery.job_id)
+            words = f"the worker could not take this request in: {type(caught).__name__}"
+            error = JobError(INTERNAL_ERROR, words)
+        return self.failed(delivery, request, error)
+
+    def failed(
+        self, delivery: Delivery, request: JobRequest | None, error: JobError
+    ) -> FinishedJob:
+        """Return the end of a job that cannot run. Never raises."""
+        try:
+            return self._outcomes.failed(delivery, request, error)
+        except Exception:
+            log.exception("Job %s ends without its request: it is unreadable", delivery.job_id)
+            return self._outcomes.failed(delivery, None, error)
+
+    def cancelled(self, job: AdmittedJob) -> FinishedJob:
+        """Return the end of a job that was cancelled before it entered the engine."""
+        job.answer.end_all(FinishReason.CANCELLED)
+        return self._outcomes.complete(job.delivery, job.request, job.answer)
+
+    def _decode(self, delivery: Delivery) -> JobRequest | None:
+        """Return the request; None for bytes that are none, of a job that has ended."""
+        try:
+            request = decode_request(delivery.payload, self._max_payload_bytes)
+        except DecodeError as error:
+            if delivery.outcome != "run":
+                return None
+            raise Refused(f"the {error}") from error
+        if delivery.is_redriven:
+            return msgspec.structs.replace(request, deadline_ms=None)
+        return request
+
+    def _process(self, delivery: Delivery, request: JobRequest) -> AdmittedJob | FinishedJob:
+        self._check(request)
+        if self._is_late(request) and not delivery.log:
+            return self._outcomes.expired(delivery, request)
+        chat, form = self._prompts.render(request)
+        prompt = self._prompts.encode(request, chat)
+        given = self._prompts.encode_continuations(request, chat, prompt)
+        chunks = self._log.read(delivery)
+        params = self._params.resolve(request, chunks, len(prompt), given)
+        answer = self._log.resume(delivery, chunks, params, form, prompt)
+        answer.prompt_tokens = len(prompt)
+        if not answer.is_finished and self._is_late(request):
+            answer.end_all(FinishReason.EXPIRED)
+        if answer.is_finished:
+            return self._outcomes.complete(delivery, request, answer)
+        generation = engine_request(
+            self._model, self._clock, delivery, request, answer, prompt, params
+        )
+        generation = msgspec.structs.replace(form.bound(generation), given=given)
+        return AdmittedJob(delivery, request, generation, answer)
+
+    def _check(self, request: JobRequest) -> None:
+        found = problems(request, is_decoded=True)
+        if found:
+            raise Refused("; ".join(found))
+        self._model.adapter_for(request.model, request.params.lora)
+        self._model.check_capabilities(request)
+        self._model.check_ids(request)
+
+    def _is_late(self, request: JobRequest) -> bool:
+        return request.deadline_ms is not None and request.deadline_ms <= self._clock.now_ms()
+
+    def _end(self, delivery: Delivery, request: JobRequest | None) -> FinishedJob:
+        """Build the end of a job that the claim script found ended; its answer is what the log
+        holds.
+        """
+        answer = None
+        if request is not None and delivery.log and not problems(request):
+            with contextlib.suppress(Refused):  # an unreadable log does not change the outcome
+                chunks = self._log.read(delivery)
+                params = self._params.resolve_logged(request, chunks)
+                chat, form = self._prompts.render(request)
+                prompt = self._prompts.encode(request, chat) if params.echo else Prompt(())
+                answer = self._log.resume(delivery, chunks, params, form, prompt)
+        return self._outcomes.ended(delivery, request, answer)
