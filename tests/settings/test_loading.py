@@ -43,8 +43,7 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         cpu_offload_gib="4000",
         max_model_len="100",
         default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2",
-        webhook_retry_seconds="30",
-        webhook_max_retry_seconds="10", tensor_parallel="true",
+        tensor_parallel="true",
         async_batching="true",
     )  # fmt: skip
     named = sorted(line.split(" ")[0] for line in problems)
@@ -52,7 +51,6 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         "--async-batching", "--cpu-offload-gib", "--default-max-tokens",
         "--max-long-partial-prefills",
         "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds",
-        "--webhook-retry-seconds",
     ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Impossible import requests give a sentence in the log and a task that fails for good."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tokenmill.errors import ConfigurationError
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
-from tokenmill_worker.tasks.bulk_files import ImportRequest, NoFreeThread
+from tokenmill_worker.tasks.bulk_files import THREADS, ImportRequest, NoFreeThread
 from tokenmill_worker.tasks.resources import TaskResources
 
 
@@ -67,10 +68,11 @@ def test_files_take_half_of_the_threads_at_most(sqlite_url: str) -> None:
         "database_url": sqlite_url,
         "redis_url": "redis://127.0.0.1:1/0",
         "queue": "q",
-        "tasks_threads": 4,
     }
     resources = TaskResources(load_settings(own))
-    with resources.bulk.thread(), resources.bulk.thread():
+    with contextlib.ExitStack() as held:
+        for _ in range(THREADS // 2):
+            held.enter_context(resources.bulk.thread())
         with pytest.raises(NoFreeThread):
             resources.bulk.import_file(ImportRequest.of("batch_x", source="in.jsonl"))
         with pytest.raises(NoFreeThread):

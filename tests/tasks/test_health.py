@@ -124,7 +124,7 @@ def test_webhooks_and_runs_are_counted(watched: ServedHealth, sqlite_url: str) -
 
 @contextlib.contextmanager
 def tasks(port: int, log: Path, **variables: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    ours = {"METRICS_PORT": port, "QUEUE": "q", "WEBHOOK_SWEEP_SECONDS": "0.2", **variables}
+    ours = {"METRICS_PORT": port, "QUEUE": "q", **variables}
     environment = os.environ | {f"TOKENMILL_{name}": str(value) for name, value in ours.items()}  # noqa: TID251
     command = [sys.executable, "-m", "tokenmill.cli", "tasks"]
     with log.open("ab") as output:

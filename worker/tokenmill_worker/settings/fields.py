@@ -179,39 +179,11 @@ class Settings(_EngineFields):
     record_prompts: bool = Field(False, description="store prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
     tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
-    tasks_threads: int = Field(
-        8,
-        ge=1,
-        le=256,
-        description="tasks that run at once; bulk files take half of the threads at most",
-    )
     webhook_secret: str = Field(
         "", description="secret that signs webhooks, whsec_…; several: the newest first"
     )
     webhook_networks: str = Field(
         "", description="private networks that webhooks may reach, as 10.0.0.0/8,192.168.1.7"
-    )
-    webhook_timeout_seconds: float = Field(
-        10.0, gt=0, le=120, description="time limit of one attempt, from connecting to the answer"
-    )
-    webhook_attempts: int = Field(
-        10, ge=1, description="attempts before a webhook is set aside as dead"
-    )
-    webhook_retry_seconds: Seconds = Field(
-        5.0, gt=0, description="pause after the first attempt; each later one is 4 times as long"
-    )
-    webhook_max_retry_seconds: Seconds = Field(
-        21_600.0, gt=0, description="longest pause between two attempts"
-    )
-    webhook_per_host: int = Field(
-        8, ge=1, le=64, description="webhooks that are sent to one host at once"
-    )
-    webhook_sweep_seconds: Seconds = Field(
-        2.0, ge=0.1, description="pause between two searches for webhooks that are due"
-    )
-    rollup_seconds: Seconds = Field(300.0, ge=1, description="pause between two sums of usage")
-    retention_sweep_seconds: Seconds = Field(
-        600.0, ge=1, description="pause between two searches for data to remove"
     )
     retain_payload_days: Days = Field(
         0.0, ge=0, description="how long prompts and answers stay in SQL; 0: for ever"

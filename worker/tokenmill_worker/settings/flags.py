@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from tokenmill_worker.settings.fields import ENGINE_FIELDS, PREFIX, Settings
 
-_TASKS = ("tasks_", "webhook_", "rollup_", "retention_", "retain_")
+_TASKS = ("tasks_", "webhook_", "retain_")
 _TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 Command = Callable[[dict[str, object]], None]
 

@@ -194,12 +194,6 @@ def _task_problems(settings: Settings) -> Iterator[tuple[str, str]]:
             sign("", 0, b"", settings.webhook_secret)
     except ConfigurationError as error:
         yield "webhook_secret", f"is none: {error}"
-    pause, longest = settings.webhook_retry_seconds, settings.webhook_max_retry_seconds
-    if pause > longest:
-        yield (
-            "webhook_retry_seconds",
-            f"({pause:g}) must not exceed webhook_max_retry_seconds ({longest:g})",
-        )
     if settings.retain_usage_days and settings.retain_usage_days < 7:
         yield (
             "retain_usage_days",

@@ -16,7 +16,7 @@ from celery import Celery
 from tokenmill.transport.connect import parse_url
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.tasks.registry import BULK, UPKEEP, WEBHOOKS, register, schedule
+from tokenmill_worker.tasks.registry import BULK, SCHEDULE, UPKEEP, WEBHOOKS, register
 from tokenmill_worker.tasks.resources import TaskResources
 
 VISIBILITY_S: Final = 900  # a task of a dead process starts in another one after this time
@@ -55,14 +55,14 @@ def build_app(settings: Settings, resources: TaskResources | None = None) -> Cel
         worker_redirect_stdouts=False,
         worker_send_task_events=False,
         beat_scheduler="celery.beat:Scheduler",  # writes no file: the persistent one pickles
-        beat_schedule=beat_schedule(settings),
+        beat_schedule=beat_schedule(),
         enable_utc=True,
     )
     register(app, resources or TaskResources(settings))
     return app
 
 
-def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
+def beat_schedule() -> dict[str, dict[str, Any]]:
     """Return beat's schedule. A sweep that waited longer than its interval is dropped, because the
     next one finds the same work.
     """
@@ -70,9 +70,9 @@ def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
         name: {
             "task": name,
             "schedule": timedelta(seconds=seconds),
-            "options": {"expires": max(1.0, seconds), "queue": queue},
+            "options": {"expires": seconds, "queue": queue},
         }
-        for name, seconds, queue in schedule(settings)
+        for name, seconds, queue in SCHEDULE
     }
 
 

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 # well below the broker's visibility timeout, after which another process starts the task
 TIME_SLICE_S: Final = 300.0
+THREADS: Final = 8  # of the process; more tasks at once need a second process
 
 
 class Reschedule(Exception):
@@ -97,7 +98,7 @@ class BulkFiles:
     def __init__(self, settings: Settings, time_slice_s: float = TIME_SLICE_S) -> None:
         self._settings = settings
         self._time_slice_s = time_slice_s
-        self._threads = threading.BoundedSemaphore(max(1, settings.tasks_threads // 2))
+        self._threads = threading.BoundedSemaphore(THREADS // 2)
 
     def import_file(self, request: ImportRequest) -> Batch:
         """Import the file; returns when every line is submitted. Raises Reschedule;

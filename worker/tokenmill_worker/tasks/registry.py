@@ -7,14 +7,12 @@ for each piece, so that many processes share the work. Two sweeps at once find d
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any, Final
 
 from celery import Celery
 
 from tokenmill.errors import QueueUnavailable, TokenmillError
 from tokenmill.transport.backoff import Backoff
-from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.bulk_files import ImportRequest, Reschedule
 from tokenmill_worker.tasks.resources import TaskResources
 from tokenmill_worker.tasks.webhooks.outbox import LEASE_MS, OutboxLease
@@ -26,15 +24,13 @@ UPKEEP: Final = "upkeep"
 BULK: Final = "bulk"
 # pauses between two checks of an unfinished batch
 FETCH_BACKOFF: Final = Backoff(first_s=1.0, longest_s=30.0, spread=(1.0, 1.0))
-RECONCILE_SECONDS: Final = 6 * 3600.0
-
-
-def schedule(settings: Settings) -> Iterator[tuple[str, float, str]]:
-    """Yield each periodic task as (task, seconds, queue)."""
-    yield "tokenmill.webhooks.sweep", settings.webhook_sweep_seconds, WEBHOOKS
-    yield "tokenmill.usage.roll_up", settings.rollup_seconds, UPKEEP
-    yield "tokenmill.usage.reconcile", RECONCILE_SECONDS, UPKEEP
-    yield "tokenmill.retention.sweep", settings.retention_sweep_seconds, UPKEEP
+# each periodic task as (task, seconds between two runs, queue)
+SCHEDULE: Final = (
+    ("tokenmill.webhooks.sweep", 2.0, WEBHOOKS),
+    ("tokenmill.usage.roll_up", 300.0, UPKEEP),
+    ("tokenmill.usage.reconcile", 6 * 3600.0, UPKEEP),
+    ("tokenmill.retention.sweep", 600.0, UPKEEP),
+)
 
 
 def register(app: Celery, resources: TaskResources) -> None:

@@ -11,12 +11,11 @@ import redis
 from sqlalchemy import Engine
 
 from tokenmill.sql.engine import open_engine
-from tokenmill.transport.backoff import Backoff
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.tasks.bulk_files import BulkFiles
+from tokenmill_worker.tasks.bulk_files import THREADS, BulkFiles
 from tokenmill_worker.tasks.retention import Limits, Retention
 from tokenmill_worker.tasks.usage_rollup import RollUp
 from tokenmill_worker.tasks.webhooks.delivery import WebhookDelivery
@@ -58,14 +57,11 @@ class TaskResources:
 
     @cached_property
     def engine(self) -> Engine:
-        return open_engine(self.settings.database_url, pool_size=self.settings.tasks_threads)
+        return open_engine(self.settings.database_url, pool_size=THREADS)
 
     @cached_property
     def outbox(self) -> Outbox:
-        settings = self.settings
-        return Outbox(
-            self.engine, max_attempts=settings.webhook_attempts, per_host=settings.webhook_per_host
-        )
+        return Outbox(self.engine)
 
     def backlog(self) -> OutboxBacklog:
         return self.outbox.backlog(round(self.time() * 1000))
@@ -75,15 +71,9 @@ class TaskResources:
         settings = self.settings
         return WebhookDelivery(
             self.outbox,
-            Sender(settings.webhook_timeout_seconds, settings.networks),
+            Sender(allowed=settings.networks),
             settings.webhook_secret,
-            Backoff(
-                first_s=settings.webhook_retry_seconds,
-                longest_s=settings.webhook_max_retry_seconds,
-                factor=4.0,
-                spread=(0.75, 1.25),
-            ),
-            self.time,
+            clock=self.time,
         )
 
     @cached_property

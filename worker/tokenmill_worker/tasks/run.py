@@ -23,6 +23,7 @@ from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.tasks.app import QUEUES, build_app
+from tokenmill_worker.tasks.bulk_files import THREADS
 from tokenmill_worker.tasks.health import TasksHealth
 from tokenmill_worker.tasks.resources import TaskResources
 from tokenmill_worker.telemetry import configure_logging
@@ -57,7 +58,7 @@ def run(settings: Settings) -> int:
     ):
         worker = app.Worker(
             pool="threads",
-            concurrency=settings.tasks_threads,
+            concurrency=THREADS,
             queues=list(QUEUES),
             without_mingle=True,
             without_gossip=True,
@@ -67,7 +68,7 @@ def run(settings: Settings) -> int:
         )
         log.info(
             "Running tasks on %d threads from the queues %s",
-            settings.tasks_threads,
+            THREADS,
             ", ".join(QUEUES),
         )
         _work(worker, beat)

@@ -28,6 +28,7 @@ from tokenmill_worker.tasks.webhooks.outbox import Attempt, Outbox, OutboxLease
 log = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES: Final = 256 * 1024  # total of all answers; the receiver must fetch longer ones
+RETRY_BACKOFF: Final = Backoff(first_s=5.0, longest_s=6 * 3600.0, factor=4.0, spread=(0.75, 1.25))
 
 
 class WebhookDelivery:
@@ -38,7 +39,7 @@ class WebhookDelivery:
         outbox: Outbox,
         sender: Sender,
         secret: str,
-        backoff: Backoff,
+        backoff: Backoff = RETRY_BACKOFF,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._outbox = outbox

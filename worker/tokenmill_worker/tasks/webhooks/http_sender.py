@@ -54,7 +54,10 @@ class Sender:
     """
 
     def __init__(
-        self, timeout_s: float, allowed: Sequence[Network] = (), tls: ssl.SSLContext | None = None
+        self,
+        timeout_s: float = 10.0,
+        allowed: Sequence[Network] = (),
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._allowed = tuple(allowed)

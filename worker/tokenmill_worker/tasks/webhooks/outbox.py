@@ -62,7 +62,7 @@ class OutboxBacklog:
 class Outbox:
     """Reads and writes the outbox. Calls block. Safe to share between threads and processes."""
 
-    def __init__(self, engine: Engine, *, max_attempts: int, per_host: int) -> None:
+    def __init__(self, engine: Engine, *, max_attempts: int = 10, per_host: int = 8) -> None:
         self._engine = engine
         self._max_attempts = max_attempts
         self._per_host = per_host
