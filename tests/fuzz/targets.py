@@ -38,9 +38,8 @@ from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
 from tokenmill_worker.contract.messages import FrameError, read_command, read_report
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.requests.validation import RequestValidator
-from tokenmill_worker.engines.own.types import RequestError
 from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.queue.scripts import read_delivery

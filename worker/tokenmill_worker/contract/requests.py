@@ -3,10 +3,15 @@
 A request is a msgspec struct, so that the same value travels as a frame to the engine process.
 """
 
+import hashlib
+from typing import Final
+
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.contract.prompt import Prompt
+
+SEED_MASK: Final = (1 << 64) - 1
 
 
 class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,3 +59,22 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     thoughts: Thoughts | None = None  # where a grammar or a budget depends on them
     done: tuple[int, ...] = ()  # choices that ended in an earlier attempt; they are not run again
     given: tuple[tuple[int, ...], ...] = ()
+
+
+class RequestError(ValueError):
+    """An engine refuses a request; `code` is as in TokenEvent.error_code."""
+
+    def __init__(self, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Return the seed of one choice.
+
+    Choice 0 keeps the request's seed, so that `n` does not change its tokens.
+    """
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & SEED_MASK >> 1

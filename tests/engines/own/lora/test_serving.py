@@ -14,12 +14,12 @@ from tests.engines.own.scheduler.loop import Loop, make_sequence
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.contract.requests import RequestError
 from tokenmill_worker.engines.own import Engine, GenerationRequest
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.cuda.graphs import CapturedGraph, GraphRunner
 from tokenmill_worker.engines.own.lora.batch import AdapterBatch
 from tokenmill_worker.engines.own.plan import ScheduledSequence, StepPlan
-from tokenmill_worker.engines.own.types import RequestError
 
 PROMPT = [3 + (i * 7 + i * i) % (tiny_models.VOCAB - 3) for i in range(33)]
 FUSED: dict[str, object] = {"attention": "cpu", "fuse": True, "block_size": 16}

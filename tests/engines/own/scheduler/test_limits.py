@@ -13,9 +13,9 @@ from tests.engines.own.scheduler.loop import (
     make_sequence,
 )
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.requests import RequestError
 from tokenmill_worker.engines.own.scheduler.step_builder import StepDraft
 from tokenmill_worker.engines.own.sequence import Sequence
-from tokenmill_worker.engines.own.types import RequestError
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -21,10 +21,10 @@ from tests.engines.own.scheduler.fake_device import expected_tokens
 from tests.engines.own.scheduler.integrity import check_integrity, held_blocks
 from tests.engines.own.scheduler.loop import MAX_MODEL_LEN, Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.requests import RequestError
 from tokenmill_worker.engines.own.config.cache import Window
 from tokenmill_worker.engines.own.plan import Draft, StepPlan
 from tokenmill_worker.engines.own.sequence import Sequence
-from tokenmill_worker.engines.own.types import RequestError
 
 SHARED = tuple(random.Random(5).randrange(1, 50) for _ in range(40))
 

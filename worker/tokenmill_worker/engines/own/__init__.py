@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.errors import EngineError
 from tokenmill_worker.engines.own.requests.results import RequestOutput, RequestStatus
-from tokenmill_worker.engines.own.types import GenerationOutput, RequestError, SchedulingPolicy
+from tokenmill_worker.engines.own.types import GenerationOutput, SchedulingPolicy
 
 if TYPE_CHECKING:
     from tokenmill_worker.engines.own.direct.batched_model import BatchedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.engines.own.types import RequestError
+from tokenmill_worker.contract.requests import RequestError
 
 
 class EngineError(RuntimeError):

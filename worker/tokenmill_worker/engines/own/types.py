@@ -27,14 +27,6 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of each prompt token but the first
 
 
-class RequestError(ValueError):
-    """The engine refuses a request; `code` is as in TokenEvent.error_code."""
-
-    def __init__(self, message: str, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class SchedulingPolicy(StrEnum):
     FIFO = "fifo"
     PREFILL_FIRST = "prefill_first"

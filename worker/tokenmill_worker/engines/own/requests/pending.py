@@ -14,9 +14,9 @@ from typing import Any
 
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.contract.requests import RequestError
 from tokenmill_worker.engines.own.errors import refusal_event, sentence_of
 from tokenmill_worker.engines.own.sequence import Sequence
-from tokenmill_worker.engines.own.types import RequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from enum import IntEnum
 
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.errors import EngineError, why
-from tokenmill_worker.engines.own.types import RequestError
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.errors import refusal_event, why
 from tokenmill_worker.engines.own.requests.outputs import Outputs
 from tokenmill_worker.engines.own.requests.pending import PendingRequests, Prerequisites
 from tokenmill_worker.engines.own.requests.validation import RequestValidator
 from tokenmill_worker.engines.own.sequence import Sequence
-from tokenmill_worker.engines.own.types import RequestError
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ step. The scheduler checks whether it can ever fit the cache.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,15 +16,18 @@ from tokenmill_schemas.generation import (
     SamplingParams,
     sequence_problems,
 )
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import (
+    SEED_MASK,
+    GenerationRequest,
+    RequestError,
+    choice_seed,
+)
 from tokenmill_worker.engines.own.sequence import BULK, Sequence
-from tokenmill_worker.engines.own.types import RequestError
 
 MOST_CHOICES = 128  # of a request
 # Of a request's choices, so many have its class. The others run as bulk work: they would take every
 # row of the batch, and an interactive request would wait for one of them to end.
 CHOICES_OF_CLASS = 4
-_SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class RequestValidator:
             raise RequestError("every choice of it is done")
         self._check_given(request)
         limit = self._resolve_max_tokens(request)
-        seed = secrets.randbits(63) if params.seed is None else params.seed & _SEED_MASK
+        seed = secrets.randbits(63) if params.seed is None else params.seed & SEED_MASK
         return [
             self._sequence(request, params, choice, limit, seed)
             for choice in range(params.n)
@@ -239,14 +241,3 @@ def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
         if not -1e4 <= bias <= 1e4
     ]
     return [*found, *sequence_problems(params)]
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of one choice.
-
-    Choice 0 keeps the request's seed, so that `n` does not change its tokens.
-    """
-    if choice == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & _SEED_MASK >> 1

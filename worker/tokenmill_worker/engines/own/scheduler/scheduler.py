@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
+from tokenmill_worker.contract.requests import RequestError
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig
 from tokenmill_worker.engines.own.kv.manager import KVManager
@@ -34,7 +35,7 @@ from tokenmill_worker.engines.own.scheduler.state import (
 from tokenmill_worker.engines.own.scheduler.step_builder import Proposer
 from tokenmill_worker.engines.own.scheduler.step_time import StepTimeModel
 from tokenmill_worker.engines.own.sequence import NULL_BLOCK, Sequence
-from tokenmill_worker.engines.own.types import RequestError, SchedulingPolicy
+from tokenmill_worker.engines.own.types import SchedulingPolicy
 
 
 class Scheduler:

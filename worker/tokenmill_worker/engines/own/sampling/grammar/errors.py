@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tokenmill_worker.engines.own.types import RequestError
+from tokenmill_worker.contract.requests import RequestError
 
 LATER: Final = "engine_error"  # the code of what may succeed when it is tried again
 
