@@ -69,11 +69,12 @@ _WORDS: dict[type[shapes.Type], str] = {
 
 
 def settings_page() -> str:
-    panels: dict[str, dict[str, FieldInfo]] = {"Worker": {}, "Engine": {}, "Tasks": {}}
+    panels: dict[str, dict[str, FieldInfo]] = {"Worker": {}, "Engine": {}}
     for name in sorted(
         Settings.model_fields, key=lambda name: name in ENGINE_FIELDS
     ):  # otherwise in the order of their definition
-        panels[panel_of(name)][name] = Settings.model_fields[name]
+        panels.setdefault(panel_of(name), {})[name] = Settings.model_fields[name]
+    panels["Tasks"] = panels.pop("Tasks")
     lines = [
         "# Settings",
         "",
@@ -84,7 +85,8 @@ def settings_page() -> str:
         "- Each setting is a flag of `tokenmill worker` and a variable: `--max-num-seqs` is",
         f"  `{PREFIX}MAX_NUM_SEQS`.",
         "- Flags win over variables, variables over defaults. There is no settings file.",
-        "- A misspelt or impossible setting stops the start. All problems are listed together.",
+        "- A misspelt or impossible setting stops the start, and so does one that the engine",
+        "  does not have. All problems are listed together.",
         "- Durations are in seconds. `none` unsets a setting.",
         "- A bool is switched on by its flag and off by the flag with `no-`: `--no-verify-model`.",
         f"  As a variable it is `true` or `false`: `{PREFIX}VERIFY_MODEL=false`.",

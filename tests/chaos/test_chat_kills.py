@@ -18,7 +18,7 @@ from tests.engines.own.truth import tiny_models
 from tests.support.worker import client_of, database_url, running_worker
 from tests.text.chat.families import HERMES
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
+from tokenmill_worker.engines.synthetic.runner import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(1800)]
 

@@ -17,7 +17,7 @@ from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
 from tokenmill_schemas.generation import TokenLogprob
 from tokenmill_schemas.result import JobResult
-from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
+from tokenmill_worker.engines.synthetic.runner import TOKENIZER
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Save a tiny model with the tokenizer of the model-free engine, whose ids fit."""
-    from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
+    from tokenmill_worker.engines.synthetic.runner import TOKENIZER
 
     folder = tiny_models.save("llama", tmp_path / "base")
     for file in TOKENIZER.glob("tokenizer*.json"):

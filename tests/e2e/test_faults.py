@@ -12,9 +12,9 @@ from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engines.own.engine import Engine
-from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engines.own.serve import serve_loaded
 from tokenmill_worker.engines.process.host import EngineThread
+from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 from tokenmill_worker.publish.publisher import Publisher
 
 pytestmark = pytest.mark.redis

@@ -50,7 +50,7 @@ def test_the_abilities_of_the_engine_are_named(tmp_path: Path) -> None:
         return found
 
     assert "response_format.json_schema" in of(str(tmp_path))
-    assert of("synthetic") == "own, with scores, prompt_logprobs, adapters, exact_resume"
+    assert of("synthetic") == "synthetic, with scores, prompt_logprobs, adapters, exact_resume"
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "none", "models/none"])

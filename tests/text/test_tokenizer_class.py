@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
 from tokenmill_worker.engines.own.model.model_files import resolve
+from tokenmill_worker.engines.synthetic.runner import TOKENIZER
 from tokenmill_worker.text.tokenizer import AS_NAMED, Tokenizer
 
 LOADS = """

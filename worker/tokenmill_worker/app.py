@@ -84,9 +84,10 @@ class Worker:
         self.health_port: int | None = None  # the port of /metrics, once it is served
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        config = self._config = settings.engine_config()
-        self._host_factory = host_factory or partial(engine_host, settings, config)
-        self.metrics = Metrics(settings.queue_name, self._config.model)
+        self._host_factory = host_factory or partial(
+            engine_host, settings, settings.engine_config()
+        )
+        self.metrics = Metrics(settings.queue_name, settings.model)
         self._tracing = open_tracing(settings)
         clock = ServerClock()
         observer = self._observer = JobTelemetry(
@@ -122,7 +123,7 @@ class Worker:
         self._publisher = Publisher(
             self.stream,
             worker_id=settings.worker_name,
-            model=self._config.model,
+            model=settings.model,
             limits=PublishLimits(
                 checkpoint_tokens=settings.checkpoint_tokens,
                 chunk_tokens=settings.chunk_tokens,
@@ -133,7 +134,7 @@ class Worker:
         self.service = Service(
             stream=self.stream,
             host_factory=self._host_factory,
-            processor_factory=partial(input_processor, settings, config, clock),
+            processor_factory=partial(input_processor, settings, clock),
             publisher=self._publisher,
             finalizer=self._finalizer,
             on_frame=lambda _frame: self._note_frame(),
@@ -172,7 +173,7 @@ class Worker:
             self._finalizer,
             observer,
         )
-        self.reporter = StatusReporter(parts, self._config.model, is_stopping=self._stop.is_set)
+        self.reporter = StatusReporter(parts, settings.model, is_stopping=self._stop.is_set)
 
     # ── life ──
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -11,7 +12,6 @@ from tokenmill.transport.server_clock import ServerClock
 from tokenmill_worker.contract.host import EngineHost
 from tokenmill_worker.contract.messages import Ready, Start
 from tokenmill_worker.engines import serve_of
-from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.process.host import EngineProcess, EngineThread
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.input.input_processor import InputProcessor
@@ -24,36 +24,34 @@ from tokenmill_worker.telemetry.worker_status import package_version
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 
-def engine_host(settings: Settings, config: EngineConfig) -> EngineHost:
+def engine_host(settings: Settings, config: Any) -> EngineHost:
     """Create the host of one engine: a process of its own, or a thread of this one."""
     start = start_of(config, settings.cache_dir)
     if settings.engine_host == "process":
-        is_alone = not config.tensor_parallel
+        is_alone = not getattr(config, "tensor_parallel", False)
         return EngineProcess(start, settings.stall_seconds, is_alone=is_alone)
     return EngineThread(partial(serve_of(start.engine), start), settings.stall_seconds)
 
 
-def start_of(config: EngineConfig, cache_dir: str | None = None) -> Start:
-    """Return the first frame to a process that runs our own engine."""
-    return Start(engine="own", settings=msgspec.to_builtins(config), cache_dir=cache_dir)
+def start_of(config: Any, cache_dir: str | None = None) -> Start:
+    """Return the first frame to an engine's process; `config` has the settings of its kind."""
+    return Start(engine=config.kind, settings=msgspec.to_builtins(config), cache_dir=cache_dir)
 
 
-async def input_processor(
-    settings: Settings, config: EngineConfig, clock: ServerClock, ready: Ready
-) -> InputProcessor:
+async def input_processor(settings: Settings, clock: ServerClock, ready: Ready) -> InputProcessor:
     """Load the tokenizer of the model that the engine has loaded. Raises OSError, or
     SettingsError for a `reasoning_format` that the model does not have.
     """
     template = read_template(settings.chat_template)
     tokenizer = await asyncio.to_thread(
-        Tokenizer.load, ready.model_path, template, config.trust_remote_code
+        Tokenizer.load, ready.model_path, template, settings.trust_remote_code
     )
     try:
         reasoning = tokenizer.reasoning_format(settings.reasoning_format)
     except ValueError as error:
         raise SettingsError([f"reasoning_format {error}"]) from error
     served = ServedModel(
-        names=(config.model, settings.queue_name),
+        names=(settings.model, settings.queue_name),
         max_model_len=ready.max_model_len,
         vocab_size=ready.vocab_size,
         eos_token_ids=frozenset(ready.eos_token_ids),
@@ -62,7 +60,7 @@ async def input_processor(
         default_max_tokens=settings.default_max_tokens,
         sampling_defaults=ready.sampling_defaults,
         capabilities=ready.capabilities,
-        adapters=frozenset(config.adapter_folders),
+        adapters=settings.adapter_names,
         aliases=read_aliases(settings.aliases),
     )
     return InputProcessor(

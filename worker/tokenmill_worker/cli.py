@@ -272,15 +272,11 @@ def _sentences() -> Iterator[None]:
     traceback.
     """
     from tokenmill_worker.contract.host import EngineDied
-    from tokenmill_worker.engines.own.config import EngineConfigError
     from tokenmill_worker.local.valkey_server import ValkeyServerError
 
     try:
         yield
     except SettingsError as error:
-        _complain_of_settings(error.problems)
-        raise typer.Exit(2) from error
-    except EngineConfigError as error:
         _complain_of_settings(error.problems)
         raise typer.Exit(2) from error
     except (TokenmillError, ValkeyServerError, EngineDied) as error:

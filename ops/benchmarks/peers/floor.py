@@ -17,9 +17,9 @@ from ops.benchmarks.measure.protocol import serve
 from ops.benchmarks.measure.step_floor import Shape
 from ops.benchmarks.peers.ours import Tokenmill
 from tokenmill_worker.engines.own import Engine, EngineConfig
-from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engines.own.model.model_files import resolve
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
+from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 _TOKEN = 100
 _MKL_ROWS = 256  # rows for which MKL packs; the packing works for any number

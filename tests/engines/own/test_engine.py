@@ -15,8 +15,8 @@ from tokenmill_worker.engines.own import (
     RequestError,
 )
 from tokenmill_worker.engines.own.errors import EngineError, is_device_lost
-from tokenmill_worker.engines.own.execution.synthetic import END_OF_TEXT, SyntheticRunner
 from tokenmill_worker.engines.own.serve.loop import EngineLoop
+from tokenmill_worker.engines.synthetic.runner import END_OF_TEXT, SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
@@ -27,15 +27,19 @@ def config(**changes):
     )
 
 
+def engine_of(config):
+    return Engine.around(SyntheticRunner.load(config))
+
+
 @pytest.fixture
 def engine():
-    with Engine.load(config()) as loaded:
+    with engine_of(config()) as loaded:
         yield loaded
 
 
 def lone(prompt, params=GREEDY):
     """Return the answer of an engine that runs nothing else."""
-    with Engine.load(config(num_blocks=512)) as alone:
+    with engine_of(config(num_blocks=512)) as alone:
         return alone.generate_batch([prompt], [params])[0]
 
 
@@ -185,7 +189,7 @@ def test_choices_share_their_prompt_and_differ(engine):
 
 
 def test_stop_without_draining_ends_everything():
-    engine = Engine.load(config())
+    engine = engine_of(config())
     ids = engine.add_requests(PROMPTS, GREEDY)
     engine.step()
     engine.stop(drain=False)
@@ -234,7 +238,7 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 
         __hash__ = str.__hash__
 
-    with Engine.load(config()) as many:
+    with engine_of(config()) as many:
         names = [Name(f"name-{number}") for number in range(500)]
         many.submit(
             [
@@ -250,11 +254,7 @@ def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
 def test_a_pinned_pool_cuts_the_longest_sequence_and_logs_it(max_model_len, caplog):
     """A request without max_tokens gets the rest of the engine's length: that must fit the pool."""
     with caplog.at_level("INFO", "tokenmill_worker.engines.own"):
-        engine = Engine.load(
-            EngineConfig(
-                model="synthetic", num_blocks=64, block_size=16, max_model_len=max_model_len
-            )
-        )
+        engine = engine_of(config(block_size=16, max_model_len=max_model_len))
     assert "The longest sequence has 1025 tokens, not 4096" in caplog.text
     reports = []
     mailbox = Mailbox()
@@ -273,7 +273,7 @@ def test_a_threshold_above_the_models_length_is_refused_at_the_start():
     with pytest.raises(
         EngineConfigError, match=r"long_prefill_token_threshold \(300\) exceeds .* 256"
     ):
-        Engine.load(config(model="synthetic?length=256", long_prefill_token_threshold=300))
+        engine_of(config(model="synthetic?length=256", long_prefill_token_threshold=300))
 
 
 class BrokenRunner(SyntheticRunner):

@@ -16,15 +16,15 @@ from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
 from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.engine import Engine
-from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.serve import serve_loaded
 from tokenmill_worker.engines.process.child import PARENT_GONE
 from tokenmill_worker.engines.process.host import EngineProcess, EngineThread
+from tokenmill_worker.engines.synthetic.config import SyntheticConfig
+from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
-CONFIG = EngineConfig(model="synthetic", num_blocks=64)
+CONFIG = SyntheticConfig(model="synthetic", num_blocks=64)
 START = start_of(CONFIG)
 
 

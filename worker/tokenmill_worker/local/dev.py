@@ -161,7 +161,7 @@ def run(settings: Settings, port: int | None = None) -> int:
         revision = service.create_tables()
         place = sqlite_file(settings.database_url) or settings.public()["database_url"]
         console.print(f"[bold]database[/bold]  {place} (revision {revision})")
-        console.print(f"[bold]worker[/bold]    {settings.engine_config().model}, loading …")
+        console.print(f"[bold]worker[/bold]    {settings.model}, loading …")
         service.start_worker()
         explain = partial(_explain, service.settings, console, is_usual=is_usual)
         watch = ServiceWatch(service, console, explain)

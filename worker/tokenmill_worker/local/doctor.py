@@ -16,6 +16,7 @@ from typing import Any
 from rich.text import Text
 
 from tokenmill.cli.output import count, hanging, out
+from tokenmill_worker.engines import kind_named
 from tokenmill_worker.local.findings import Finding
 from tokenmill_worker.local.redis_checks import redis_findings, with_address
 from tokenmill_worker.settings import Settings
@@ -103,15 +104,13 @@ def _sql(settings: Settings) -> Iterator[Finding]:
 
 def _model(settings: Settings) -> Iterator[Finding]:
     """Check the model without converting or fetching anything."""
-    from tokenmill_worker.engines.own.execution.synthetic import is_synthetic
     from tokenmill_worker.engines.own.model import model_files
-    from tokenmill_worker.engines.own.serve.capabilities import capabilities_of
 
-    model = settings.engine_config().model
+    model, kind = settings.model, settings.engine_kind
     path = Path(model).expanduser()
-    abilities = capabilities_of(can_structure=not is_synthetic(model)).words()
-    yield Finding("engine", "ok", f"own, with {', '.join(abilities)}")
-    if is_synthetic(model):
+    abilities = kind_named(kind).capabilities.words()
+    yield Finding("engine", "ok", f"{kind}, with {', '.join(abilities)}")
+    if kind == "synthetic":
         yield Finding("model", "ok", f"{model} needs no weights: its answers are noise, for tests")
     elif path.is_dir():
         usable = (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1

@@ -1,12 +1,11 @@
 """The settings of a worker, as one class.
 
-A setting is a field below or a field of EngineConfig; each is the variable TOKENMILL_<NAME> and the
-flag --<name>. `loading` reads and checks them.
+A setting is a field below, or one of a kind of engine. Each is the variable TOKENMILL_<NAME> and
+the flag --<name>. `loading` reads and checks them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import socket
@@ -19,15 +18,20 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.keys import queue_of
-from tokenmill_worker.engines.own.config import EngineConfig
-from tokenmill_worker.engines.own.types import SchedulingPolicy
+from tokenmill_worker.contract.name_table import read_table
+from tokenmill_worker.engines import KINDS, Kind, kind_for, kind_named
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # Defaults that differ from those of an engine used alone, because a service's jobs have classes and
 # tenants.
-_DEFAULTS: dict[str, Any] = {"model": DEFAULT_MODEL, "policy": SchedulingPolicy.PRIORITY}
-ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
+_DEFAULTS: dict[str, Any] = {"model": DEFAULT_MODEL, "policy": "priority"}
+# the kinds of engine that have a setting, by the setting's name
+ENGINE_FIELDS: dict[str, tuple[str, ...]] = {
+    name: tuple(kind for kind in KINDS if name in kind_named(kind).settings)
+    for first in KINDS
+    for name in kind_named(first).settings
+}
 _CONFIG = SettingsConfigDict(
     env_prefix=PREFIX,
     env_ignore_empty=True,
@@ -39,23 +43,26 @@ _CONFIG = SettingsConfigDict(
 Seconds = Annotated[float, Field(le=1e9)]
 Days = Annotated[float, Field(le=36_500)]
 
+
+def _field_of_kind(name: str) -> tuple[Any, Any]:
+    """Return the type and the field of a setting, as the first kind that has it defines it."""
+    config = kind_named(ENGINE_FIELDS[name][0]).config
+    field = config.__dataclass_fields__[name]
+    default = _DEFAULTS.get(name, field.default)
+    return typing.get_type_hints(config)[name], Field(default, description=field.metadata["help"])
+
+
 if TYPE_CHECKING:
-    _EngineFields = BaseSettings
-else:  # one field for each field of EngineConfig, so that the two cannot differ
-    _hints = typing.get_type_hints(EngineConfig)
+
+    class _EngineFields(BaseSettings):  # those that the worker reads
+        model: str
+        adapters: str
+        trust_remote_code: bool
+else:
     _EngineFields = create_model(
         "_EngineFields",
         __base__=BaseSettings,
-        **{
-            field.name: (
-                _hints[field.name],
-                Field(
-                    _DEFAULTS.get(field.name, field.default),
-                    description=field.metadata["help"],
-                ),
-            )
-            for field in dataclasses.fields(EngineConfig)
-        },
+        **{name: _field_of_kind(name) for name in ENGINE_FIELDS},
     )
 
 
@@ -217,6 +224,11 @@ class Settings(_EngineFields):
     stall_seconds: Seconds = Field(
         120.0, ge=1, description="an engine without a report for this long is replaced"
     )
+    engine: Kind | None = Field(
+        None,
+        description="own, or synthetic for tests: it has no weights and answers with noise "
+        "(default: by the model's name)",
+    )
     engine_host: Literal["process", "thread"] = Field(
         "process", description="run the engine in a process of its own, or in a thread"
     )
@@ -231,7 +243,7 @@ class Settings(_EngineFields):
 
     @property
     def queue_name(self) -> str:
-        return self.queue or queue_of(self.engine_config().model)
+        return self.queue or queue_of(self.model)
 
     @property
     def worker_name(self) -> str:
@@ -241,8 +253,18 @@ class Settings(_EngineFields):
     def heartbeat_interval(self) -> float:
         return self.heartbeat_seconds or self.lease_seconds / 3
 
-    def engine_config(self) -> EngineConfig:
-        return EngineConfig(**{name: getattr(self, name) for name in ENGINE_FIELDS})
+    @property
+    def engine_kind(self) -> Kind:
+        return self.engine or kind_for(self.model)
+
+    def engine_config(self) -> Any:
+        """Return the settings of the engine, as its kind defines them. Raises EngineConfigError."""
+        kind = kind_named(self.engine_kind)
+        return kind.config(**{name: getattr(self, name) for name in kind.settings})
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        return frozenset(read_table(self.adapters, "name=folder"))
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:

@@ -19,6 +19,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
+from tokenmill_worker.engines import KINDS
 from tokenmill_worker.settings.fields import ENGINE_FIELDS, PREFIX, Settings
 
 _TASKS = ("tasks_", "webhook_", "retain_")
@@ -113,7 +114,10 @@ def panel_of(name: str) -> str:
     """Return the part of the service that a setting belongs to. The help and the settings page
     group settings by it.
     """
-    return "Engine" if name in ENGINE_FIELDS else "Tasks" if name.startswith(_TASKS) else "Worker"
+    if name not in ENGINE_FIELDS:
+        return "Tasks" if name.startswith(_TASKS) else "Worker"
+    kinds = ENGINE_FIELDS[name]
+    return "Engine" if kinds == KINDS else f"Engine: {' and '.join(kinds)}"
 
 
 def _default(field: FieldInfo, words: str) -> str:

@@ -18,10 +18,17 @@ from pydantic import ValidationError
 from tokenmill.errors import ConfigurationError
 from tokenmill.webhooks import sign
 from tokenmill_schemas.keys import queue_of
-from tokenmill_worker.engines.own.config import EngineConfigError
+from tokenmill_worker.contract.engine_kind import EngineConfigError
+from tokenmill_worker.engines import kind_for
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings.addresses import database_problem, endpoint_problem, redis_problem
-from tokenmill_worker.settings.fields import PREFIX, Settings, masked, variable_of
+from tokenmill_worker.settings.fields import (
+    ENGINE_FIELDS,
+    PREFIX,
+    Settings,
+    masked,
+    variable_of,
+)
 from tokenmill_worker.settings.model_names import naming_problems
 
 # Variables for ops/ scripts and the command line; a worker ignores them.
@@ -120,12 +127,9 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
         return _spelling(name, given)
 
     found = []
-    try:
-        settings.engine_config()
-    except EngineConfigError as error:  # each sentence begins with the field's name
-        for sentence in error.problems:
-            name, _, rest = sentence.partition(" ")
-            found.append(f"{spelt(name)} {rest}")
+    for sentence in _engine_problems(settings):  # each begins with the setting's name
+        name, _, rest = sentence.partition(" ")
+        found.append(f"{spelt(name)} {rest}")
     for name, problem in (
         ("redis_url", redis_problem(settings.redis_url)),
         ("database_url", database_problem(settings.database_url)),
@@ -158,6 +162,22 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
             f"{spelt('record_buffer')} ({settings.record_buffer})"
         )
     return found
+
+
+def _engine_problems(settings: Settings) -> Iterator[str]:
+    """Yield the problems of the chosen engine's settings, and each setting of another kind."""
+    kind, wanted = settings.engine_kind, kind_for(settings.model)
+    if kind != wanted != "own":
+        yield f"engine must not be {kind}: the model {settings.model} is of the engine {wanted}"
+        return
+    try:
+        settings.engine_config()
+    except EngineConfigError as error:
+        yield from error.problems
+    for name, kinds in ENGINE_FIELDS.items():
+        if kind not in kinds and name in settings.model_fields_set:
+            owners = " and ".join(kinds)
+            yield f"{name} is a setting of the engine {owners}; this worker's engine is {kind}"
 
 
 def _model_problems(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenmill_worker.engines.own.config.name_table import read_table
+from tokenmill_worker.contract.name_table import read_table
 
 
 def read_aliases(text: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ import pytest
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import ContinuousBatchingManager, Engine, EngineConfig
+from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 LONG = 800
@@ -11,7 +12,7 @@ LONG = 800
 
 def load(**changes):
     settings = {"model": "synthetic", "num_blocks": 256, "block_size": 8, "max_num_seqs": 32}
-    return Engine.load(EngineConfig(**(settings | changes)))
+    return Engine.around(SyntheticRunner.load(EngineConfig(**(settings | changes))))
 
 
 @pytest.fixture

@@ -62,9 +62,9 @@ def test_pages_have_two_names_and_one_value():
         ContinuousBatchingConfig(page_size=64, block_size=32)
 
 
-def test_the_blocks_that_are_named_can_be_used():
+def test_the_blocks_that_are_named_can_be_used(llama):
     config = ContinuousBatchingConfig(num_blocks=9)
-    with BatchedModel.from_pretrained("synthetic", block_size=16) as model:
+    with BatchedModel.from_pretrained(str(llama), block_size=16) as model:
         manager = model.init_continuous_batching(continuous_batching_config=config)
         assert manager._engine.capacity().free_blocks == 9
 
@@ -147,10 +147,10 @@ def test_every_argument_of_transformers_is_known_and_its_default_is_no_problem()
     assert found == ContinuousBatchingConfig()
 
 
-def test_transformers_own_configuration_is_taken_for_what_it_sets():
+def test_transformers_own_configuration_is_taken_for_what_it_sets(llama):
     theirs = transformers.ContinuousBatchingConfig(num_blocks=20, return_logprobs=True)
     config = GenerationConfig(max_new_tokens=2, eos_token_id=-1)
-    with BatchedModel.from_pretrained("synthetic") as model:
+    with BatchedModel.from_pretrained(str(llama)) as model:
         (output,) = model.generate_batch([[65]], config, theirs).values()
         assert len(output.logprobs) == 2
         assert model._built_for.num_blocks == 20
@@ -159,10 +159,10 @@ def test_transformers_own_configuration_is_taken_for_what_it_sets():
             model.generate_batch([[65]], config, theirs)
 
 
-def test_a_generation_config_s_own_batching_counts_and_one_given_twice_is_refused():
+def test_a_generation_config_s_own_batching_counts_and_one_given_twice_is_refused(llama):
     config = GenerationConfig(max_new_tokens=2, eos_token_id=-1)
     config.continuous_batching_config = ContinuousBatchingConfig(return_logprobs=True)
-    with BatchedModel.from_pretrained("synthetic", num_blocks=64) as model:
+    with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
         outputs = model.generate_batch([[65], [66]], config)
         assert all(len(output.logprobs) == 2 for output in outputs.values())
         with pytest.raises(ValueError, match="given twice"):

@@ -60,8 +60,8 @@ def test_a_held_model_answers_as_its_generate_before_and_after_its_weights_chang
     assert [found[name] for name in ids] == after
 
 
-def test_a_batch_keeps_the_order_and_shows_a_bar(capsys):
-    with BatchedModel.from_pretrained("synthetic", num_blocks=64) as model:
+def test_a_batch_keeps_the_order_and_shows_a_bar(llama, capsys):
+    with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
         prompts = [[65 + n] * (1 + n) for n in range(9, 0, -1)]
         outputs = model.generate_batch(prompts, CONFIG, progress_bar=True)
         assert list(outputs) == [f"request-{n}" for n in range(9)]

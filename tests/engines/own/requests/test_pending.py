@@ -9,7 +9,8 @@ import pytest
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest, RequestError
-from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner
+from tokenmill_worker.engines.own.config.capabilities import CAPABILITIES
+from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 STRUCTURED = SamplingParams(max_tokens=5, response_format=ResponseFormat(regex="a"))
 
@@ -30,7 +31,7 @@ def pending():
     runner = SlowlyPreparing.load(
         EngineConfig(model="synthetic", num_blocks=64, block_size=8, max_num_seqs=8)
     )
-    runner.info = dataclasses.replace(runner.info, can_structure=True)
+    runner.info = dataclasses.replace(runner.info, capabilities=CAPABILITIES)
     runner.grammar, runner.tenants = Future(), []
     with Engine.around(runner) as engine:
         yield engine

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tokenmill_schemas.generation import LogprobsMode
+from tokenmill_worker.contract.engine_kind import EngineConfigError
+from tokenmill_worker.contract.name_table import read_table
 from tokenmill_worker.engines.own.config.machine import total_memory
-from tokenmill_worker.engines.own.config.name_table import read_table
 from tokenmill_worker.engines.own.config.prefill_limits import PrefillLimits
 from tokenmill_worker.engines.own.config.setting_fields import choices, setting
 from tokenmill_worker.engines.own.types import SchedulingPolicy
@@ -21,14 +22,6 @@ GIB = 1 << 30
 AttentionName = Literal["auto", "reference", "cpu", "triton", "flash"]
 Quantization = Literal["int8", "int4", "fp8"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-
-
-class EngineConfigError(ValueError):
-    """Settings that cannot work; `problems` lists each as one sentence."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +33,8 @@ class EngineConfig:
     `num_blocks` sets the blocks that sequences can use; None sizes the pool from
     `max_memory_percent` of the free memory.
     """
+
+    kind: ClassVar[str] = "own"
 
     model: str = field(
         metadata={

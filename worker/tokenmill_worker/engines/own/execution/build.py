@@ -12,6 +12,7 @@ import torch
 from tokenmill_worker.engines.own.attention import choose
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.config.cache import CacheConfig
+from tokenmill_worker.engines.own.config.capabilities import CAPABILITIES, WITHOUT_GRAMMARS
 from tokenmill_worker.engines.own.config.machine import usable_cores
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
 from tokenmill_worker.engines.own.cuda.device import CudaDevice
@@ -130,7 +131,7 @@ def build_runner(
         eos_token_ids=loaded.eos_token_ids,
         model_path=loaded.path,
         description=_description(config, cache_config, pool),
-        can_structure=grammars is not None,
+        capabilities=WITHOUT_GRAMMARS if grammars is None else CAPABILITIES,
         is_asynchronous=bool(config.async_batching),
         sampling_defaults=msgspec.structs.replace(
             loaded.sampling_defaults, logprobs_mode=config.logprobs_mode

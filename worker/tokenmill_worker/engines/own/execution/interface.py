@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
+from tokenmill_worker.contract.capabilities import Capabilities
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig
 from tokenmill_worker.engines.own.plan import Draft, StepOutput, StepPlan
@@ -27,7 +28,9 @@ class RunnerInfo:
     eos_token_ids: frozenset[int]
     model_path: Path  # the folder whose tokenizer belongs to the model
     description: str  # one line for the log
-    can_structure: bool = False  # is response_format available?
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    # whether its first steps compile kernels and pack weights, so that they run before a request
+    warms_up: bool = True
     is_asynchronous: bool = False  # may a step be launched before the last one's tokens are known?
     proposer: Callable[[Sequence], Draft] | None = None  # drafts tokens; None: off
     # makes a draft model's drafts before a step is planned, for the proposer; None: there is none
@@ -37,6 +40,10 @@ class RunnerInfo:
     sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
     # sequences, longest context and common prefix (or none) of the decodes to capture at the start
     graphed_decodes: tuple[tuple[int, int, bool], ...] = ()
+
+    @property
+    def can_structure(self) -> bool:
+        return bool(self.capabilities.structured)
 
 
 class Runner(Protocol):

@@ -22,10 +22,6 @@ def load_runner(
 
     Raises EngineConfigError, or OSError if the model is not found.
     """
-    from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner, is_synthetic
-
-    if is_synthetic(config.model):
-        return SyntheticRunner.load(config, cache_dir, on_progress)
     if config.tensor_parallel:
         from tokenmill_worker.engines.own.execution.tensor_parallel import TensorParallelRunner
 

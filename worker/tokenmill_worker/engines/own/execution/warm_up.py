@@ -12,7 +12,6 @@ import time
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own.execution.interface import Runner
-from tokenmill_worker.engines.own.execution.synthetic import is_synthetic
 from tokenmill_worker.engines.own.plan import ScheduledSequence, StepPlan
 from tokenmill_worker.engines.own.sequence import Sequence
 from tokenmill_worker.engines.own.types import ProgressCallback
@@ -31,7 +30,7 @@ def warm_up(runner: Runner, report: ProgressCallback) -> None:
 
     An error of a step is raised, since then no step would succeed.
     """
-    if is_synthetic(runner.info.config.model):
+    if not runner.info.warms_up:
         return
     report("warming up", 0.0)
     started = time.monotonic()

@@ -26,7 +26,6 @@ from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.errors import EngineError, StepsFailError, lacks_memory, why
 from tokenmill_worker.engines.own.execution.warm_up import warm_up
-from tokenmill_worker.engines.own.serve.capabilities import capabilities_of
 
 log = logging.getLogger(__name__)
 
@@ -136,5 +135,5 @@ class EngineLoop:
             description=runner.info.description,
             capacity=self._engine.capacity(),
             sampling_defaults=runner.info.sampling_defaults,
-            capabilities=capabilities_of(can_structure=runner.info.can_structure),
+            capabilities=runner.info.capabilities,
         )

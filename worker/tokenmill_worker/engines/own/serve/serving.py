@@ -24,21 +24,17 @@ def serve(start: Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int
 
     Return 1 if it could not be loaded, else 0.
     """
-    lengthen_slices()  # for this thread and the compute threads it starts, not for the I/O threads
 
     def load() -> Engine:
         log.setLevel(logging.INFO)  # the worker logs compiled kernels and the layout of weights
         try:
-            engine = Engine.load(
+            return Engine.load(
                 msgspec.convert(start.settings, EngineConfig),
                 cache_dir=start.cache_dir,
                 on_progress=lambda message, fraction: emit(LoadProgress(message, fraction)),
             )
         finally:
             log.setLevel(logging.NOTSET)
-        gc.collect()
-        gc.freeze()  # else every full collection would walk model and libraries during a step
-        return engine
 
     return serve_loaded(load, mailbox, emit)
 
@@ -47,10 +43,13 @@ def serve_loaded(
     load: Callable[[], Engine], mailbox: Mailbox, emit: Callable[[Report], None]
 ) -> int:
     """Serve the engine that `load` returns, on this thread."""
+    lengthen_slices()  # for this thread and the compute threads it starts, not for the I/O threads
     try:
         engine = load()
     except Exception as error:
         emit(EngineFailed(why(error), at_start=True, may_pass=lacks_memory(error)))
         return 1
+    gc.collect()
+    gc.freeze()  # else every full collection would walk model and libraries during a step
     EngineLoop(engine, mailbox, emit).run()
     return 0

@@ -9,13 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from tokenmill_worker.engines.own.config import EngineConfig
-from tokenmill_worker.engines.own.execution.synthetic import END_OF_TEXT, TOKENIZER, SyntheticRunner
+from tokenmill_worker.engines.synthetic.runner import END_OF_TEXT, TOKENIZER, SyntheticRunner
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 DIES = """
 import os, signal
 from tokenmill_worker.engines.own.config import EngineConfig
-from tokenmill_worker.engines.own.execution.synthetic import SyntheticRunner
+from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
 assert (runner.info.model_path / "tokenizer.json").exists()
@@ -25,7 +25,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 LOADS = """
 import sys
-from tokenmill_worker.engines.own.execution.synthetic import TOKENIZER
+from tokenmill_worker.engines.synthetic.runner import TOKENIZER
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 print(Tokenizer.load(TOKENIZER).encode("Grüße", special=True), "torch" in sys.modules)

@@ -15,12 +15,6 @@ CAPABILITIES = Capabilities(
     adapters=True,
     exact_resume=True,
 )
-
-
-def capabilities_of(*, can_structure: bool) -> Capabilities:
-    """Return the abilities with a model; without `can_structure` it has no grammar compiler."""
-    if can_structure:
-        return CAPABILITIES
-    return msgspec.structs.replace(
-        CAPABILITIES, structured=(), tool_grammars=False, thinking_budget=False
-    )
+WITHOUT_GRAMMARS = msgspec.structs.replace(
+    CAPABILITIES, structured=(), tool_grammars=False, thinking_budget=False
+)  # with a model whose folder has no tokenizer

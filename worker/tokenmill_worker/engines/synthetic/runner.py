@@ -1,6 +1,5 @@
 """Runs without a model: computes text-like tokens from the tokens before them, without torch.
 
-It serves load, chaos and queue measurements: everything but the forward pass is the real engine.
 The model name is `synthetic`, or `synthetic?step_ms=5&length=…`. Its output depends only on the
 tokens so far and, where it samples, on the seed, as with a real model. A resumed answer is
 therefore the one that would have come.
@@ -18,62 +17,25 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
-from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig, LayerGroup
 from tokenmill_worker.engines.own.execution.interface import RunnerInfo
 from tokenmill_worker.engines.own.model.generation_config import read_defaults
 from tokenmill_worker.engines.own.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engines.own.sequence import Sequence
-from tokenmill_worker.engines.own.types import ProgressCallback
+from tokenmill_worker.engines.synthetic.config import KIND, SyntheticOptions
 
-PREFIX = "synthetic"
 # Byte-level tokenizer in Transformers' format: token id = byte, 256 = end of text. It is part of
 # the package: every engine that is killed would leave behind a folder made at its start.
-TOKENIZER = Path(__file__).with_name("synthetic_tokenizer")
+TOKENIZER = Path(__file__).with_name("tokenizer")
 END_OF_TEXT = 256
 VOCAB_SIZE = 257
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz. "
 _MASK = (1 << 64) - 1
-
-
-def is_synthetic(model: str) -> bool:
-    return model == PREFIX or model.startswith(PREFIX + "?")
-
-
-@dataclass(frozen=True, slots=True)
-class SyntheticOptions:
-    """Options of the model name.
-
-    `step_ms` is slept per step, `token_us` per computed token. `length` is the model's context.
-    """
-
-    step_ms: float = 0.0
-    token_us: float = 0.0
-    length: int = 4096
-    mean_tokens: int = 97
-
-    @classmethod
-    def parse(cls, model: str) -> SyntheticOptions:
-        """Parse the options in a model name.
-
-        Raises EngineConfigError for an unknown option or a value that is no number.
-        """
-        _, _, query = model.partition("?")
-        kinds = {"step_ms": float, "token_us": float, "length": int, "mean_tokens": int}
-        values: dict[str, float] = {}
-        for name, text in parse_qsl(query):
-            try:
-                values[name] = kinds[name](text)
-            except (KeyError, ValueError):
-                raise EngineConfigError(
-                    [f"model option {name}={text}: known are {', '.join(kinds)}, numbers"]
-                ) from None
-        return cls(**values)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -86,13 +48,8 @@ class SyntheticRunner:
     _states: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def load(
-        cls,
-        config: EngineConfig,
-        cache_dir: str | None = None,
-        on_progress: ProgressCallback | None = None,
-    ) -> SyntheticRunner:
-        """Build the runner; `cache_dir` and `on_progress` are unused: nothing is kept or slow."""
+    def load(cls, config: EngineConfig) -> SyntheticRunner:
+        """Build the runner. Raises EngineConfigError for options that the model does not have."""
         options = SyntheticOptions.parse(config.model)
         config = config.with_step_sizes(on_gpu=False).replace(block_size=config.block_size or 16)
         defaults = read_defaults(config.generation_config, TOKENIZER)
@@ -111,6 +68,8 @@ class SyntheticRunner:
                 defaults.params, logprobs_mode=config.logprobs_mode
             ),
             model_path=TOKENIZER,
+            capabilities=KIND.capabilities,
+            warms_up=False,
             description=(f"synthetic model, {num_blocks} blocks of {config.block_size} tokens"),
         )
         return cls(info, options)
