@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from ops.benchmarks.measure.tables import show
-from tokenmill_worker.engines.own import Engine, EngineConfig, EngineConfigError, SamplingParams
+from tokenmill_worker.engines.own import EngineConfig, EngineConfigError, SamplingParams
 from tokenmill_worker.engines.own.model.model_files import resolve
 
 SOURCE = "pydoc_data.topics"
@@ -104,7 +105,7 @@ def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
 def measure(config: EngineConfig, windows: Sequence[Sequence[int]], num_answers: int) -> Measured:
     """Score each window in a step of its own: rounded activations would differ between chunks."""
     greedy = SamplingParams(temperature=0.0, max_tokens=num_answers, ignore_eos=True)
-    with Engine.load(config) as engine:
+    with CollectingEngine.load(config) as engine:
         scored = [engine.generate_batch([window], SCORED)[0] for window in windows]
         engine.scheduler.reset_prefix_cache()
         answered = engine.generate_batch([each[: len(each) // 2] for each in windows], greedy)

@@ -11,8 +11,9 @@ import msgspec
 import torch
 
 from ops.benchmarks.gpu.ceilings import synchronise
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from ops.benchmarks.measure.step_floor import Ceilings, Shape, Work
-from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 from tokenmill_worker.engines.own.execution.build import build_runner
 from tokenmill_worker.engines.own.model.loader import LoadedModel
 
@@ -46,15 +47,15 @@ def headroom(prompt_tokens: int, batch: int, budget: int) -> int:
     return -(-prompt_tokens // (budget - batch)) + SPARE
 
 
-def engine_of(loaded: LoadedModel, config: EngineConfig) -> Engine:
-    return Engine.around(build_runner(loaded, config))
+def engine_of(loaded: LoadedModel, config: EngineConfig) -> CollectingEngine:
+    return CollectingEngine.around(build_runner(loaded, config))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMeasures:
     """Measures one engine: decode by batch size and a long prefill."""
 
-    engine: Engine
+    engine: CollectingEngine
     shape: Shape
     ceilings: Ceilings
     options: argparse.Namespace

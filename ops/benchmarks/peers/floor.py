@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from ops.benchmarks.measure.protocol import serve
 from ops.benchmarks.measure.step_floor import Shape
 from ops.benchmarks.peers.ours import Tokenmill
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.model.model_files import resolve
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
@@ -75,7 +76,7 @@ class FloorRunner(SyntheticRunner):
 
 
 class Floor(Tokenmill):
-    def _load(self, config: EngineConfig) -> Engine:
+    def _load(self, config: EngineConfig) -> CollectingEngine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         shapes = shapes_of(resolve(config.model))
@@ -84,7 +85,7 @@ class Floor(Tokenmill):
         info = replace(synthetic.info, vocab_size=shapes[-1][0], description=said)
         runner = FloorRunner(info, synthetic.options)
         runner.stack = LinearStack(shapes, config.max_num_batched_tokens)
-        return Engine.around(runner)
+        return CollectingEngine.around(runner)
 
 
 if __name__ == "__main__":

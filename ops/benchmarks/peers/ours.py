@@ -4,10 +4,11 @@ import gc
 import os
 import time
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
-from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 from tokenmill_worker.engines.own.execution.warm_up import warm_up
 
 
@@ -22,8 +23,8 @@ class Tokenmill(MeasuredEngine):
         gc.freeze()
         self.description = self._engine.runner.info.description
 
-    def _load(self, config: EngineConfig) -> Engine:
-        return Engine.load(config)
+    def _load(self, config: EngineConfig) -> CollectingEngine:
+        return CollectingEngine.load(config)
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         engine = self._engine
@@ -49,14 +50,13 @@ class Tokenmill(MeasuredEngine):
                 batch_sizes.append(len(given))
                 arrivals.add(now, sum(len(event.token_ids) for event in events))
         wall_s = time.perf_counter() - started
-        outputs = [engine.get_result(request_id) for request_id in request_ids]
-        failed = [output.error for output in outputs if output is not None and output.error]
-        if failed or None in outputs:
+        outputs = [engine.result(request_id) for request_id in request_ids]
+        if failed := [output.error for output in outputs if output.error]:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[:1]}")
         first_s, last_s = ([times[each] for each in request_ids] for times in (first, last))
         return Round(
             wall_s=wall_s,
-            tokens=[list(output.token_ids) for output in outputs if output is not None],
+            tokens=[list(output.token_ids) for output in outputs],
             first_s=first_s,
             steady_tok_s=arrivals.steady_rate(first_s, last_s),
             batch_sizes=batch_sizes,

@@ -2,19 +2,20 @@
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import Ready, Stop
 from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engines.own import (
-    Engine,
     EngineConfig,
     EngineConfigError,
     GenerationRequest,
     RequestError,
 )
 from tokenmill_worker.engines.own.errors import EngineError, is_device_lost
+from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.serve.loop import EngineLoop
 from tokenmill_worker.engines.synthetic.runner import END_OF_TEXT, SyntheticRunner
 
@@ -28,7 +29,7 @@ def config(**changes):
 
 
 def engine_of(config):
-    return Engine.around(SyntheticRunner.load(config))
+    return CollectingEngine.around(SyntheticRunner.load(config))
 
 
 @pytest.fixture
@@ -62,26 +63,11 @@ def test_requests_join_and_leave_at_every_step(engine):
         if waiting:
             index, prompt = waiting.pop()
             engine.add_request(prompt, GREEDY, str(index))
-        engine.step()
-        while (found := engine._outputs.take()) is not None:
-            outputs[int(found.request_id)] = found.token_ids
+        for event in engine.step():
+            outputs[int(event.request_id)] = (
+                outputs.get(int(event.request_id), ()) + event.token_ids
+            )
     assert outputs == {index: lone(prompt).token_ids for index, prompt in enumerate(PROMPTS)}
-
-
-def test_streaming_gives_every_token_once(engine):
-    request_id = engine.add_request(PROMPTS[0], GREEDY)
-    other = engine.add_request(PROMPTS[1], GREEDY)
-    streamed = [token for event in engine.stream(request_id) for token in event.token_ids]
-    assert tuple(streamed) == lone(PROMPTS[0]).token_ids
-    output = engine.get_result(other)
-    assert output is not None
-    assert output.token_ids == lone(PROMPTS[1]).token_ids
-
-
-def test_iterating_ends_when_nothing_is_left(engine):
-    ids = engine.add_requests(PROMPTS, GREEDY)
-    assert sorted(output.request_id for output in engine) == sorted(ids)
-    assert list(engine) == []
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -91,21 +77,23 @@ def test_cancel_in_every_state_gives_a_result_and_frees_the_blocks(engine, steps
         engine.step()
     assert engine.cancel(request_id)
     assert not engine.cancel(request_id)
-    output = engine.get_result(request_id)
-    assert output is not None
-    assert output.finish_reason is FinishReason.CANCELLED
+    assert engine.result(request_id).finish_reason is FinishReason.CANCELLED
     engine.step()
     assert engine.stats().blocks_free == engine.stats().blocks_total
     check_integrity(engine.scheduler)
 
 
 def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine):
-    engine.add_request(PROMPTS[0], GREEDY, "twin")
-    with pytest.raises(RequestError, match="twin"):
-        engine.add_request(PROMPTS[1], GREEDY, "twin")
-    output = engine.get_result("twin")
-    assert output is not None
-    assert output.token_ids == lone(PROMPTS[0]).token_ids
+    for prompt in PROMPTS[:2]:
+        engine.submit(
+            [GenerationRequest(request_id="twin", prompt=Prompt(tuple(prompt)), params=GREEDY)]
+        )
+    refusal, *events = engine.step()
+    assert refusal.error == "request id 'twin' is already in use"
+    while engine.has_work:
+        events += engine.step()
+    tokens = tuple(token for event in events for token in event.token_ids)
+    assert tokens == lone(PROMPTS[0]).token_ids
 
 
 @pytest.mark.parametrize(
@@ -129,8 +117,6 @@ def test_what_cannot_run_is_refused_and_the_loop_goes_on(engine, prompt, params)
     (event,) = engine.step()
     assert event.finish_reason is FinishReason.ERROR
     assert event.error
-    with pytest.raises(RequestError):
-        engine.add_request(prompt, SamplingParams(**params))
     assert engine.generate_batch([PROMPTS[0]], GREEDY)[0].token_ids == lone(PROMPTS[0]).token_ids
 
 
@@ -193,35 +179,32 @@ def test_stop_without_draining_ends_everything():
     ids = engine.add_requests(PROMPTS, GREEDY)
     engine.step()
     engine.stop(drain=False)
-    reasons = {engine._outputs.take(request_id).finish_reason for request_id in ids}
+    reasons = {engine.result(request_id).finish_reason for request_id in ids}
     assert reasons == {FinishReason.CANCELLED}
 
 
 def test_a_cancel_ends_no_later_request_of_the_same_id(engine):
-    for taken_at_once in (True, False):
-        engine.add_request(PROMPTS[0], GREEDY, "a")
-        engine.step()
-        engine.cancel("a")
-        if not taken_at_once:  # the step returns the event to whoever forwards events
-            assert [event.finish_reason for event in engine.step()] == [FinishReason.CANCELLED]
-        assert engine.get_result("a").finish_reason is FinishReason.CANCELLED
-        engine.add_request(PROMPTS[1], GREEDY, "a")
-        assert engine.get_result("a").token_ids == lone(PROMPTS[1]).token_ids
-
-
-def test_an_id_is_in_use_until_its_result_is_taken(engine):
     engine.add_request(PROMPTS[0], GREEDY, "a")
-    while engine.has_work:
-        engine.step()
-    with pytest.raises(RequestError, match="has not been taken"):
-        engine.add_request(PROMPTS[1], GREEDY, "a")
-    assert engine.get_result().token_ids == lone(PROMPTS[0]).token_ids
+    engine.step()
+    engine.cancel("a")
+    assert [event.finish_reason for event in engine.step()] == [FinishReason.CANCELLED]
+    engine.add_request(PROMPTS[1], GREEDY, "a")
+    assert engine.result("a").token_ids == lone(PROMPTS[1]).token_ids
 
 
-def test_a_refused_submission_ends_no_request_of_the_same_id(engine):
-    engine.add_request(PROMPTS[0], GREEDY, "a")
-    engine.submit([GenerationRequest(request_id="a", prompt=Prompt((1, 2)), params=GREEDY)])
-    assert engine.get_result("a").token_ids == lone(PROMPTS[0]).token_ids
+def test_a_deadline_that_passes_during_a_step_ends_its_request_before_the_next_one():
+    clock = [100.0]
+    runner = SyntheticRunner.load(config())
+    scheduler = Scheduler(
+        runner.info.config, runner.info.cache_config, max_model_len=256,
+        eos_token_ids=runner.info.eos_token_ids, clock=lambda: clock[0],
+    )  # fmt: skip
+    with CollectingEngine(runner, scheduler) as engine:
+        engine.add_request(PROMPTS[0], GREEDY, "due", deadline=105.0)
+        assert [event.finish_reason for event in engine.step()] == [None]
+        clock[0] = 106.0
+        assert [event.finish_reason for event in engine.step()] == [FinishReason.EXPIRED]
+        assert not engine.has_work
 
 
 def test_adding_requests_together_takes_a_time_that_grows_with_their_number():
@@ -302,7 +285,7 @@ class Unheard(BrokenRunner):
 
 @pytest.mark.parametrize("kind", [BrokenRunner, Unheard])
 def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
-    engine = Engine.around(kind.load(config()))
+    engine = CollectingEngine.around(kind.load(config()))
     engine.add_requests(PROMPTS[:4], GREEDY)
     events = []
     with pytest.raises(EngineError, match="device is lost"):

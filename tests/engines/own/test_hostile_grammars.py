@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.sampling.grammar.hostile import KINDS
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest
+from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
 ROUNDS = 4  # of each kind, with so many grammars
 EACH = 20
 
 
 @pytest.fixture(scope="module")
-def engine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CollectingEngine]:
     """An engine whose model reads and writes bytes."""
     folder = tmp_path_factory.mktemp("bytes") / "model"
     shutil.copytree(llama, folder)
@@ -31,11 +32,11 @@ def engine(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(values | {"eos_token_id": stop}))
     config = EngineConfig(model=str(folder), num_blocks=512, max_num_seqs=32, num_threads=1)
-    with Engine.load(config) as loaded:
+    with CollectingEngine.load(config) as loaded:
         yield loaded
 
 
-def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, list[TokenEvent]]:
+def run(engine: CollectingEngine, requests: list[GenerationRequest]) -> dict[str, list[TokenEvent]]:
     events: dict[str, list[TokenEvent]] = {request.request_id: [] for request in requests}
     engine.submit(requests)
     while engine.request_ids():
@@ -53,7 +54,9 @@ def witness(name: str) -> GenerationRequest:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_hostile_grammar_ends_with_an_answer_or_a_sentence(engine: Engine, kind: str) -> None:
+def test_each_hostile_grammar_ends_with_an_answer_or_a_sentence(
+    engine: CollectingEngine, kind: str
+) -> None:
     (alone,) = run(engine, [witness("alone")]).values()
     tokens = [i for event in alone for i in event.token_ids]
     assert len(tokens) == 60

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 
 pytest.importorskip("peft")
 from tests.engines.own.lora.support import save_adapter
@@ -74,7 +75,7 @@ def requests(has_lora: bool) -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(
     folders: tuple[Path, Path], has_lora: bool, **changes: object
-) -> tuple[Answers, Engine]:
+) -> tuple[Answers, CollectingEngine]:
     """Return the tokens of each request's choices, and the engine, closed."""
     model, adapter = folders
     settings: dict[str, object] = {
@@ -83,7 +84,7 @@ def answers(
         "q_padding_interval": 16, "kv_padding_interval": 32,
         "adapters": f"added={adapter}" if has_lora else "",
     }  # fmt: skip
-    with Engine.load(EngineConfig(**{**settings, **changes})) as engine:  # type: ignore[arg-type]
+    with CollectingEngine.load(EngineConfig(**{**settings, **changes})) as engine:  # type: ignore[arg-type]
         outputs = engine.generate_batch(*requests(has_lora))
     assert not [output.error for output in outputs if output.error]
     choices = [output.choices or (output,) for output in outputs]

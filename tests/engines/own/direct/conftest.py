@@ -2,8 +2,9 @@
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import ContinuousBatchingManager, Engine, EngineConfig
+from tokenmill_worker.engines.own import ContinuousBatchingManager, EngineConfig
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -12,7 +13,7 @@ LONG = 800
 
 def load(**changes):
     settings = {"model": "synthetic", "num_blocks": 256, "block_size": 8, "max_num_seqs": 32}
-    return Engine.around(SyntheticRunner.load(EngineConfig(**(settings | changes))))
+    return CollectingEngine.around(SyntheticRunner.load(EngineConfig(**(settings | changes))))
 
 
 @pytest.fixture

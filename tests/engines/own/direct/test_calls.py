@@ -5,6 +5,7 @@ import threading
 import pytest
 from transformers import GenerationConfig
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.direct.conftest import GREEDY, LONG
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engines.own import (
@@ -78,7 +79,8 @@ def test_choices_with_a_seed_are_those_of_the_engine(model):
     with model.continuous_batching_context_manager(CONFIG) as manager:
         manager.add_request([5, 6, 7], "a", params=params)
         found = {one.request_id: tuple(one.generated_tokens) for one in manager}
-    expected = manager._engine.generate_batch([[5, 6, 7]], params)
+    engine = CollectingEngine.around(manager._engine.runner)
+    expected = engine.generate_batch([[5, 6, 7]], params)
     assert [found[name] for name in ("a", "a__child#0", "a__child#1")] == [
         choice.token_ids for choice in expected[0].choices
     ]

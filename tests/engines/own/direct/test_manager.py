@@ -15,8 +15,8 @@ from tokenmill_worker.engines.own import (
     RequestError,
     RequestStatus,
 )
+from tokenmill_worker.engines.own.direct import results
 from tokenmill_worker.engines.own.errors import EngineError
-from tokenmill_worker.engines.own.requests import results
 
 
 def test_results_come_in_any_order_and_once(manager):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 from tokenmill_worker.engines.own.device import StepInputs
 from tokenmill_worker.engines.own.errors import EngineError
 from tokenmill_worker.engines.own.execution.build import load_model_runner
@@ -96,7 +97,7 @@ def serve(path: str, failing: int) -> None:
     leader = TensorParallelRunner.load(config)
     if failing == 0:
         break_third_step(leader._runner)
-    engine = Engine.around(leader)
+    engine = CollectingEngine.around(leader)
     try:
         engine.generate_batch(
             [[3, 4, 5]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.cuda.steps import fake_capture
-from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
 from tokenmill_worker.engines.own.cuda.graphs import (
     CapturedGraph,
@@ -50,7 +51,7 @@ def main(path: str, jobs: str, has_graphs: bool) -> None:
         max_num_seqs=4, attention="reference", tensor_parallel=True, num_threads=1,
         cpu_offload_gib=0.001, cuda_graphs=has_graphs, q_padding_interval=8,
     )  # fmt: skip
-    with Engine.load(config) as engine:  # ranks above 0 follow in here, and never return
+    with CollectingEngine.load(config) as engine:  # ranks above 0 follow in here, and never return
         prompts = json.loads(jobs)
         outputs = engine.generate_batch(
             prompts, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -38,12 +38,13 @@ def model_path(tmp_path_factory):
 
 
 def generated_alone(path):
-    from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+    from ops.benchmarks.measure.collecting_engine import CollectingEngine
+    from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 
     config = EngineConfig(
         model=str(path), dtype="float32", device="cpu", num_blocks=256, block_size=4, num_threads=1
     )
-    engine = Engine.load(config)
+    engine = CollectingEngine.load(config)
     outputs = engine.generate_batch(
         PROMPTS, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     )
@@ -73,7 +74,10 @@ def test_two_ranks_equal_one(model_path, mode):
 
 
 def test_without_torchrun_the_error_names_it(model_path):
-    from tokenmill_worker.engines.own import Engine, EngineConfig, EngineConfigError
+    from ops.benchmarks.measure.collecting_engine import CollectingEngine
+    from tokenmill_worker.engines.own import EngineConfig, EngineConfigError
 
     with pytest.raises(EngineConfigError, match="torchrun"):
-        Engine.load(EngineConfig(model=str(model_path), device="cpu", tensor_parallel=True))
+        CollectingEngine.load(
+            EngineConfig(model=str(model_path), device="cpu", tensor_parallel=True)
+        )

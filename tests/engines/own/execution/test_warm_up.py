@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.lora.support import engine_with, greedy
 from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import (
@@ -20,7 +21,6 @@ from tokenmill_worker.contract.messages import (
 )
 from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engines.own import Engine
 from tokenmill_worker.engines.own.execution.runner import InFlightStep
 from tokenmill_worker.engines.own.plan import StepPlan
 from tokenmill_worker.engines.own.serve.loop import EngineLoop
@@ -33,7 +33,7 @@ def folder(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> 
     return folder_of(request.param)
 
 
-def reports_of(engine: Engine) -> list[Report]:
+def reports_of(engine: CollectingEngine) -> list[Report]:
     reports: list[Report] = []
     mailbox = Mailbox()
     mailbox.put(Stop())

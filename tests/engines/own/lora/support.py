@@ -10,11 +10,12 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected, tiny_models
 from tests.engines.own.truth.expected import Expected
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -54,7 +55,9 @@ def peft_answers(
     ]
 
 
-def engine_with(model_folder: Path, adapters: dict[str, Path], **changes: object) -> Engine:
+def engine_with(
+    model_folder: Path, adapters: dict[str, Path], **changes: object
+) -> CollectingEngine:
     settings: dict[str, object] = {
         "model": str(model_folder), "dtype": "float32", "device": "cpu", "attention": "reference",
         "fuse": False,
@@ -62,7 +65,7 @@ def engine_with(model_folder: Path, adapters: dict[str, Path], **changes: object
         "num_threads": 1,
         "adapters": ",".join(f"{name}={folder}" for name, folder in adapters.items()),
     }  # fmt: skip
-    return Engine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
+    return CollectingEngine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
 
 
 def greedy(max_tokens: int, lora: str = "") -> SamplingParams:
@@ -70,7 +73,7 @@ def greedy(max_tokens: int, lora: str = "") -> SamplingParams:
 
 
 def run(
-    engine: Engine, wanted: list[tuple[str, Expected]], join_every: int = 1
+    engine: CollectingEngine, wanted: list[tuple[str, Expected]], join_every: int = 1
 ) -> list[tuple[int, ...]]:
     """Run requests (adapter's name, expected) that join one by one; return their answers."""
     ids = []
@@ -78,7 +81,7 @@ def run(
         ids.append(engine.add_request(one.prompt, greedy(len(one.answer), name)))
         for _ in range(join_every):
             engine.step()
-    outputs = [engine.get_result(request_id) for request_id in ids]
-    assert all(output is not None and output.error is None for output in outputs), outputs
+    outputs = [engine.result(request_id) for request_id in ids]
+    assert all(output.error is None for output in outputs), outputs
     check_integrity(engine.scheduler)
-    return [output.token_ids for output in outputs if output is not None]
+    return [output.token_ids for output in outputs]

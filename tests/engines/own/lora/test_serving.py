@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.lora.support import engine_with, greedy, save_adapter
 from tests.engines.own.scheduler.loop import Loop, make_sequence
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import RequestError
-from tokenmill_worker.engines.own import Engine, GenerationRequest
+from tokenmill_worker.engines.own import GenerationRequest
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.cuda.graphs import CapturedGraph, GraphRunner
 from tokenmill_worker.engines.own.lora.batch import AdapterBatch
@@ -33,25 +34,20 @@ def four(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     }
 
 
-def ask(engine: Engine, lora: str = "", prompt: list[int] = PROMPT) -> tuple[int, ...]:
-    request_id = engine.add_request(prompt, greedy(8, lora))
-    output = engine.get_result(request_id)
-    assert output is not None
+def ask(engine: CollectingEngine, lora: str = "", prompt: list[int] = PROMPT) -> tuple[int, ...]:
+    (output,) = engine.generate_batch([prompt], greedy(8, lora))
     assert output.error is None
     return output.token_ids
 
 
-def cached(engine: Engine, lora: str) -> int:
-    request_id = engine.add_request(PROMPT, greedy(2, lora))
-    output = engine.get_result(request_id)
-    assert output is not None
-    return output.num_cached_tokens
+def cached(engine: CollectingEngine, lora: str) -> int:
+    return engine.generate_batch([PROMPT], greedy(2, lora))[0].num_cached_tokens
 
 
 def test_an_unknown_adapter_is_refused_at_the_door(llama: Path, four: dict[str, Path]) -> None:
     refusal = pytest.raises(RequestError, match="adapter 'poet' is not served here; there are a, b")
     with engine_with(llama, {"a": four["a"], "b": four["b"]}) as engine, refusal:
-        engine.add_request(PROMPT, greedy(4, "poet"))
+        engine.generate_batch([PROMPT], greedy(4, "poet"))
     with engine_with(llama, {}) as engine:
         request = GenerationRequest(
             request_id="r", prompt=Prompt(tuple(PROMPT)), params=greedy(4, "a")
@@ -114,12 +110,10 @@ def test_more_adapters_than_slots(llama: Path, four: dict[str, Path]) -> None:
     ) as engine:
         names = [name for _ in range(3) for name in four]
         ids = [engine.add_request(PROMPT, greedy(8, name)) for name in names]
-        outputs = [engine.get_result(request_id) for request_id in ids]
+        outputs = [engine.result(request_id) for request_id in ids]
         runner: Any = engine.runner
         assert len(runner._adapters._loaded) == 2
-    assert [output.token_ids for output in outputs if output is not None] == [
-        wanted[name] for name in names
-    ]
+    assert [output.token_ids for output in outputs] == [wanted[name] for name in names]
 
 
 @pytest.mark.parametrize("settings", [{}, FUSED])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.cuda.steps import fake_capture
 from tests.engines.own.lora.support import (
     ATTENTION,
@@ -23,7 +24,6 @@ from tests.engines.own.lora.support import (
 from tests.engines.own.truth.expected import Expected
 from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine
 from tokenmill_worker.engines.own.cuda.graphs import GraphRunner
 
 SIZES = [(5, 16), (33, 12), (17, 20)]
@@ -71,7 +71,9 @@ def cases(
     return of
 
 
-def engine_of(path: str, folder: Path, adapters: dict[str, Path], **changes: object) -> Engine:
+def engine_of(
+    path: str, folder: Path, adapters: dict[str, Path], **changes: object
+) -> CollectingEngine:
     """Load an engine; of `graphs`, every padded step reads static inputs and adapters in slots."""
     engine = engine_with(folder, adapters, **(changes | PATHS[path]))
     if path == "graphs":
@@ -81,7 +83,7 @@ def engine_of(path: str, folder: Path, adapters: dict[str, Path], **changes: obj
     return engine
 
 
-def check_replays(engine: Engine) -> None:
+def check_replays(engine: CollectingEngine) -> None:
     graphs = getattr(engine.runner, "graphs", None)
     if graphs is not None:
         assert any(shape.is_adapted for shape in graphs.shapes)

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tokenmill_worker.engines.own import Engine, EngineConfig, SamplingParams
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
 from tokenmill_worker.engines.own.execution.build import build_runner
@@ -72,7 +73,9 @@ def config(folder: Path) -> EngineConfig:
 
 def answers(folder: Path) -> list[tuple[int, ...]]:
     settings = config(folder)
-    engine = Engine.around(build_runner(load_model(folder, settings, CpuDevice()), settings))
+    engine = CollectingEngine.around(
+        build_runner(load_model(folder, settings, CpuDevice()), settings)
+    )
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     return [tuple(one.token_ids) for one in engine.generate_batch([(5, 9, 20), (7, 8)], params)]
 

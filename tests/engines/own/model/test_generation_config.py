@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.engines.own.model.generation_config import FILE, read_defaults
 
@@ -112,8 +113,8 @@ def folder(llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "llama"))
 
 
-def engine_of(folder: Path, setting: str = "model") -> Engine:
-    return Engine.load(
+def engine_of(folder: Path, setting: str = "model") -> CollectingEngine:
+    return CollectingEngine.load(
         EngineConfig(
             model=str(folder), dtype="float32", device="cpu", num_blocks=64, num_threads=1,
             generation_config=setting,
@@ -121,7 +122,7 @@ def engine_of(folder: Path, setting: str = "model") -> Engine:
     )  # fmt: skip
 
 
-def answer(engine: Engine, **params: object) -> tuple[int, ...]:
+def answer(engine: CollectingEngine, **params: object) -> tuple[int, ...]:
     base = SamplingParams(seed=4, ignore_eos=True, **params)  # type: ignore[arg-type]
     return engine.generate_batch([PROMPT], base)[0].token_ids
 

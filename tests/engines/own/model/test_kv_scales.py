@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ops.benchmarks.commands.quality import measure
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from ops.model_families import trial
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.attention import AttentionShape
 from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
@@ -88,7 +89,9 @@ def test_prompts_and_decodes_read_what_was_stored_with_scales(
     answers = []
     for folder in (source, enlarged(source, tmp_path / "scaled", by_head)):
         settings = config(folder, max_num_batched_tokens=16)
-        engine = Engine.around(build_runner(load_model(folder, settings, CpuDevice()), settings))
+        engine = CollectingEngine.around(
+            build_runner(load_model(folder, settings, CpuDevice()), settings)
+        )
         outputs = engine.generate_batch([IDS[:30], IDS[30:33]], [params] * 2)
         answers.append([output.token_ids for output in outputs])
     assert answers[0] == answers[1]

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from ops.benchmarks.commands.quality import config_of, measure, text_windows
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import tiny_models
 from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
 from tokenmill_worker.engines.own.cpu.fused import Packing, prepare_weights
@@ -87,7 +88,7 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, top_logprobs=20)
     answers = []
     for one in (narrow, plain):
-        with Engine.load(one) as engine:
+        with CollectingEngine.load(one) as engine:
             outputs = engine.generate_batch(
                 [list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4
             )
@@ -107,7 +108,7 @@ def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
 def test_keys_and_values_take_half_precision_beside_rounded_weights(
     folder_of: Callable[[str], Path], quantization: str | None, asked: str, expected: torch.dtype
 ) -> None:
-    with Engine.load(config(folder_of("llama"), quantization, kv_dtype=asked)) as engine:
+    with CollectingEngine.load(config(folder_of("llama"), quantization, kv_dtype=asked)) as engine:
         assert engine.runner.info.config.kv_dtype == str(expected).removeprefix("torch.")
 
 
@@ -143,7 +144,7 @@ def test_answers_do_not_depend_on_batch_or_chunks(
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     answers = []
     for chunk, together in ((512, True), (7, True), (64, False)):
-        with Engine.load(
+        with CollectingEngine.load(
             config(folder_of("qwen3"), quantization, max_num_batched_tokens=chunk)
         ) as engine:
             groups = [prompts] if together else [[prompt] for prompt in prompts]

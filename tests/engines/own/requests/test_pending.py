@@ -6,9 +6,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest, RequestError
+from tokenmill_worker.engines.own import EngineConfig, GenerationRequest, RequestError
 from tokenmill_worker.engines.own.config.capabilities import CAPABILITIES
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
@@ -33,7 +34,7 @@ def pending():
     )
     runner.info = dataclasses.replace(runner.info, capabilities=CAPABILITIES)
     runner.grammar, runner.tenants = Future(), []
-    with Engine.around(runner) as engine:
+    with CollectingEngine.around(runner) as engine:
         yield engine
         runner.grammar.set_exception(ValueError("over"))
 
@@ -74,17 +75,13 @@ def test_one_choice_is_cancelled_while_a_grammar_is_compiled(pending):
     assert pending.request_ids() == []
 
 
-def test_a_refused_group_leaves_those_that_waited_before(pending):
-    pending.add_request([1, 2], STRUCTURED, "first")
-    with pytest.raises(RequestError, match="in use"):
-        pending.add_requests([[1, 2], [1, 2]], STRUCTURED, ["second", "first"])
-    assert pending.request_ids() == ["first"]
-
-
-def test_requests_added_together_are_taken_all_or_none(pending):
-    with pytest.raises(RequestError, match="vocabulary"):
-        pending.add_requests([[1, 2], [10**9]], STRUCTURED)
-    assert pending.request_ids() == []
+def test_a_duplicate_id_is_refused_while_the_first_waits_for_its_grammar(pending):
+    for _ in range(2):
+        request = GenerationRequest(request_id="x", prompt=Prompt((1, 2)), params=STRUCTURED)
+        pending.submit([request])
+    (refusal,) = pending.step()
+    assert refusal.error == "request id 'x' is already in use"
+    assert pending.request_ids() == ["x"]
 
 
 @pytest.mark.parametrize("code", ["invalid_request", "engine_error"])

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import transformers
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.engines.own.execution.runner import ModelRunner
 from tokenmill_worker.engines.own.plan import ScheduledSequence
@@ -32,7 +33,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return [3 + (seed * 31 + i * 7 + i * i) % (tiny_models.VOCAB - 3) for i in range(length)]
 
 
-def engine_of(folder: Path, draft: Path | None = None, **changes: object) -> Engine:
+def engine_of(folder: Path, draft: Path | None = None, **changes: object) -> CollectingEngine:
     """Load an engine whose draft model costs nothing, so that no clock decides what it drafts."""
     settings: dict[str, object] = {
         "model": str(folder), "device": "cpu", "block_size": 8, "num_blocks": 256,
@@ -40,13 +41,13 @@ def engine_of(folder: Path, draft: Path | None = None, **changes: object) -> Eng
     }  # fmt: skip
     if draft is not None:
         settings |= {"draft_model": str(draft), "speculative_tokens": 4}
-    engine = Engine.load(EngineConfig(**(settings | changes)))  # type: ignore[arg-type]
+    engine = CollectingEngine.load(EngineConfig(**(settings | changes)))  # type: ignore[arg-type]
     if draft is not None:
         drafts_of(engine).gain = DraftGain(clock=lambda: 0.0)
     return engine
 
 
-def drafts_of(engine: Engine):
+def drafts_of(engine: CollectingEngine):
     assert isinstance(engine.runner, ModelRunner)
     assert engine.runner.draft_model is not None
     return engine.runner.draft_model
@@ -63,7 +64,9 @@ def cut(folder: Path, into: Path, num_layers: int = 2) -> Path:
     return into
 
 
-def answers(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> Tokens:
+def answers(
+    engine: CollectingEngine, prompts: list[list[int]], params: list[SamplingParams]
+) -> Tokens:
     outputs = engine.generate_batch(prompts, params)
     check_integrity(engine.scheduler)
     return [[choice.token_ids for choice in output.choices] for output in outputs]

@@ -8,11 +8,12 @@ import json
 import msgspec
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest
+from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
@@ -30,7 +31,7 @@ def engine_of(folder, **changes):
         "block_size": 8,
         "max_num_batched_tokens": 48, "max_num_seqs": 8, "num_threads": 1,
     }  # fmt: skip
-    return Engine.load(EngineConfig(**(settings | changes)))
+    return CollectingEngine.load(EngineConfig(**(settings | changes)))
 
 
 def prompt(seed, length):
@@ -192,7 +193,7 @@ def test_structured_output_matches_its_schema():
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    engine = Engine.load(
+    engine = CollectingEngine.load(
         EngineConfig(model="smollm2-135m-instruct", dtype="float32", num_blocks=128, num_threads=1)
     )
     shape = SamplingParams(
@@ -220,7 +221,7 @@ def test_structured_output_matches_its_schema():
     assert engine.generate_batch([[1, 2, 3, 4]], undrafted)[0].token_ids == outputs[0].token_ids
     assert engine.stats().accepted_tokens == accepted
     engine.runner.info = dataclasses.replace(engine.runner.info, is_asynchronous=True)
-    ahead = Engine.around(engine.runner)
+    ahead = CollectingEngine.around(engine.runner)
     prompts, params = [[1, 2, 3, 4], [5, 6, 7]], [shape, number]
     assert tokens(ahead.generate_batch(prompts, params)) == tokens(outputs[:2])
     assert ahead.stats().accepted_tokens > 3

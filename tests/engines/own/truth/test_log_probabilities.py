@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import expected
 from tests.engines.own.truth.test_real_models import TEXT, folder_of
 from tokenmill_schemas.generation import LOGPROBS_MODES, SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 MODEL = "smollm2-135m-instruct"
@@ -34,13 +35,15 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[dict[str, Engine]]:
+def engines() -> Iterator[dict[str, CollectingEngine]]:
     """One engine per default mode, with the torch operators that Transformers uses."""
     config = EngineConfig(
         model=str(folder_of(MODEL)), dtype="float32", device="cpu", num_blocks=64,
         attention="reference", fuse=False, amx=False,
     )  # fmt: skip
-    made = {mode: Engine.load(config.replace(logprobs_mode=mode)) for mode in LOGPROBS_MODES}
+    made = {
+        mode: CollectingEngine.load(config.replace(logprobs_mode=mode)) for mode in LOGPROBS_MODES
+    }
     yield made
     for engine in made.values():
         engine.stop()
@@ -79,7 +82,7 @@ def distributions(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_modes_equal_those_of_transformers(
-    kind: str, engines: dict[str, Engine], model: transformers.PreTrainedModel
+    kind: str, engines: dict[str, CollectingEngine], model: transformers.PreTrainedModel
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder_of(MODEL))
     prompt: list[int] = tokenizer(TEXT)["input_ids"][:20]
@@ -109,7 +112,9 @@ def test_both_modes_equal_those_of_transformers(
             )
 
 
-def test_a_request_names_its_mode_whatever_the_engine_does(engines: dict[str, Engine]) -> None:
+def test_a_request_names_its_mode_whatever_the_engine_does(
+    engines: dict[str, CollectingEngine],
+) -> None:
     base = {"max_tokens": 8, "seed": 3, "temperature": 0.5, "logprobs": True, "ignore_eos": True}
     prompts = [[1, 2, 3]] * 3
     for default, engine in engines.items():

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import transformers
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config.cache import Window
 from tokenmill_worker.engines.own.model.model_files import ModelNotFoundError, resolve
 
@@ -48,23 +49,23 @@ def folder_of(name: str) -> Path:
         pytest.skip(str(error))
 
 
-def ask(engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> str:
+def ask(engine: CollectingEngine, prompt: tuple[int, ...], max_tokens: int) -> str:
     return engine.add_request(
         prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     )
 
 
 def answers_of(
-    engine: Engine, prompts: Sequence[Prompt], steps_between: list[int]
+    engine: CollectingEngine, prompts: Sequence[Prompt], steps_between: list[int]
 ) -> list[tuple[int, ...]]:
     ids = []
     for (prompt, max_tokens), steps in zip(prompts, steps_between, strict=True):
         ids.append(ask(engine, prompt, max_tokens))
         for _ in range(steps):
             engine.step()
-    outputs = [engine.get_result(request_id) for request_id in ids]
+    outputs = [engine.result(request_id) for request_id in ids]
     check_integrity(engine.scheduler)
-    return [output.token_ids for output in outputs if output is not None]
+    return [output.token_ids for output in outputs]
 
 
 def check(lag: Lag, prompts: Sequence[Prompt], answers: Sequence[tuple[int, ...]]) -> None:
@@ -88,7 +89,7 @@ def test_smollm2_answers_prompts_that_join_at_different_steps(
         num_blocks=600,
         max_num_batched_tokens=96, max_num_seqs=24,
     )  # fmt: skip
-    with Engine.load(config) as engine:
+    with CollectingEngine.load(config) as engine:
         steps = [draw.choice((0, 0, 1, 3)) for _ in range(count)]
         check(lag, prompts[:count], answers_of(engine, prompts[:count], steps))
         assert engine.stats().finished == count
@@ -113,7 +114,7 @@ def test_weights_kept_as_their_file_has_them_change_no_bit(
             narrow_weights=narrow,
             amx=False,
         )
-        with caplog.at_level(logging.INFO), Engine.load(config) as engine:
+        with caplog.at_level(logging.INFO), CollectingEngine.load(config) as engine:
             answers.append(
                 [
                     (one.token_ids, one.logprobs)
@@ -174,13 +175,13 @@ def narrow_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_gemma(folder: Path, **changes: object) -> Engine:
+def make_gemma(folder: Path, **changes: object) -> CollectingEngine:
     settings: dict[str, object] = {
         "model": str(folder), "dtype": "float32", "device": "cpu", "attention": "reference",
         "fuse": False,
         "num_blocks": 420, "max_num_batched_tokens": 200, "max_num_seqs": 8,
     }  # fmt: skip
-    return Engine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
+    return CollectingEngine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("attention", "fuse"), [("reference", False), ("cpu", True)])
@@ -206,7 +207,6 @@ def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
             Window(64),
             None,
         ]
-        output = engine.get_result(ask(engine, prompt, 160))
+        output = engine.result(ask(engine, prompt, 160))
         assert engine.capacity().free_blocks == 19, "a window's blocks that are passed come back"
-    assert output is not None
     check(lag_of(narrow_gemma3), [(prompt, 160)], [output.token_ids])

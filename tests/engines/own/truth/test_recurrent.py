@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config import EngineConfigError
 
 PROMPTS = [tuple(range(3, 3 + length)) for length in (5, 30, 12)]
@@ -22,14 +23,16 @@ def folder(folder_of: Callable[[str], Path]) -> Path:
     return folder_of("qwen3_5")
 
 
-def load(folder: Path, **changes: Any) -> Engine:
+def load(folder: Path, **changes: Any) -> CollectingEngine:
     settings: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return Engine.load(
+    return CollectingEngine.load(
         EngineConfig(model=str(folder), dtype="float32", device="cpu", **{**settings, **changes})
     )
 
 
-def answers(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Any]:
+def answers(
+    engine: CollectingEngine, prompts: list[tuple[int, ...]], params: SamplingParams
+) -> list[Any]:
     outputs = engine.generate_batch(prompts, params)
     assert {output.error for output in outputs} == {None}
     return [choice.token_ids for output in outputs for choice in output.choices]

@@ -10,11 +10,12 @@ import random
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import tiny_models
 from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.execution.build import load_model_runner
 from tokenmill_worker.engines.own.plan import Draft
 
@@ -30,7 +31,7 @@ def engine_of(folder, **changes):
         "block_size": 8,
         "max_num_batched_tokens": 24, "max_num_seqs": 6, "num_threads": 1, "attention": "reference",
     }  # fmt: skip
-    return Engine.load(EngineConfig(**(settings | changes)))
+    return CollectingEngine.load(EngineConfig(**(settings | changes)))
 
 
 def requests(seed, count=14):
@@ -90,7 +91,7 @@ def with_drafts(engine, made, received):
         return Draft(tuple(drafts), num_right if is_certain else 0)
 
     engine.runner.info = dataclasses.replace(engine.runner.info, proposer=propose)
-    return Engine.around(engine.runner)
+    return CollectingEngine.around(engine.runner)
 
 
 @pytest.mark.parametrize("seed", slow_unless({0, 1}, range(3)))
@@ -150,7 +151,7 @@ def test_cancelling_in_flight_frees_everything(folder):
         assert engine.cancel(request_id)
     while engine.has_work:
         engine.step()
-    assert {engine.get_result(i).finish_reason for i in ids} == {FinishReason.CANCELLED}
+    assert {engine.result(i).finish_reason for i in ids} == {FinishReason.CANCELLED}
     check_integrity(engine.scheduler)
     assert engine.stats().blocks_free == engine.stats().blocks_total
 
@@ -196,7 +197,7 @@ def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
     changes = {"num_blocks": 200, "max_num_batched_tokens": 8, "policy": "priority"}
     settings = engine_of(folder, async_batching=True, **changes).runner.info.config
     runner = Clocked(load_model_runner(settings))
-    engine = Engine.around(runner)
+    engine = CollectingEngine.around(runner)
     engine.add_request(
         [5] * 160, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), priority=1
     )
@@ -230,6 +231,6 @@ def test_a_sequence_readmitted_in_the_plan_that_preempts_it_gives_the_same_token
             engine.step()
         for name in names:
             engine.scheduler._state.preempt(*engine.scheduler.sequences(name))
-    assert [engine.get_result(name).token_ids for name in names] == [
+    assert [engine.result(name).token_ids for name in names] == [
         output.token_ids for output in plain
     ]

@@ -11,10 +11,11 @@ import pytest
 import torch
 import transformers
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import expected, tiny_models
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest
+from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
 TOLERANCE = 1e-4
 NUM_TOP = 3
@@ -40,12 +41,12 @@ def model(folder: Path) -> transformers.PreTrainedModel:
     return expected.load(folder)
 
 
-def engine_of(folder: Path, **changes: Any) -> Engine:
+def engine_of(folder: Path, **changes: Any) -> CollectingEngine:
     settings: dict[str, Any] = {
         "model": str(folder), "dtype": "float32", "device": "cpu", "num_blocks": 256,
         "block_size": 8, "max_num_batched_tokens": 48, "max_num_seqs": 8, "num_threads": 1,
     }  # fmt: skip
-    return Engine.load(EngineConfig(**(settings | changes)))
+    return CollectingEngine.load(EngineConfig(**(settings | changes)))
 
 
 @torch.inference_mode()
@@ -121,8 +122,7 @@ def test_given_answers(folder: Path, model: transformers.PreTrainedModel) -> Non
     name = engine.add_request(
         start, SamplingParams(n=len(given), logprobs=2, max_tokens=1), given=given
     )
-    output = engine.get_result(name)
-    assert output is not None
+    output = engine.result(name)
     for choice, ids in zip(output.choices, given, strict=True):
         assert choice.token_ids == ids
         assert choice.logprobs is not None

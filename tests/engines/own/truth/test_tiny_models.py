@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected, tiny_models
 from tests.engines.own.truth.expected import Expected
 from tests.engines.own.truth.tiny_models import FAMILIES
 from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.plan import Draft
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.sequence import Sequence
@@ -53,7 +54,9 @@ def answers(folder_of: Callable[[str], Path]) -> Callable[[str], Answers]:
     return of
 
 
-def run(engine: Engine, wanted: list[Expected], join_every: int = 3) -> list[tuple[int, ...]]:
+def run(
+    engine: CollectingEngine, wanted: list[Expected], join_every: int = 3
+) -> list[tuple[int, ...]]:
     """Run the requests, which join one after the other, and return their answers."""
     ids = []
     for one in wanted:
@@ -61,13 +64,13 @@ def run(engine: Engine, wanted: list[Expected], join_every: int = 3) -> list[tup
         ids.append(engine.add_request(one.prompt, params))
         for _ in range(join_every):
             engine.step()
-    outputs = [engine.get_result(request_id) for request_id in ids]
-    assert all(output is not None and output.error is None for output in outputs)
+    outputs = [engine.result(request_id) for request_id in ids]
+    assert all(output.error is None for output in outputs)
     check_integrity(engine.scheduler)
-    return [output.token_ids for output in outputs if output is not None]
+    return [output.token_ids for output in outputs]
 
 
-def make_engine(folder: Path, **changes: object) -> Engine:
+def make_engine(folder: Path, **changes: object) -> CollectingEngine:
     settings: dict[str, object] = {
         "model": str(folder),
         "dtype": "float32",
@@ -79,7 +82,7 @@ def make_engine(folder: Path, **changes: object) -> Engine:
         "max_num_seqs": 8,
         "max_num_batched_tokens": UNBOUNDED,
     }
-    return Engine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
+    return CollectingEngine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -198,7 +201,7 @@ def test_drafts_right_and_wrong_change_no_token(
         eos_token_ids=runner.info.eos_token_ids,
         proposer=Oracle(wanted),
     )
-    with Engine(runner, scheduler) as engine:
+    with CollectingEngine(runner, scheduler) as engine:
         assert run(engine, wanted) == [one.answer for one in wanted]
         stats = engine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens

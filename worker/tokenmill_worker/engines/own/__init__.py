@@ -14,9 +14,9 @@ from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingP
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engines.own.direct.results import RequestOutput, RequestStatus
 from tokenmill_worker.engines.own.errors import EngineError
-from tokenmill_worker.engines.own.requests.results import RequestOutput, RequestStatus
-from tokenmill_worker.engines.own.types import GenerationOutput, SchedulingPolicy
+from tokenmill_worker.engines.own.types import SchedulingPolicy
 
 if TYPE_CHECKING:
     from tokenmill_worker.engines.own.direct.batched_model import BatchedModel
@@ -35,7 +35,6 @@ __all__ = [
     "EngineError",
     "EngineStats",
     "FinishReason",
-    "GenerationOutput",
     "GenerationRequest",
     "RequestError",
     "RequestOutput",

@@ -1,14 +1,14 @@
 """The engine: a continuous batch that the caller steps.
 
 It accepts requests (`requests/tracker.py`), runs steps (`stepping.py`) and returns their events.
-`process/host.py` runs an engine in a process or thread of its own. `requests/direct.py` adds the
-calls that collect results.
+`serve/loop.py` steps it for a worker, `direct/manager.py` for a caller in the same process.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Self
 
 import msgspec
 
@@ -18,14 +18,13 @@ from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.execution.interface import Runner
 from tokenmill_worker.engines.own.execution.load import build_scheduler, load_runner
-from tokenmill_worker.engines.own.requests.direct import DirectCalls
 from tokenmill_worker.engines.own.requests.tracker import RequestTracker
 from tokenmill_worker.engines.own.requests.validation import RequestValidator
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.stepping import StepExecutor
 
 
-class Engine(DirectCalls):
+class Engine:
     """One model and its batch.
 
     Not thread-safe: the same thread adds, steps and cancels.
@@ -36,9 +35,9 @@ class Engine(DirectCalls):
         validator = RequestValidator(
             info.vocab_size, scheduler.max_model_len, info.can_structure, info.sampling_defaults
         )
-        super().__init__(RequestTracker(validator, runner, scheduler))
         self.runner = runner
         self.scheduler = scheduler
+        self._requests = RequestTracker(validator, runner, scheduler)
         self._steps = StepExecutor(runner, scheduler)
         self._busy_s = 0.0
 
@@ -48,7 +47,7 @@ class Engine(DirectCalls):
         config: EngineConfig,
         cache_dir: str | None = None,
         on_progress: Callable[[str, float], None] | None = None,
-    ) -> Engine:
+    ) -> Self:
         """Load the model and size the cache; `cache_dir` keeps converted models.
 
         Raises:
@@ -58,7 +57,7 @@ class Engine(DirectCalls):
         return cls.around(load_runner(config, cache_dir, on_progress))
 
     @classmethod
-    def around(cls, runner: Runner) -> Engine:
+    def around(cls, runner: Runner) -> Self:
         """Build an engine, with a scheduler of its own, around a runner.
 
         Raises:
@@ -114,7 +113,6 @@ class Engine(DirectCalls):
         early = self._requests.take_early()
         events = self.scheduler.expire()
         events += self._steps.next()
-        self._outputs.deliver(events)
         self._busy_s += time.perf_counter() - started
         return early + events
 
@@ -123,9 +121,7 @@ class Engine(DirectCalls):
 
         Raises EngineError when the engine is broken.
         """
-        events = self._steps.settle()
-        self._outputs.deliver(events)
-        return events
+        return self._steps.settle()
 
     # ── state ──
 
@@ -146,7 +142,8 @@ class Engine(DirectCalls):
             for request_id in self.request_ids():
                 self.cancel(request_id)
         while self.has_work:
-            self._step_or_wait()
+            if not self.step() and self.waits_only:
+                time.sleep(0.001)
         self.runner.close()
 
     def request_ids(self) -> list[str]:

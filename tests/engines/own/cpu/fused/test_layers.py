@@ -19,9 +19,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.engines.own.cpu.fused import Packing, prepare_weights, replace_modules
 from tokenmill_worker.engines.own.cpu.kernels.toolchain import KernelUnavailableError
@@ -116,7 +117,7 @@ def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, .
         max_num_batched_tokens=24, max_num_seqs=8,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, top_logprobs=20)
-    with Engine.load(config) as engine:
+    with CollectingEngine.load(config) as engine:
         outputs = engine.generate_batch(
             [list(range(3, 3 + n)) for n in (1, 5, 30, 41)], [params] * 4
         )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.attention.cases import (
     Case,
     Problem,
@@ -25,7 +26,7 @@ from tests.engines.own.attention.cases import (
 from tests.engines.own.cuda.steps import fake_capture
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.engines.own import Engine, EngineConfig
+from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.attention import common_prefix
 from tokenmill_worker.engines.own.attention.base import AttentionMetadata, CommonPrefix
 from tokenmill_worker.engines.own.attention.common_prefix import find_prefix
@@ -154,7 +155,7 @@ def test_graphs_of_decodes_with_a_common_prefix_give_the_same_tokens(
     answers = []
     for device, attention in (("cpu", "reference"), (DEVICE, "triton")):
         place: dict[str, Any] = {"device": device, "attention": attention, "cuda_graphs": True}
-        with Engine.load(EngineConfig(**settings, **place)) as engine:
+        with CollectingEngine.load(EngineConfig(**settings, **place)) as engine:
             runner: Any = engine.runner
             if attention == "triton":
                 info = runner.info

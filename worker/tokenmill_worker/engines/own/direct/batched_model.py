@@ -26,9 +26,9 @@ from tokenmill_worker.engines.own.direct.request_arguments import (
     end_tokens,
     token_rules,
 )
+from tokenmill_worker.engines.own.direct.results import RequestOutput
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.errors import EngineError
-from tokenmill_worker.engines.own.requests.results import RequestOutput
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _RENAMED = {

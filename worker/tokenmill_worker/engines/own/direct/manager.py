@@ -20,10 +20,10 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engines.own.direct import request_arguments as arguments
+from tokenmill_worker.engines.own.direct.results import RequestOutput, ResultHandler, Results
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.errors import EngineError, refusal_event
 from tokenmill_worker.engines.own.execution.warm_up import warm_up
-from tokenmill_worker.engines.own.requests.results import RequestOutput, ResultHandler, Results
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ fails is refused with the reason; one whose deadline passes meanwhile ends; the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -72,11 +72,6 @@ class PendingRequests:
 
     def add(self, needs: Prerequisites, sequences: list[Sequence]) -> None:
         self._requests[sequences[0].request_id] = (needs, sequences)
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Remove requests without an event."""
-        for request_id in request_ids:
-            self._requests.pop(request_id, None)
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._requests

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -15,7 +14,6 @@ from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.errors import refusal_event, why
-from tokenmill_worker.engines.own.requests.outputs import Outputs
 from tokenmill_worker.engines.own.requests.pending import PendingRequests, Prerequisites
 from tokenmill_worker.engines.own.requests.validation import RequestValidator
 from tokenmill_worker.engines.own.sequence import Sequence
@@ -54,7 +52,6 @@ class RequestTracker:
     def __init__(
         self, validator: RequestValidator, loader: PrerequisiteLoader, queue: SequenceQueue
     ) -> None:
-        self.outputs = Outputs()
         self._validator = validator
         self._loader = loader
         self._queue = queue
@@ -68,7 +65,7 @@ class RequestTracker:
 
     @property
     def has_early(self) -> bool:
-        """Do events wait that belong to no step?"""
+        """Return whether events wait that belong to no step."""
         return bool(self._early)
 
     def request_ids(self) -> list[str]:
@@ -89,7 +86,6 @@ class RequestTracker:
             try:
                 self._enqueue(request, batch)
             except RequestError as error:
-                # not delivered to outputs: a request with the same id may be running
                 self._early.append(refusal_event(request.request_id, error))
             except Exception as error:  # a value of a wrong type, which no check has foreseen
                 log.exception("Request %s is refused: it cannot be read", request.request_id)
@@ -101,31 +97,6 @@ class RequestTracker:
             for sequences in batch.values():
                 self._schedule_one(sequences)
 
-    def add(self, requests: Seq[GenerationRequest]) -> None:
-        """Add requests together, and collect their outputs.
-
-        Raises RequestError, and adds none, if one of them is refused.
-        """
-        names = {request.request_id for request in requests}
-        known = names.intersection(self._pending.request_ids())
-        batch: dict[str, list[Sequence]] = {}
-        try:
-            for request in requests:
-                self._enqueue(request, batch)
-                if request.request_id in self.outputs:
-                    raise RequestError(
-                        f"the result of request id {request.request_id!r} has not been taken yet"
-                    )
-            self._schedule(batch)
-        except RequestError:
-            self._pending.drop(names - known)
-            raise
-        for request in requests:
-            params = request.params
-            self.outputs.open(
-                request.request_id, len(request.prompt), params.n, params.wants_logprobs
-            )
-
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None) -> bool:
         """End a request (or one choice) in any state.
 
@@ -133,7 +104,7 @@ class RequestTracker:
         """
         events = self._pending.cancel(request_id, reason, choice)
         events += self._queue.cancel(request_id, reason, choice)
-        self._deliver_early(events)
+        self._early += events
         return bool(events)
 
     def schedule_prepared(self) -> None:
@@ -142,7 +113,7 @@ class RequestTracker:
             ready, ends = self._pending.take()
             for sequences in ready:
                 self._schedule_one(sequences)
-            self._deliver_early(ends)
+            self._early += ends
 
     def _enqueue(self, request: GenerationRequest, batch: dict[str, list[Sequence]]) -> None:
         sequences = self._validator.validate(request)
@@ -170,9 +141,4 @@ class RequestTracker:
         try:
             self._queue.add(sequences)
         except RequestError as error:
-            self._deliver_early([refusal_event(s.request_id, error, s.choice) for s in sequences])
-
-    def _deliver_early(self, events: list[TokenEvent]) -> None:
-        """Deliver events to the outputs now; the next step only returns them."""
-        self.outputs.deliver(events)
-        self._early += events
+            self._early += [refusal_event(s.request_id, error, s.choice) for s in sequences]

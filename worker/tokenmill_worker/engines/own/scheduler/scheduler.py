@@ -174,9 +174,9 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
-        """Apply a step's result, then end sequences whose deadline has passed."""
+        """Apply a step's result and return its events."""
         self._record_step_time(plan)
-        return self._committer.commit(plan, output) + self._committer.expire()
+        return self._committer.commit(plan, output)
 
     def _record_step_time(self, plan: StepPlan) -> None:
         """Record how long the step took.
