@@ -45,11 +45,13 @@ class LeaseEvents:
         self.num_expired += 1
 
 
+STATUS = WorkerStatus(worker_id="w1")
+
+
 def keeper_of(stream: Any) -> tuple[LeaseKeeper, LeaseEvents]:
     events = LeaseEvents()
     keeper = LeaseKeeper(
         stream,
-        lambda: WorkerStatus(worker_id="w1"),
         interval_s=3.3,
         on_cancelled=events.cancelled.extend,
         on_lost=events.lost.extend,
@@ -63,7 +65,7 @@ async def test_a_heartbeat_reports_cancelled_and_lost_jobs() -> None:
     stream = FakeBeats(clock)
     keeper, events = keeper_of(stream)
     stream.replies = [HeartbeatReply(("a",), ("b", "c"))]
-    await keeper.beat()
+    await keeper.beat(STATUS)
     assert (events.cancelled, events.lost) == (["a"], ["b", "c"])
 
 
@@ -73,7 +75,7 @@ async def test_a_beat_under_a_name_that_is_anothers_ends_the_keeper() -> None:
     keeper, events = keeper_of(stream)
     stream.replies = [HeartbeatReply(lost=("a",), is_replaced=True)]
     with pytest.raises(Replaced, match="worker_id of its own"):
-        await keeper.run()
+        await keeper.run(lambda: STATUS)
     assert events.lost == []
 
 
@@ -84,12 +86,12 @@ async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_be
     await keeper.tick()
     clock.now += 10.1
     assert stream.lease.is_expired()
-    await keeper.beat()
+    await keeper.beat(STATUS)
     assert stream.num_beats == 0
     await keeper.tick()
     assert events.num_expired == 1
     assert not stream.lease.is_expired()
-    await keeper.beat()
+    await keeper.beat(STATUS)
     assert stream.num_beats == 1
 
 
@@ -134,10 +136,10 @@ async def test_a_server_that_is_away_is_no_freeze() -> None:
         stream.replies = [RedisUnavailable("gone")]
         clock.now += 1.0
         await keeper.tick()
-        await keeper.beat()
+        await keeper.beat(STATUS)
     assert keeper.problem == "gone"
     assert events.num_expired == 0
-    await keeper.beat()
+    await keeper.beat(STATUS)
     assert keeper.problem is None
 
 

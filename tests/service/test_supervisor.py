@@ -60,13 +60,16 @@ class FakeHost:
         self.trace.append("stopped")
 
 
-def supervised(hosts: list[FakeHost], trace: list[str]) -> EngineSupervisor:
+def supervised(hosts: list[FakeHost]) -> EngineSupervisor:
+    waiting = iter(hosts)
+    return EngineSupervisor(lambda: next(waiting))  # type: ignore[arg-type, return-value]
+
+
+async def run(supervisor: EngineSupervisor, trace: list[str]) -> None:
     async def note(name: str) -> None:
         trace.append(name)
 
-    waiting = iter(hosts)
-    return EngineSupervisor(
-        lambda: next(waiting),  # type: ignore[arg-type, return-value]
+    await supervisor.run(
         on_ready=lambda _ready: note("prepared"),
         on_frame=lambda _frame: note("frame"),
         on_death=lambda: note("given back"),
@@ -76,9 +79,9 @@ def supervised(hosts: list[FakeHost], trace: list[str]) -> EngineSupervisor:
 
 async def test_a_first_engine_that_does_not_load_is_an_error() -> None:
     trace: list[str] = []
-    supervisor = supervised([FakeHost(trace, loads=False)], trace)
+    supervisor = supervised([FakeHost(trace, loads=False)])
     with pytest.raises(EngineDied, match="no such model"):
-        await supervisor.run()
+        await run(supervisor, trace)
     assert trace == ["killed"]
     assert not supervisor.started.is_set()
 
@@ -89,9 +92,9 @@ async def test_a_first_engine_that_is_killed_while_it_loads_is_started_again(
     monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
     trace: list[str] = []
     killed = [FakeHost(trace, loads=False, may_pass=True) for _ in range(3)]
-    supervisor = supervised([*killed, FakeHost(trace, 1)], trace)
+    supervisor = supervised([*killed, FakeHost(trace, 1)])
     with pytest.raises(RuntimeError):  # there is no fifth host
-        await supervisor.run()
+        await run(supervisor, trace)
     assert trace[-5:] == ["ready", "prepared", "frame", "killed", "given back"]
     assert supervisor.started.is_set()
 
@@ -100,9 +103,9 @@ async def test_the_starts_of_a_first_engine_are_bounded(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
     trace: list[str] = []
     hosts = [FakeHost(trace, loads=False, may_pass=True) for _ in range(9)]
-    supervisor = supervised(hosts, trace)
+    supervisor = supervised(hosts)
     with pytest.raises(EngineDied, match="it was killed; none of 5 starts succeeded"):
-        await supervisor.run()
+        await run(supervisor, trace)
     assert trace.count("killed") == 5
 
 
@@ -113,7 +116,7 @@ async def test_an_engine_that_cannot_load_ends_the_worker_also_after_one_that_wa
     trace: list[str] = []
     hosts = [FakeHost(trace, loads=False, may_pass=True), FakeHost(trace, loads=False)]
     with pytest.raises(EngineDied, match=r"^no such model$"):
-        await supervised(hosts, trace).run()
+        await run(supervised(hosts), trace)
 
 
 async def test_a_dead_engine_is_replaced_after_its_jobs_were_given_back(
@@ -122,9 +125,9 @@ async def test_a_dead_engine_is_replaced_after_its_jobs_were_given_back(
     monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
     trace: list[str] = []
     hosts = [FakeHost(trace, 1), FakeHost(trace, loads=False), FakeHost(trace, 1)]
-    supervisor = supervised(hosts, trace)
+    supervisor = supervised(hosts)
     with pytest.raises(RuntimeError):  # there is no fourth host
-        await supervisor.run()
+        await run(supervisor, trace)
     life = ["ready", "prepared", "frame", "killed", "given back"]
     assert trace == [*life, "killed", "given back", *life]
     assert (supervisor.health.engine_ready, supervisor.health.engine_restarts) == (False, 3)
@@ -132,10 +135,10 @@ async def test_a_dead_engine_is_replaced_after_its_jobs_were_given_back(
 
 async def test_a_stop_ends_the_pause_before_the_next_engine() -> None:
     trace: list[str] = []
-    supervisor = supervised([FakeHost(trace, loads=True), FakeHost(trace)], trace)
+    supervisor = supervised([FakeHost(trace, loads=True), FakeHost(trace)])
     supervisor.health.engine_restarts = 1
     supervisor._deaths = 4
-    running = asyncio.create_task(supervisor.run())
+    running = asyncio.create_task(run(supervisor, trace))
     try:
         await until(lambda: "given back" in trace)
         await supervisor.stop()

@@ -149,7 +149,6 @@ class Worker:
         )
         self._lease = LeaseKeeper(
             self.stream,
-            lambda: self.reporter.status(),
             interval_s=settings.heartbeat_interval,
             on_cancelled=self.service.ends.cancel_all,
             on_lost=self.service.ends.drop_lost,
@@ -214,7 +213,7 @@ class Worker:
         engine.add_done_callback(lambda _task: self.end_now())  # no owned job can go on
         async with (
             background(self._finalizer.run(), self._stop),
-            background(self._lease.run(), self._stop),
+            background(self._lease.run(self.reporter.status), self._stop),
             background(self.stream.server.run(), self._stop),
             background(self._control.run(), self._stop),
         ):

@@ -28,43 +28,40 @@ class Health:
 
 
 class EngineSupervisor:
-    """Runs one engine after the other until `stopping` is set.
+    """Runs one engine after the other until `stopping` is set."""
 
-    `on_ready` is awaited when an engine has loaded, `on_frame` for each of its frames, `on_death`
-    after one died and before the next starts. `has_requests`: are requests in the engine?
-    """
+    def __init__(self, host_factory: Callable[[], EngineHost]) -> None:
+        self.health = Health()
+        self.host: EngineHost | None = None
+        self.started = asyncio.Event()  # an engine has been ready once: jobs may be claimed
+        self.stopping = asyncio.Event()
+        self._host_factory = host_factory
+        self._deaths = 0  # consecutive deaths of engines
 
-    def __init__(
+    async def run(
         self,
-        host_factory: Callable[[], EngineHost],
         *,
         on_ready: Callable[[Ready], Awaitable[None]],
         on_frame: Callable[[Frame], Awaitable[None]],
         on_death: Callable[[], Awaitable[None]],
         has_requests: Callable[[], bool],
     ) -> None:
-        self.health = Health()
-        self.host: EngineHost | None = None
-        self.started = asyncio.Event()  # an engine has been ready once: jobs may be claimed
-        self.stopping = asyncio.Event()
-        self._host_factory = host_factory
-        self._on_ready = on_ready
-        self._on_frame = on_frame
-        self._on_death = on_death
-        self._has_requests = has_requests
-        self._deaths = 0  # consecutive deaths of engines
-
-    async def run(self) -> None:
         """Keep an engine running until stop(). Raises EngineDied if the first one does not load: at
         once where it says why, after START_TRIES where it was killed or lacked memory.
+
+        Args:
+            on_ready: awaited when an engine has loaded.
+            on_frame: awaited for each of its frames.
+            on_death: awaited after one died and before the next starts.
+            has_requests: returns whether requests are in the engine.
         """
         while not self.stopping.is_set():
             try:
-                await self._start()
-                await self._pass_frames()
+                await self._start(on_ready)
+                await self._pass_frames(on_frame)
             except EngineDied as death:
                 self.health.engine_ready = False
-                if self._has_requests() and not death.any_step:
+                if has_requests() and not death.any_step:
                     self._deaths = min(self._deaths, 1)  # the suspects soon run in smaller groups
                 self.health.stats = EngineStats()
                 if self.host is not None:
@@ -74,7 +71,7 @@ class EngineSupervisor:
                 if not self.started.is_set():
                     self._judge_start(death)
                 log.error("Engine died; a new one starts: %s", death)
-                await self._on_death()
+                await on_death()
                 pause_s = RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)]
                 await wait_at_most(self.stopping, pause_s)
                 self._deaths += 1
@@ -94,21 +91,21 @@ class EngineSupervisor:
         if tries >= START_TRIES:
             raise EngineDied(f"{death}; none of {tries} starts succeeded", at_start=True)
 
-    async def _start(self) -> None:
+    async def _start(self, on_ready: Callable[[Ready], Awaitable[None]]) -> None:
         self.host = self._host_factory()
         ready = await self.host.start(_log_progress)
-        await self._on_ready(ready)
+        await on_ready(ready)
         log.info("Engine ready: %s", ready.description)
         self.health.engine_ready = True
         self.started.set()
 
-    async def _pass_frames(self) -> None:
+    async def _pass_frames(self, on_frame: Callable[[Frame], Awaitable[None]]) -> None:
         assert self.host is not None
         async for frame in self.host.frames():
             self.health.stats = frame.stats or self.health.stats
             if self._deaths > 1 and any(event.token_ids for event in frame.events):
                 self._deaths = 1
-            await self._on_frame(frame)
+            await on_frame(frame)
 
 
 def _log_progress(what: str, fraction: float) -> None:

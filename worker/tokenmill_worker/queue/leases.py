@@ -68,7 +68,6 @@ class LeaseKeeper:
     def __init__(
         self,
         stream: HeartbeatSender,
-        status: Callable[[], WorkerStatus],
         *,
         interval_s: float,
         on_cancelled: Callable[[tuple[str, ...]], None],
@@ -76,7 +75,6 @@ class LeaseKeeper:
         on_expired: Callable[[], Awaitable[None]],
     ) -> None:
         self._stream = stream
-        self._status = status
         self._lease = stream.lease
         self._interval_s = interval_s
         self._on_cancelled = on_cancelled
@@ -85,13 +83,13 @@ class LeaseKeeper:
         self.problem: str | None = None  # why the last heartbeat failed
         self.num_renewed = self.num_failed = self.num_expired = 0  # since the start
 
-    async def run(self) -> None:
-        """Send heartbeats until cancelled. Raises Replaced."""
+    async def run(self, status: Callable[[], WorkerStatus]) -> None:
+        """Send heartbeats with the worker's status until cancelled. Raises Replaced."""
         self._lease.tick()
         ticker = asyncio.create_task(self._tick(), name="lease-ticker")
         try:
             while True:
-                await self.beat()
+                await self.beat(status())
                 await asyncio.sleep(self._interval_s)
         finally:
             await end_task(ticker)
@@ -117,7 +115,7 @@ class LeaseKeeper:
         finally:
             self._lease.resume()
 
-    async def beat(self) -> None:
+    async def beat(self, status: WorkerStatus) -> None:
         """Renew the lease and act on the reply. An unreachable Redis does not expire the lease: no
         other worker can claim there either, and the fencing tokens decide when it is back. Raises
         Replaced.
@@ -125,7 +123,7 @@ class LeaseKeeper:
         if self._lease.is_expired():
             return  # the ticker gives up the jobs
         try:
-            reply = await self._stream.heartbeat(self._status())
+            reply = await self._stream.heartbeat(status)
         except RedisUnavailable as error:
             if self.problem is None:
                 log.warning("The lease cannot be renewed yet: %s", error)

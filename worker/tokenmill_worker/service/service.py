@@ -56,13 +56,7 @@ class Service:
         on_frame: Callable[[Frame], None] = lambda _frame: None,
         observer: JobObserver | None = None,
     ) -> None:
-        self.supervisor = EngineSupervisor(
-            host_factory,
-            on_ready=self._prepare,
-            on_frame=self._handle_frame,
-            on_death=lambda: self.ends.release_suspects(),
-            has_requests=lambda: bool(self._owned.in_engine),
-        )
+        self.supervisor = EngineSupervisor(host_factory)
         self.health = self.supervisor.health
         self.started = self.supervisor.started
         self._stream = stream
@@ -129,7 +123,12 @@ class Service:
 
     async def run_engine(self) -> None:
         """Keep an engine running until stop(). Raises EngineDied if the first one does not load."""
-        await self.supervisor.run()
+        await self.supervisor.run(
+            on_ready=self._prepare,
+            on_frame=self._handle_frame,
+            on_death=self.ends.release_suspects,
+            has_requests=lambda: bool(self._owned.in_engine),
+        )
 
     async def _prepare(self, ready: Ready) -> None:
         """Create the input processor when the first engine is ready."""
