@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,50 @@ class FusedPass(Protocol):
     ) -> tuple[Tensor, Tensor] | None:
         """Return each row's argmax token and its logit, or None."""
         ...
+
+
+AddRows = Callable[[Tensor, Tensor], None]  # (rows [m, k], products [m, n]): adds in place
+# first output and number of outputs of each layer that a product computes; "": all of the module
+LayerRanges = Mapping[str, tuple[int, int]]
+
+
+class AdaptedProduct(NamedTuple):
+    """A product of a replaced module. LoRA adapters act on ranges of its outputs."""
+
+    name: str  # of the attribute that computes it
+    in_features: int
+    out_features: int
+    layers: LayerRanges
+
+
+@runtime_checkable
+class AdaptedProducts(Protocol):
+    """A replaced module in whose products LoRA adapters act.
+
+    Adapters name the layers of the model as Transformers builds it. `replaced` is the child that
+    is the module of before, whose path adapters use without this name; "": there is none.
+    """
+
+    replaced: str
+
+    def products(self) -> Iterable[AdaptedProduct]: ...
+
+    def adapt(self, add_to: Callable[[str], AddRows]) -> Callable[[], None]:
+        """Send each product through `add_to(its name)` until the returned function is called."""
+        ...
+
+
+def adapt_linear(linear: nn.Module, add: AddRows) -> Callable[[], None]:
+    """Send a linear layer's products through `add` until the returned function is called."""
+    forward = linear.forward
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = forward(x)
+        add(x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
+        return y
+
+    linear.__dict__["forward"] = run
+    return partial(linear.__dict__.pop, "forward")
 
 
 class RepeatedInputs(Protocol):

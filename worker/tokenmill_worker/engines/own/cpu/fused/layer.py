@@ -7,13 +7,15 @@ well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from tokenmill_worker.engines.own.cpu.fused.layer_calls import LayerParts, Scratch
 from tokenmill_worker.engines.own.cpu.fused.layer_run import LayerRun
+from tokenmill_worker.engines.own.device import AdaptedProduct, AddRows
 
 
 class FusionSwitch:
@@ -27,7 +29,10 @@ class FusedLayer(nn.Module):
     """A decoder layer that runs as one kernel call.
 
     `layer` is the original with its parts replaced; its other attributes are available here too.
+    Adapters act in its parts.
     """
+
+    replaced = "layer"
 
     def __init__(self, layer: nn.Module, parts: LayerParts, scratch: Scratch) -> None:
         super().__init__()
@@ -45,6 +50,15 @@ class FusedLayer(nn.Module):
     def can_fuse(self, value: bool) -> None:
         self._switch.num_apart += int(self._can_fuse) - int(value)
         self._can_fuse = value
+
+    def products(self) -> tuple[AdaptedProduct, ...]:
+        return ()
+
+    def adapt(self, add_to: Callable[[str], AddRows]) -> Callable[[], None]:
+        """Run the parts one by one until the returned function is called."""
+        undo = partial(setattr, self, "can_fuse", self.can_fuse)
+        self.can_fuse = False
+        return undo
 
     def count_in(self, switch: FusionSwitch) -> None:
         """Count this layer in `switch` from now on."""

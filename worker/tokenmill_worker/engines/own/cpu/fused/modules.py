@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tokenmill_worker.engines.own.cpu.fused.adapted import PackedProducts
 from tokenmill_worker.engines.own.cpu.kernels.linear import (
     Epilogue,
     LinearKernels,
@@ -20,11 +21,12 @@ from tokenmill_worker.engines.own.cpu.kernels.linear import (
     Packer,
     pack_gated,
 )
+from tokenmill_worker.engines.own.device import LayerRanges
 from tokenmill_worker.engines.own.model.equivalence import rotate
 from tokenmill_worker.engines.own.model.paged_attention import StepHolder, step_of
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PackedProducts, nn.Module):
     """`nn.Linear` over a packed weight `[out_features, in_features]`."""
 
     def __init__(self, packer: Packer, weight: Tensor, bias: Tensor | None) -> None:
@@ -34,6 +36,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    def layer_ranges(self) -> dict[str, LayerRanges]:
+        return {"packed": {"": (0, self.out_features)}}
 
 
 class FusedNorm(nn.Module):
@@ -53,7 +58,7 @@ class FusedNorm(nn.Module):
         return self._kernels.rms_norm(rows, self.weight, self.eps, self.offset).view(x.shape)
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(PackedProducts, nn.Module):
     """Computes `down(act(gate(x)) · up(x))` by two kernel calls, the activation inside the
     first.
     """
@@ -63,7 +68,7 @@ class FusedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up = pack_gated(packer, gate, up)
-        self.half_panel = packer.panel_width // 2  # outputs of gate and up alternate in this width
+        self.half_panel = packer.panel_width // 2
         self.down = packer.pack(down.weight, down.bias)
         self.epilogue = epilogue
 
@@ -71,8 +76,13 @@ class FusedMLP(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         return self.down(self.gate_up(rows, self.epilogue)).view(x.shape)
 
+    def layer_ranges(self) -> dict[str, LayerRanges]:
+        size = self.down.k
+        joint = {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
+        return {"gate_up": joint, "down": {"down_proj": (0, self.down.n)}}
 
-class FusedAttention(nn.Module):
+
+class FusedAttention(PackedProducts, nn.Module):
     """Attention with one product for queries, keys and values, and one pass for rotation and cache
     write.
 
@@ -130,3 +140,9 @@ class FusedAttention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             attended = step.attend(self, query, key, value, self.scaling, self._extras | kwargs)
         return self.out(attended.reshape(rows.shape[0], -1)).view(hidden_states.shape), None
+
+    def layer_ranges(self) -> dict[str, LayerRanges]:
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        joint = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
+        joint["qkv_proj"] = (0, query + 2 * key)
+        return {"qkv": joint, "out": {"o_proj": (0, self.out.n)}}

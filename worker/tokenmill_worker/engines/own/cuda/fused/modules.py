@@ -7,7 +7,7 @@ family: `replace.py` finds the modules that fit and checks each replacement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,11 @@ from tokenmill_worker.engines.own.cuda.fused.launches import (
     rotate_and_write,
 )
 from tokenmill_worker.engines.own.cuda.fused.products import DeviceLinear
+from tokenmill_worker.engines.own.device import AdaptedProduct, AddRows, adapt_linear
 from tokenmill_worker.engines.own.model.equivalence import rotate
 from tokenmill_worker.engines.own.model.paged_attention import PagedStep, StepHolder, step_of
 
 Tables = tuple[Tensor, Tensor]
-# name of a joint product → (first output, number of outputs) of each layer that it replaces
-JointLayers = dict[str, dict[str, tuple[int, int]]]
 
 
 class DeviceNorm(nn.Module):
@@ -49,6 +48,8 @@ class DeviceNorm(nn.Module):
 class DeviceMLP(nn.Module):
     """Computes `down(act(gate(x)) · up(x))`, with one product for gate and up."""
 
+    replaced = ""
+
     def __init__(self, gate_up: Tensor, down: nn.Linear, is_gelu: bool) -> None:
         super().__init__()
         self.gate_up = DeviceLinear(gate_up)
@@ -61,10 +62,13 @@ class DeviceMLP(nn.Module):
         out: Tensor = self.down_proj(gated)
         return out.view(x.shape)
 
-    def joint_layers(self) -> JointLayers:
+    def products(self) -> list[AdaptedProduct]:
         size = self.down_proj.in_features
-        parts = {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
-        return {"gate_up": parts}
+        layers = {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
+        return [AdaptedProduct("gate_up", self.gate_up.in_features, 2 * size, layers)]
+
+    def adapt(self, add_to: Callable[[str], AddRows]) -> Callable[[], None]:
+        return adapt_linear(self.gate_up, add_to("gate_up"))
 
 
 class DeviceAttention(nn.Module):
@@ -74,6 +78,8 @@ class DeviceAttention(nn.Module):
     `extras` are the further arguments (window, softcap) that the original passes to the attention
     function.
     """
+
+    replaced = ""
 
     def __init__(
         self,
@@ -113,11 +119,16 @@ class DeviceAttention(nn.Module):
         out: Tensor = self.o_proj(attended.view(rows.shape[0], -1))
         return out
 
-    def joint_layers(self) -> JointLayers:
+    def products(self) -> list[AdaptedProduct]:
         heads = self.heads
         query, key = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        parts = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
-        return {"qkv": parts | {"qkv_proj": (0, query + 2 * key)}}
+        size = query + 2 * key
+        layers = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
+        layers["qkv_proj"] = (0, size)
+        return [AdaptedProduct("qkv", self.qkv.in_features, size, layers)]
+
+    def adapt(self, add_to: Callable[[str], AddRows]) -> Callable[[], None]:
+        return adapt_linear(self.qkv, add_to("qkv"))
 
     def _attend_in_place(self, packed: Tensor, tables: Tables, step: PagedStep) -> Tensor | None:
         """Attend with the fused cache write, or return None where the backend's block layout does
