@@ -116,28 +116,27 @@ def load_model(
     resolve_length(_text_config(full_config, config.model), config.max_model_len)
     quantization = quantization_of(full_config)
 
-    def read_and_describe(settings: EngineConfig) -> LoadedModel:
-        model = read_checkpoint(path, settings, device, dtype, report, quantization)
-        return describe_model(model, path, settings, device)
-
-    try:
+    for settings in (config, config.replace(fuse=False)):
         try:
-            return read_and_describe(config)
+            return describe_model(  # no name holds the first model while the second is read
+                read_checkpoint(path, settings, device, dtype, report, quantization),
+                path,
+                settings,
+                device,
+            )
         except FusedPassError as error:
             if config.quantization is not None:
                 raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
             log.warning(
-                "%s runs on Transformers' own modules, which is slower: %s",
-                config.model,
-                str(error),
+                "%s runs on Transformers' own modules, which is slower: %s", config.model, error
             )
-        # not in the handler: the error's traceback holds the first model
-        return read_and_describe(config.replace(fuse=False))
-    except torch.OutOfMemoryError as error:
-        reason = ". ".join(str(error).split(". ")[:2])  # what was asked for, not the whole state
-        raise EngineConfigError([
-            f"{config.model} does not fit into the memory of {device.torch_device}: {reason}"
-        ]) from error  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            # what was asked for, not the whole state
+            reason = ". ".join(str(error).split(". ")[:2])
+            raise EngineConfigError([
+                f"{config.model} does not fit into the memory of {device.torch_device}: {reason}"
+            ]) from error  # fmt: skip
+    raise AssertionError("a model without fused modules raised FusedPassError")
 
 
 def describe_model(model: Any, path: Path, config: EngineConfig, device: Device) -> LoadedModel:

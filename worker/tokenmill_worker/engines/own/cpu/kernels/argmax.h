@@ -51,11 +51,13 @@ struct ArgmaxSeen {
 
     void open(int64_t count, int64_t number) {
         for (int64_t r = 0; r < count; ++r)
-            rows[r] = {splat(-INFINITY), INT32_MAX - vi{}}, tell(r, -INFINITY);
+            rows[r] = {splat(-INFINITY), INT32_MAX - vi{}}, publish_best(r, -INFINITY);
         __atomic_store_n(&row, number, __ATOMIC_RELEASE);
     }
-    void tell(int64_t r, float output) { __atomic_store(&best[r], &output, __ATOMIC_RELAXED); }
-    float told(int64_t r) const {
+    void publish_best(int64_t r, float output) {
+        __atomic_store(&best[r], &output, __ATOMIC_RELAXED);
+    }
+    float read_best(int64_t r) const {
         float output;
         __atomic_load(&best[r], &output, __ATOMIC_RELAXED);
         return output;

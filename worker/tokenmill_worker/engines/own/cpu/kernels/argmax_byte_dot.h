@@ -49,7 +49,7 @@ class ArgmaxSearch {
             const ArgmaxSeen &seen = ArgmaxSeen::of(a.y, part);
             if (part == thread.part || !seen.is_open(thread.row())) continue;
             for (int64_t r = 0; r < a.m; ++r)
-                if (seen.told(r) > best_[r]) best_[r] = seen.told(r);
+                if (seen.read_best(r) > best_[r]) best_[r] = seen.read_best(r);
         }
     }
 
@@ -84,7 +84,8 @@ class ArgmaxSearch {
                 const float highest = max_lanes(larger(load(to), load(to + VW)));
                 // Padding columns do not count, nor outputs so small that their bounds are NaN.
                 if (width >= NR && fabsf(highest) > TINY && highest * UNIT > best_[row + r])
-                    ArgmaxSeen::of(a.y, thread.part).tell(row + r, best_[row + r] = highest * UNIT);
+                    ArgmaxSeen::of(a.y, thread.part)
+                        .publish_best(row + r, best_[row + r] = highest * UNIT);
             }
         }
     }

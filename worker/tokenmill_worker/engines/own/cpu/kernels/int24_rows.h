@@ -14,13 +14,18 @@ namespace {
 
 constexpr int64_t DOT_GROUP = 32, DOT_PARTS = 3;
 
-// For codes that count from 0 and stand for numbers from -OFFSET on. FITS: a group's sum of
-// products fits 32 bits, so that its parts are never apart. SHIFT: the bits of the middle part; 8:
-// 24 bits in all, and what 1 stands for is a power of two; 7: 23 bits, the middle part from -64 to
-// 63 and the highest from -120 to 119, so that both leave room for a code.
+// OFFSET  the code that stands for 0; codes count from 0
+// FITS    true   a group's sums of the three parts are joined in 32 bits
+//         false  those of the upper two parts are; the lowest part's sum stays apart
+// SHIFT   8      a number has 24 bits, and its unit is a power of two
+//         7      it has 23 bits: a code can be added to either upper part within a byte
+//
+//     part       highest       middle        lowest
+//     SHIFT 8    -128 … 127    -128 … 127    -128 … 127
+//     SHIFT 7    -120 … 119     -64 … 63     -128 … 127
 template <int OFFSET, bool FITS, int SHIFT>
 struct Int24Rows {
-    static_assert(SHIFT == 8 || (SHIFT == 7 && FITS), "parts that are apart are of 8 bits");
+    static_assert(SHIFT == 8 || (SHIFT == 7 && FITS), "SHIFT 7 joins the sums of all parts");
     static constexpr int64_t QUADS = DOT_GROUP / 4 * DOT_PARTS;
     static constexpr int MANY = 16, FEW = 4;  // groups at once
 
