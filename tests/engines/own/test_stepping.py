@@ -14,6 +14,7 @@ from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.prompt import Prompt
 from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest
 from tokenmill_worker.engines.own.errors import EngineError, StepsFailError
+from tokenmill_worker.engines.own.execution.interface import NO_HOOKS
 from tokenmill_worker.engines.own.failed_steps import MAX_FAILED_REQUESTS
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler import Scheduler
@@ -160,7 +161,7 @@ def test_a_step_that_succeeds_between_clears_the_engine() -> None:
 class Ahead:
     """An asynchronous runner: the launches and finishes with these numbers fail, each once."""
 
-    info = SimpleNamespace(is_asynchronous=True, draft=None)
+    info, hooks = SimpleNamespace(is_asynchronous=True), NO_HOOKS
 
     def __init__(self, launches: set[int], finishes: set[int]) -> None:
         self._launches, self._finishes = launches, finishes

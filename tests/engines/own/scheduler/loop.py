@@ -22,6 +22,7 @@ from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogp
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig, LayerGroup, Window
+from tokenmill_worker.engines.own.execution.interface import NO_HOOKS
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.scheduler.step_builder import Proposer
@@ -108,7 +109,7 @@ class FakeRunner:
         # a failed step has been launched and its result not been asked for
         self._has_failed = False
         self._num_failures = 0
-        self.info = SimpleNamespace(is_asynchronous=loop.is_async, draft=None)
+        self.info, self.hooks = SimpleNamespace(is_asynchronous=loop.is_async), NO_HOOKS
         self.known: set[Sequence] = set()  # launched and not released: a runner keeps rows for them
         self._released: list[Sequence] = []
 

@@ -5,7 +5,6 @@ On the CPU the real runner stands in for an asynchronous device: tokens stay in 
 step is finished, so planning, placeholders, feeding forward and late stops are all exercised.
 """
 
-import dataclasses
 import random
 
 import pytest
@@ -17,6 +16,7 @@ from tests.support.marks import slow_unless
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.execution.build import load_model_runner
+from tokenmill_worker.engines.own.execution.interface import RunnerHooks
 from tokenmill_worker.engines.own.plan import Draft
 
 
@@ -90,7 +90,7 @@ def with_drafts(engine, made, received):
         is_certain = known % 2 and not sequence.params.wants_logprobs
         return Draft(tuple(drafts), num_right if is_certain else 0)
 
-    engine.runner.info = dataclasses.replace(engine.runner.info, proposer=propose)
+    engine.runner.hooks = RunnerHooks(propose)
     return CollectingEngine.around(engine.runner)
 
 

@@ -63,7 +63,7 @@ class Engine:
         Raises:
             EngineConfigError: the settings do not fit the model.
         """
-        return cls(runner, build_scheduler(runner.info))
+        return cls(runner, build_scheduler(runner.info, runner.hooks))
 
     # ── adding and cancelling ──
 

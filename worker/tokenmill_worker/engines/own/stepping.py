@@ -25,6 +25,7 @@ class StepExecutor:
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._draft = runner.hooks.draft
         self._in_flight: tuple[StepPlan, Any] | None = None
         self._failures = FailedSteps(runner, scheduler, self._commit)
         self.num_begun = 0
@@ -49,8 +50,8 @@ class StepExecutor:
         return self._finish(*previous, StepPlan(-1, ()))
 
     def _execute(self) -> list[TokenEvent]:
-        if self._runner.info.draft is not None:
-            self._runner.info.draft(self._scheduler.lookahead)
+        if self._draft is not None:
+            self._draft(self._scheduler.lookahead)
         plan = self._scheduler.plan()
         if plan.is_empty:
             return []

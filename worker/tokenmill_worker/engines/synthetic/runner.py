@@ -23,7 +23,7 @@ import msgspec
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig, LayerGroup
-from tokenmill_worker.engines.own.execution.interface import RunnerInfo
+from tokenmill_worker.engines.own.execution.interface import NO_HOOKS, RunnerHooks, RunnerInfo
 from tokenmill_worker.engines.own.model.generation_config import read_defaults
 from tokenmill_worker.engines.own.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engines.own.sequence import Sequence
@@ -44,6 +44,7 @@ class SyntheticRunner:
 
     info: RunnerInfo
     options: SyntheticOptions
+    hooks: RunnerHooks = NO_HOOKS
     # sequence → (tokens mixed in, state)
     _states: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
 

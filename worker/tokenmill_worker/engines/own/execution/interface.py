@@ -32,11 +32,6 @@ class RunnerInfo:
     # whether its first steps compile kernels and pack weights, so that they run before a request
     warms_up: bool = True
     is_asynchronous: bool = False  # may a step be launched before the last one's tokens are known?
-    proposer: Callable[[Sequence], Draft] | None = None  # drafts tokens; None: off
-    # makes a draft model's drafts before a step is planned, for the proposer; None: there is none
-    draft: Callable[[Lookahead], None] | None = None
-    # whether recurrent states after the block with this hash are kept; None: there are none
-    has_state: Callable[[bytes], bool] | None = None
     sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
     # sequences, longest context and common prefix (or none) of the decodes to capture at the start
     graphed_decodes: tuple[tuple[int, int, bool], ...] = ()
@@ -46,10 +41,25 @@ class RunnerInfo:
         return bool(self.capabilities.structured)
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerHooks:
+    """Calls of a runner that planning a step needs; None where the runner has no such part."""
+
+    propose: Callable[[Sequence], Draft] | None = None  # drafts tokens
+    # makes a draft model's drafts, which `propose` returns, before a step is planned
+    draft: Callable[[Lookahead], None] | None = None
+    # returns whether recurrent states after the block with this hash are kept
+    has_state: Callable[[bytes], bool] | None = None
+
+
+NO_HOOKS = RunnerHooks()
+
+
 class Runner(Protocol):
     """Executes plans on a device."""
 
     info: RunnerInfo
+    hooks: RunnerHooks
 
     def launch(self, plan: StepPlan) -> Any:
         """Start a step; pass the return value to `finish`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
-from tokenmill_worker.engines.own.execution.interface import Runner, RunnerInfo
+from tokenmill_worker.engines.own.execution.interface import Runner, RunnerHooks, RunnerInfo
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.types import ProgressCallback
 
@@ -31,7 +31,7 @@ def load_runner(
     return load_model_runner(config, cache_dir, on_progress)
 
 
-def build_scheduler(info: RunnerInfo) -> Scheduler:
+def build_scheduler(info: RunnerInfo, hooks: RunnerHooks) -> Scheduler:
     """Build a scheduler for a loaded runner.
 
     Raises:
@@ -43,8 +43,8 @@ def build_scheduler(info: RunnerInfo) -> Scheduler:
         info.cache_config,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
-        proposer=info.proposer,
-        has_state=info.has_state,
+        proposer=hooks.propose,
+        has_state=hooks.has_state,
         async_depth=1 if info.is_asynchronous else 0,
     )
     longest = scheduler.max_model_len

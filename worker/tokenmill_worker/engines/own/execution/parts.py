@@ -6,13 +6,13 @@ and the settings: recurrent states, drafts, adapters and grammars may be missing
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokenmill_worker.engines.own.attention import AttentionBackend
 from tokenmill_worker.engines.own.attention.common_prefix import least_saved_tokens
 from tokenmill_worker.engines.own.execution.draft_model import DraftModel
 from tokenmill_worker.engines.own.execution.inputs import InputBuilder
-from tokenmill_worker.engines.own.execution.interface import RunnerInfo
+from tokenmill_worker.engines.own.execution.interface import RunnerHooks, RunnerInfo
 from tokenmill_worker.engines.own.execution.recurrence import RecurrentStates, recurrent_states_for
 from tokenmill_worker.engines.own.kv.offloader import Offloader
 from tokenmill_worker.engines.own.kv.tensors import KVCachePool
@@ -26,7 +26,8 @@ from tokenmill_worker.engines.own.sampling import Drafts, GrammarCompiler, Promp
 class RunnerParts:
     """The parts of a model runner. One that is None is missing."""
 
-    info: RunnerInfo  # with the calls by which the engine reaches drafts and states
+    info: RunnerInfo
+    hooks: RunnerHooks  # to drafts and states
     loaded: LoadedModel
     backend: AttentionBackend
     layers: dict[int, LayerBinding]  # each attending layer's blocks, by its index
@@ -53,7 +54,6 @@ def build_parts(
     """Build the parts of the runner of a loaded model.
 
     Args:
-        info: the runner's values; the calls of its drafts and states are added here.
         pool: the device's blocks, which hold the keys and values of `draft_model` too.
         host_pool: blocks, pinned here until the runner is closed; None: no offload.
         grammars, adapters, draft_model: None where the settings or the model exclude them.
@@ -74,9 +74,9 @@ def build_parts(
     # a recurrent state cannot go back behind a refused draft
     drafts = None if states is not None else _drafts(info, sampler, drafter)
     return RunnerParts(
-        info=replace(
-            info,
-            proposer=drafts,
+        info=info,
+        hooks=RunnerHooks(
+            propose=drafts,
             draft=None if drafter is None else drafter.draft,
             has_state=None if states is None else states.pool.has_checkpoint,
         ),

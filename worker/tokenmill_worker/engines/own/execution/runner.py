@@ -44,7 +44,7 @@ class ModelRunner:
     """Runs steps by the parts that `parts.py` builds; used by one thread."""
 
     def __init__(self, parts: RunnerParts) -> None:
-        self.info = parts.info
+        self.info, self.hooks = parts.info, parts.hooks
         self.draft_model = parts.draft_model
         self._loaded = parts.loaded
         self._device = parts.loaded.device

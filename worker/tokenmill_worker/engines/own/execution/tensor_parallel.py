@@ -129,7 +129,7 @@ class TensorParallelRunner:
     """The runner of rank 0: broadcasts each plan, then executes it."""
 
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
-        self.info = runner.info
+        self.info, self.hooks = runner.info, runner.hooks
         self._runner = runner
         self._ranks = ranks
         self._plans = PlanEncoder()
