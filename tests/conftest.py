@@ -78,9 +78,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)  # the order is random until here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=_length, reverse=True
-    )  # a run in several processes would else wait for a long one that began last
+    # a run in several processes would else wait for a long one that began last
+    items.sort(key=_length, reverse=True)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -104,9 +103,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     The process's last output was captured, so its stacks come from the file of `last_words`.
     """
     if error is not None:
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # then it lives on, and only its pipe broke
+        # then it lives on, and only its pipe broke
+        with contextlib.suppress(subprocess.TimeoutExpired):
             status = node.gateway._io.popen.wait(timeout=5)
             node.config.get_terminal_writer().line(
                 f"\n[{node.gateway.id}] ended with status {status}", red=True

@@ -1,5 +1,6 @@
 """Checks what no linter checks: file length, modules in a package's root, the walk through the
-code, cycles of imports, hosts of package registries, unsafe formats, plain docstrings.
+code, cycles of imports, hosts of package registries, unsafe formats, plain docstrings, comments
+that break a line.
 
 A package's root stays small, because its modules are read first; the rest has rooms. The files of
 README's "Read the code in this order" have at most 1,800 lines together. No source file has over
@@ -7,7 +8,9 @@ README's "Read the code in this order" have at most 1,800 lines together. No sou
 inside one room and for types alone. No file names the host of a package
 registry, because packages come from whatever index pip is configured with. Nothing reads bytes in a
 format that can run code (pickle and its kin, `torch.load` of more than weights). Every docstring
-opens with a verb or its subject. All files that git tracks or would track are checked.
+opens with a verb or its subject. A comment behind a closing bracket stands above the statement if
+the formatter broke that only to fit the comment. All files that git tracks or would track are
+checked.
 """
 
 import ast
@@ -61,6 +64,9 @@ WITHOUT_SUBJECT = re.compile(
     re.IGNORECASE,
 )
 
+# A line that begins with a closing bracket and has a comment for people at its end.
+_BEHIND_BRACKET = re.compile(r"^( *)([)\]}][^\"'#\n]*)  # (?!fmt:|type:|noqa|pragma)", re.MULTILINE)
+
 
 def tracked_files(root: Path) -> list[Path]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -81,12 +87,17 @@ def problems(path: Path, name: str) -> Iterator[str]:
             if len(line) > MAX_COLUMNS:
                 yield f"{name}:{number}: {len(line)} columns, {MAX_COLUMNS} at most"
     if path.suffix == ".py":
-        yield from (f"{name}:{line}: {what}" for line, what in dangerous_reads(text))
-        yield from (f"{name}:{line}: {what}" for line, what in docstrings_without_subject(text))
+        yield from (f"{name}:{line}: {what}" for line, what in python_problems(text))
     for number, line in enumerate(text.splitlines(), 1):
         for host in REGISTRY_HOSTS:
             if host in line:
                 yield f"{name}:{number}: names the registry host {host}"
+
+
+def python_problems(source: str) -> Iterator[tuple[int, str]]:
+    yield from dangerous_reads(source)
+    yield from docstrings_without_subject(source)
+    yield from lines_broken_by_comments(source)
 
 
 def dangerous_reads(source: str) -> Iterator[tuple[int, str]]:
@@ -128,6 +139,37 @@ def docstrings_without_subject(source: str) -> Iterator[tuple[int, str]]:
                     line,
                     f"a docstring opens with {opening[1]!r}: begin with a verb or the subject",
                 )
+
+
+def lines_broken_by_comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (first line, problem) of what fits in one line without the comment behind its closing
+    bracket, for which the formatter broke it.
+    """
+    lines = source.splitlines()
+    for behind in _BEHIND_BRACKET.finditer(source):
+        last = source.count("\n", 0, behind.start()) + 1
+        indent, end = behind[1], behind[2]
+        parts = [end]
+        first = last - 1
+        while first and (
+            lines[first - 1].startswith(f"{indent} ") or lines[first - 1].lstrip()[:1] in ")]}"
+        ):
+            parts.insert(0, lines[first - 1].strip())
+            first -= 1
+        parts.insert(0, lines[first - 1].strip())
+        joined = _joined(parts)
+        if len(indent + joined) <= MAX_COLUMNS and not any("#" in part for part in parts):
+            yield first, f"only the comment on line {last} breaks this line: put it above"
+
+
+def _joined(parts: list[str]) -> str:
+    line = parts[0]
+    for part in parts[1:]:
+        if part[0] in ")]}":
+            line = line.removesuffix(",") + part
+        else:
+            line += part if line[-1] in "([{" else f" {part}"
+    return line
 
 
 def large_roots(names: list[str]) -> Iterator[str]:

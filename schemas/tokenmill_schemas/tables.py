@@ -94,9 +94,8 @@ jobs: Final = Table(
     Column("params", _json()),
     Column("metadata", _json()),
     Column("batch_id", String(255)),
-    Column(
-        "result", LargeBinary
-    ),  # the encoded JobResult, all choices; NULL after a purge of payloads
+    # the encoded JobResult, all choices; NULL after a purge of payloads
+    Column("result", LargeBinary),
     Column("reasoning", Text),  # the thoughts of the first choice; NULL: none
     # a page of a list is one range of one of these: they end in the two columns that the lists are
     # ordered by
@@ -149,9 +148,8 @@ usage_days: Final = Table(
     metadata,
     Column("day", String(10), primary_key=True),
     _number("rolled_ms"),  # when its sums were last made
-    Column(
-        "sealed", Boolean, nullable=False
-    ),  # its usage rows are being removed: never sum it again
+    # its usage rows are being removed: never sum it again
+    Column("sealed", Boolean, nullable=False),
 )
 
 webhooks: Final = Table(
@@ -196,9 +194,8 @@ batches: Final = Table(
     Column("finished_ms", BigInteger),
     Column("expires_ms", BigInteger),
     Column("completion_window", String(16)),
-    Column(
-        "submitted", Integer, nullable=False, server_default=text("0")
-    ),  # lines submitted, counted from the first
+    # lines submitted, counted from the first
+    Column("submitted", Integer, nullable=False, server_default=text("0")),
     Column("finalizing_ms", BigInteger),
     Column("cancelling_ms", BigInteger),
     Column("usage", _json()),  # tokens, once it is over

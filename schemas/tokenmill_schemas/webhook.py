@@ -25,9 +25,8 @@ def redacted_url(url: str) -> str:
     scheme, separator, rest = rest.partition("://") if "://" in rest else ("", "", rest)
     authority, slash, path = rest.partition("/")
     authority = authority.rpartition("@")[2]
-    if not _AUTHORITY.fullmatch(authority) or (
-        ":" in authority and "@" in path
-    ):  # an unquoted slash in the password
+    # an unquoted slash in the password
+    if not _AUTHORITY.fullmatch(authority) or (":" in authority and "@" in path):
         authority, slash, path = "***", "", ""
     values = "&".join(
         f"{part.partition('=')[0]}=***" if "=" in part else "***" for part in query.split("&")

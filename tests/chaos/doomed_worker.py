@@ -42,10 +42,8 @@ POINTS = (
     "after commit",
 )
 NEEDS_ENGINE_PROCESS = ("suspects", "dead letter")  # for its engine has to die
-NEEDS_DRAIN = (
-    "hand-over",
-    "resign",
-)  # it is asked to end while it owns jobs, which take longer then
+# it is asked to end while it owns jobs, which take longer then
+NEEDS_DRAIN = ("hand-over", "resign")
 
 _REASON_OF = {
     "handover": "hand-over",

@@ -214,9 +214,8 @@ class FaultInjector:
             worker.ask_to_end()
             await asyncio.sleep(self._chance.uniform(0.0, 0.5))
             number = self._chance.choice([signal.SIGTERM, signal.SIGINT])
-            worker.may_end_with.add(
-                -number
-            )  # it may come when the event loop, and its handlers, are gone already
+            # it may come when the event loop, and its handlers, are gone already
+            worker.may_end_with.add(-number)
             worker.ask_to_end(number)
             await worker.wait()
             self.survived["workers hurried out"] += 1

@@ -49,9 +49,8 @@ async def serve(worker: Worker) -> int:
     ready.cancel()
     try:
         return await serving
-    except (
-        EngineDied
-    ) as error:  # killed before it was ready: the command says so in a sentence, and starts again
+    # killed before it was ready: the command says so in a sentence, and starts again
+    except EngineDied as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
 

@@ -78,9 +78,8 @@ async def test_a_worker_s_settings_refuse_what_is_too_much(redis_url: str, tmp_p
         assert 0 < caught.value.retry_after <= 60 / 8
         for job in await client.list():
             await client.cancel(job.job_id)
-        async with running_worker(
-            redis_url, database_url(tmp_path)
-        ):  # to write the cancelled ones down
+        # to write the cancelled ones down
+        async with running_worker(redis_url, database_url(tmp_path)):
             while await client.list():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 

@@ -41,9 +41,8 @@ DEAD, FAILED = (Wanted(NOTHING, 0, frozenset({state})) for state in ("dead", "fa
 MOMENTS = [
     *((point, 1) for point in POINTS),
     *((point, 7) for point in POINTS if point.endswith("append")),
-    *(
-        (point, 4) for point in POINTS if point.endswith("heartbeat")
-    ),  # by then there are jobs in hand
+    # by then there are jobs in hand
+    *((point, 4) for point in POINTS if point.endswith("heartbeat")),
 ]
 
 

@@ -85,10 +85,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     base = tiny_models.save("llama", folder / "base")
     for file in TOKENIZER.glob("tokenizer*.json"):
         (base / file.name).write_bytes(file.read_bytes())
-    for name in (
-        "config.json",
-        "generation_config.json",
-    ):  # the end of an answer is that tokenizer's
+    # the end of an answer is that tokenizer's
+    for name in ("config.json", "generation_config.json"):
         values = json.loads((base / name).read_text())
         (base / name).write_text(json.dumps(values | {"eos_token_id": END}))
     adapter = save_adapter(base, folder / "poet", 1)

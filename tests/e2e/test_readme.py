@@ -30,9 +30,8 @@ async def test_the_example_prints_a_streamed_answer(redis_url: str, tmp_path: Pa
         code = code.replace(written, real)
     printed = io.StringIO()
     names: dict[str, object] = {}
-    async with running_worker(
-        redis_url, database, model="synthetic?mean_tokens=1000000000000"
-    ):  # no answer ends early
+    # no answer ends early
+    async with running_worker(redis_url, database, model="synthetic?mean_tokens=1000000000000"):
         with contextlib.redirect_stdout(printed):
             await asyncio.to_thread(exec, code + "\nclient.close()\n", names)
     result: Any = names["result"]

@@ -21,9 +21,8 @@ pytestmark = pytest.mark.redis
 
 @pytest.fixture
 def server() -> Iterator[tuple[ValkeyServer, str]]:
-    with TemporaryDirectory(
-        prefix="tokenmill-"
-    ) as folder:  # a socket's path has at most a hundred characters
+    # a socket's path has at most a hundred characters
+    with TemporaryDirectory(prefix="tokenmill-") as folder:
         path = Path(folder) / "server.sock"
         with ValkeyServer(settings={"unixsocket": str(path)}) as valkey:
             yield valkey, f"unix://{path}"

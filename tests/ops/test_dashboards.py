@@ -88,9 +88,8 @@ async def _work_and_scrape(redis_url: str, folder: Path) -> str:
         async with asyncio.timeout(60):
             while True:
                 text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
-                if re.search(
-                    r"queue_finished_total\{[^}]*failed", text
-                ):  # the queue has been read since
+                # the queue has been read since
+                if re.search(r"queue_finished_total\{[^}]*failed", text):
                     return str(text)
                 await asyncio.sleep(0.2)
 

@@ -14,6 +14,7 @@ from ops.tools.house_rules import (
     docstrings_without_subject,
     import_cycle,
     large_roots,
+    lines_broken_by_comments,
     long_walk,
     problems,
 )
@@ -42,6 +43,34 @@ def test_large_roots_are_found() -> None:
     assert list(large_roots([*names, f"{folder}/room/part.py", f"{folder}/notes.md"])) == []
     (found,) = large_roots([*names, f"{folder}/more.py"])
     assert found == f"{folder}: {most + 1} modules, {most} at most: move some to a room"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "pair = (\n    0,\n    0.0,\n)  # the first and the last\n",
+        "try:\n    run()\nexcept (\n    OSError\n) as e:  # away\n    raise\n",
+        "if seen[\n    0\n] and f(\n    1, 2\n):  # again\n    pass\n",
+    ],
+)
+def test_a_line_that_only_its_comment_breaks_is_found(broken: str) -> None:
+    ((line, problem),) = lines_broken_by_comments(broken)
+    first, last = broken[: broken.index("(\n") + 1], broken[: broken.index("#")]
+    assert line <= first.count("\n") + 1
+    assert f"line {last.count(chr(10)) + 1} breaks this line" in problem
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "# the first and the last\npair = (0, 0.0)\n",
+        "names = (\n    'a', 'b',\n)  # fmt: skip\n",
+        "names = (\n    'a',  # of a comment\n    'b',\n)  # both\n",
+        f"names = (\n    {'x' * 60},\n    {'y' * 60},\n)  # too long for one line\n",
+    ],
+)
+def test_lines_that_are_broken_for_another_reason_stay(kept: str) -> None:
+    assert list(lines_broken_by_comments(kept)) == []
 
 
 @pytest.mark.parametrize(

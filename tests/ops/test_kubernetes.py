@@ -200,9 +200,8 @@ async def test_probes_ask_what_the_server_answers(
         if probe is not None:
             assert probe["httpGet"]["port"] == "metrics"
             assert server.answer("GET", probe["httpGet"]["path"])[0] == 200
-    assert (
-        container["livenessProbe"]["httpGet"]["path"] == "/livez"
-    )  # the only one that a restart repairs
+    # the only one that a restart repairs
+    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
 
 
 def test_everything_selects_pods_that_are_there() -> None:

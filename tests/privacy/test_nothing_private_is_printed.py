@@ -29,11 +29,8 @@ from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobStatus
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-]  # several processes start, one by one
+# several processes start, one by one
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
 
 MARK = "xyzzy-heron-17"
 PASSWORD = "pw-quagga-23"
@@ -107,9 +104,8 @@ def lines_with(words: str, text: str) -> str:
 async def through_good_and_bad(client: AsyncClient, database: Path) -> list[str]:
     """Run a job for every way to end; return pieces of the answers."""
     keys, redis = client.keys, client._redis
-    with sqlite3.connect(
-        database
-    ) as sql:  # a row that the database refuses, so that its driver complains of values
+    # a row that the database refuses, so that its driver complains of values
+    with sqlite3.connect(database) as sql:
         sql.execute(
             "CREATE TRIGGER no BEFORE INSERT ON jobs "
             "WHEN NEW.error_code = 'model_not_found' AND NEW.params IS NOT NULL "

@@ -13,9 +13,8 @@ def event(name: str, token: int = 0) -> TokenEvent:
 def test_one_step_goes_as_one() -> None:
     events = tuple(event(str(number)) for number in range(4))
     assert [list(part) for part in split_batches(events, {"3"}, 4)] == [list(events)]
-    assert list(split_batches((), {"3"}, 4)) == [
-        ()
-    ]  # what waits for the log is sent without an event too
+    # what waits for the log is sent without an event too
+    assert list(split_batches((), {"3"}, 4)) == [()]
 
 
 def test_of_steps_that_piled_up_the_urgent_go_first_and_the_others_in_parts() -> None:

@@ -186,10 +186,8 @@ async def test_an_error_that_may_pass_is_given_back_by_the_jobs_policy(publisher
     assert report.retry == [RetryOrder(job.delivery, 70, "boom")]
     assert report.finished == []
     assert "job/1" not in publisher._running
-    assert [c.finish_reason for c in log.chunks["job"]] == [
-        None,
-        None,
-    ]  # the log stays open for the next attempt
+    # the log stays open for the next attempt
+    assert [c.finish_reason for c in log.chunks["job"]] == [None, None]
 
 
 async def test_an_error_fails_the_job_with_its_code_and_keeps_the_text(publisher, log):

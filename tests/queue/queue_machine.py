@@ -36,9 +36,8 @@ class ProducerMachine(RuleBasedStateMachine):
         self.seen: list[tuple[str, Delivery]] = []  # (worker, delivery), also outdated ones
         self.workers: dict[str, JobStream] = {}
         self.by_key: dict[tuple[str, int], tuple[str, str]] = {}  # (tenant, key) → (job, prompt)
-        self.written: dict[
-            tuple[str, str, int], int
-        ] = {}  # (worker, job, token) → the log's end in the last reply
+        # (worker, job, token) → the log's end in the last reply
+        self.written: dict[tuple[str, str, int], int] = {}
         self.past: Any = None  # (all keys, the jobs, submissions by key) of an earlier moment
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

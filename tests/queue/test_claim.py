@@ -245,9 +245,8 @@ async def test_a_lost_claim_reply_costs_one_heartbeat(queue: Queue) -> None:
     job = await queue.submit()
     lossy = queue.worker("w1")
     await lossy.claim(1)
-    restarted_view = queue.worker(
-        "w1"
-    )  # holds nothing in its memory, as if the reply had been lost
+    # holds nothing in its memory, as if the reply had been lost
+    restarted_view = queue.worker("w1")
     await restarted_view.heartbeat(WorkerStatus(worker_id="w1"))
     await queue.redis.sadd(queue.keys.owned("w1"), "gone")
     (again,) = await restarted_view.claim(0)

@@ -67,9 +67,8 @@ async def test_a_log_that_lost_its_tail_replies_gap_with_its_end(queue: Queue) -
     await worker.append([token(job, 0)])
     assert await appended(worker, [token(job, 3)]) == [(GAP, 1)]
     assert await appended(worker, [token(job, 1, 2)]) == [(OK, 3)]
-    assert await appended(worker, [token(job, 2, 3)]) == [
-        (GAP, 3)
-    ]  # begins before the end: cut anew, not overlaid
+    # begins before the end: cut anew, not overlaid
+    assert await appended(worker, [token(job, 2, 3)]) == [(GAP, 3)]
 
 
 async def test_a_chunk_that_begins_the_log_makes_it_anew(queue: Queue) -> None:

@@ -45,9 +45,8 @@ class QueueMachine(ProducerMachine):
         assert sum(d.outcome == "run" for d in got) <= credits
         for delivery in got:
             job = self.jobs[delivery.job_id]
-            is_back = (
-                job.holder == worker
-            )  # it forgot the job at a refused append; its heartbeat found it again
+            # it forgot the job at a refused append; its heartbeat found it again
+            is_back = job.holder == worker
             assert job.holder is None or is_back
             assert not job.settled
             assert delivery.token > job.token
@@ -55,9 +54,8 @@ class QueueMachine(ProducerMachine):
             assert delivery.attempt == job.attempt
             ended = job.cancelled or job.state is JobStatus.CANCELLED
             assert delivery.outcome == ("cancelled" if ended else "run")
-            if (
-                not job.claims and delivery.outcome == "run" and job.tenant == LIMITED
-            ):  # out of its stream
+            # out of its stream
+            if not job.claims and delivery.outcome == "run" and job.tenant == LIMITED:
                 assert (
                     sum(
                         other.holder is not None

@@ -84,9 +84,8 @@ async def test_a_drained_job_is_claimable_at_once_and_unsuspected(queue: Queue) 
     (job,) = await first.claim(1)
     await first.append([token(job, 0)])
     assert await first.release([(job.job_id, job.token, False)]) == [True]
-    assert await first.release([(job.job_id, job.token, False)]) == [
-        True
-    ]  # the reply had been lost
+    # the reply had been lost
+    assert await first.release([(job.job_id, job.token, False)]) == [True]
     (again, *_) = await queue.worker("w2").claim(1)  # ahead of nineteen others
     assert (again.job_id, again.crashes, len(again.log)) == (job.job_id, 0, 1)
     await first.resign()

@@ -50,9 +50,8 @@ async def test_what_an_earlier_version_left_is_finished(queue, folder):
     await restore(queue.redis, queue.keys.base, folder.parent)
     assert [dead.error for dead in await queue.client.dead()] == ["it was not to be"]
     worker = queue.worker("now")
-    await worker.heartbeat(
-        WorkerStatus(worker_id="now")
-    )  # its worker's lease is gone: the job is free
+    # its worker's lease is gone: the job is free
+    await worker.heartbeat(WorkerStatus(worker_id="now"))
     claimed = {delivery.job_id: delivery for delivery in await worker.claim(credits=5)}
     assert set(claimed) == {"waits", "ran"}
     assert claimed["ran"].token > 1_700_000_000_500

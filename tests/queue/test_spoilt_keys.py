@@ -55,10 +55,8 @@ async def test_a_job_that_is_none_any_more_is_lost_alone(queue: Queue) -> None:
     worker, job, other = await two_running(queue)
     await queue.redis.delete(queue.keys.job(job.job_id))
     await queue.redis.set(queue.keys.job(job.job_id), "not a job")
-    assert await appended(worker, [token(job, 1), token(other, 1)]) == [
-        (OK, 2),
-        (OK, 2),
-    ]  # nobody looks
+    # nobody looks
+    assert await appended(worker, [token(job, 1), token(other, 1)]) == [(OK, 2), (OK, 2)]
     assert (await worker.heartbeat(WorkerStatus(worker_id="w1"))).lost == (job.job_id,)
     assert await appended(worker, [token(job, 2), token(other, 2)]) == [(GONE, 2), (OK, 3)]
     assert await ends_of(queue, other.job_id) == [1, 2, 3]

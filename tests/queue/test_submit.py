@@ -153,9 +153,8 @@ async def test_a_tenant_submits_at_its_rate_and_others_are_free(queue: Queue) ->
     await queue.submit(tenant="other")
     assert 0 < caught.value.retry_after <= 20
     passed_ms = math.ceil(caught.value.retry_after * 1000)
-    await queue.redis.hincrby(
-        queue.keys.tenant("t"), "bucket_ms", -passed_ms
-    )  # as if it had been waited for
+    # as if it had been waited for
+    await queue.redis.hincrby(queue.keys.tenant("t"), "bucket_ms", -passed_ms)
     await queue.submit(tenant="t")
 
 

@@ -37,9 +37,8 @@ async def test_nul_is_replaced_where_the_database_refuses_it(postgres_url: str) 
     row = rows(postgres_url, "SELECT text, metadata, result FROM jobs WHERE id = 'bad'")[0]
     assert row["text"] == "a\ufffdb"
     assert row["metadata"] == {"k\ufffd": "v\ufffd"}
-    assert (
-        decode_result(bytes(row["result"])).text == "a\x00b"
-    )  # the producer gets what was generated
+    # the producer gets what was generated
+    assert decode_result(bytes(row["result"])).text == "a\x00b"
     assert counts(postgres_url) == (21, 21, 21, 21)
     await store.close()
 

@@ -133,9 +133,8 @@ async def test_the_victim_of_a_deadlock_tries_again(postgres_url: str) -> None:
         "1, 'w', 0, 0, 0)"
     )
     other = await psycopg.AsyncConnection.connect(postgres_url.replace("+psycopg", ""))
-    await other.execute(
-        "SET deadlock_timeout = '60s'"
-    )  # so that the store's side notices first, and is the victim
+    # so that the store's side notices first, and is the victim
+    await other.execute("SET deadlock_timeout = '60s'")
     await other.execute(statement, ["job-5"])
 
     async def cross(finalizer: Finalizer, _redis: FakeRedis) -> None:
@@ -164,9 +163,8 @@ async def test_sqlite_on_a_full_disk_waits_until_there_is_room(sqlite_url: str) 
 
     @event.listens_for(engine, "begin")
     def full(connection: Any) -> None:
-        connection.exec_driver_sql(
-            f"PRAGMA max_page_count = {limits[0]}"
-        )  # SQLite's own "disk is full"
+        # SQLite's own "disk is full"
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {limits[0]}")
 
     async def make_room(finalizer: Finalizer, redis: FakeRedis) -> None:
         await until(lambda: "full" in finalizer.stats.last_error)

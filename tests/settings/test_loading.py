@@ -103,10 +103,8 @@ def test_a_setting_that_cannot_work_or_does_nothing_is_refused(
     "changes",
     [
         {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 50},
-        {
-            "max_long_partial_prefills": 1,
-            "max_num_partial_prefills": 2,
-        },  # the threshold follows the model's length
+        # the threshold follows the model's length
+        {"max_long_partial_prefills": 1, "max_num_partial_prefills": 2},
         {"max_num_batched_tokens": 63},  # the default of max_num_seqs follows
         {"max_num_batched_tokens": 64, "max_num_seqs": 64},
         {"enable_chunked_prefill": False, "bulk_slowdown": "none", "max_model_len": 512},

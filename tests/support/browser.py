@@ -63,10 +63,8 @@ async def open_browser(folder: Path) -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=folder / "chromium",
-            args=[
-                "--no-sandbox",
-                "--disable-dev-shm-usage",
-            ],  # test machines run as root, with a small /dev/shm
+            # test machines run as root, with a small /dev/shm
+            args=["--no-sandbox", "--disable-dev-shm-usage"],
             env={**os.environ, "LD_LIBRARY_PATH": libraries},  # noqa: TID251
         )
         try:

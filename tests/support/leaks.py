@@ -50,9 +50,8 @@ def _why_leaked(client: "redis.Redis", raw: bytes, name: str) -> str | None:
     rest = match["rest"]
     if rest.startswith("job:"):
         state, settled = cast("list[bytes | None]", client.hmget(raw, ["state", "settled"]))
-        waits_for_record = (
-            state in (b"cancelled", b"expired") and settled is None
-        )  # over, and not yet in SQL
+        # over, and not yet in SQL
+        waits_for_record = state in (b"cancelled", b"expired") and settled is None
         if state in _LIVE_STATES or waits_for_record:
             return None
         return f"is a job in state {state!r} without a time to live"

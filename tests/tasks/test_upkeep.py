@@ -173,9 +173,8 @@ def test_usage_goes_by_whole_days_and_its_sums_stay(url: str, engine: sa.Engine)
         for n in range(4)
     ]
     record(url, *jobs)
-    assert retention(engine, usage_days=10).run() == Removed(
-        usage=4
-    )  # day 10 is still in part within ten days
+    # day 10 is still in part within ten days
+    assert retention(engine, usage_days=10).run() == Removed(usage=4)
     RollUp(engine, clock()).recent()
     RollUp(engine, clock()).reconcile()
     assert [row[:4] for row in sums(engine)] == [
@@ -191,9 +190,8 @@ def test_a_removal_that_was_broken_off_does_not_spoil_the_sums(url: str, engine:
     roll_up = RollUp(engine, clock())
     roll_up.seal(iso(TODAY - 30))
     with engine.begin() as connection:
-        connection.execute(
-            sa.text("DELETE FROM usage WHERE job_id IN ('a1', 'a2')")
-        )  # and here it dies
+        # and here it dies
+        connection.execute(sa.text("DELETE FROM usage WHERE job_id IN ('a1', 'a2')"))
     assert not roll_up.make(iso(TODAY - 30))
     assert iso(TODAY - 30) not in roll_up.recent()
     roll_up.reconcile()

@@ -99,9 +99,8 @@ async def test_a_job_s_trace_goes_from_its_producer_to_its_row(
         running_worker(redis_url, database, otel_endpoint=collector.url + "/", worker_id="w7"),
         client_of(redis_url) as client,
     ):
-        with producing("q", [build_request(asked)], backend) as (
-            request,
-        ):  # as submit does, with the program's own
+        # as submit does, with the program's own
+        with producing("q", [build_request(asked)], backend) as (request,):
             job = await client.submit(request)
         result = await client.result(job, timeout=60)
         bare = await client.submit(prompt="no producer", max_tokens=2, ignore_eos=True)

@@ -136,12 +136,8 @@ def build_request(arguments: Mapping[str, Any], now_ms: int | None = None) -> Jo
         request = msgspec.convert(fields, JobRequest)
     except InvalidRequest:
         raise
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # msgspec's ValidationError is a ValueError
+    # msgspec's ValidationError is a ValueError
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest([str(error)]) from error
     return checked(request, is_decoded=True)
 

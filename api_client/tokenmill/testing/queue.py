@@ -139,9 +139,8 @@ class InMemoryQueue:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except (
-            BaseException
-        ) as error:  # an error in the test's own function, raised when the context is left
+        # an error in the test's own function, raised when the context is left
+        except BaseException as error:
             self._error = error
 
     async def _serve(self) -> None:

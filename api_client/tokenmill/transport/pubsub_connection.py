@@ -60,10 +60,8 @@ class PubSubConnection:
                 if connection is None or not connection.is_connected:
                     raise ConnectionError("not connected")
                 await connection.send_command(verb, channel, check_health=False)
-            except (
-                *SERVER_TROUBLE,
-                AttributeError,
-            ) as error:  # AttributeError: the socket was dropped meanwhile
+            # AttributeError: the socket was dropped meanwhile
+            except (*SERVER_TROUBLE, AttributeError) as error:
                 self._end(ConnectionError(f"{verb} could not be sent: {error}"))
 
     async def read(self) -> None:

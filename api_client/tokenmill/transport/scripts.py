@@ -85,9 +85,8 @@ async def call_async(
             return await client.evalsha(script.sha, 1, key, *cast("tuple[str, ...]", arguments))
         except NoScriptError:
             return await client.eval(script.text, 1, key, *cast("tuple[str, ...]", arguments))
-        except (
-            AttributeError
-        ) as error:  # redis-py's cluster client closed a connection while opening it
+        # redis-py's cluster client closed a connection while opening it
+        except AttributeError as error:
             raise redis.exceptions.ConnectionError(
                 f"the connection was lost while it was opened: {error}"
             ) from error

@@ -61,9 +61,8 @@ async def playing(
         yield worker
     finally:
         while waiting := [task for task in tasks if not task.done()]:
-            for (
-                task
-            ) in waiting:  # again and again: Python 3.11's wait_for can swallow a cancellation
+            # again and again: Python 3.11's wait_for can swallow a cancellation
+            for task in waiting:
                 task.cancel()
             await asyncio.wait(waiting, timeout=0.2)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):

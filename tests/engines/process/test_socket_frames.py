@@ -63,9 +63,8 @@ async def test_bytes_that_are_no_report_end_it() -> None:
 
 async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing() -> None:
     ours, theirs = socket.socketpair()
-    sent = [
-        LoadProgress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)
-    ]  # more than a socket holds
+    # more than a socket holds
+    sent = [LoadProgress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)]
 
     def put_all() -> None:
         for report in sent:

@@ -126,9 +126,8 @@ async def test_a_push_message_is_no_call_s_reply(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         assert line._current is not None
-        await line._current.call(
-            "CLIENT", "TRACKING", "ON", "BCAST"
-        )  # the server reports every key that changes
+        # the server reports every key that changes
+        await line._current.call("CLIENT", "TRACKING", "ON", "BCAST")
         for number in range(5):
             await client.set(f"key{number}", number, ex=60)
             assert await line.call(ECHO, KEY, str(number)) == str(number).encode()

@@ -49,9 +49,8 @@ async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: Res
 
 async def test_a_job_that_is_recorded_twice_has_one_message(url: str, store: ResultStore) -> None:
     await store.record([with_webhook(finished("a", finished_ms=50))])
-    await store.record(
-        [with_webhook(finished("a", token=2, finished_ms=60))]
-    )  # another worker, another end
+    # another worker, another end
+    await store.record([with_webhook(finished("a", token=2, finished_ms=60))])
     assert [row["id"] for row in rows(url, "SELECT id FROM webhooks")] == ["msg_a_50"]
 
 

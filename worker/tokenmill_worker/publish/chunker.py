@@ -77,9 +77,8 @@ class Chunker:
         # The last chunk's number in the log.
         self._place = self._made[0] if is_lone else job.delivery.log_end
         self._ended = set(answer.ended_choices)
-        if (
-            not is_lone and not 0 <= self._place <= MAX_PLACE
-        ):  # no worker wrote the log's last entry
+        # no worker wrote the log's last entry
+        if not is_lone and not 0 <= self._place <= MAX_PLACE:
             self.seek(0)
 
     @property

@@ -112,10 +112,8 @@ class RollUp:
             )
             since = min(begin, _before(newest)) if newest is not None and newest > _FIRST else ""
             days: set[str] = set()
-            for table in (
-                usage,
-                usage_daily,
-            ):  # a day may have sums and no row: a redrive moved the last one
+            # a day may have sums and no row: a redrive moved the last one
+            for table in (usage, usage_daily):
                 wanted = and_(table.c.day >= since, table.c.day <= today.isoformat())
                 days |= set(
                     connection.execute(select(table.c.day).where(wanted).distinct()).scalars()

@@ -40,9 +40,8 @@ class JobTimestamps:
         when recording began.
         """
         phases = []
-        if (
-            self.delivery.deliveries == 1
-        ):  # later deliveries also waited for the sweep, for a time that is not known
+        # later deliveries also waited for the sweep, for a time that is not known
+        if self.delivery.deliveries == 1:
             created_ns = min(self.delivery.created_ms * NS_PER_MS, self.claimed_ns)
             phases.append(SpanPhase("queue wait", created_ns, self.claimed_ns))
         generated = self.claimed_ns

@@ -103,9 +103,8 @@ def alarm(queue: QueueState) -> list[tuple[str, str] | str]:
     if not queue.workers:
         words = "and jobs are waiting" if queue.waiting else "nothing is waiting either"
         marks += [(" NO WORKER IS ALIVE ", "bold red reverse"), f" {words}"]
-    elif any(
-        worker.problems for worker in queue.workers if worker.model
-    ):  # a worker that is loading has no model yet
+    # a worker that is loading has no model yet
+    elif any(worker.problems for worker in queue.workers if worker.model):
         marks += [(" TROUBLE ", "bold black on yellow")]
     else:
         marks += [("●", "green"), f" {count(len(queue.workers), 'worker')}"]

@@ -107,9 +107,8 @@ def make_backend(
     return backend()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Conversion of an array:DeprecationWarning"
-)  # Triton's interpreter
+# Triton's interpreter
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize(("name", "device"), TARGETS)
 @pytest.mark.parametrize("case", CASES + HALF_CASES, ids=lambda case: case.name)
 def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> None:

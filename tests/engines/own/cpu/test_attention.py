@@ -130,9 +130,8 @@ def test_inputs_may_be_views_of_one_packed_projection(backend: CpuAttention) -> 
     backend.write(packed[:, 4:6], packed[:, 6:8], cache, metadata)
     assert torch.equal(backend.attend(packed[:, :4], cache, metadata, case.shape), expected)
     cache.fill_(torch.nan)
-    by_head = (
-        packed.transpose(0, 1).contiguous().transpose(0, 1)
-    )  # as Transformers' rotary embedding leaves them
+    # as Transformers' rotary embedding leaves them
+    by_head = packed.transpose(0, 1).contiguous().transpose(0, 1)
     backend.write(by_head[:, 4:6], by_head[:, 6:8], cache, metadata)
     assert torch.equal(backend.attend(by_head[:, :4], cache, metadata, case.shape), expected)
 

@@ -79,9 +79,8 @@ class Schedule:
             if self.chance.random() < 0.02:
                 sequence.block_tables, sequence.num_computed_tokens = [[], []], 0
                 sequence.epoch += 1
-            elif (
-                self.chance.random() < 0.02
-            ):  # it was offloaded, and its last block is back where it was
+            # it was offloaded, and its last block is back where it was
+            elif self.chance.random() < 0.02:
                 for table in sequence.block_tables:
                     table[:-1] = [block and (next(self.blocks) % 1000 or 1) for block in table[:-1]]
                 sequence.epoch += 1

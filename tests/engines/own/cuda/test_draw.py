@@ -202,9 +202,8 @@ def test_a_vocabulary_of_several_chunks() -> None:
     assert torch.equal(peaks.cpu(), logits.amax(dim=1))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:invalid value encountered:RuntimeWarning"
-)  # the interpreter's numpy, of infinities
+# the interpreter's numpy, of infinities
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_rows_without_a_finite_logit_are_found_by_their_peak() -> None:
     logits = random_logits(4, 100)
     logits[0, 7], logits[1, :], logits[2, 3] = torch.nan, -torch.inf, torch.inf

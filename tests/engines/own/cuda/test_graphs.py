@@ -74,14 +74,8 @@ def test_a_mixed_shape_is_captured_when_it_has_come_often() -> None:
     for count in (18, 20, 31, 25, 30):
         inputs = step([(count, 40), (1, 9)])
         assert torch.equal(graphs.run(inputs), expected(inputs))
-    assert forward.calls == [
-        19,
-        21,
-        32,
-        32,
-        32,
-        32,
-    ]  # eager and not padded; then captured, replayed twice
+    # eager and not padded; then captured, replayed twice
+    assert forward.calls == [19, 21, 32, 32, 32, 32]
     assert (graphs.num_captured, graphs.num_replays) == (1, 2)
 
 

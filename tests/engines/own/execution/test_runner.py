@@ -198,9 +198,8 @@ def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Pa
         match=r"max_memory_gib \(.*\) holds sequences of \d+ tokens, not 256: raise it",
     ):
         load(llama, num_blocks=None, max_model_len=256, max_memory_gib=200 * per_token / 2**30)
-    with pytest.raises(
-        EngineConfigError, match="holds sequences of"
-    ):  # too short to be worth running
+    # too short to be worth running
+    with pytest.raises(EngineConfigError, match="holds sequences of"):
         load(llama, num_blocks=None, max_memory_gib=200 * per_token / 2**30)
     with pytest.raises(
         EngineConfigError, match=r"max_memory_gib \(1e-06\) holds no sequence at all: raise it"

@@ -32,9 +32,8 @@ FP8 = {
     "weight_block_size": [BLOCK, BLOCK],
     "modules_to_not_convert": ["lm_head"],
 }
-LACKING: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # method: the package that it needs, and more of its configuration
+# method: the package that it needs, and more of its configuration
+LACKING: dict[str, tuple[str, dict[str, Any]]] = {
     "awq": ("gptqmodel", {"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "gptq": ("gptqmodel", {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
     "compressed-tensors": ("compressed_tensors", {"format": "float-quantized"}),

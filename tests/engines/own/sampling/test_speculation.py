@@ -116,9 +116,8 @@ def test_prompt_lookup_drafts_with_batch_mates() -> None:
     greedy = make_sequence(KINDS["greedy"])
     before = next(steps)
     generate(sampler, model, [greedy], 100, counted)
-    assert (
-        next(steps) - before < 50
-    )  # greedy text of a model with one token of memory goes round in circles
+    # greedy text of a model with one token of memory goes round in circles
+    assert next(steps) - before < 50
 
 
 def test_rows_after_a_rejected_draft_do_not_count() -> None:

@@ -97,9 +97,8 @@ class FakeDevice:
     steps: int = 0
     _device: list[Block] = field(default_factory=list)
     _host: list[Block] = field(default_factory=list)
-    _sampled: dict[tuple[Sequence, int], int] = field(
-        default_factory=dict
-    )  # ids that the host may not know yet
+    # ids that the host may not know yet
+    _sampled: dict[tuple[Sequence, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = max(self.cache.block_sizes)

@@ -127,9 +127,8 @@ class FakeRunner:
             self._raise_now_and_then()
             self._has_failed = True
             return plan, None
-        except (
-            Exception
-        ) as error:  # a failed check: `StepExecutor` must not take it for a failed step
+        # a failed check: `StepExecutor` must not take it for a failed step
+        except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error}")
 
     def _raise_now_and_then(self) -> None:

@@ -67,9 +67,8 @@ def test_bulk_works_places_are_offered_to_the_urgent(policy: str, places: int) -
     loop.step()
     assert loop.scheduler.capacity().free_urgent == places
     loop.add(make_sequence("urgent", prompt(6, 3), 40, priority=0))
-    assert loop.scheduler.capacity().free_urgent == max(
-        0, places - 1
-    )  # it waits, and will take one
+    # it waits, and will take one
+    assert loop.scheduler.capacity().free_urgent == max(0, places - 1)
     loop.step()
     assert loop.scheduler.capacity().free_urgent == max(0, places - 1)
     assert (loop.scheduler.stats.preemptions == 1) is (places > 0)

@@ -144,9 +144,8 @@ class Schedules(RuleBasedStateMachine):
                 for choice in range(choices)
             ]  # fmt: skip
         for sequence in batch:
-            if (
-                kind == "given"
-            ):  # the resumed tokens are the answer, of which one was reported before
+            # the resumed tokens are the answer, of which one was reported before
+            if kind == "given":
                 first = sequence.num_prompt_tokens + min(1, len(resumed))
                 sequence.next_scored, sequence.scored_end = first, sequence.num_tokens
                 sequence.max_tokens = len(resumed)

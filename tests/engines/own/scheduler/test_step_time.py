@@ -29,16 +29,14 @@ def taught(slowdown: float | None, fixed: float, each: float) -> StepTimeModel:
 
 def test_what_costs_time_is_held_back() -> None:
     step_times = taught(0.5, fixed=0.1, each=0.01)
-    assert step_times.shared_bulk_budget(10) == pytest.approx(
-        10, abs=1
-    )  # 0.2 s alone, 0.3 s with 10 more
+    # 0.2 s alone, 0.3 s with 10 more
+    assert step_times.shared_bulk_budget(10) == pytest.approx(10, abs=1)
     assert taught(0.0, fixed=0.1, each=0.01).shared_bulk_budget(10) == MIN_TOKENS
 
 
 def test_what_costs_none_goes_along() -> None:
-    assert (
-        taught(0.5, fixed=0.1, each=0.0).shared_bulk_budget(10) == 4 * 64 - 10
-    )  # more than 64 at once was never seen
+    # more than 64 at once was never seen
+    assert taught(0.5, fixed=0.1, each=0.0).shared_bulk_budget(10) == 4 * 64 - 10
     assert taught(None, fixed=0.1, each=0.01).shared_bulk_budget(10) is None
 
 
@@ -54,9 +52,8 @@ def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
     assert step_times.bulk_token_budget(0.0, 0) == FIRST_TOKENS
     assert step_times.shared_bulk_budget(1) == FIRST_TOKENS
     for _ in range(50):
-        step_times.note(
-            64, 0.5
-        )  # all of one size: a token's own cost is unknown, so each costs its share
+        # all of one size: a token's own cost is unknown, so each costs its share
+        step_times.note(64, 0.5)
     assert step_times.bulk_token_budget(0.0, 0) == pytest.approx(64 * ALONE_S / 0.5, abs=1)
     assert step_times.shared_bulk_budget(1) == MIN_TOKENS
 
@@ -150,9 +147,8 @@ def test_bulk_steps_back_while_others_are_served_and_comes_back_after(
         assert min(beside) >= MIN_TOKENS
         assert len({name for step in shared for name in step}) == 21  # in turns
     after = step_of(loop)
-    assert (
-        MIN_TOKENS <= len(after) <= 16 if slowdown else len(after) == 20
-    )  # another may come while this step runs
+    # another may come while this step runs
+    assert MIN_TOKENS <= len(after) <= 16 if slowdown else len(after) == 20
     loop.clock.now += RECENT_S + 1
     assert len(step_of(loop)) == 20
     loop.run()

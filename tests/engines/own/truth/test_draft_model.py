@@ -141,9 +141,8 @@ def test_drafts_that_cost_more_than_they_gain_stop_for_all(llama: Path, tmp_path
     drafts_of(engine).gain = DraftGain(clock=map(float, itertools.count()).__next__)
     for seed in range(8):
         answers(engine, [prompt(seed, 9)], [GREEDY])
-    assert (
-        0 < drafts_of(engine).num_passes < 24
-    )  # of more than 100 by the limits of eight sequences
+    # of more than 100 by the limits of eight sequences
+    assert 0 < drafts_of(engine).num_passes < 24
 
 
 def test_a_sequence_keeps_its_tokens_while_it_is_drafted_for(llama: Path) -> None:

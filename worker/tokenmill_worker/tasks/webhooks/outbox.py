@@ -79,9 +79,8 @@ class Outbox:
                 return []
             taken = connection.execute(
                 update(webhooks)
-                .where(
-                    webhooks.c.id.in_(wanted), _is_due(now_ms)
-                )  # not claimed by another process meanwhile
+                # not claimed by another process meanwhile
+                .where(webhooks.c.id.in_(wanted), _is_due(now_ms))
                 .values(state="sending", due_ms=until_ms)
                 .returning(webhooks.c.id)
             )

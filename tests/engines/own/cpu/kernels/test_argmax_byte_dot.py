@@ -69,9 +69,8 @@ def test_outputs_that_lower_bytes_set_apart(packer: ExactPacker) -> None:
     torch.manual_seed(1)
     codes = torch.randint(-126, 127, (K // 32, 32)).float()
     codes[:, 0] = 127.0
-    apart = torch.cat(
-        [torch.ones(15), -torch.ones(15)]
-    )  # a group's codes add up to the same in every column
+    # a group's codes add up to the same in every column
+    apart = torch.cat([torch.ones(15), -torch.ones(15)])
     moves = torch.stack([apart[torch.randperm(30)] for _ in range(1000 * K // 32)]).view(
         1000, K // 32, 30
     )

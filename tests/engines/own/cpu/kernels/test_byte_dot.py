@@ -14,10 +14,8 @@ from tokenmill_worker.engines.own.cpu.kernels.toolchain import KernelUnavailable
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 66, 131, 300]
 SOURCES = {"4 bits": "linear_int4", "8 bits": "linear_byte"}
-DEPTHS = [
-    96,
-    288,
-]  # 4-bit codes are multiplied one by one, and in pairs where that pays (winograd_pairs.h)
+# 4-bit codes are multiplied one by one, and in pairs where that pays (winograd_pairs.h)
+DEPTHS = [96, 288]
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +60,8 @@ def test_a_product_is_as_exact_as_a_chain_of_float32(
         x = torch.randn(m, k)
         error = error_of(packed, weight, x)
         assert error < 6.0, m
-        assert k < 100 or error < error_of(chains, weight, x) + 0.5, (
-            m
-        )  # rounding a group's sums weighs more in few groups
+        # rounding a group's sums weighs more in few groups
+        assert k < 100 or error < error_of(chains, weight, x) + 0.5, m
         assert not torch.equal(packed(x), chains(x)), "these are the chains themselves"
 
 

@@ -157,9 +157,8 @@ def test_one_openmp_runtime_in_the_process(
 @pytest.mark.slow
 def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
     """sentencepiece maps a runtime of its own, before or after torch."""
-    if (
-        importlib.util.find_spec("sentencepiece") is None
-    ):  # it is not to be mapped into this process
+    # it is not to be mapped into this process
+    if importlib.util.find_spec("sentencepiece") is None:
         pytest.skip("sentencepiece is not installed")
     expected = str(loaded_openmp())
     for order in ("torch, sentencepiece", "sentencepiece, torch"):

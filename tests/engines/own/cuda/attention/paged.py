@@ -46,9 +46,8 @@ def paged(
             column = sinks.double()[:, None, None].expand(-1, logits.shape[1], 1)
             logits = torch.cat([logits, column], dim=-1)
         weights = logits.softmax(-1)[..., :seq_len]
-        value = torch.where(
-            hidden.all(0)[:, None, None], 0.0, value
-        )  # a block that left the window is not read
+        # a block that left the window is not read
+        value = torch.where(hidden.all(0)[:, None, None], 0.0, value)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
         lse[:, rows] = logits.logsumexp(-1).float()
     return out, lse

@@ -43,10 +43,8 @@ pytestmark = [
     ),
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
-SHORT, LONG = (
-    144,
-    528,
-)  # tokens of prefixes: whole blocks, but no whole tiles; the long one is split
+# tokens of prefixes: whole blocks, but no whole tiles; the long one is split
+SHORT, LONG = (144, 528)
 OWN = (1, 2, 16, 17, 40, 96, 5, 300)  # behind the prefix; a context may end one token after it
 
 

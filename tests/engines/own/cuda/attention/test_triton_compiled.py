@@ -31,10 +31,8 @@ from tokenmill_worker.engines.own.cuda.attention.write_kernel import write_kerne
 
 ASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1, "fp8e5": 1}  # bytes
-SHARED_MEMORY = {
-    80: 99 * 1024,
-    90: 227 * 1024,
-}  # what one program may take; 8.6 and 8.9 run the builds for 8.0
+# what one program may take; 8.6 and 8.9 run the builds for 8.0
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
 SPILLED_BY_256_ROWS = 128  # by a thread: faster than any tile without spills, on an H200
 POINTERS = {
     **dict.fromkeys(("block_table", "query_start", "seq_lens", "prefix_lens", "counters"), "*i32"),

@@ -43,9 +43,8 @@ pytestmark = [
         DEVICE == "cpu" and not is_interpreted(), reason="neither CUDA nor interpreted"
     ),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:overflow encountered:RuntimeWarning"
-    ),  # the interpreter's numpy: then infinity
+    # the interpreter's numpy: then infinity
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     *([pytest.mark.gpu] if DEVICE == "cuda" else []),
 ]
 ALL = {"DeviceNorm", "DeviceMLP", "DeviceAttention", "DeviceLayer"}
@@ -192,18 +191,16 @@ def check_one_pass(
     if scales is not None:
         query, (key, value) = scales.of_query(query), scales.divided(key, value)
     torch.testing.assert_close(out, query)
-    held = (
-        cache if is_token_major else cache.transpose(2, 3)
-    ).float()  # [blocks, 2, tokens, heads, head_dim]
+    # [blocks, 2, tokens, heads, head_dim]
+    held = (cache if is_token_major else cache.transpose(2, 3)).float()
     blocks, offsets = slots // 4, slots % 4
     tie = torch.finfo(kv_dtype).eps if kv_dtype.itemsize == 1 else 1e-5
     torch.testing.assert_close(
         held[blocks, 0, offsets], stored_as(key, kv_dtype).float(), rtol=tie, atol=tie / 64
     )
     torch.testing.assert_close(held[blocks, 1, offsets], stored_as(value, kv_dtype).float())
-    assert (
-        int(torch.isfinite(pool.float()).sum()) == 2 * num_tokens * num_kv * head_dim
-    )  # nothing else was written
+    # nothing else was written
+    assert int(torch.isfinite(pool.float()).sum()) == 2 * num_tokens * num_kv * head_dim
 
 
 def test_rows_in_8_bits() -> None:

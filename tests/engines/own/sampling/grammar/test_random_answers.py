@@ -40,9 +40,8 @@ async def test_no_answer_breaks_its_schema_in_silence(
     reported = [line for line in lines if line.startswith("reported: ")]
     assert found["silent"] == 0
     assert len(reported) == found["reported"]
-    assert [
-        line for line in reported if '-02-29" is not a "date"' not in line
-    ] == []  # the grammar knows no leap years
+    # the grammar knows no leap years
+    assert [line for line in reported if '-02-29" is not a "date"' not in line] == []
     assert len(refusals) >= len(INVALID)
     for refusal in refusals:
         assert refusal.startswith("response_format.json_schema ")

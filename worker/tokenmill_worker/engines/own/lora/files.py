@@ -159,9 +159,8 @@ def _low_rank(config: dict[str, Any], path: str, pair: dict[str, Tensor]) -> Low
 
 def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
     alpha = config.get("lora_alpha", 8)
-    for pattern, own in (
-        config.get("alpha_pattern") or {}
-    ).items():  # the first match counts, as in peft
+    # the first match counts, as in peft
+    for pattern, own in (config.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", path):
             alpha = own
             break

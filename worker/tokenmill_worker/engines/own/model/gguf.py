@@ -75,10 +75,8 @@ def _convert(source: Path, folder: Path, report: Callable[[float], None]) -> Non
     tokenizer = AutoTokenizer.from_pretrained(**where)
     report(0.05)
     config = AutoConfig.from_pretrained(**where)
-    for role in (
-        "bos",
-        "eos",
-    ):  # some versions of Transformers read the tokenizer's own ids wrongly
+    # some versions of Transformers read the tokenizer's own ids wrongly
+    for role in ("bos", "eos"):
         token_id = getattr(config, f"{role}_token_id", None)
         if isinstance(token_id, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))

@@ -310,9 +310,8 @@ class Probe:
         shape = AttentionShape(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
-            head_dim=max(
-                query.shape[2], value.shape[2]
-            ),  # the cache keeps keys and values in heads of one size
+            # the cache keeps keys and values in heads of one size
+            head_dim=max(query.shape[2], value.shape[2]),
             scale=scale,
             softcap=None if softcap is None else float(softcap),
         )

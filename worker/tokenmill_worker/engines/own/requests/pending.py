@@ -50,9 +50,8 @@ class Prerequisites:
             sequence.grammar = None if self.grammar is None else self.grammar.result()
         if self.adapter is None:
             return
-        if (
-            error := self.adapter.exception()
-        ) is not None:  # a ValueError's message is a sentence for the user
+        # a ValueError's message is a sentence for the user
+        if (error := self.adapter.exception()) is not None:
             raise RequestError(
                 str(error) if isinstance(error, ValueError) else sentence_of(error)
             ) from error

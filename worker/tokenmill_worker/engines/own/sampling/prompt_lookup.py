@@ -65,9 +65,8 @@ class NgramIndex:
         if best < 0:
             return ()
         draft = list(token_ids[best : best + max_tokens])
-        while (
-            len(draft) < max_tokens
-        ):  # the match reaches the sequence's end: continue the repetition
+        # the match reaches the sequence's end: continue the repetition
+        while len(draft) < max_tokens:
             draft.append(draft[len(draft) - (end - best)])
         return tuple(draft)
 

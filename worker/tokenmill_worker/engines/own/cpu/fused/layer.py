@@ -83,9 +83,8 @@ class FusedList(nn.ModuleList):
 
     def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
         super().__init__(layers)
-        self._rows = (
-            FusedStack(layers, scratch),
-        )  # in a tuple: its layers are children of this list already
+        # in a tuple: its layers are children of this list already
+        self._rows = (FusedStack(layers, scratch),)
 
     @property
     def row(self) -> FusedStack:

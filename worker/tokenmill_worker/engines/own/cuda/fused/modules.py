@@ -202,9 +202,8 @@ class DeviceLayers(nn.ModuleList):
 
     def __init__(self, layers: Sequence[DeviceLayer]) -> None:
         super().__init__(layers)
-        self._whole = (
-            DeviceStack(layers),
-        )  # in a tuple: its layers are children of this list already
+        # in a tuple: its layers are children of this list already
+        self._whole = (DeviceStack(layers),)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):

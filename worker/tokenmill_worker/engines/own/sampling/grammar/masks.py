@@ -244,9 +244,8 @@ class Grammars:
     def _matcher(
         self, sequence: Sequence, compiler: GrammarCompiler, wanted: ResponseFormat
     ) -> Any:
-        if (
-            sequence.grammar is None
-        ):  # a sequence added without request validation has no compiled grammar
+        # a sequence added without request validation has no compiled grammar
+        if sequence.grammar is None:
             sequence.grammar = compiler.compile(wanted).result(compiler.limits.wall_s + 1)
         return sequence.grammar()
 
