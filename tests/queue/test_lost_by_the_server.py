@@ -8,21 +8,26 @@ from tests.support.queue import Queue, appended, end_of, token
 from tokenmill.errors import JobNotFound
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import Priority
-from tokenmill_worker.jobs import AppendReply
+from tokenmill_worker.jobs import AppendReply, JobObserver
 from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = pytest.mark.redis
 
 
-class Losses:
+class Losses(JobObserver):
     """A worker's reports: the log lines, and the numbers that its metric gets."""
 
     def __init__(self, worker: JobStream, log: pytest.LogCaptureFixture) -> None:
         self.counted: list[int] = []
-        self.refused: list[tuple[str, int]] = []
+        self.refusals: list[tuple[str, int]] = []
         self._log = log
-        worker.on_gone = self.counted.append
-        worker.on_refused = lambda call, count: self.refused.append((call, count))
+        worker.observer = self
+
+    def lost_by_server(self, count: int) -> None:
+        self.counted.append(count)
+
+    def refused(self, call: str, count: int) -> None:
+        self.refusals.append((call, count))
 
     @property
     def jobs(self) -> list[str]:
@@ -113,7 +118,7 @@ async def test_an_append_finds_a_job_gone_and_the_next_heartbeat_reports_it(
     ((word, _),) = await appended(worker, [token(delivery, 1)])
     assert word is AppendReply.GONE
     await worker.heartbeat(beat())
-    assert (losses.jobs, losses.counted, losses.refused) == ([delivery.job_id], [1], [])
+    assert (losses.jobs, losses.counted, losses.refusals) == ([delivery.job_id], [1], [])
     assert await running(queue) == (0, 0)
 
 
@@ -128,7 +133,7 @@ async def test_another_workers_job_is_not_reported_as_lost_by_the_server(
     ((word, _),) = await appended(worker, [token(delivery, 0)])
     assert word is AppendReply.LOST
     await worker.heartbeat(beat())
-    assert (losses.jobs, losses.counted, losses.refused) == ([], [], [("append", 1)])
+    assert (losses.jobs, losses.counted, losses.refusals) == ([], [], [("append", 1)])
     await other.finish([end_of(again)])
 
 
@@ -175,7 +180,7 @@ async def test_a_job_that_is_gone_when_it_is_given_back_is_reported(
     (delivery,) = await worker.claim(1)
     await queue.redis.delete(queue.keys.job(delivery.job_id))
     assert await worker.release([(delivery.job_id, delivery.token, False)]) == [False]
-    assert (losses.jobs, losses.counted, losses.refused) == ([delivery.job_id], [1], [])
+    assert (losses.jobs, losses.counted, losses.refusals) == ([delivery.job_id], [1], [])
 
 
 async def test_a_recorded_job_that_is_gone_needs_no_acknowledgement(
@@ -188,7 +193,7 @@ async def test_a_recorded_job_that_is_gone_needs_no_acknowledgement(
     assert await worker.finish([end_of(delivery)]) == [True]
     await worker.heartbeat(beat())
     await worker.claim(1)
-    assert (losses.jobs, losses.refused) == ([], [])
+    assert (losses.jobs, losses.refusals) == ([], [])
     assert (await queue.client.depth()).running == 0
 
 

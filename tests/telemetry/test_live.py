@@ -20,6 +20,7 @@ from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
 from tokenmill.operations.overview import QueueState
 from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.jobs import JobObserver
 from tokenmill_worker.telemetry import configure_logging
 from tokenmill_worker.telemetry.exporter import Exporter
 from tokenmill_worker.telemetry.queue_metrics import QueueMetrics
@@ -144,18 +145,25 @@ async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> Non
 
 
 async def test_refused_tokens_and_failed_calls_are_counted(queue: Queue) -> None:
-    refused: list[tuple[str, int]] = []
+    refusals: list[tuple[str, int]] = []
     calls: list[tuple[str, int, bool]] = []
+
+    class Noting(JobObserver):
+        def called(self, script: str, seconds: float, round_trips: int, is_done: bool) -> None:
+            calls.append((script, round_trips, is_done))
+
+        def refused(self, call: str, count: int) -> None:
+            refusals.append((call, count))
+
     worker, other = queue.worker("w1"), queue.worker("w2")
-    worker.on_refused = lambda call, count: refused.append((call, count))
-    worker.on_call = lambda script, _seconds, trips, done: calls.append((script, trips, done))
+    worker.observer = Noting()
     await queue.submit()
     (delivery,) = await worker.claim(1)
     await worker.release([(delivery.job_id, delivery.token, False)])
     await other.claim(1)
     await worker.append([token(delivery, 0)])
     await worker.release([(delivery.job_id, delivery.token, False)])
-    assert refused == [("append", 1), ("release", 1)]
+    assert refusals == [("append", 1), ("release", 1)]
     assert calls == [
         ("claim", 1, True),
         ("release", 1, True),

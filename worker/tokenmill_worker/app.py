@@ -108,9 +108,8 @@ class Worker:
             stream_options(settings),
             sharded=sharded,
             clock=clock,
+            observer=observer,
         )
-        self.stream.on_call, self.stream.on_refused = observer.called, observer.refused
-        self.stream.on_gone = observer.lost_by_server
         self._store = store_type(
             settings.database_url, queue=settings.queue_name, with_prompts=settings.record_prompts
         )

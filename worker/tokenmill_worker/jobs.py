@@ -306,35 +306,29 @@ class Acknowledger(Protocol):
         ...
 
 
-class JobObserver(Protocol):
-    """Observes jobs between claim and record; `telemetry.job_telemetry` implements it. Must not
-    raise.
+class JobObserver:
+    """Observes jobs between claim and record, and the calls of the queue, and does nothing.
+    `telemetry.job_telemetry` does something. Must not raise.
     """
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
 
     def started(self, jobs: Sequence[AdmittedJob]) -> None:
         """Note that the jobs were submitted to the engine."""
-        ...
 
     def stepped(self, frame: Frame) -> None:
         """Note that the tokens of a frame were published."""
-        ...
 
     def left(self, job_ids: Iterable[str], reason: str) -> None:
         """Note that the jobs left this worker to go on elsewhere. `reason`: "handed_over", "crash",
         "retry", "lost".
         """
-        ...
 
+    def called(self, script: str, seconds: float, round_trips: int, is_done: bool) -> None:
+        """Note a call of a script, which the server answered if `is_done`."""
 
-class NullObserver:
-    """Observes nothing."""
+    def refused(self, call: str, count: int) -> None:
+        """Note that a call had `count` outdated fencing tokens."""
 
-    def claimed(self, deliveries: Sequence[Delivery]) -> None: ...
-
-    def started(self, jobs: Sequence[AdmittedJob]) -> None: ...
-
-    def stepped(self, frame: Frame) -> None: ...
-
-    def left(self, job_ids: Iterable[str], reason: str) -> None: ...
+    def lost_by_server(self, count: int) -> None:
+        """Note that the server has no record of so many jobs any more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -30,6 +30,7 @@ from tokenmill_worker.jobs import (
     ChunkAppend,
     Delivery,
     FinishedJob,
+    JobObserver,
 )
 from tokenmill_worker.queue import scripts
 from tokenmill_worker.queue.append.batch_encoding import AppendBatch
@@ -87,18 +88,14 @@ class JobStream:
         *,
         sharded: bool = False,
         clock: ServerClock | None = None,
+        observer: JobObserver | None = None,
     ) -> None:
         self.keys = keys
         self.worker_id = worker_id
         self.options = options or StreamOptions()
         self.clock = clock or ServerClock()  # set by the server's with every heartbeat
         self.wake_up = asyncio.Event()
-        # (script, seconds, round trips, was it answered?)
-        self.on_call: Callable[[str, float, int, bool], None] = lambda *_: None
-        # (call, number of outdated fencing tokens)
-        self.on_refused: Callable[[str, int], None] = lambda *_: None
-        # (number of jobs that the server lost)
-        self.on_gone: Callable[[int], None] = lambda _: None
+        self.observer = observer or JobObserver()
         self.lease = Lease(self.options.lease_s)
         self.server = ServerWatch(client, keys.meta)
         self._client = client
@@ -308,11 +305,11 @@ class JobStream:
         for job_id in job_ids:
             log.error("Job %s is lost by the server, which has no record of it any more", job_id)
         if job_ids:
-            self.on_gone(len(job_ids))
+            self.observer.lost_by_server(len(job_ids))
 
     def _count_refused(self, call: str, count: int) -> None:
         if count:
-            self.on_refused(call, count)
+            self.observer.refused(call, count)
 
     async def _call(self, script: Script, *arguments: Argument, attempts: int = 2) -> Any:
         """Call a script. A connection that broke while it was idle costs one more attempt, not an
@@ -333,4 +330,4 @@ class JobStream:
                     if attempt == attempts:
                         raise
         finally:
-            self.on_call(script.name, time.perf_counter() - started, attempt, is_done)
+            self.observer.called(script.name, time.perf_counter() - started, attempt, is_done)

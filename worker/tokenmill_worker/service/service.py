@@ -23,7 +23,6 @@ from tokenmill_worker.jobs import (
     Delivery,
     FinishedJob,
     JobObserver,
-    NullObserver,
     PublishReport,
     set_aside,
 )
@@ -65,7 +64,7 @@ class Service:
         self._finalizer = finalizer
         self._checks = Checks(self._record)
         self._quarantine = Quarantine()
-        self._observer = observer or NullObserver()
+        self._observer = observer or JobObserver()
         self._owned = OwnedJobs(self._quarantine, self._observer)
         self.ends = EarlyEnds(self._owned, stream, publisher, self.supervisor)
         self._entrance = Entrance(

@@ -16,7 +16,7 @@ from tokenmill_schemas.control import TenantLoad
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.contract.events import EngineStats, TokenEvent
 from tokenmill_worker.contract.messages import Frame
-from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
+from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob, JobObserver
 from tokenmill_worker.telemetry import Metrics, Tracing
 from tokenmill_worker.telemetry.job_timestamps import JobTimestamps
 from tokenmill_worker.telemetry.rolling import RollingPercentiles, RollingRate
@@ -26,7 +26,7 @@ log = logging.getLogger("tokenmill_worker.jobs")
 MAX_TENANTS = 20  # in a heartbeat: the tenants with the most tokens
 
 
-class JobTelemetry:
+class JobTelemetry(JobObserver):
     """Observes the jobs of one worker. No job can make its methods raise."""
 
     def __init__(

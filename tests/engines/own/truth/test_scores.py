@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def assert_true(
     model: transformers.PreTrainedModel,
     ids: list[int],
     first: int,
-    found: tuple[TokenLogprob, ...],
+    found: Sequence[TokenLogprob],
     num_top: int,
 ) -> None:
     """Compare the log-probabilities of tokens `first` and after with those of one pass."""
