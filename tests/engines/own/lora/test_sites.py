@@ -41,14 +41,14 @@ class WrappedLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.ModuleDict({"attention": JointAttention()})
-        self.is_apart = False
+        self.calls: list[str] = []
 
     def products(self) -> list[AdaptedProduct]:
         return []
 
     def adapt(self, add_to: Callable[[str], AddRows]) -> Callable[[], None]:
-        self.is_apart = True
-        return lambda: setattr(self, "is_apart", False)
+        self.calls.append("part by part")
+        return lambda: self.calls.append("as one")
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ def test_enabled_adapters_see_each_product_once_and_disabled_ones_leave_the_mode
         y += 1
 
     sites.enable_adapters(add)
-    assert layer.is_apart
+    assert layer.calls == ["part by part"]
     assert not torch.equal(layer.layer["attention"](rows), plain)
     assert seen == [
         ("layers.0.attention:joint", (3, 4), (3, 6)),
         ("layers.0.attention.o_proj", (3, 6), (3, 4)),
     ]
     sites.disable_adapters()
-    assert not layer.is_apart
+    assert layer.calls == ["part by part", "as one"]
     assert torch.equal(layer.layer["attention"](rows), plain)
     assert len(seen) == 2
