@@ -70,9 +70,8 @@ _WORDS: dict[type[shapes.Type], str] = {
 
 def settings_page() -> str:
     panels: dict[str, dict[str, FieldInfo]] = {"Worker": {}, "Engine": {}}
-    for name in sorted(
-        Settings.model_fields, key=lambda name: name in ENGINE_FIELDS
-    ):  # otherwise in the order of their definition
+    # otherwise in the order of their definition
+    for name in sorted(Settings.model_fields, key=lambda name: name in ENGINE_FIELDS):
         panels.setdefault(panel_of(name), {})[name] = Settings.model_fields[name]
     panels["Tasks"] = panels.pop("Tasks")
     lines = [
