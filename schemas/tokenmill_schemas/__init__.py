@@ -7,7 +7,13 @@ that connects to a server belongs elsewhere.
 
 from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams, TokenLogprob
+from tokenmill_schemas.generation import (
+    FinishReason,
+    ResponseFormat,
+    SamplingParams,
+    TokenLogprob,
+    token_text,
+)
 from tokenmill_schemas.job import JobRequest, Priority, RetryPolicy
 from tokenmill_schemas.result import (
     ChoiceResult,
@@ -43,4 +49,5 @@ __all__ = [
     "ToolCallDelta",
     "ToolFunction",
     "Usage",
+    "token_text",
 ]

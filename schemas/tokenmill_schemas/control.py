@@ -57,3 +57,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     engine_restarts: int = 0
     problems: tuple[str, ...] = ()  # what /healthz complains of
     tenants: dict[str, TenantLoad] = {}  # the busiest ones
+    max_model_len: int = 0  # tokens of a prompt and its answer together
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters that jobs may ask for
+    aliases: dict[str, str] = {}  # further names that jobs may use: of the model or of an adapter

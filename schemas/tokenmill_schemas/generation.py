@@ -71,7 +71,7 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     closing: str = ""
     marks: dict[str, int] = {}
     is_required: bool = False
-    arguments: ArgumentForm | None = None  # nil: one JSON object
+    arguments: ArgumentForm | None = None  # left out: one JSON object
     at_start: bool = False
     asides: tuple[str, ...] = ()
     aside_end: str = ""
@@ -146,10 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     response_format: ResponseFormat | None = None
     speculate: bool = True  # may draft tokens be proposed for this request?
     lora: str = ""  # name of the LoRA adapter to answer with; empty: the model itself
-    logprobs_mode: str | None = (
-        None  # raw_logprobs or processed_logprobs; nil: the worker's setting
-    )
-
+    logprobs_mode: str | None = None  # raw_logprobs or processed_logprobs; left out: the worker's
     thinking_budget: int | None = None  # after so many tokens of thoughts the answer begins
     prompt_logprobs: int | None = None  # of each prompt token, beside this many most likely ones
     echo: bool = False  # does the text of each answer begin with the prompt's?
@@ -229,10 +226,20 @@ NO_DEFAULTS: Final = SamplingParams()  # of a model that says nothing
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probability of one sampled or given token, and of the most likely tokens at its
     position.
+
+    Bytes are those of the token alone, UTF-8 except where a token is a part of a character. A
+    special token has those of its name. The engine leaves them out; the worker adds them.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), most likely first
+    token_bytes: bytes = b""  # of the token itself
+    top_bytes: tuple[bytes, ...] = ()  # of each token of `top`
+
+
+def token_text(data: bytes) -> str:
+    """Return a token's bytes as text. Bytes that are no whole character are written as `\\xe2`."""
+    return data.decode("utf-8", "backslashreplace")
 
 
 def sequence_problems(params: SamplingParams) -> Iterator[str]:

@@ -147,7 +147,7 @@ class ChatCompletion(
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[str]
-    token_logprobs: list[float | None]  # nil: of an echoed prompt's first token
+    token_logprobs: list[float | None]  # None: of an echoed prompt's first token
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 

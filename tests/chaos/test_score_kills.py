@@ -82,6 +82,7 @@ async def test_values_are_the_same_after_any_death(
             assert [one.logprob for one in found] == pytest.approx(
                 [one.logprob for one in wanted], abs=TOLERANCE
             )
+            assert [one.token_bytes for one in found] == [one.token_bytes for one in wanted]
         assert stream == scores_of(result)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engines.own.lora.support import save_adapter
 from tests.engines.own.truth import tiny_models
+from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_schemas.result import JobStatus
 
@@ -55,6 +56,15 @@ async def test_jobs_choose_the_base_or_an_adapter_by_name(
         base, gpt, as_model, as_alias, as_lora, unknown = [
             await client.result(job, timeout=60) for job in jobs
         ]
+
+        async def has_model() -> bool:  # from the next heartbeat on
+            return (await client.workers())[0].model != ""
+
+        await until(has_model)
+        [status] = await client.workers()
+    assert status.model == str(model)
+    assert (status.adapters, status.max_model_len) == (("poet",), 256)
+    assert status.aliases == {"q": str(model), "gpt": str(model), "rhymes": "poet"}
     assert base.token_ids == gpt.token_ids
     assert as_model.token_ids == as_alias.token_ids == as_lora.token_ids != base.token_ids
     assert (gpt.model, as_model.model) == ("gpt", "poet")

@@ -44,6 +44,10 @@ def values(entries: tuple[TokenLogprob, ...] | None) -> list[float]:
     return [entry.logprob for entry in entries or ()]
 
 
+def bytes_of(entries: tuple[TokenLogprob, ...] | None) -> bytes:
+    return b"".join(entry.token_bytes for entry in entries or ())
+
+
 async def test_prompts_and_continuations_have_transformers_values(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -70,6 +74,11 @@ async def test_prompts_and_continuations_have_transformers_values(
     assert scored.text == PROMPT + plain.text
     found = values(scored.prompt.logprobs) + values(scored.logprobs)
     assert found == pytest.approx(wanted, abs=TOLERANCE)
+    first_token = truth.tokenizer.decode(ids[:1])
+    assert bytes_of(scored.prompt.logprobs) == PROMPT.removeprefix(first_token).encode()
+    assert bytes_of(scored.logprobs) == plain.text.encode()
+    for entry in scored.prompt.logprobs:
+        assert entry.top_bytes == (truth.tokenizer.decode([entry.top[0][0]]).encode(),)
     assert (plain.usage.cached_tokens, scored.usage.cached_tokens) == (0, 0)
     for choice, text in zip(compared.choices, CONTINUATIONS, strict=True):
         whole = truth.tokenizer(PROMPT + text)["input_ids"]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.publish.support import CREATED_MS, EOS, Clock, FakeLog, admit, event, logprobs
-from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.jobs import CancelOrder, RetryOrder
@@ -164,12 +164,12 @@ async def test_logprobs_travel_with_their_tokens_when_wanted(publisher, log):
         event("abcd", job, logprobs=logprobs(-1.0, -2.0, -3.0, -4.0)) for job in ("with", "without")
     ]
     [finished] = (await publisher.handle(both)).finished
-    assert [c.logprobs for c in log.chunks["with"]] == [
-        logprobs(-1.0),
-        logprobs(-2.0),
-        logprobs(-3.0),
-    ]
-    assert finished.result.logprobs == logprobs(-1.0, -2.0, -3.0)
+    named = tuple(
+        TokenLogprob(value, token_bytes=token)
+        for value, token in ((-1.0, b"a"), (-2.0, b"b"), (-3.0, b"c"))
+    )
+    assert [c.logprobs for c in log.chunks["with"]] == [(one,) for one in named]
+    assert finished.result.logprobs == named
     assert {c.logprobs for c in log.chunks["without"]} == {None}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.publish.support import MODEL, Clock, FakeLog, admit, delivery_of, event, logprobs
 from tests.support.tokenizers import byte_level
-from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ScoredPrompt
 from tokenmill_worker.input.input_processor import InputProcessor
@@ -14,7 +14,8 @@ from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher
 
 LENGTH = FinishReason.LENGTH
-PROMPT = ScoredPrompt(tuple(b"hi"), logprobs(-0.5))
+SCORED = (TokenLogprob(-0.5, token_bytes=b"i"),)
+PROMPT = ScoredPrompt(tuple(b"hi"), SCORED)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -114,7 +115,7 @@ async def test_an_echo_is_in_the_first_chunk_of_each_choice_and_after_a_resume()
     )
     chunks = log.chunks["job"]
     assert [(chunk.choice, chunk.text) for chunk in chunks] == [(0, "hia"), (1, "hix")]
-    assert chunks[0].prompt == ScoredPrompt(tuple(b"hi"), logprobs(-0.5), (1, 2))
+    assert chunks[0].prompt == ScoredPrompt(tuple(b"hi"), SCORED, (1, 2))
     again = await resume(log, 2, n=2, echo=True, logprobs=0, prompt_logprobs=None)
     assert isinstance(again, AdmittedJob)
     second = Publisher(log)

@@ -35,8 +35,8 @@ from tokenmill_schemas.result import (
 )
 
 LOGPROBS: Final = (
-    TokenLogprob(-0.25, ((72, -0.25), (73, -1.75))),
-    TokenLogprob(-2.5, ((105, -2.5),)),
+    TokenLogprob(-0.25, ((72, -0.25), (73, -1.75)), b"H", (b"H", b"\xe2\x98")),
+    TokenLogprob(-2.5, ((105, -2.5),), b"i", (b"i",)),
 )
 USAGE: Final = Usage(
     prompt_tokens=11,
@@ -118,6 +118,7 @@ STATUS: Final = WorkerStatus(
     first_token_ms=(20.0, 45.5), token_ms=(8.0, 9.5), to_record=1, engine_restarts=1,
     problems=("redis",),
     tenants={"acme": TenantLoad(running=2, tokens_per_s=12.5)},
+    max_model_len=8_192, adapters=("poems",), aliases={"chat": "m", "verse": "poems"},
 )  # fmt: skip
 
 # name → (value, the type that its reader asks for)

@@ -134,6 +134,7 @@ def _grown(node: Any, key: str = "") -> Any:
             "schema",
             "marks",
             "words",
+            "aliases",
         )  # keys of these are users'
         return grown if free else grown | {"future": {"deep": [1, None, "x"]}}
     if isinstance(node, list):

@@ -44,7 +44,7 @@ class EncodingLog(FakeLog):
 async def bench() -> AsyncIterator[Bench]:
     bench = Bench()
     bench.log = EncodingLog()
-    bench.service._publisher = bench.service._entrance._publisher = Publisher(bench.log)
+    bench.service._publisher = bench.service.entrance._publisher = Publisher(bench.log)
     bench.service.ends._publisher = bench.service._publisher
     async with running(bench):
         yield bench

@@ -171,7 +171,7 @@ class Worker:
             self._finalizer,
             observer,
         )
-        self.reporter = StatusReporter(parts, settings.model, is_stopping=self._stop.is_set)
+        self.reporter = StatusReporter(parts, is_stopping=self._stop.is_set)
 
     # ── life ──
 

@@ -21,6 +21,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from tokenmill_schemas.generation import token_text
 from tokenmill_schemas.visible import visible, visible_json
 
 STATE_STYLES = {
@@ -91,9 +92,9 @@ def hanging(words: Text, indent: int) -> Text:
 
 def emit(value: object, *, line: bool = False) -> None:
     """Print JSON on stdout: indented for one answer; with `line`, one line for one of many
-    answers.
+    answers. Bytes of tokens are written as text.
     """
-    data = msgspec.json.encode(value)
+    data = msgspec.json.encode(_readable(msgspec.to_builtins(value, builtin_types=(bytes,))))
     document = (data if line else msgspec.json.format(data, indent=2)).decode()
     if sys.stdout.isatty():
         document = visible_json(document)
@@ -103,6 +104,15 @@ def emit(value: object, *, line: bool = False) -> None:
         document = standard_json.dumps(standard_json.loads(document), indent=None if line else 2)
     sys.stdout.write(document + "\n")
     sys.stdout.flush()
+
+
+def _readable(value: Any) -> Any:
+    """Return plain values with text for bytes, for which JSON has no form."""
+    if isinstance(value, dict):
+        return {key: _readable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(inner) for inner in value]
+    return token_text(value) if isinstance(value, bytes) else value
 
 
 def say(text: str) -> None:

@@ -275,7 +275,11 @@ def _given_tokens(request: JobRequest, totals: tuple[float, ...]) -> Iterator[tu
 
 
 def _logprobs(tokens: tuple[_Token, ...]) -> tuple[TokenLogprob, ...] | None:
-    found = tuple(TokenLogprob(one.logprob) for one in tokens if one.logprob is not None)
+    found = tuple(
+        TokenLogprob(one.logprob, token_bytes=one.text.encode())
+        for one in tokens
+        if one.logprob is not None
+    )
     return found or None
 
 

@@ -1,11 +1,13 @@
 """Tables: one line for each row on a terminal, whole elsewhere."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
 
 from tokenmill.cli import output
+from tokenmill_schemas.generation import TokenLogprob
 
 JOB = "0198f3c2-7a11-7c03-9b1e-2f6f0a5d8e00"
 TENANT, NOTE = "acme-corporation-europe-west", "the prompt has 9000 tokens; the model takes 8192"
@@ -21,6 +23,13 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int, *, is_terminal: bool) -
     monkeypatch.setattr(output, "out", lambda: console)
     output.table(COLUMNS, ROWS)
     return file.getvalue().splitlines()
+
+
+def test_json_of_a_log_probability_has_text_for_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = TokenLogprob(-0.5, ((7, -0.5), (8, -1.5)), b"\xe2\x98", ("☁".encode(), b" a\xe2"))
+    output.emit({"logprobs": (entry,)}, line=True)
+    [read] = json.loads(capsys.readouterr().out)["logprobs"]
+    assert read == [-0.5, [[7, -0.5], [8, -1.5]], "\\xe2\\x98", ["☁", " a\\xe2"]]
 
 
 @pytest.mark.parametrize(("is_terminal", "num_lines"), [(True, 2), (False, 1)])

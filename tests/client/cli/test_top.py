@@ -165,6 +165,17 @@ def test_several_queues_are_a_line_each_and_then_their_workers(width: int) -> No
     assert text.index("QUEUE") < text.index("58/64") < text.index("NO WORKER")
 
 
+@pytest.mark.parametrize("width", [80, 140])
+def test_workers_of_one_model_share_a_line_of_its_length_and_names(width: int) -> None:
+    names = {"max_model_len": 8_192, "adapters": ("poems",), "aliases": {"chat": "m"}}
+    known = msgspec.structs.replace(WORKER, **names)
+    lines = shown(
+        msgspec.structs.replace(EMPTY, workers=[known, known, WORKER]), width
+    ).splitlines()
+    served = [line.strip() for line in lines if line.startswith("m")]
+    assert served == ["m · 8,192 tokens · adapters poems · also chat", "m"]
+
+
 def test_a_worker_that_loads_has_no_problem() -> None:
     loading = msgspec.structs.replace(WORKER, model="", problems=("the engine is not ready",))
     assert "TROUBLE" not in shown(msgspec.structs.replace(EMPTY, workers=[loading]), 80)

@@ -49,7 +49,7 @@ class InputProcessor:
         tool_format: ToolFormat | None = None,
         clock: ServerClock | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         chat = ChatFormat(tokenizer, reasoning, tool_format)
         self._prompts = PromptEncoder(tokenizer, model.max_model_len, chat)
         self._params = ParamResolver(model)
@@ -119,7 +119,7 @@ class InputProcessor:
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
         generation = engine_request(
-            self._model, self._clock, delivery, request, answer, prompt, params
+            self.model, self._clock, delivery, request, answer, prompt, params
         )
         generation = msgspec.structs.replace(form.bound(generation), given=given)
         return AdmittedJob(delivery, request, generation, answer)
@@ -128,9 +128,9 @@ class InputProcessor:
         found = problems(request, is_decoded=True)
         if found:
             raise Refused("; ".join(found))
-        self._model.adapter_for(request.model, request.params.lora)
-        self._model.check_capabilities(request)
-        self._model.check_ids(request)
+        self.model.adapter_for(request.model, request.params.lora)
+        self.model.check_capabilities(request)
+        self.model.check_ids(request)
 
     def _is_late(self, request: JobRequest) -> bool:
         return request.deadline_ms is not None and request.deadline_ms <= self._clock.now_ms()

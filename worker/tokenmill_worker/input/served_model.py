@@ -49,6 +49,11 @@ class ServedModel:
         known = {token_id for token_id in also if token_id < self.vocab_size}
         return tuple(sorted({*params.stop_token_ids, *known}))
 
+    @property
+    def further_names(self) -> dict[str, str]:
+        """Each alias with the name of the model or adapter that it stands for."""
+        return dict.fromkeys(self.names[1:], self.names[0]) | dict(self.aliases)
+
     def adapter_for(self, model: str, lora: str) -> str:
         """Return the name of the adapter that answers; empty for the model itself. Raises
         Refused for names that are not served or contradict each other.

@@ -75,7 +75,7 @@ class RunningJob:
             if event.token_ids:
                 answer.ttft_ms = max(0, now_ms - self.job.delivery.created_ms)
         if event.prompt_logprobs:
-            answer.prompt_logprobs += event.prompt_logprobs
+            answer.score_prompt(event.prompt_logprobs)
         if event.preemptions > choice.preemptions:
             choice.preemptions = event.preemptions
         if answer.push(event.choice, event.token_ids, event.logprobs):

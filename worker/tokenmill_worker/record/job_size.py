@@ -12,8 +12,8 @@ from tokenmill_worker.jobs import FinishedJob
 # bytes of CPython objects, on 64 bits
 _JOB: Final = 4_096
 _TOKEN: Final = 72  # two numbers, and their places in `token_ids` and `text_ends`
-_LOGPROB: Final = 104  # the struct, its number and the tuple of alternatives
-_ALTERNATIVE: Final = 136  # a pair, its two numbers and its place
+_LOGPROB: Final = 168  # the struct, its number, the tuples of alternatives and of their bytes
+_ALTERNATIVE: Final = 144  # a pair, its two numbers, its place, and that of its bytes
 
 
 def size_of(finished: FinishedJob) -> int:

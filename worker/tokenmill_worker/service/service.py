@@ -67,7 +67,7 @@ class Service:
         self._observer = observer or JobObserver()
         self._owned = OwnedJobs(self._quarantine, self._observer)
         self.ends = EarlyEnds(self._owned, stream, publisher, self.supervisor)
-        self._entrance = Entrance(
+        self.entrance = Entrance(
             self._owned,
             self.ends,
             publisher,
@@ -76,7 +76,7 @@ class Service:
             self._observer,
             self._finish,
         )
-        self._preparation = Preparation(self._owned, self._entrance, self.ends.give_back)
+        self._preparation = Preparation(self._owned, self.entrance, self.ends.give_back)
         self._on_frame = on_frame
 
     @property
@@ -132,9 +132,9 @@ class Service:
     async def _prepare(self, ready: Ready) -> None:
         """Create the input processor when the first engine is ready."""
         self._quarantine.max_num_seqs = ready.max_num_seqs
-        if self._entrance.processor is None:
+        if self.entrance.processor is None:
             try:
-                self._entrance.processor = await self._processor_factory(ready)
+                self.entrance.processor = await self._processor_factory(ready)
             except OSError as error:  # files were removed after the engine had read them
                 message = f"the tokenizer cannot be loaded: {error}"
                 raise EngineDied(message, at_start=True) from error

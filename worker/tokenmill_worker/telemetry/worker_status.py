@@ -45,9 +45,8 @@ class WorkerParts:
 class StatusReporter:
     """Reports on one worker. `is_stopping()`: was the worker asked to stop?"""
 
-    def __init__(self, parts: WorkerParts, model: str, *, is_stopping: Callable[[], bool]) -> None:
+    def __init__(self, parts: WorkerParts, *, is_stopping: Callable[[], bool]) -> None:
         self._parts = parts
-        self._model = model
         self._is_stopping = is_stopping
         self._started_at, self._began = time.time(), time.monotonic()
         self._started_ms = 0  # by the server's clock, once it is known
@@ -101,6 +100,8 @@ class StatusReporter:
     def status(self) -> WorkerStatus:
         parts, observer = self._parts, self._parts.observer
         stats, health = parts.service.health.stats, parts.service.health
+        processor = parts.service.entrance.processor
+        served = None if processor is None else processor.model  # None while it loads
         observer.forget_all_but({*parts.stream.owned, *parts.finalizer.held_ids})
         observer.log_lines()
         if not self._started_ms:  # fixed: a process that started later replaces this one
@@ -109,9 +110,7 @@ class StatusReporter:
         self._tell_of_skew(parts.stream.clock.skew_s)
         return WorkerStatus(
             worker_id=parts.settings.worker_name,
-            model=self._model
-            if parts.service.started.is_set()
-            else "",  # empty while the model loads
+            model="" if served is None else served.names[0],
             version=package_version(),
             started_ms=self._started_ms,
             running=stats.num_running,
@@ -136,6 +135,9 @@ class StatusReporter:
                 if not check.ready and (problem := check.problem())
             ),
             tenants=observer.tenants(),
+            max_model_len=0 if served is None else served.max_model_len,
+            adapters=() if served is None else tuple(sorted(served.adapters)),
+            aliases={} if served is None else served.further_names,
         )
 
     def _tell_of_skew(self, skew_s: float) -> None:

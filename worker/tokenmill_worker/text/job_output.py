@@ -69,6 +69,7 @@ class JobOutput:
 
     choices: tuple[Choice, ...]
     params: SamplingParams
+    bytes_of: Callable[[int], bytes]  # the tokenizer's
     prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_ms: int = 0
@@ -112,6 +113,7 @@ class JobOutput:
                 for choice in range(params.n)
             ),
             params.without_content(),
+            tokenizer.bytes_of,
         )
         if params.prompt_logprobs is not None:
             answer.prompt_ids = prompt_ids
@@ -135,11 +137,21 @@ class JobOutput:
         for i, token_id in enumerate(token_ids):
             stream.push(token_id)
             if choice.logprobs is not None and logprobs is not None:
-                choice.logprobs.append(logprobs[i])
+                choice.logprobs.append(self._with_bytes(logprobs[i], token_id))
             if stream.stopped:
                 choice.finish_reason = FinishReason.STOP
                 return True
         return False
+
+    def score_prompt(self, logprobs: Iterable[TokenLogprob]) -> None:
+        """Add the log-probabilities of the prompt's next tokens."""
+        ids = self.prompt_ids[len(self.prompt_logprobs) + 1 :]
+        self.prompt_logprobs += map(self._with_bytes, logprobs, ids)
+
+    def _with_bytes(self, entry: TokenLogprob, token_id: int) -> TokenLogprob:
+        bytes_of = self.bytes_of
+        top = tuple([bytes_of(other) for other, _ in entry.top])
+        return TokenLogprob(entry.logprob, entry.top, bytes_of(token_id), top)
 
     def end(self, index: int, reason: FinishReason, *, with_last_token: bool) -> None:
         """End the choice and add the text that was held back. Ending it again changes nothing."""

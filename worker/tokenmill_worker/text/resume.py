@@ -93,7 +93,8 @@ def replay(answer: JobOutput, chunks: Iterable[Chunk], rules: EndRules) -> None:
             answer.ttft_ms = chunk.usage.ttft_ms
         if chunk.prompt is not None:
             answer.prompt_ids = chunk.prompt.token_ids
-            answer.prompt_logprobs = list(chunk.prompt.logprobs)
+            answer.prompt_logprobs = []
+            answer.score_prompt(chunk.prompt.logprobs)
         answer.push(chunk.choice, chunk.token_ids, chunk.logprobs)
         if answer.choices[chunk.choice].num_tokens != chunk.end:
             raise LogCorrupt(

@@ -70,6 +70,8 @@ class ByteLevelPieces:
                 self._plain[token_id] = found.decode("ascii")
         return found
 
+    bytes_of = piece
+
     def detokenizer(self) -> Detokenizer:
         return ByteLevelDetokenizer(self.piece, self._plain)
 
@@ -94,6 +96,10 @@ class FallbackPieces:
             token = None if token_id in self.special else self.token_of(token_id)
             piece = self._known[token_id] = None if token is None else self._read(token)
             return piece
+
+    def bytes_of(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        return bytes((piece,)) if isinstance(piece, int) else (piece or "").encode()
 
     def _read(self, token: str) -> str | int:
         for old, new in self.replacements:

@@ -8,8 +8,8 @@ compares the number of tokens with the model's length.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,9 +49,11 @@ class Tokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._encoder = _plain_encoder(tokenizer)
         self._special = _special_ids(tokenizer, backend)
-        self._pieces: Pieces | None = None
-        if backend is not None and not _cleans_up(tokenizer, backend):
-            self._pieces = read_pieces(backend, self._special)
+        self._alone = None if backend is None else read_pieces(backend, self._special)
+        self._pieces: Pieces | None = self._alone
+        if self._alone is not None and _cleans_up(tokenizer, backend):
+            self._pieces = None
+        self.bytes_of: Callable[[int], bytes] = cache(self._bytes_of)
         self._bound: LengthBound | None = None if backend is None else read_bound(backend)
 
     @classmethod
@@ -106,6 +108,20 @@ class Tokenizer:
         if self._pieces is not None:
             return self._pieces.detokenizer()
         return WindowDetokenizer(self.decode, self._special)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token alone: those of its text, which may be a part of a character,
+        or of a special token's name; none for an id without a token.
+        """
+        if token_id in self._special:
+            return str(self._tokenizer.convert_ids_to_tokens(token_id)).encode()
+        if self._alone is not None:
+            return self._alone.bytes_of(token_id) if 0 <= token_id < 1 << 32 else b""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        # Behind itself: at the beginning of a text, a decoder may cut a space or show a mark.
+        once, twice = self.decode([token_id]), self.decode([token_id] * 2)
+        return twice.removeprefix(once).encode()
 
     # ── facts ──
 

@@ -26,7 +26,7 @@ from tokenmill.client import Client
 from tokenmill.errors import QueueUnavailable
 from tokenmill.operations.io_requests import server_time
 
-FIXED_LINES = 16  # lines used by everything but the list of jobs, for a small queue with one worker
+FIXED_LINES = 17  # lines used by everything but the list of jobs, for a small queue with one worker
 
 
 def register(app: typer.Typer) -> None:

@@ -48,7 +48,8 @@ def _stream(
     shown = _Pieces()
     for chunk in client.stream(job_id, starting_after=starting_after, timeout=timeout):
         if as_json:
-            emit(to_builtins(chunk) | {"position": chunk.position}, line=True)
+            plain = to_builtins(chunk, builtin_types=(bytes,))
+            emit(plain | {"position": chunk.position}, line=True)
         else:
             shown.add(chunk)
         if chunk.status is not None:

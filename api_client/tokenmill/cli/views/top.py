@@ -6,7 +6,7 @@ It reads no connection and no clock, so that a test can draw any state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
@@ -188,7 +188,20 @@ def workers(look: Look, width: int) -> list[RenderableType]:
             Text.assemble((f"  {worker.worker_id}: ", "bold"), (words, style), overflow="fold")
             for words, style in _notes(worker)
         ]
-    return [table, *notes]
+    return [*_served(look.queue.workers), table, *notes]
+
+
+def _served(workers: Sequence[WorkerStatus]) -> Iterator[Text]:
+    """Yield a line for each model that the workers serve, with its length and its other names."""
+    for name, length, adapters, aliases in dict.fromkeys(
+        (one.model, one.max_model_len, one.adapters, tuple(sorted(one.aliases)))
+        for one in workers
+        if one.model
+    ):
+        facts = [name, *([f"{length:,} tokens"] if length else [])]
+        facts += [f"adapters {', '.join(adapters)}"] if adapters else []
+        facts += [f"also {', '.join(aliases)}"] if aliases else []
+        yield Text(" · ".join(facts), style="dim", overflow="ellipsis", no_wrap=True)
 
 
 def _worker(worker: WorkerStatus, now_ms: int, is_wide: bool) -> list[RenderableType]:
