@@ -22,7 +22,7 @@ from tokenmill.errors import (
     TokenmillError,
     not_unicode,
 )
-from tokenmill.operations.form_values import FormError
+from tokenmill.openai.form_values import FormError
 from tokenmill.operations.io_requests import Operation, QueueContext, ServerTime
 from tokenmill.operations.job_request import (
     JobHandle,

@@ -32,15 +32,13 @@ from pydantic import BaseModel, Field
 from tokenmill import (
     AsyncClient,
     ConfigurationError,
-    InvalidRequest,
     JobNotFound,
-    QueueFull,
     QueueUnavailable,
     RateLimited,
     ResultTimeout,
     TokenmillError,
 )
-from tokenmill.errors import IdempotencyConflict
+from tokenmill.openai.errors import of_exception
 from tokenmill.sql import SqlResults
 from tokenmill_schemas import Chunk
 
@@ -55,13 +53,6 @@ AWAY = "The service is away."
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'",
     "X-Content-Type-Options": "nosniff",
-}
-STATUS_CODES: dict[type[TokenmillError], int] = {
-    InvalidRequest: 422,
-    IdempotencyConflict: 409,
-    JobNotFound: 404,
-    RateLimited: 429,
-    QueueFull: 503,
 }
 
 
@@ -217,16 +208,16 @@ def add_page(app: FastAPI) -> None:
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
 
 
-async def explain(_: Request, error: Exception) -> JSONResponse:
+async def explain(_: Request, error: TokenmillError) -> JSONResponse:
     """Answer a client error with its HTTP status. Errors for the operator are also logged."""
-    if isinstance(error, QueueUnavailable | ConfigurationError):
+    status = of_exception(error).status
+    if status == 503:
         log.error("the queue or the database cannot be used: %s", error)
-        return JSONResponse({"detail": f"{AWAY} Try again in a moment."}, 503)
-    code = next((code for kind, code in STATUS_CODES.items() if isinstance(error, kind)), 500)
+        return JSONResponse({"detail": f"{AWAY} Try again in a moment."}, status)
     wait = (
         {"Retry-After": str(int(error.retry_after) + 1)} if isinstance(error, RateLimited) else {}
     )
-    return JSONResponse({"detail": str(error)}, code, wait)
+    return JSONResponse({"detail": str(error)}, status, wait)
 
 
 def create_app(redis_url: str, queue: str, database_url: str) -> FastAPI:
@@ -239,7 +230,7 @@ def create_app(redis_url: str, queue: str, database_url: str) -> FastAPI:
         results.close()
 
     app = FastAPI(title="tokenmill example", lifespan=connected)
-    app.add_exception_handler(TokenmillError, explain)
+    app.exception_handler(TokenmillError)(explain)
     add_job_routes(app)
     add_record_routes(app)
     add_page(app)

@@ -1,13 +1,10 @@
-"""OpenAI's formats: the lines of batch files, the bodies of requests and answers, and the batch
-object.
+"""OpenAI's formats: the bodies of answers and errors, and the endpoints.
 
-Names and nulls are the same as OpenAI's, so that a program that reads their files reads these too.
-Here only the envelope of a request is decoded; api_client/tokenmill/bulk/formats/request_body.py
-and api_client/tokenmill/operations/openai_forms.py turn its body into a job. Times are Unix
-seconds.
+Names and nulls are the same as OpenAI's. api_client/tokenmill/openai reads the bodies of requests
+and builds these.
 """
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -16,28 +13,8 @@ COMPLETIONS_URL: Final = "/v1/completions"
 RESPONSES_URL: Final = "/v1/responses"
 URLS: Final = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
 
-BatchStatus = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
 
-
-# ── lines ──
-
-
-class LineEnvelope(msgspec.Struct, frozen=True):
-    """A line of an input file. Its members may have any type until they are checked."""
-
-    custom_id: Any = None
-    method: Any = None
-    url: Any = None
-    body: Any = None
+# ── errors ──
 
 
 class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,33 +30,15 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
-class LineError(msgspec.Struct, frozen=True):
-    """The reason why a line has no response."""
-
-    code: str
-    message: str
-
-
-class Response(msgspec.Struct, frozen=True, kw_only=True):
-    status_code: int
-    request_id: str
-    body: "ChatCompletion | Completion | ResponseObject | ErrorBody"
-
-
-class OutputLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of an output or error file."""
-
-    id: str
-    custom_id: str | None
-    response: Response | None = None
-    error: LineError | None = None
-
-
-# ── answers ──
+# ── chats and completions ──
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
+
+
+class ReasoningDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
 
 
 class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +46,7 @@ class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
-    completion_tokens_details: "ReasoningDetails | msgspec.UnsetType" = msgspec.UNSET
+    completion_tokens_details: ReasoningDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -170,7 +129,7 @@ class Completion(
     system_fingerprint: str | None = None
 
 
-# ── answers of the Responses API ──
+# ── responses ──
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -217,7 +176,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     total_tokens: int
     input_tokens_details: InputDetails
-    output_tokens_details: "ReasoningDetails"
+    output_tokens_details: ReasoningDetails
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
@@ -245,66 +204,3 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     previous_response_id: None = None
     tool_choice: str = "auto"
     tools: list[str] = []
-
-
-# ── the batch ──
-
-
-class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
-class BatchErrors(msgspec.Struct, frozen=True):
-    data: list[BatchError]
-    object: str = "list"
-
-
-class RequestCounts(msgspec.Struct, frozen=True):
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-
-
-class CachedDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-
-
-class ReasoningDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0
-
-
-class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
-    input_tokens: int = 0
-    output_tokens: int = 0
-    total_tokens: int = 0
-    input_tokens_details: CachedDetails = CachedDetails()
-    output_tokens_details: ReasoningDetails = ReasoningDetails()
-
-
-class BatchObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="batch"):
-    """OpenAI's batch object. Its files are named by their paths, because there is no file store."""
-
-    id: str
-    endpoint: str
-    model: str | None
-    errors: BatchErrors | None
-    input_file_id: str
-    completion_window: str
-    status: BatchStatus
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int | None
-    expires_at: int | None
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: RequestCounts
-    usage: BatchUsage | None
-    metadata: dict[str, str] | None

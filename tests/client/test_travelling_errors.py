@@ -17,7 +17,7 @@ from tokenmill import errors
 from tokenmill.bulk.batch import BatchNotFound
 from tokenmill.celery.values import GenerationFailed
 from tokenmill.errors import TokenmillError
-from tokenmill.operations.form_values import FormError
+from tokenmill.openai.form_values import FormError
 from tokenmill.operations.job_request import JobHandle
 from tokenmill.webhooks import BadSignature
 from tokenmill_schemas.generation import SamplingParams

@@ -12,7 +12,7 @@ import pytest
 from tests.support.pages import GUIDES, at, blocks, python_of, run_shell
 from tests.support.worker import QUEUE, database_url, running_worker
 from tests.text.chat.families import HERMES
-from tokenmill.operations.openai_forms import read_forms
+from tokenmill.openai.forms import read_forms
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engines.own.sampling import GrammarCompiler
 

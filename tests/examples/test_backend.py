@@ -57,7 +57,7 @@ async def test_the_events_that_clients_get(redis_url: str, backend: Backend) -> 
         await client.set_queue_limit(1)  # no worker takes a job yet
         assert [
             (await call(backend, "/api/jobs", {"prompt": word}))[0] for word in ("room", "none")
-        ] == [201, 503]
+        ] == [201, 429]
         await client.set_queue_limit(100)
         async with running_worker(redis_url, backend.database):
             job = await submit_twice(backend)
@@ -78,7 +78,7 @@ async def submit_twice(backend: Backend) -> str:
     assert first == {"job_id": second["job_id"], "is_new": True}
     assert second["is_new"] is False
     conflict, _ = await call(backend, "/api/jobs", {"prompt": "another"}, key)
-    assert conflict == 409
+    assert conflict == 422
     return str(first["job_id"])
 
 

@@ -19,13 +19,13 @@ from typing import Final
 import msgspec
 
 from tokenmill.errors import ConfigurationError, TokenmillError
-from tokenmill_schemas.openai import (
+from tokenmill_schemas.openai import ReasoningDetails
+from tokenmill_schemas.openai_batch import (
     BatchError,
     BatchErrors,
     BatchObject,
     BatchUsage,
     CachedDetails,
-    ReasoningDetails,
     RequestCounts,
 )
 

@@ -32,7 +32,7 @@ from tokenmill.bulk.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import IdempotencyConflict, InvalidRequest, QueueRefusal
 from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.openai import LineError
+from tokenmill_schemas.openai_batch import LineError
 from tokenmill_schemas.result import JobResult, JobStatus
 
 WINDOW_BYTES: Final = 64 * 1024 * 1024

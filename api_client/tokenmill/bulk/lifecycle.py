@@ -32,7 +32,7 @@ from tokenmill.bulk.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
 from tokenmill.operations.io_requests import server_time
-from tokenmill_schemas.openai import LineError
+from tokenmill_schemas.openai_batch import LineError
 
 _ALIVE_MS: Final = 15_000  # a process that submits lines updates `seen_ms` every second
 REASONS: Final[dict[BatchState, LineError]] = {

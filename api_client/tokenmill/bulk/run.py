@@ -35,7 +35,7 @@ from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, InvalidRequest
 from tokenmill.operations.io_requests import server_time
 from tokenmill.operations.job_request import build_request
-from tokenmill_schemas.openai import BatchError
+from tokenmill_schemas.openai_batch import BatchError
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from tokenmill.sql.database import Database
 from tokenmill.sql.storable import storable
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.codec import DecodeError, decode_result
-from tokenmill_schemas.openai import BatchError
+from tokenmill_schemas.openai_batch import BatchError
 from tokenmill_schemas.result import JobError, JobResult, JobStatus
 from tokenmill_schemas.validation import MAX_NAME_CHARS
 

@@ -1,7 +1,7 @@
 """Builds a JobRequest from the arguments of `submit`: validates it, gives it an id, computes its
 fingerprint and estimates its cost.
 
-openai_forms.py reads OpenAI's shapes. schemas/tokenmill_schemas/validation.py decides which
+openai/forms.py reads OpenAI's shapes. schemas/tokenmill_schemas/validation.py decides which
 requests are valid, for the producer and the worker alike.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.errors import InvalidRequest
-from tokenmill.operations.openai_forms import read_forms
+from tokenmill.openai.forms import read_forms
 from tokenmill_schemas.codec import as_str, encode
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest

@@ -20,7 +20,7 @@ PLACES = {"BadLine": 2, "FormError": 2, "LineError": 0, "JobError": 0}
 PACKAGE = ROOT / "api_client" / "tokenmill"
 FILES = [
     *sorted((PACKAGE / "bulk").rglob("*.py")),
-    PACKAGE / "operations" / "openai_forms.py",
+    *sorted((PACKAGE / "openai").rglob("*.py")),
 ]
 WORKER_FILES = sorted((ROOT / "worker").rglob("*.py"))
 

@@ -18,7 +18,7 @@ from tokenmill.errors import ConfigurationError
 from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.openai import BatchError
+from tokenmill_schemas.openai_batch import BatchError
 from tokenmill_schemas.result import JobResult, JobStatus
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.tokenizers import byte_level
 from tests.text.chat.families import FAMILIES, GPT_OSS, LLAMA3, PARTS_ONLY, PHI4
-from tokenmill.operations.openai_messages import read_messages
+from tokenmill.openai.messages import read_messages
 from tokenmill_schemas.chat import Message, TextPart
 from tokenmill_worker.text.chat.templates import ChatTemplate, TemplateError
 

@@ -8,7 +8,6 @@ good lines. A line is identified by its number; the first is 1. Blank lines are 
 from __future__ import annotations
 
 import hashlib
-import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +18,14 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from tokenmill.bulk.formats.request_body import fields_of
 from tokenmill.errors import ConfigurationError, InvalidRequest
-from tokenmill.operations.form_values import FormError
+from tokenmill.openai.errors import of_exception
+from tokenmill.openai.request_body import fields_of
 from tokenmill.operations.job_request import build_request
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
-from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import JobRequest, Priority
-from tokenmill_schemas.openai import URLS, LineEnvelope
+from tokenmill_schemas.openai import URLS
+from tokenmill_schemas.openai_batch import LineEnvelope
 
 MAX_LINE_BYTES: Final = MAX_PAYLOAD_BYTES
 MAX_CUSTOM_ID_CHARS: Final = 512
@@ -323,18 +322,9 @@ def to_request(line: GoodLine, order: BatchDefaults) -> JobRequest | BadLine:
                 "metadata": {"custom_id": line.custom_id, "endpoint": line.url},
             }
         )
-    except FormError as error:
-        return BadLine(line.line, line.custom_id, error.code, str(error), error.param, 400)
-    except InvalidRequest as error:
-        return BadLine(line.line, line.custom_id, "invalid_value", str(error), _param(error), 400)
+    except InvalidRequest as refused:
+        error = of_exception(refused)
+        return BadLine(
+            line.line, line.custom_id, error.code, error.message, error.param, error.status
+        )
     return msgspec.structs.replace(request, deadline_ms=order.deadline_ms)
-
-
-def _param(error: InvalidRequest) -> str | None:
-    """Return the parameter that a problem is about: the word with which its sentence begins."""
-    word = re.split(r"[ .\[]", error.problems[0], maxsplit=1)[0]
-    return (
-        word
-        if word in SamplingParams.__struct_fields__ or word in JobRequest.__struct_fields__
-        else None
-    )

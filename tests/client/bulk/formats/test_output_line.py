@@ -6,19 +6,16 @@ from typing import Any
 import msgspec
 import pytest
 from openai.types import Batch as TheirBatch
-from openai.types import Completion as TheirCompletion
-from openai.types.chat import ChatCompletion as TheirChat
 from openai.types.shared import ErrorObject as TheirError
 
 from tests.client.bulk.support import result
 from tokenmill.bulk.batch import Batch, BatchState, Totals
 from tokenmill.bulk.formats.input_file import BadLine
 from tokenmill.bulk.formats.output_line import EXPIRED as EXPIRED_LINE
-from tokenmill.bulk.formats.output_line import line_number, of_bad_line, of_result, unanswered
+from tokenmill.bulk.formats.output_line import of_bad_line, of_result, unanswered
 from tokenmill_schemas.codec import encode
-from tokenmill_schemas.generation import FinishReason, TokenLogprob
-from tokenmill_schemas.openai import COMPLETIONS_URL, BatchError
-from tokenmill_schemas.result import GeneratedCall, JobError, JobStatus, ScoredPrompt
+from tokenmill_schemas.openai_batch import BatchError
+from tokenmill_schemas.result import JobError, JobStatus
 
 BATCH = "batch_abc"
 
@@ -30,90 +27,6 @@ def line_of(answer: Any) -> dict[str, Any]:
     return line
 
 
-def test_a_chats_answer() -> None:
-    answer = of_result(BATCH, result(BATCH, 4))
-    line = line_of(answer)
-    assert (line["custom_id"], line_number(line["id"]), answer.line, answer.is_error) == (
-        "line-4",
-        4,
-        4,
-        False,
-    )
-    assert line["response"]["status_code"] == 200
-    received = TheirChat.model_validate(line["response"]["body"], strict=True)
-    assert (received.model, received.created) == ("m", 1_700_000_000)
-    assert (received.choices[0].message.content, received.choices[0].finish_reason) == (
-        "Hi ☁",
-        "length",
-    )
-    assert received.usage is not None
-    assert received.usage.total_tokens == 7
-    assert received.usage.prompt_tokens_details is not None
-    assert received.usage.prompt_tokens_details.cached_tokens == 2
-    logprobs = received.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert [(entry.token, entry.logprob) for entry in logprobs.content] == [
-        ("Hi ", -0.5),
-        ("☁", -0.25),
-    ]
-    assert bytes(logprobs.content[1].bytes or ()).decode() == "☁"
-    assert [top.token for top in logprobs.content[0].top_logprobs] == ["Hi ", "token_id:8"]
-
-
-def test_thoughts_are_apart_in_an_answer() -> None:
-    job = result(BATCH, 4)
-    (choice,) = job.choices
-    thinking = msgspec.structs.replace(
-        choice, text="☁", text_ends=(0, 1), reasoning="Hm", reasoning_ends=(2,)
-    )
-    usage = msgspec.structs.replace(job.usage, reasoning_tokens=1)
-    body = line_of(
-        of_result(BATCH, msgspec.structs.replace(job, choices=(thinking,), usage=usage))
-    )["response"]["body"]
-    received = TheirChat.model_validate(body, strict=True)
-    assert body["choices"][0]["message"]["reasoning_content"] == "Hm"
-    assert received.choices[0].message.content == "☁"
-    assert received.usage is not None
-    assert received.usage.completion_tokens_details is not None
-    assert received.usage.completion_tokens_details.reasoning_tokens == 1
-    assert received.choices[0].logprobs is not None
-    assert [entry.token for entry in received.choices[0].logprobs.content or ()] == ["Hm", "☁"]
-
-
-def test_calls_are_those_of_an_answer_of_openai() -> None:
-    job = result(BATCH, 4)
-    (choice,) = job.choices
-    calling = msgspec.structs.replace(
-        choice,
-        text="",
-        finish_reason=FinishReason.TOOL_CALLS,
-        tool_calls=(
-            GeneratedCall("c1", "get", '{"a": 1}'),
-            GeneratedCall("c2", "get", '{"a', is_complete=False),
-        ),
-    )
-    body = line_of(of_result(BATCH, msgspec.structs.replace(job, choices=(calling,))))["response"]
-    received = TheirChat.model_validate(body["body"], strict=True)
-    assert received.choices[0].finish_reason == "tool_calls"
-    assert received.choices[0].message.content is None
-    calls = received.choices[0].message.tool_calls
-    assert calls is not None
-    assert [call.model_dump() for call in calls] == [
-        {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
-    ]
-
-
-def test_a_completions_answer() -> None:
-    metadata = {"custom_id": "c", "endpoint": COMPLETIONS_URL}
-    line = line_of(of_result(BATCH, result(BATCH, 1, metadata=metadata)))
-    received = TheirCompletion.model_validate(line["response"]["body"], strict=True)
-    assert received.choices[0].text == "Hi ☁"
-    assert received.choices[0].logprobs is not None
-    assert received.choices[0].logprobs.tokens == ["Hi ", "☁"]
-    assert received.choices[0].logprobs.text_offset == [0, 3]
-
-
 @pytest.mark.parametrize(
     ("code", "status", "kind"),
     [
@@ -123,7 +36,7 @@ def test_a_completions_answer() -> None:
         ("engine_error", 500, "server_error"),
     ],
 )
-def test_a_failure_is_answered_as_the_api_would(code: str, status: int, kind: str) -> None:
+def test_a_line_of_a_failed_job_has_its_status(code: str, status: int, kind: str) -> None:
     line = line_of(
         of_result(BATCH, result(BATCH, 1, JobStatus.FAILED, error=JobError(code, "because")))
     )
@@ -205,25 +118,6 @@ def encode_json(batch: Batch) -> bytes:
 
     assert encode(batch)  # also what is stored can travel
     return msgspec.json.encode(batch.public())
-
-
-def test_an_echoed_prompts_log_probabilities_come_first() -> None:
-    """The form is that of OpenAI's completions; the first token has none."""
-    job = result(BATCH, 4)
-    (choice,) = job.choices
-    echoing = msgspec.structs.replace(choice, text="A b: Hi ☁", text_ends=(8, 9))
-    prompt = ScoredPrompt((5, 6), (TokenLogprob(-1.5, ((4, -0.5), (6, -1.5))),), text_ends=(2, 5))
-    metadata = job.metadata | {"endpoint": COMPLETIONS_URL}
-    job = msgspec.structs.replace(job, choices=(echoing,), prompt=prompt, metadata=metadata)
-    body = line_of(of_result(BATCH, job))["response"]["body"]
-    received = TheirCompletion.construct(**body).choices[0]
-    assert received.text == "A b: Hi ☁"
-    assert received.logprobs is not None
-    assert received.logprobs.tokens == ["A ", "b: ", "Hi ", "☁"]
-    assert received.logprobs.token_logprobs == [None, -1.5, -0.5, -0.25]
-    assert received.logprobs.text_offset == [0, 2, 5, 8]
-    assert received.logprobs.top_logprobs is not None
-    assert received.logprobs.top_logprobs[:2] == [None, {"token_id:4": -0.5, "b: ": -1.5}]
 
 
 def test_no_mark_in_a_text_ends_its_line() -> None:

@@ -234,7 +234,7 @@ def test_a_structural_tag_that_is_none_is_refused(bytewise: GrammarCompiler) -> 
 
 
 def test_a_choice_is_a_grammar_of_its_texts(bytewise: GrammarCompiler) -> None:
-    from tokenmill.operations.openai_forms import read_forms
+    from tokenmill.openai.forms import read_forms
 
     texts = ('a "b"', "c\\d\n", "ü☁", "ab")
     fields = {"response_format": {"choice": texts}}

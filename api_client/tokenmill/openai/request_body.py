@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tokenmill.bulk.formats.responses_body import SAMPLING, VLLM_NEUTRAL, chat_of
-from tokenmill.operations.form_values import FormError, shown
+from tokenmill.openai.form_values import FormError, shown
+from tokenmill.openai.responses_body import SAMPLING, VLLM_NEUTRAL, chat_of
 from tokenmill_schemas.openai import COMPLETIONS_URL, RESPONSES_URL
 
 _SAME: Final = (*SAMPLING, "n", "response_format")

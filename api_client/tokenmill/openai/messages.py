@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
+from tokenmill.openai.form_values import FormError, present, refuse_unknown, shown
 
 _ROLES: Final = ("developer", "system", "user", "assistant", "tool")
 _TEXTS: Final = ("name", "tool_call_id", "reasoning")

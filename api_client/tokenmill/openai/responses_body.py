@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
+from tokenmill.openai.form_values import FormError, present, refuse_unknown, shown
 
 # sampling parameters that have one name in every form of a body and in a job: OpenAI's, then those
 # that vLLM and Transformers add

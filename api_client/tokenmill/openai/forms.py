@@ -1,5 +1,5 @@
 """Reads the request shapes of OpenAI's API: prompts, stop texts, biases and response formats;
-openai_messages.py and openai_tools.py read the others.
+messages.py and tools.py read the others.
 
 Clients, the command line, Celery tasks and bulk files all use `read_forms`, so that the same shape
 gives the same job or the same error everywhere. A shape that this project defines itself
@@ -16,9 +16,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeGuard
 
-from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
-from tokenmill.operations.openai_messages import read_messages
-from tokenmill.operations.openai_tools import read_tool_choice, read_tools
+from tokenmill.openai.form_values import FormError, present, refuse_unknown, shown
+from tokenmill.openai.messages import read_messages
+from tokenmill.openai.tools import read_tool_choice, read_tools
 from tokenmill_schemas.size_limits import WHOLE_NUMBER
 
 _OWN_FORMAT_KEYS: Final = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tokenmill.operations.form_values import FormError, present, refuse_unknown, shown
+from tokenmill.openai.form_values import FormError, present, refuse_unknown, shown
 
 _FUNCTION_KEYS: Final = ("name", "description", "parameters", "strict")
 _MODES: Final = ("auto", "none", "required")

@@ -13,7 +13,7 @@ from openai.types.responses import (
 )
 
 from tests.client.bulk.support import result
-from tests.client.operations.openai_bodies import SCHEMA
+from tests.client.openai.openai_bodies import SCHEMA
 from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.bulk.formats.output_line import of_result
 from tokenmill_schemas.chat import Message, Tool, ToolFunction

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from typer.testing import CliRunner
 
-from tests.client.operations.openai_bodies import (
+from tests.client.openai.openai_bodies import (
     REFUSED,
     SCHEMA,
     TAKEN,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
+from tokenmill.openai.logprobs import chat_logprobs
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.openai import (
     FunctionCallItem,
@@ -23,13 +22,8 @@ from tokenmill_schemas.openai import (
 from tokenmill_schemas.result import ChoiceResult, JobResult
 
 
-def response_of(result: JobResult, logprobs: Sequence[TokenLogprobs]) -> ResponseObject:
-    """Return the answer.
-
-    Args:
-        result: of a job that succeeded; its first choice is the answer.
-        logprobs: of each of its tokens; empty if the request did not ask for them.
-    """
+def response_of(result: JobResult) -> ResponseObject:
+    """Return the answer: the first choice of a job that succeeded."""
     choice = result.choices[0] if result.choices else ChoiceResult()
     is_cut = choice.finish_reason is FinishReason.LENGTH
     used, params = result.usage, result.params
@@ -38,7 +32,7 @@ def response_of(result: JobResult, logprobs: Sequence[TokenLogprobs]) -> Respons
         created_at=result.created_ms // 1000,
         completed_at=result.finished_ms // 1000,
         model=result.model,
-        output=_output(result.job_id, choice, logprobs, is_cut),
+        output=_output(result.job_id, choice, is_cut),
         usage=ResponseUsage(
             input_tokens=used.prompt_tokens,
             output_tokens=used.completion_tokens,
@@ -55,7 +49,7 @@ def response_of(result: JobResult, logprobs: Sequence[TokenLogprobs]) -> Respons
 
 
 def _output(
-    job_id: str, choice: ChoiceResult, logprobs: Sequence[TokenLogprobs], is_cut: bool
+    job_id: str, choice: ChoiceResult, is_cut: bool
 ) -> list[ReasoningItem | MessageItem | FunctionCallItem]:
     """Return thoughts, text and calls as items. A call that was cut is left out: it is no call."""
     items: list[ReasoningItem | MessageItem | FunctionCallItem] = []
@@ -63,10 +57,9 @@ def _output(
     if choice.reasoning:
         items.append(ReasoningItem(id=f"rs_{job_id}", content=[ReasoningText(choice.reasoning)]))
     if choice.text or not calls:
-        text = OutputText(
-            text=choice.text,
-            logprobs=[_with_bytes(entry) for entry in logprobs[len(choice.reasoning_ends) :]],
-        )
+        known = chat_logprobs(choice)
+        scored = known.content[len(choice.reasoning_ends) :] if known else []
+        text = OutputText(text=choice.text, logprobs=[_with_bytes(entry) for entry in scored])
         items.append(
             MessageItem(
                 id=f"msg_{job_id}", content=[text], status="incomplete" if is_cut else "completed"
