@@ -12,7 +12,7 @@ import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.contract.requests import RequestError, choice_seed
-from tokenmill_worker.engines.own.requests.validation import MOST_CHOICES
+from tokenmill_worker.engines.limits import MOST_CHOICES
 
 # fields of a GenerationConfig that SamplingParams has by the same name, with tuples for lists
 TOKEN_RULES: Final = (

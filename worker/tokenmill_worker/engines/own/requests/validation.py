@@ -1,58 +1,32 @@
 """Turns a request into sequences, or refuses it with a reason.
 
-Lengths, ids and parameters are checked against the model, so that no accepted request can break a
-step. The scheduler checks whether it can ever fit the cache.
+The scheduler checks whether it can ever fit the cache.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
 
-from tokenmill_schemas.generation import (
-    LOGPROBS_MODES,
-    NO_DEFAULTS,
-    SamplingParams,
-    sequence_problems,
-)
-from tokenmill_worker.contract.requests import (
-    SEED_MASK,
-    GenerationRequest,
-    RequestError,
-    choice_seed,
-)
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.requests import SEED_MASK, GenerationRequest, choice_seed
+from tokenmill_worker.engines.limits import ModelLimits
 from tokenmill_worker.engines.own.sequence import BULK, Sequence
 
-MOST_CHOICES = 128  # of a request
 # Of a request's choices, so many have its class. The others run as bulk work: they would take every
 # row of the batch, and an interactive request would wait for one of them to end.
 CHOICES_OF_CLASS = 4
 
 
-@dataclass(slots=True)
-class RequestValidator:
+class RequestValidator(ModelLimits):
     """Validates requests for one model."""
-
-    vocab_size: int
-    max_model_len: int
-    can_structure: bool = True
-    defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
 
     def validate(self, request: GenerationRequest) -> list[Sequence]:
         """Return one sequence per choice that is not done.
 
         Raises RequestError, with one sentence that names the problem, if the request is refused.
         """
-        params = request.params
-        self._check_prompt(request)
-        self._check_params(params)
-        params = params.with_defaults(self.defaults)
-        self._check_thoughts(request)
-        if set(request.done).issuperset(range(params.n)):
-            raise RequestError("every choice of it is done")
-        self._check_given(request)
-        limit = self._resolve_max_tokens(request)
+        limit = self.check(request)
+        params = request.params.with_defaults(self.defaults)
         seed = secrets.randbits(63) if params.seed is None else params.seed & SEED_MASK
         return [
             self._sequence(request, params, choice, limit, seed)
@@ -64,14 +38,7 @@ class RequestValidator:
         self, request: GenerationRequest, params: SamplingParams, choice: int, limit: int, seed: int
     ) -> Sequence:
         resumed = request.resumed[choice] if choice < len(request.resumed) else ()
-        self._check_ids(resumed, "resumed")
         given = request.given[choice] if request.given else ()
-        if given and resumed != given[: len(resumed)]:
-            raise RequestError(f"choice {choice} resumes with other tokens than it was given")
-        if not given and len(resumed) >= limit:
-            raise RequestError(
-                f"choice {choice} resumes with {len(resumed)} tokens, its limit is {limit}"
-            )
         length = len(request.prompt)
         wants_prompt = choice == 0 and not given and params.prompt_logprobs is not None
         return Sequence(
@@ -92,152 +59,3 @@ class RequestValidator:
             next_scored=length + len(resumed) if given else 1,
             scored_end=length + len(given) if given else length if wants_prompt else 0,
         )
-
-    def _check_given(self, request: GenerationRequest) -> None:
-        given = request.given
-        if given and (len(given) != request.params.n or not all(given)):
-            raise RequestError(f"given must hold the tokens of each of {request.params.n} choices")
-        for ids in given:
-            self._check_ids(ids, "given")
-            total = len(request.prompt) + len(ids)
-            if total >= self.max_model_len:
-                raise RequestError(
-                    f"{len(request.prompt)} prompt tokens and {len(ids)} given ones make "
-                    f"{total}; the model's length is {self.max_model_len}, less one",
-                    code="context_length_exceeded",
-                )
-
-    def _check_prompt(self, request: GenerationRequest) -> None:
-        if not len(request.prompt):
-            raise RequestError("the prompt is empty; it needs at least one token")
-        if request.prompt.media:
-            raise RequestError(
-                f"the prompt has a medium ({request.prompt.media[0].kind}); this engine reads text"
-            )
-        self._check_ids(request.prompt.token_ids, "prompt")
-        if len(request.prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens; the model's length is "
-                f"{self.max_model_len}, and at least one token is generated",
-                code="context_length_exceeded",
-            )
-
-    def _check_ids(self, ids: Iterable[int], what: str) -> None:
-        lowest, highest = min(ids, default=0), max(ids, default=0)
-        if lowest < 0 or highest >= self.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise RequestError(
-                f"{what} token id {wrong} is outside the vocabulary of {self.vocab_size} ids"
-            )
-
-    def _resolve_max_tokens(self, request: GenerationRequest) -> int:
-        room = self.max_model_len - len(request.prompt)
-        wanted = None if request.given else request.params.max_tokens
-        if wanted is None:
-            default = self.defaults.max_tokens
-            return room if default is None else min(room, max(default, request.params.min_tokens))
-        if wanted > room:
-            raise RequestError(
-                f"{len(request.prompt)} prompt tokens and max_tokens={wanted} exceed "
-                f"the model's length of {self.max_model_len}",
-                code="context_length_exceeded",
-            )
-        return wanted
-
-    def _check_thoughts(self, request: GenerationRequest) -> None:
-        thoughts = request.thoughts
-        if thoughts is None:
-            return
-        start = () if thoughts.start is None else (thoughts.start,)
-        self._check_ids((*thoughts.end, *thoughts.closing, *start), "thoughts")
-        if not self.can_structure:
-            raise RequestError(
-                "thinking_budget is not available: the engine has no grammar compiler for this "
-                "model"
-            )
-
-    def _check_params(self, params: SamplingParams) -> None:
-        problems = engine_problems(params, self.vocab_size)
-        if params.response_format is not None and not self.can_structure:
-            problems.append(
-                "response_format is not available: "
-                "the engine has no grammar compiler for this model"
-            )
-        if problems:
-            raise RequestError("; ".join(problems))
-
-
-def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
-    """Return a sentence for each parameter that would break a step or has no defined result.
-
-    NaN is refused because every comparison with it is false.
-    """
-    numbers = params.numbers
-    checks = (
-        (
-            params.max_tokens is None or params.max_tokens >= 1,
-            "max_tokens",
-            "must be at least 1",
-            params.max_tokens,
-        ),
-        (params.min_tokens >= 0, "min_tokens", "must not be negative", params.min_tokens),
-        (
-            0.0 <= numbers.temperature <= 1e4,
-            "temperature",
-            "must be in [0, 10000]",
-            numbers.temperature,
-        ),
-        (0.0 <= numbers.top_p <= 1.0, "top_p", "must be in [0, 1]", numbers.top_p),
-        (numbers.top_k >= -1, "top_k", "must be -1, 0 or more", numbers.top_k),
-        (0.0 <= numbers.min_p <= 1.0, "min_p", "must be in [0, 1]", numbers.min_p),
-        (1 <= params.n <= MOST_CHOICES, "n", f"must be from 1 to {MOST_CHOICES}", params.n),
-        (
-            -1e3 <= params.presence_penalty <= 1e3,
-            "presence_penalty",
-            "must be finite",
-            params.presence_penalty,
-        ),
-        (
-            -1e3 <= params.frequency_penalty <= 1e3,
-            "frequency_penalty",
-            "must be finite",
-            params.frequency_penalty,
-        ),
-        (
-            1e-6 <= numbers.repetition_penalty <= 1e3,  # below, logits become infinite
-            "repetition_penalty",
-            "must be from 0.000001 to 1000",
-            numbers.repetition_penalty,
-        ),
-        (
-            0 <= params.num_top_logprobs <= 100,
-            "top_logprobs",
-            "must be from 0 to 100",
-            params.num_top_logprobs,
-        ),
-        (
-            0 <= (params.prompt_logprobs or 0) <= 100,
-            "prompt_logprobs",
-            "must be from 0 to 100",
-            params.prompt_logprobs,
-        ),
-        (
-            params.logprobs_mode in (None, *LOGPROBS_MODES),
-            "logprobs_mode",
-            f"must be {' or '.join(LOGPROBS_MODES)}",
-            params.logprobs_mode,
-        ),
-    )
-    found = [f"{name} {rule}, not {value}" for ok, name, rule, value in checks if not ok]
-    for what, ids in params.named_ids.items():
-        found += [
-            f"{what} has id {i}, outside the vocabulary of {vocab_size} ids"
-            for i in ids
-            if not 0 <= i < vocab_size
-        ]
-    found += [
-        f"logit_bias of id {i} must be finite"
-        for i, bias in params.logit_bias.items()
-        if not -1e4 <= bias <= 1e4
-    ]
-    return [*found, *sequence_problems(params)]
