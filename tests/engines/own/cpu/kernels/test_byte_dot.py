@@ -1,4 +1,4 @@
-"""Byte dot products (byte_dot.h, winograd_pairs.h) are as exact as float32, whatever the batch."""
+"""Byte dot products (byte_dot.h) are as exact as float32, whatever the batch."""
 
 from ctypes import c_int64
 
@@ -14,7 +14,6 @@ from tokenmill_worker.engines.own.cpu.kernels.toolchain import KernelUnavailable
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 66, 131, 300]
 SOURCES = {"4 bits": "linear_int4", "8 bits": "linear_byte"}
-# 4-bit codes are multiplied one by one, and in pairs where that pays (winograd_pairs.h)
 DEPTHS = [96, 288]
 
 
@@ -90,9 +89,8 @@ def test_what_is_fused_to_it(packer: ExactPacker, form: str) -> None:
 
 
 def test_numbers_far_below_the_greatest_of_their_group(packer: ExactPacker, form: str) -> None:
-    """They are rounded beside it, to a half of 2^-22 of it at worst, in pairs of 2^-21.9; groups
-    without it lose
-    nothing to it.
+    """They are rounded beside it, to a half of 2^-22 of it at worst; groups without it lose nothing
+    to it.
     """
     torch.manual_seed(9)
     for m in rows_of(form):

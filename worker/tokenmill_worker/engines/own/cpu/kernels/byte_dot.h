@@ -12,7 +12,6 @@
 //                   more than a few
 //     HAS_LENGTHS   has the lengths of its columns, for argmax_byte_dot.h, as
 //         static const float *lengths(const LinearArguments &);    [n] of vectors of k weights
-//     PAIRS         its codes leave room beside parts of 7 bits, for winograd_pairs.h
 //     DOT_ROWS      rows up to which this is faster than matrix registers
 //     void quads(int64_t i, int quad, __m512i *to) const;
 //         codes of steps i, i + 4, i + 1, i + 5, or (quad 1) i + 2, …
@@ -44,8 +43,8 @@ INLINE void add_dots(__m512i &sum, __m512i codes, __m512i bytes) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
 }
 
-template <class Form, int SHIFT = 8>
-using Int24RowsOf = Int24Rows<Form::OFFSET, Form::FITS, SHIFT>;
+template <class Form>
+using Int24RowsOf = Int24Rows<Form::OFFSET, Form::FITS>;
 
 // A panel's codes as they come.
 template <class Form>
@@ -68,8 +67,8 @@ struct Ordered {
 
 // P panels against R rows from `row` on; sums [R, STEP]. `fetched`: a bit for each eight of a
 // group's steps that are fetched of the panels ahead, the first with the group's scales.
-template <int R, int P, int SHIFT, class Codes, class Form>
-void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *codes_of,
+template <int R, int P, class Codes, class Form>
+void byte_dot(const Int24RowsOf<Form> &rows, int64_t row, const Codes *codes_of,
               const Form *panels, const Form *ahead, unsigned fetched, float *sums) {
     constexpr int V = 2 * P;
     const int64_t num_groups = rows.num_groups;
@@ -131,7 +130,7 @@ void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *co
                 for (int half = 0; half < 2; ++half) {
                     const __m512i *part = parts[r][2 * q + half];
                     const __m512i upper =
-                        _mm512_add_epi32(_mm512_slli_epi32(part[0], SHIFT), part[1]);
+                        _mm512_add_epi32(_mm512_slli_epi32(part[0], 8), part[1]);
                     vf whole;
                     if (Form::FITS)
                         whole = (vf)_mm512_cvtepi32_ps(
@@ -155,7 +154,6 @@ void byte_dot(const Int24RowsOf<Form, SHIFT> &rows, int64_t row, const Codes *co
 }  // namespace
 
 #include "argmax_byte_dot.h"
-#include "winograd_pairs.h"
 
 namespace {
 
@@ -177,15 +175,7 @@ struct ByteDotLinear {
     }
 
     static void member(const LinearArguments &a, PoolThread *thread) {
-        if constexpr (Form::PAIRS)
-            if (a.k >= PAIR_DEPTH && pairs_pay()) return run<7>(a, thread);
-        run<8>(a, thread);
-    }
-
-    template <int SHIFT>
-    static void run(const LinearArguments &a, PoolThread *thread) {
-        typedef Int24RowsOf<Form, SHIFT> Rows;
-        constexpr bool PAIRED = SHIFT == 7;
+        typedef Int24RowsOf<Form> Rows;
         const int64_t one_row = (a.k + 15) & ~(int64_t)15;
         const int64_t fit = DOT_BYTES / Rows::row_bytes(a.k),
                       most = fit < COMMIT_ROWS ? COMMIT_ROWS : fit;
@@ -194,17 +184,14 @@ struct ByteDotLinear {
         const bool is_own =
             blocks > 1 ? blocks >= thread->parts : a.m * (thread->parts - 1) <= DOT_OWN_ROWS;
         const int64_t own = is_own ? height * Rows::row_bytes(a.k) / (int64_t)sizeof(float) : 0;
-        const int64_t lanes = PAIRED           ? PairedCodes<Form>::floats(a.k)
-                              : Form::IN_PLACE ? 0
-                                               : a.k / 4 * NR;
+        const int64_t lanes = Form::IN_PLACE ? 0 : a.k / 4 * NR;
         // Sums, then a panel's codes in order, a row behind its norm, and a block of rows of one's
         // own.
         const int64_t num_sums = sum_floats<DOT_HEIGHT>(a.m, most);
         float *room = (float *)thread->scratch((num_sums + lanes + one_row + own) * sizeof(float)) +
                       num_sums + lanes;
         __m512i *ordered = (__m512i *)(room - lanes);
-        const bool is_paired = PAIRED && a.m >= PAIR_ROWS;
-        const Rows rows = Rows::at(is_own ? (char *)(room + one_row) : a.workspace, a.k, is_paired);
+        const Rows rows = Rows::at(is_own ? (char *)(room + one_row) : a.workspace, a.k);
         int64_t held = -1;  // the block that is rounded, by its first row
         const auto round = [&](int64_t first, int64_t count, int64_t) {
             for (int64_t r = first; r < first + count; ++r) {
@@ -217,7 +204,6 @@ struct ByteDotLinear {
             thread->parallel_for(a.m, 4, round);
         else if (blocks == 1)
             round(held = 0, a.m, -1);
-        Prefetch &prefetch = read_ahead(a, thread);
         LinearArguments behind = a;
         behind.norm.weight = nullptr;
         const bool searches = ArgmaxSearch<Form>::takes(a);
@@ -243,14 +229,6 @@ struct ByteDotLinear {
                               row = is_own ? 0 : block;
                 if (is_own && held != block) round(held = block, some.m, -1);
                 for (int64_t q = 0; q < mine.count; ++q) {
-                    if constexpr (PAIRED)
-                        if (is_paired) {
-                            PairedCodes<Form>::make(panels[q], a.k, ordered);
-                            winograd_pairs_of_rows(rows, row, row + some.m,
-                                                   PairedCodes<Form>{ordered}, ahead[q], prefetch,
-                                                   sums + q * NR);
-                            continue;
-                        }
                     if (Form::IN_PLACE || some.m <= DOT_FEW / 2) {
                         one_panel(rows, row, row + some.m, InPlace<Form>{panels[q]}, panels[q],
                                   ahead[q], sums + q * NR);

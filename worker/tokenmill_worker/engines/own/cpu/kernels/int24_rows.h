@@ -2,7 +2,7 @@
 // numbers.
 //
 // Relative to the greatest number of a group they are as exact as float32 sums. Products with codes
-// are sums of products of bytes (byte_dot.h, winograd_pairs.h), which are exact in 32 bits.
+// are sums of products of bytes (byte_dot.h), which are exact in 32 bits.
 #pragma once
 
 #include "linear.h"
@@ -17,29 +17,20 @@ constexpr int64_t DOT_GROUP = 32, DOT_PARTS = 3;
 // OFFSET  the code that stands for 0; codes count from 0
 // FITS    true   a group's sums of the three parts are joined in 32 bits
 //         false  those of the upper two parts are; the lowest part's sum stays apart
-// SHIFT   8      a number has 24 bits, and its unit is a power of two
-//         7      it has 23 bits: a code can be added to either upper part within a byte
 //
-//     part       highest       middle        lowest
-//     SHIFT 8    -128 … 127    -128 … 127    -128 … 127
-//     SHIFT 7    -120 … 119     -64 … 63     -128 … 127
-template <int OFFSET, bool FITS, int SHIFT>
+//     whole number in units  =  highest · 2^16  +  middle · 2^8  +  lowest, each from -128 to 127
+template <int OFFSET, bool FITS>
 struct Int24Rows {
-    static_assert(SHIFT == 8 || (SHIFT == 7 && FITS), "SHIFT 7 joins the sums of all parts");
     static constexpr int64_t QUADS = DOT_GROUP / 4 * DOT_PARTS;
     static constexpr int MANY = 16, FEW = 4;  // groups at once
 
     char *memory;  // [m] rows of row_bytes(k)
     int64_t num_groups;
-    bool is_paired;  // SHIFT 7: for winograd_pairs.h, which takes lowest parts, and the first quads
-                     // of the others, as bytes from -128 on
 
     static int64_t row_bytes(int64_t k) {
         return k / DOT_GROUP * (int64_t)(QUADS * sizeof(int32_t) + 5 * sizeof(float));
     }
-    static Int24Rows at(char *memory, int64_t k, bool is_paired) {
-        return {memory, k / DOT_GROUP, is_paired};
-    }
+    static Int24Rows at(char *memory, int64_t k) { return {memory, k / DOT_GROUP}; }
     INLINE_MEMBER int64_t apart() const {
         return row_bytes(num_groups * DOT_GROUP) / (int64_t)sizeof(int32_t);
     }
@@ -60,8 +51,6 @@ struct Int24Rows {
     INLINE_MEMBER int32_t *upper_starts(int64_t row) const {
         return lowest_starts(row) + num_groups;
     }
-    // Of parts in pairs, what winograd_pairs.h takes from its sums.
-    INLINE_MEMBER int32_t *pair_starts(int64_t row) const { return upper_starts(row); }
     // The same for the highest parts alone.
     INLINE_MEMBER int32_t *highest_starts(int64_t row) const {
         return upper_starts(row) + num_groups;
@@ -81,8 +70,7 @@ struct Int24Rows {
   private:
     template <int BATCH>
     void round_groups(const float *x, int64_t next, int64_t row, int64_t first, int count) const {
-        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH], highest[BATCH],
-            pairs[BATCH];
+        __m512i sizes[BATCH], sums[BATCH], wholes[BATCH], lowest[BATCH], highest[BATCH];
         for (int g = 0; g < count; ++g) {
             const float *at = x + g * DOT_GROUP;
             __builtin_prefetch(at + next), __builtin_prefetch(at + next + VW);
@@ -94,51 +82,35 @@ struct Int24Rows {
         for (int g = count; g < BATCH; ++g) {
             sizes[g] = sums[g] = wholes[g] = _mm512_setzero_si512();
             if (!FITS) lowest[g] = highest[g] = _mm512_setzero_si512();
-            if (SHIFT == 7) pairs[g] = _mm512_setzero_si512();
         }
         const __m512i most =
             folded<BATCH>(sizes, [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); });
-        vf unit;
+        const __m512i exponent = above(most);
+        const vf unit = power_of_two(_mm512_sub_epi32(exponent, _mm512_set1_epi32(23)));
         float to_whole[VW];
-        if (SHIFT == 7) {
-            const vf greatest = larger((vf)most, splat(1e-30f));
-            unit = greatest * splat(1.0f / MOST);
-            store(to_whole, splat(MOST) / greatest);
-        } else {
-            const __m512i exponent = above(most);
-            unit = power_of_two(_mm512_sub_epi32(exponent, _mm512_set1_epi32(23)));
-            store(to_whole, power_of_two(_mm512_sub_epi32(_mm512_set1_epi32(23), exponent)));
-        }
+        store(to_whole, power_of_two(_mm512_sub_epi32(_mm512_set1_epi32(23), exponent)));
 
-        const __m512i biases = is_paired ? _mm512_load_si512(BIASES) : _mm512_setzero_si512();
         int32_t *to = quads(row) + first * QUADS;
         for (int g = 0; g < count; ++g, to += QUADS) {
             const bool is_last = first + g + 1 == num_groups;
-            wholes[g] = lowest[g] = highest[g] = pairs[g] = _mm512_setzero_si512();
+            wholes[g] = lowest[g] = highest[g] = _mm512_setzero_si512();
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
                 const vf scaled = load(x + g * DOT_GROUP + half * VW) * splat(to_whole[g]);
                 const __m512i whole = _mm512_cvtps_epi32((__m512)scaled);
-                const __m512i bytes = SHIFT == 7 ? parts_of_7(whole) : parts_of_8(whole);
+                const __m512i bytes = parts_of(whole);
                 wholes[g] = _mm512_add_epi32(wholes[g], whole);
                 if (!FITS) {
                     lowest[g] = _mm512_dpbusd_epi32(lowest[g], _mm512_set1_epi32(1), bytes);
                     highest[g] = _mm512_dpbusd_epi32(highest[g], _mm512_set1_epi32(1 << 16), bytes);
                 }
-                __m512i in_order = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), bytes);
-                if (SHIFT == 7) {
-                    const __m512i beside = _mm512_shuffle_epi32(in_order, _MM_PERM_CDAB);
-                    in_order = _mm512_xor_si512(in_order, biases);
-                    pairs[g] = _mm512_dpbusd_epi32(pairs[g], in_order, beside);
-                }
+                const __m512i in_order = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), bytes);
                 // Vectors overlap; the row that follows may be there already.
                 if (is_last && half)
                     _mm512_mask_storeu_epi32(to + QUADS / 2, 0xfff, in_order);
                 else
                     _mm512_storeu_si512(to + half * QUADS / 2, in_order);
             }
-            if (SHIFT == 7)
-                pairs[g] = _mm512_mullo_epi32(pairs[g], _mm512_load_si512(PAIR_FACTORS));
         }
         const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
         const __m512i all = folded<BATCH>(wholes, add), offset = _mm512_set1_epi32(-OFFSET);
@@ -153,8 +125,6 @@ struct Int24Rows {
                               }));
         const __m512i low = FITS ? all : folded<BATCH>(lowest, add);
         _mm512_mask_storeu_epi32(lowest_starts(row) + first, some, _mm512_mullo_epi32(low, offset));
-        if (SHIFT == 7)
-            _mm512_mask_storeu_epi32(pair_starts(row) + first, some, folded<BATCH>(pairs, add));
         if (FITS) return;
         const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(all, low), 8);
         _mm512_mask_storeu_epi32(upper_starts(row) + first, some,
@@ -176,27 +146,11 @@ struct Int24Rows {
         return (vf)_mm512_slli_epi32(_mm512_add_epi32(exponent, _mm512_set1_epi32(127)), 23);
     }
 
-    static constexpr float MOST = 119 << 15;
-
     // The bytes of a number so much greater are its parts, but for the sign of the lower two.
-    static INLINE_MEMBER __m512i parts_of_8(__m512i whole) {
+    static INLINE_MEMBER __m512i parts_of(__m512i whole) {
         return _mm512_xor_si512(_mm512_add_epi32(whole, _mm512_set1_epi32(0x8080)),
                                 _mm512_set1_epi32(0x8080));
     }
-    static INLINE_MEMBER __m512i parts_of_7(__m512i whole) {
-        const __m512i greater = _mm512_add_epi32(whole, _mm512_set1_epi32(64 << 8 | 128));
-        const __m512i bits_from =
-            _mm512_set1_epi64(0x372f2820170f0800);  // 0, 8, 15 and on, of both numbers
-        const __m512i parts = _mm512_and_si512(_mm512_multishift_epi64_epi8(bits_from, greater),
-                                               _mm512_set1_epi32(0xff7fff));
-        return _mm512_sub_epi8(parts, _mm512_set1_epi32(0x4080));
-    }
-    // What the sums of pairs are of each part, and that they are taken away.
-    alignas(64) static constexpr int32_t PAIR_FACTORS[16] = {-(1 << 15), 0, -(1 << 8), 0, 0, 0,
-                                                             -(1 << 15), 0, -(1 << 8)};
-    static constexpr int32_t ALL = (int32_t)0x80808080;
-    alignas(64) static constexpr int32_t BIASES[16] = {ALL, 0, ALL, 0, ALL, ALL,
-                                                       ALL, 0, ALL, 0, ALL, ALL};
 
     // All lanes of each vector as one, by halves: of vector g in lane g.
     template <int COUNT, class Fold>

@@ -24,7 +24,7 @@ INLINE vi widened(const int8_t *p) {
 struct Byte {
     static constexpr int64_t GROUP = 32, CHUNK = 2, PARTS = 0, FEW = 5, DOT_ROWS = 0;
     static constexpr bool IS_FACTOR = false, HAS_ZEROS = false, FITS = false, IN_PLACE = false,
-                          HAS_LENGTHS = true, PAIRS = false;
+                          HAS_LENGTHS = true;
     static constexpr int OFFSET = 128;
     struct Group {
         vf scale[2];

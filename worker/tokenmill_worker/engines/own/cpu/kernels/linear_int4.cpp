@@ -13,7 +13,7 @@ namespace {
 struct Int4 {
     static constexpr int64_t GROUP = 32, CHUNK = CODES, PARTS = 0, FEW = 4, DOT_ROWS = 4;
     static constexpr bool IS_FACTOR = false, HAS_ZEROS = true, FITS = true, IN_PLACE = true,
-                          HAS_LENGTHS = false, PAIRS = true;
+                          HAS_LENGTHS = false;
     static constexpr int OFFSET = 8;
     struct Group {
         vf scale[2], zero[2];
