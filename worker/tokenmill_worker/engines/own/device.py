@@ -97,6 +97,17 @@ class AdaptedProducts(Protocol):
         ...
 
 
+def ranges_of_attention(query: int, key: int) -> dict[str, tuple[int, int]]:
+    """Return the layers of a joint product of queries, keys and values of these sizes."""
+    layers = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
+    return layers | {"qkv_proj": (0, query + 2 * key)}
+
+
+def ranges_of_mlp(size: int) -> dict[str, tuple[int, int]]:
+    """Return the layers of a joint product of gate and up, each of this size."""
+    return {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
+
+
 def adapt_linear(linear: nn.Module, add: AddRows) -> Callable[[], None]:
     """Send a linear layer's products through `add` until the returned function is called."""
     forward = linear.forward

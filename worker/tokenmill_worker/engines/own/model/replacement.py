@@ -67,6 +67,30 @@ _ACTIVATIONS = {
 }
 
 
+class LayersAsOne(nn.ModuleList):
+    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as `whole`."""
+
+    def __init__(self, layers: Sequence[nn.Module], whole: nn.Module) -> None:
+        super().__init__(layers)
+        self._whole = (whole,)  # in a tuple: its layers are children of this list already
+
+    @property
+    def whole(self) -> nn.Module:
+        return self._whole[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self._whole
+        return super().__getitem__(index)
+
+
+def has_one_layer_type(model: nn.Module) -> bool:
+    """Return whether the configuration tells no layers apart, which may get other arguments."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return len(set(getattr(config, "layer_types", None) or ())) <= 1
+
+
 def replace_children(model: nn.Module, build: Build) -> Counter[str]:
     """Offer each module below the model to `build` and put its replacement in place.
 

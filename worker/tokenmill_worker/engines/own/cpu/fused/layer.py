@@ -1,4 +1,4 @@
-"""Replacements for a decoder layer, and for a model's list of layers, that run as one kernel call.
+"""Replacements for a decoder layer, and for all layers of a model, that run as one kernel call.
 
 They run the layers' own modules, whose parts were replaced already, where the kernels do not
 support a step, or while `can_fuse` is off. Then code that was inserted between the parts runs as
@@ -74,26 +74,6 @@ class FusedLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = self._run(hidden_states, kwargs) if self.can_fuse and not args else None
         return self.layer(hidden_states, *args, **kwargs) if out is None else out
-
-
-class FusedList(nn.ModuleList):
-    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one
-    module.
-    """
-
-    def __init__(self, layers: Sequence[FusedLayer], scratch: Scratch) -> None:
-        super().__init__(layers)
-        # in a tuple: its layers are children of this list already
-        self._rows = (FusedStack(layers, scratch),)
-
-    @property
-    def row(self) -> FusedStack:
-        return self._rows[0]
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
-            return self._rows
-        return super().__getitem__(index)
 
 
 class FusedStack(nn.Module):

@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokenmill_worker.engines.own.attention import AttentionShape
 from tokenmill_worker.engines.own.cpu.attention import CpuAttention
-from tokenmill_worker.engines.own.cpu.fused.layer import FusedLayer, FusedList
+from tokenmill_worker.engines.own.cpu.fused.layer import FusedLayer, FusedStack
 from tokenmill_worker.engines.own.cpu.fused.layer_calls import LayerParts, Scratch
 from tokenmill_worker.engines.own.cpu.fused.modules import FusedAttention, FusedMLP, FusedNorm
 from tokenmill_worker.engines.own.model.equivalence import (
@@ -29,6 +28,7 @@ from tokenmill_worker.engines.own.model.equivalence import (
     two_prompts,
 )
 from tokenmill_worker.engines.own.model.paged_attention import LayerBinding, PagedStep
+from tokenmill_worker.engines.own.model.replacement import LayersAsOne, has_one_layer_type
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +67,13 @@ def _lists(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
                 yield parent, name, child
 
 
-def _joined(model: nn.Module, layers: list[nn.Module], scratch: Scratch) -> FusedList | None:
+def _joined(model: nn.Module, layers: list[nn.Module], scratch: Scratch) -> LayersAsOne | None:
     fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
     if len(fused) < max(len(layers), 2) or not _are_called_alike(model, fused):
         return None
-    candidate = FusedList(fused, scratch)
-    return (
-        candidate
-        if _is_equivalent(fused, candidate.row, [layer.parts for layer in fused])
-        else None
-    )
+    candidate = FusedStack(fused, scratch)
+    is_equivalent = _is_equivalent(fused, candidate, [layer.parts for layer in fused])
+    return LayersAsOne(fused, candidate) if is_equivalent else None
 
 
 def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
@@ -84,12 +81,9 @@ def _are_called_alike(model: nn.Module, layers: list[FusedLayer]) -> bool:
 
     Some families choose masks or rotary tables by a layer's type, which the types show.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    types = set(getattr(config, "layer_types", None) or [])
     own_types = {getattr(layer, "attention_type", None) for layer in layers}
     return (
-        len(types) <= 1
+        has_one_layer_type(model)
         and len(own_types) == 1
         and len({_geometry(layer.parts) for layer in layers}) == 1
     )

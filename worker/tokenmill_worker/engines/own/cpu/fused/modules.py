@@ -21,7 +21,11 @@ from tokenmill_worker.engines.own.cpu.kernels.linear import (
     Packer,
     pack_gated,
 )
-from tokenmill_worker.engines.own.device import LayerRanges
+from tokenmill_worker.engines.own.device import (
+    LayerRanges,
+    ranges_of_attention,
+    ranges_of_mlp,
+)
 from tokenmill_worker.engines.own.model.equivalence import rotate
 from tokenmill_worker.engines.own.model.paged_attention import StepHolder, step_of
 
@@ -77,9 +81,7 @@ class FusedMLP(PackedProducts, nn.Module):
         return self.down(self.gate_up(rows, self.epilogue)).view(x.shape)
 
     def layer_ranges(self) -> dict[str, LayerRanges]:
-        size = self.down.k
-        joint = {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
-        return {"gate_up": joint, "down": {"down_proj": (0, self.down.n)}}
+        return {"gate_up": ranges_of_mlp(self.down.k), "down": {"down_proj": (0, self.down.n)}}
 
 
 class FusedAttention(PackedProducts, nn.Module):
@@ -143,6 +145,4 @@ class FusedAttention(PackedProducts, nn.Module):
 
     def layer_ranges(self) -> dict[str, LayerRanges]:
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        joint = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
-        joint["qkv_proj"] = (0, query + 2 * key)
-        return {"qkv": joint, "out": {"o_proj": (0, self.out.n)}}
+        return {"qkv": ranges_of_attention(query, key), "out": {"o_proj": (0, self.out.n)}}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmill_worker.engines.own.cpu.attention import CpuAttention
-from tokenmill_worker.engines.own.cpu.fused.layer import FusedList, FusedStack
+from tokenmill_worker.engines.own.cpu.fused.layer import FusedStack
 from tokenmill_worker.engines.own.cpu.fused.layer_calls import (
     FLOAT_BYTES,
     LayerParts,
@@ -35,6 +35,7 @@ from tokenmill_worker.engines.own.cpu.kernels.program import (
 )
 from tokenmill_worker.engines.own.model.equivalence import two_prompts
 from tokenmill_worker.engines.own.model.paged_attention import AttentionStep, PagedStep
+from tokenmill_worker.engines.own.model.replacement import LayersAsOne
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +218,8 @@ def _built(model: Any) -> tuple[WholePass, list[LayerParts]] | None:
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     layers, norm, rotary = (getattr(base, name, None) for name in ("layers", "norm", "rotary_emb"))
     if (
-        not isinstance(layers, FusedList)
+        not isinstance(layers, LayersAsOne)
+        or not isinstance(layers.whole, FusedStack)
         or not isinstance(norm, FusedNorm)
         or not isinstance(rotary, nn.Module)
     ):
@@ -235,7 +237,7 @@ def _built(model: Any) -> tuple[WholePass, list[LayerParts]] | None:
     except Exception as error:
         log.debug("Rotary tables are not built: %s", error)
         return None
-    return WholePass(embed, table, layers.row, norm, head), layers.row.parts
+    return WholePass(embed, table, layers.whole, norm, head), layers.whole.parts
 
 
 @torch.inference_mode()

@@ -22,7 +22,13 @@ from tokenmill_worker.engines.own.cuda.fused.launches import (
     rotate_and_write,
 )
 from tokenmill_worker.engines.own.cuda.fused.products import DeviceLinear
-from tokenmill_worker.engines.own.device import AdaptedProduct, AddRows, adapt_linear
+from tokenmill_worker.engines.own.device import (
+    AdaptedProduct,
+    AddRows,
+    adapt_linear,
+    ranges_of_attention,
+    ranges_of_mlp,
+)
 from tokenmill_worker.engines.own.model.equivalence import rotate
 from tokenmill_worker.engines.own.model.paged_attention import PagedStep, StepHolder, step_of
 
@@ -63,9 +69,10 @@ class DeviceMLP(nn.Module):
         return out.view(x.shape)
 
     def products(self) -> list[AdaptedProduct]:
-        size = self.down_proj.in_features
-        layers = {"gate_proj": (0, size), "up_proj": (size, size), "gate_up_proj": (0, 2 * size)}
-        return [AdaptedProduct("gate_up", self.gate_up.in_features, 2 * size, layers)]
+        layers = ranges_of_mlp(self.down_proj.in_features)
+        return [
+            AdaptedProduct("gate_up", self.gate_up.in_features, self.gate_up.out_features, layers)
+        ]
 
     def adapt(self, add_to: Callable[[str], AddRows]) -> Callable[[], None]:
         return adapt_linear(self.gate_up, add_to("gate_up"))
@@ -122,10 +129,8 @@ class DeviceAttention(nn.Module):
     def products(self) -> list[AdaptedProduct]:
         heads = self.heads
         query, key = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        size = query + 2 * key
-        layers = {"q_proj": (0, query), "k_proj": (query, key), "v_proj": (query + key, key)}
-        layers["qkv_proj"] = (0, size)
-        return [AdaptedProduct("qkv", self.qkv.in_features, size, layers)]
+        layers = ranges_of_attention(query, key)
+        return [AdaptedProduct("qkv", self.qkv.in_features, self.qkv.out_features, layers)]
 
     def adapt(self, add_to: Callable[[str], AddRows]) -> Callable[[], None]:
         return adapt_linear(self.qkv, add_to("qkv"))
@@ -193,22 +198,6 @@ class DeviceLayer(nn.Module):
             self.self_attn.attend(normed, tables, step), residual
         )
         return self.mlp(normed), residual
-
-
-class DeviceLayers(nn.ModuleList):
-    """A model's decoder layers; Transformers runs `layers[:n]` and gets all of them as one
-    module.
-    """
-
-    def __init__(self, layers: Sequence[DeviceLayer]) -> None:
-        super().__init__(layers)
-        # in a tuple: its layers are children of this list already
-        self._whole = (DeviceStack(layers),)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
-            return self._whole
-        return super().__getitem__(index)
 
 
 class DeviceStack(nn.Module):

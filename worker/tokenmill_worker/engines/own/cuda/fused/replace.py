@@ -23,15 +23,17 @@ from tokenmill_worker.engines.own.cuda.fused.launches import HeadNorms, Heads
 from tokenmill_worker.engines.own.cuda.fused.modules import (
     DeviceAttention,
     DeviceLayer,
-    DeviceLayers,
     DeviceMLP,
     DeviceNorm,
+    DeviceStack,
 )
 from tokenmill_worker.engines.own.model.replacement import (
     Activation,
+    LayersAsOne,
     describe_attention,
     describe_mlp,
     describe_norm,
+    has_one_layer_type,
     join,
     replace_children,
 )
@@ -123,18 +125,12 @@ def _in_float32(module: nn.Module) -> nn.Module:
 
 
 def _joined_layers(model: nn.Module, stack: nn.Module) -> nn.Module | None:
-    """Return `DeviceLayers` for a list whose layers are all replaced and called alike."""
+    """Return a list that runs as one, if its layers are all replaced and called alike."""
     layers = [layer for layer in stack.children() if isinstance(layer, DeviceLayer)]
     if not isinstance(stack, nn.ModuleList) or len(layers) < max(len(stack), 2):
         return None
-    config: Any = getattr(model, "config", None)
-    types = (
-        set(getattr(config.get_text_config(), "layer_types", None) or ())
-        if config is not None
-        else set()
-    )
-    are_alike = len(types) <= 1 and len({layer.self_attn.heads for layer in layers}) == 1
-    return DeviceLayers(layers) if are_alike else None
+    are_alike = has_one_layer_type(model) and len({one.self_attn.heads for one in layers}) == 1
+    return LayersAsOne(layers, DeviceStack(layers)) if are_alike else None
 
 
 # ── what is built from what ──
