@@ -112,11 +112,10 @@ def test_a_chats_next_turn_finds_what_was_generated(folder):
 
 def test_tenants_do_not_share_their_prefixes(folder):
     engine = engine_of(folder)
-    engine.add_request(prompt(5, 40), GREEDY, "a", cache_salt="a")
-    list(engine)
-    engine.add_request(prompt(5, 40), GREEDY, "b", cache_salt="b")
-    engine.add_request(prompt(5, 40), GREEDY, "c", cache_salt="a")
-    cached = {output.request_id: output.num_cached_tokens for output in engine}
+    cached = {}
+    for name, salt in (("a", "a"), ("b", "b"), ("c", "a")):
+        engine.add_request(prompt(5, 40), GREEDY, name, cache_salt=salt)
+        cached[name] = engine.result(name).num_cached_tokens
     assert cached["b"] == 0
     largest = max(engine.scheduler.kv.block_sizes)
     assert cached["c"] == 39 // largest * largest
