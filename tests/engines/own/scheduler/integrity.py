@@ -93,8 +93,8 @@ def _check_lists(state: SchedulerState) -> None:
         f"by state {by_status[WAITING]} + {by_status[OFFLOADED]}",
     )
     _require(state.num_offloaded == by_status[OFFLOADED], "the count of offloaded sequences is off")
-    over = sum(1 for _, _, sequence in state.deadlines if sequence.status is FINISHED)
-    _require(state.num_over == over, "the count of deadlines that are over is off")
+    num_open = sum(1 for entry in state.deadlines._heap if entry[2].status is not FINISHED)
+    _require(state.deadlines._num_open == num_open, "the count of open deadlines is off")
     preemptible = sum(map(is_preemptible, [*state.decoding, *state.prefilling]))
     _require(state.num_preemptible == preemptible, "the count of preemptible sequences is off")
     _require(state.num_running <= state.config.max_num_seqs, "more sequences run than may")

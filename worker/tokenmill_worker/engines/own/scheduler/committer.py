@@ -7,14 +7,11 @@ step computes one token too many for the sequence; nothing else is lost.
 
 from __future__ import annotations
 
-import heapq
-
 from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engines.own.plan import RequestFault, ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler.state import (
     DECODING,
-    FINISHED,
     OFFLOADED,
     PREFILLING,
     SchedulerState,
@@ -208,22 +205,3 @@ class Committer:
         sequence.num_inflight = 0
         sequence.epoch += 1
         self._state.kv.unregister(sequence)
-
-    def expire(self) -> list[TokenEvent]:
-        """End every sequence whose deadline has passed, waiting or running.
-
-        Only the earliest deadline is examined while none has passed.
-        """
-        state = self._state
-        deadlines = state.deadlines
-        events: list[TokenEvent] = []
-        if not deadlines or deadlines[0][0] > (now := state.clock()):
-            return events
-        while deadlines and deadlines[0][0] <= now:
-            sequence = heapq.heappop(deadlines)[2]
-            if sequence.status is FINISHED:
-                state.num_over -= 1
-            else:
-                events.append(state.end(sequence, FinishReason.EXPIRED))
-                state.num_over = max(0, state.num_over - 1)  # its heap entry is already popped
-        return events

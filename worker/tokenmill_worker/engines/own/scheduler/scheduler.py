@@ -18,6 +18,7 @@ from tokenmill_worker.engines.own.kv.manager import KVManager
 from tokenmill_worker.engines.own.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler.admission import num_for_urgent
 from tokenmill_worker.engines.own.scheduler.committer import Committer
+from tokenmill_worker.engines.own.scheduler.deadlines import Deadlines
 from tokenmill_worker.engines.own.scheduler.lookahead import Lookahead
 from tokenmill_worker.engines.own.scheduler.planner import Planner
 from tokenmill_worker.engines.own.scheduler.queues import (
@@ -80,14 +81,7 @@ class Scheduler:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             async_depth=async_depth,
-            decoding=[],
-            prefilling=[],
-            entries={},
-            requests={},
-            in_flight={},
-            released=[],
-            deadlines=[],
-            counters=SchedulerCounters(),
+            deadlines=Deadlines(clock),
         )
         self._step_times = StepTimeModel(
             config.bulk_slowdown if config.policy is SchedulingPolicy.PRIORITY else None
@@ -162,7 +156,9 @@ class Scheduler:
 
     def expire(self) -> list[TokenEvent]:
         """End every sequence whose deadline has passed, waiting or running."""
-        return self._committer.expire()
+        state = self._state
+        passed = state.deadlines.take_passed()
+        return [state.end(sequence, FinishReason.EXPIRED) for sequence in passed]
 
     # ── steps ──
 

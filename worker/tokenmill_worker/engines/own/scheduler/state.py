@@ -10,7 +10,6 @@ Planner and committer decide; they call these transitions, which keep lists and 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -21,6 +20,7 @@ from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.kv.host_tier import StepCopies
 from tokenmill_worker.engines.own.kv.manager import KVManager
 from tokenmill_worker.engines.own.plan import StepPlan
+from tokenmill_worker.engines.own.scheduler.deadlines import Deadlines
 from tokenmill_worker.engines.own.scheduler.preemption import is_preemptible
 from tokenmill_worker.engines.own.scheduler.queues import QueueEntry, WaitingQueue
 from tokenmill_worker.engines.own.sequence import Sequence, SequenceStatus
@@ -70,20 +70,20 @@ class SchedulerState:
     max_model_len: int
     eos_token_ids: frozenset[int]
     async_depth: int
-    decoding: list[Sequence]
-    prefilling: list[Sequence]
-    entries: dict[Sequence, QueueEntry]
-    requests: dict[str, list[Sequence]]
-    in_flight: dict[int, StepCopies]  # step id → its block copies; in the order of planning
-    released: list[Sequence]
-    deadlines: list[tuple[float, int, Sequence]]
-    counters: SchedulerCounters
+    deadlines: Deadlines
+    decoding: list[Sequence] = field(default_factory=list)
+    prefilling: list[Sequence] = field(default_factory=list)
+    entries: dict[Sequence, QueueEntry] = field(default_factory=dict)
+    requests: dict[str, list[Sequence]] = field(default_factory=dict)
+    # step id → its block copies; in the order of planning
+    in_flight: dict[int, StepCopies] = field(default_factory=dict)
+    released: list[Sequence] = field(default_factory=list)
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     newest_plan: StepPlan | None = None
     next_step: int = 0
     next_ticket: int = 0
     num_offloaded: int = 0
     num_preemptible: int = 0  # running sequences that the most urgent class may preempt
-    num_over: int = 0  # entries of `deadlines` whose sequences have ended
     adapters: Counter[str] = field(default_factory=Counter)  # adapter → running sequences
 
     @property
@@ -111,8 +111,7 @@ class SchedulerState:
         self.next_ticket += 1
         self.entries[sequence] = entry
         self.requests.setdefault(sequence.request_id, []).append(sequence)
-        if sequence.deadline is not None:
-            heapq.heappush(self.deadlines, (sequence.deadline, entry.ticket, sequence))
+        self.deadlines.add(sequence, entry.ticket)
         self.counters.prompt_tokens += sequence.num_prompt_tokens
         sequence.status = WAITING
         self.queue.push(entry)
@@ -228,25 +227,11 @@ class SchedulerState:
         sequence.finish_reason = reason
         self.released.append(sequence)
         self.counters.finished += 1
-        if sequence.deadline is not None:
-            self._forget_deadline()
+        self.deadlines.forget(sequence)
         siblings = self.requests[sequence.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self.requests[sequence.request_id]
-
-    def _forget_deadline(self) -> None:
-        """Count a deadline as over; sweep the heap when most of its entries are.
-
-        A deadline may be a day away, so entries of ended sequences would pile up.
-        """
-        self.num_over += 1
-        if self.num_over > 64 + len(self.deadlines) // 2:
-            self.deadlines[:] = [
-                entry for entry in self.deadlines if entry[2].status is not FINISHED
-            ]
-            heapq.heapify(self.deadlines)
-            self.num_over = 0
 
     def end(
         self,
