@@ -44,8 +44,8 @@ from tokenmill.operations.tracing import producing
 from tokenmill.sql.look_ups import LookUps
 from tokenmill.transport import scripts
 from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
-from tokenmill.transport.cancellation import reraise_cancellation
 from tokenmill.transport.connect import connect_async
+from tokenmill.transport.repairs import reraise_cancellation
 from tokenmill.transport.sync_pubsub import Signal
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus

@@ -276,7 +276,7 @@ def older_commit() -> str:
     """
     versions = "migrations/tokenmill_migrations/versions/0*.py"
     before_migration = _git("log", "-1", "--diff-filter=A", "--format=%H^", "--", versions)
-    wire = "schemas/tokenmill_schemas/versions.py"
+    wire = "schemas/tokenmill_schemas/job.py"
     first_of_wire = _git("log", "-1", "-GSCHEMA_VERSION: Final =", "--format=%H", "--", wire)
     wire_is_newer = _git("merge-base", before_migration, first_of_wire) != first_of_wire
     return first_of_wire if wire_is_newer else before_migration

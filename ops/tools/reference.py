@@ -27,7 +27,6 @@ from tokenmill_schemas import (
     chat_validation,
     keys,
     params_validation,
-    tools_validation,
     validation,
 )
 from tokenmill_schemas.chat import FunctionCall, Message, TextPart, Tool, ToolCall, ToolFunction
@@ -219,7 +218,7 @@ _LIMITS = {
 def limits_table() -> str:
     limits = {
         name: value
-        for module in (validation, params_validation, chat_validation, tools_validation)
+        for module in (validation, params_validation, chat_validation)
         for name, value in vars(module).items()
         if name.startswith("MAX_") and name.isupper()
     }

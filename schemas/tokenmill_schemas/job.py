@@ -1,8 +1,14 @@
 """A job as its producer describes it: one struct, sent as MessagePack, to which fields are only
 ever added.
+
+A worker ignores fields that it does not know. So that no answer leaves out what was asked for, a
+request carries the least version whose workers honour each of its fields (`wire_version`).
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
+from operator import attrgetter
+from typing import Final
 
 import msgspec
 
@@ -51,7 +57,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `messages`. With `continuations`, texts or token ids, the answers are given: nothing is drawn,
     and choice i holds continuation i with the log-probability of each of its tokens.
     `add_generation_prompt=None` means: yes, unless the final message is continued. `v` is the
-    version that a worker must read at least (`versions.py`).
+    version that a worker must read at least (`wire_version`).
     """
 
     job_id: str
@@ -81,3 +87,19 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_choice: str = "auto"  # auto, none, required, or function:NAME
     parallel_tool_calls: bool = True
     continuations: tuple[str | tuple[int, ...], ...] = ()
+
+
+SCHEMA_VERSION: Final = 1  # the newest version that this code reads
+# fields that version 1 lacks, as `NAME` or `params.NAME`, with the version that added each
+ADDED_IN: Final[Mapping[str, int]] = {}
+_NEUTRAL: Final = JobRequest(job_id="")
+
+
+def wire_version(request: JobRequest, added_in: Mapping[str, int] = ADDED_IN) -> int:
+    """Return the least version whose workers honour every field of the request."""
+    needed = (
+        version
+        for name, version in added_in.items()
+        if attrgetter(name)(request) != attrgetter(name)(_NEUTRAL)
+    )
+    return max(needed, default=1)

@@ -10,16 +10,19 @@ from typing import Final
 
 import msgspec
 
-from tokenmill_schemas.chat_validation import chat_problems, chat_texts, json_texts
+from tokenmill_schemas.chat_validation import chat_problems, chat_texts, json_texts, tool_problems
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
-from tokenmill_schemas.continuation_validation import continuation_problems
-from tokenmill_schemas.job import JobRequest, RetryPolicy
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.job import SCHEMA_VERSION, JobRequest, RetryPolicy
 from tokenmill_schemas.params_validation import MAX_CHOICES as MAX_CHOICES
 from tokenmill_schemas.params_validation import encoded_size, id_problems
 from tokenmill_schemas.params_validation import params_problems as params_problems
-from tokenmill_schemas.size_limits import MAX_MESSAGES, MAX_METADATA, MAX_PROMPT_IDS
-from tokenmill_schemas.tools_validation import tool_problems
-from tokenmill_schemas.versions import SCHEMA_VERSION
+from tokenmill_schemas.size_limits import (
+    MAX_FORMAT_CHARS,
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_PROMPT_IDS,
+)
 from tokenmill_schemas.webhook import redacted_url
 
 # the width of the SQL columns: job id, model, tenant, idempotency key, batch id
@@ -239,3 +242,38 @@ def _size_problems(request: JobRequest) -> list[str]:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+_PARAMS: Final = frozenset({"logprobs", "top_logprobs", "lora", "speculate"})
+_DEFAULTS: Final = SamplingParams()
+_WHY: Final = "cannot be given with continuations: they are scored, and nothing is drawn"
+
+
+def continuation_problems(request: JobRequest) -> Iterator[str]:
+    """Yield one sentence for each problem of the continuations, and of what stands beside them."""
+    given = request.continuations
+    if not given:
+        return
+    if len(given) > MAX_CHOICES:
+        yield f"continuations may have {MAX_CHOICES} entries, not {len(given)}"
+        return
+    for i, one in enumerate(given):
+        yield from _problems_of_one(one, f"continuations[{i}]", request.prompt_ids is not None)
+    size = encoded_size(given)
+    if size is not None and size > MAX_FORMAT_CHARS:
+        yield f"continuations may have {MAX_FORMAT_CHARS} bytes, not {size}"
+    if request.tools:
+        yield f"tools {_WHY}"
+    for field in msgspec.structs.fields(SamplingParams):
+        name = field.name
+        if name not in _PARAMS and getattr(request.params, name) != getattr(_DEFAULTS, name):
+            yield f"{name} {_WHY}"
+
+
+def _problems_of_one(given: str | tuple[int, ...], where: str, has_ids: bool) -> Iterator[str]:
+    if not given:
+        yield f"{where} is empty; it needs at least one token"
+    elif not isinstance(given, str):
+        yield from id_problems(where, given)
+    elif has_ids:
+        yield f"{where} is a text, and the prompt is token ids: give token ids here too"

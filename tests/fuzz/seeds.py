@@ -25,8 +25,7 @@ from tokenmill_worker.contract.messages import (
     Stop,
     Submit,
 )
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 
 
 def messages_of(prefix: str) -> list[bytes]:

@@ -41,11 +41,11 @@ from tokenmill_worker.contract.messages import FrameError, read_command, read_re
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.requests.validation import RequestValidator
 from tokenmill_worker.input.input_processor import InputProcessor
+from tokenmill_worker.input.log_reader import EndRules, LogCorrupt, replay
+from tokenmill_worker.input.log_reader import read_log as read_worker_log
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.queue.scripts import read_delivery
 from tokenmill_worker.text.job_output import JobOutput
-from tokenmill_worker.text.resume import EndRules, LogCorrupt, replay
-from tokenmill_worker.text.resume import read_log as read_worker_log
 
 
 @dataclass(frozen=True, slots=True)

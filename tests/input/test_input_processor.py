@@ -16,8 +16,7 @@ from tokenmill_schemas.generation import (
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.input.input_processor import InputProcessor
-from tokenmill_worker.input.param_resolver import seed_of
-from tokenmill_worker.input.served_model import ServedModel
+from tokenmill_worker.input.served_model import ServedModel, seed_of
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import yaml
 from ops.compose_check import __main__ as command
 from ops.compose_check import checks, stand_ins
 from ops.compose_check.project import CheckFailed, ComposeProject
-from tokenmill_schemas.versions import SCHEMA_VERSION
+from tokenmill_schemas.job import SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -121,7 +121,7 @@ def test_what_is_checked_are_services_and_stand_ins_take_their_images() -> None:
 
 
 def test_the_version_to_upgrade_from_speaks_todays_wire_and_has_a_schema() -> None:
-    older, wire = checks.older_commit(), "schemas/tokenmill_schemas/versions.py"
+    older, wire = checks.older_commit(), "schemas/tokenmill_schemas/job.py"
     assert f"SCHEMA_VERSION: Final = {SCHEMA_VERSION}  #" in _git("show", f"{older}:{wire}")
     folder = "migrations/tokenmill_migrations/versions"
     assert f"{folder}/0" in _git("ls-tree", "--name-only", older, f"{folder}/")

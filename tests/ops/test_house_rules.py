@@ -8,14 +8,13 @@ from ops.tools.house_rules import (
     MAX_COLUMNS,
     MAX_LINES,
     MAX_MODULES,
-    MAX_WALK_LINES,
     REGISTRY_HOSTS,
+    broken_walk,
     dangerous_reads,
     docstrings_without_subject,
     import_cycle,
     large_roots,
     lines_broken_by_comments,
-    long_walk,
     problems,
 )
 
@@ -96,22 +95,38 @@ def test_a_cycle_of_imports_inside_a_room_is_found(back: str) -> None:
     assert all(f"room/{name}.py" in found for name in ("first", "second", "third"))
 
 
-def test_a_long_walk_through_the_code_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "package"),
+    [
+        ("worker/tokenmill_worker/engines/own/cpu/fused", "tokenmill_worker.engines.own.cpu.fused"),
+        ("schemas/tokenmill_schemas", "tokenmill_schemas"),
+        ("migrations/tokenmill_migrations", "tokenmill_migrations"),
+        ("ops/tools", "ops.tools"),
+    ],
+)
+def test_a_cycle_of_imports_is_found_in_every_package(folder: str, package: str) -> None:
+    files = {
+        f"{folder}/first.py": f"from {package}.second import VALUE",
+        f"{folder}/second.py": f"from {package} import first",
+    }
+    (found,) = import_cycle(files)
+    assert f"{folder}/first.py" in found
+
+
+def test_a_missing_file_of_the_walk_through_the_code_is_found(tmp_path: Path) -> None:
     readme = (
-        "## Files\n| `c.py` | not of the walk |\n## Read the code in this order\n\n"
-        "| | |\n|---|---|\n| `a.py` | one |\n| `b.lua` | two |\n\n## Licence\n| `d.py` | no |\n"
+        "## Files\nsrc/c.py  not of the walk\n## Read the code in this order\n\n"
+        "```\nsrc/a.py   one\nsrc/b.lua  two\n```\n\n## Licence\nsrc/d.py  no\n"
     )
-    (tmp_path / "a.py").write_text("x = 1\n" * (MAX_WALK_LINES - 1))
-    (tmp_path / "b.lua").write_text("x = 1\n")
-    assert list(long_walk(readme, tmp_path)) == []
-    (tmp_path / "b.lua").write_text("x = 1\n" * 2)
-    (found,) = long_walk(readme, tmp_path)
-    assert found.startswith(
-        f"README.md: the 2 files to read first have {MAX_WALK_LINES + 1} lines, "
-    )
-    (tmp_path / "b.lua").unlink()
-    assert list(long_walk(readme, tmp_path)) == ["README.md: the file to read b.lua does not exist"]
-    assert list(long_walk("## Files\n", tmp_path)) == ["README.md: names no files to read first"]
+    (tmp_path / "src").mkdir()
+    for name in ("a.py", "b.lua"):
+        (tmp_path / "src" / name).touch()
+    assert list(broken_walk(readme, tmp_path)) == []
+    (tmp_path / "src" / "b.lua").unlink()
+    assert list(broken_walk(readme, tmp_path)) == [
+        "README.md: the file to read src/b.lua does not exist"
+    ]
+    assert list(broken_walk("## Files\n", tmp_path)) == ["README.md: names no files to read first"]
 
 
 @pytest.mark.parametrize("suffix", ["h", "cpp", "lua"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.publish.fair_batches import split_batches
+from tokenmill_worker.publish.publisher import split_batches
 
 
 def event(name: str, token: int = 0) -> TokenEvent:

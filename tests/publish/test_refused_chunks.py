@@ -9,7 +9,7 @@ from tests.publish.support import Clock, FakeLog, admit, event
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.publish.publisher import Publisher
-from tokenmill_worker.text.detokenizer import ByteLevelDetokenizer
+from tokenmill_worker.text.token_pieces import ByteLevelDetokenizer
 
 LENGTH = FinishReason.LENGTH
 

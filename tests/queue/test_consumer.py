@@ -11,8 +11,7 @@ from tests.support.queue import Queue
 from tests.support.waiting import until
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery
-from tokenmill_worker.queue.consumer import MAX_AT_ONCE, Consumer
-from tokenmill_worker.queue.credits import Credits
+from tokenmill_worker.queue.consumer import MAX_AT_ONCE, Consumer, Credits
 
 FOR_EVER = 600.0  # until the next poll
 

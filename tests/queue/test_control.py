@@ -11,7 +11,7 @@ from tests.support.queue import Queue
 from tests.support.waiting import until
 from tokenmill.errors import QueueUnavailable
 from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
-from tokenmill.transport.cancellation import end_task
+from tokenmill.transport.repairs import end_task
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import Drain
 from tokenmill_schemas.keys import Keys

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tokenmill_worker.contract.events import Capacity
-from tokenmill_worker.queue.credits import LOOKAHEAD, Credits, credits_of
+from tokenmill_worker.queue.consumer import LOOKAHEAD, Credits, credits_of
 
 HALF_FULL = Capacity(
     free_sequences=16,

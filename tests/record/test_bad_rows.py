@@ -9,7 +9,7 @@ from sqlalchemy import Engine, event, exc
 from tests.record.support import FakeRedis, counts, finished, rows
 from tests.support.waiting import until
 from tokenmill.sql.engine import open_engine
-from tokenmill.transport.cancellation import end_task
+from tokenmill.transport.repairs import end_task
 from tokenmill_schemas import ChoiceResult, Usage
 from tokenmill_schemas.codec import decode_result
 from tokenmill_schemas.validation import MAX_NAME_CHARS

@@ -15,7 +15,7 @@ from tests.support.large import large_result
 from tests.support.waiting import until
 from tokenmill_schemas.codec import encode
 from tokenmill_worker.record import Finalizer
-from tokenmill_worker.record.job_size import size_of
+from tokenmill_worker.record.finalizer import size_of
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from tests.record.support import FakeRedis, finished
 from tests.record.test_finalizer import FakeStore, came_back
 from tests.support.postgres import PostgresServer
-from tokenmill.transport.cancellation import end_task
+from tokenmill.transport.repairs import end_task
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import Finalizer, ResultStore, already_recorded

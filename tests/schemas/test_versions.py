@@ -11,9 +11,8 @@ from tests.schemas.samples import REQUEST
 from tokenmill.operations.job_request import build_request
 from tokenmill_schemas.codec import decode_request, encode
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.job import ADDED_IN, SCHEMA_VERSION, JobRequest, wire_version
 from tokenmill_schemas.validation import problems
-from tokenmill_schemas.versions import ADDED_IN, SCHEMA_VERSION, wire_version
 
 RELEASED = {"params.echo": 2, "documents": 3}  # as if later versions had added these
 

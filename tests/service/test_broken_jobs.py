@@ -22,8 +22,8 @@ from tokenmill_worker.jobs import AppendFailures, ChunkAppend, FinishedJob
 from tokenmill_worker.publish.chunker import Chunker
 from tokenmill_worker.publish.publisher import Publisher
 from tokenmill_worker.publish.running_job import RunningJob
-from tokenmill_worker.queue.finish_arguments import finish_arguments
-from tokenmill_worker.text.detokenizer import ByteLevelDetokenizer
+from tokenmill_worker.queue.scripts import finish_arguments
+from tokenmill_worker.text.token_pieces import ByteLevelDetokenizer
 
 LENGTH = FinishReason.LENGTH
 BROKEN_TEXT = "\ud800"

@@ -12,7 +12,7 @@ import pytest
 from tests.publish.support import MODEL, FakeLog, delivery_of, event
 from tests.support.tokenizers import byte_level
 from tests.support.waiting import until
-from tokenmill.transport.cancellation import end_task
+from tokenmill.transport.repairs import end_task
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import JobRequest, RetryPolicy
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent

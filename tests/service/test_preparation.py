@@ -20,7 +20,7 @@ from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import AdmittedJob, Delivery, FinishedJob
-from tokenmill_worker.queue.credits import Credits
+from tokenmill_worker.queue.consumer import Credits
 from tokenmill_worker.service.preparation import AT_ONCE_BYTES, LONG_BYTES
 
 LONG = {"a": "x" * AT_ONCE_BYTES}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.service.test_jobs import CAPACITY
 from tests.support.waiting import until
-from tokenmill.transport.cancellation import end_task
+from tokenmill.transport.repairs import end_task
 from tokenmill_worker import supervisor as module
 from tokenmill_worker.contract.events import EngineStats, TokenEvent
 from tokenmill_worker.contract.host import EngineDied

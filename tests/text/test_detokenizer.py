@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import tokenizers
-from tokenmill_worker.text.detokenizer import MAX_WINDOW, REPLACEMENT, WindowDetokenizer
+from tokenmill_worker.text.token_pieces import MAX_WINDOW, REPLACEMENT, WindowDetokenizer
 
 FAMILIES = [tokenizers.byte_level, tokenizers.llama_like, tokenizers.metaspace]
 REAL = [tokenizers.smollm2, tokenizers.gemma3]

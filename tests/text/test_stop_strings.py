@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill_worker.text.stop_strings import StopFinder
+from tokenmill_worker.text.choice_text import StopFinder
 
 LETTERS = st.text("abé\n", max_size=40)
 STOPS = st.lists(st.text("abé\n", min_size=1, max_size=6), max_size=4)

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from tokenmill import AsyncClient
-from tokenmill.transport.cancellation import end_task, wait_at_most
 from tokenmill.transport.connect import Link, connect_async, parse_url
+from tokenmill.transport.repairs import end_task, wait_at_most
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.builders import engine_host, input_processor, open_tracing, stream_options

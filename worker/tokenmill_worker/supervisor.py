@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from tokenmill.transport.cancellation import wait_at_most
+from tokenmill.transport.repairs import wait_at_most
 from tokenmill_worker.contract.events import EngineStats
 from tokenmill_worker.contract.host import EngineDied, EngineHost
 from tokenmill_worker.contract.messages import Frame, Ready

@@ -22,9 +22,8 @@ from tokenmill.errors import InvalidRequest
 from tokenmill.openai.forms import read_forms
 from tokenmill_schemas.codec import as_str, encode
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.job import JobRequest, wire_version
 from tokenmill_schemas.validation import MAX_MS, problems
-from tokenmill_schemas.versions import wire_version
 
 _SAMPLING = frozenset(SamplingParams.__struct_fields__)
 _REQUEST = frozenset(JobRequest.__struct_fields__) - {

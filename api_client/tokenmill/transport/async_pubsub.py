@@ -20,11 +20,10 @@ import redis.asyncio.cluster
 
 from tokenmill.errors import QueueUnavailable
 from tokenmill.transport.backoff import Backoff
-from tokenmill.transport.cancellation import end_task, wait_at_most
 from tokenmill.transport.connect import SERVER_TROUBLE
-from tokenmill.transport.pubsub_connection import PubSubConnection
+from tokenmill.transport.raw_protocol import PubSubConnection
+from tokenmill.transport.repairs import TICKS, end_task, wait_at_most
 from tokenmill.transport.sync_pubsub import Signal
-from tokenmill.transport.time_limits import TICKS
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
 from tokenmill.errors import ConfigurationError, QueueUnavailable
-from tokenmill.transport.failover import reconnect_on_readonly
-from tokenmill.transport.time_limits import with_time_limits
+from tokenmill.transport.repairs import reconnect_on_readonly, with_time_limits
 
 # Every error of redis-py about a server; a cluster's own errors do not derive from RedisError.
 SERVER_TROUBLE = (RedisError, RedisClusterException, OSError)

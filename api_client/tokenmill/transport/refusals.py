@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from tokenmill.transport.failover import is_readonly_error
+from tokenmill.transport.repairs import is_readonly_error
 
 _BY_CODE = {
     "MISCONF": "it cannot save its data (MISCONF)",

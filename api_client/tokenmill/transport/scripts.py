@@ -17,7 +17,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from tokenmill.transport.cancellation import reraise_cancellation
+from tokenmill.transport.repairs import reraise_cancellation
 
 COMMON = ("tokenmill", "common")
 

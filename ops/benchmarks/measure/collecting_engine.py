@@ -16,8 +16,7 @@ from typing import Any, Self
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest, RequestError
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt, RequestError
 from tokenmill_worker.engines.own.engine import Engine
 
 REFUSALS = ("invalid_request", "context_length_exceeded")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ops.benchmarks.simulation.costs import seconds
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
-from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE
+from tokenmill_worker.publish.publisher import EVENTS_AT_ONCE
 from tokenmill_worker.queue.consumer import MAX_AT_ONCE
 from tokenmill_worker.settings import Settings
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tokenmill.transport.cancellation import end_task, reraise_cancellation, wait_at_most
+from tokenmill.transport.repairs import end_task, reraise_cancellation, wait_at_most
 
 
 async def forgetful() -> str:

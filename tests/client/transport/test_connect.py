@@ -10,7 +10,7 @@ from tokenmill import AsyncClient, Client, ConfigurationError, QueueUnavailable
 from tokenmill.transport.connect import Link, connect, connect_async, parse_url, server_words
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.local.valkey_server import free_port
-from tokenmill_worker.queue.server_check import translated_errors
+from tokenmill_worker.queue.scripts import translated_errors
 
 pytestmark = pytest.mark.redis
 

@@ -26,7 +26,7 @@ from tokenmill.transport.connect import Link, connect_async
 from tokenmill.transport.raw_protocol import READ_BYTES, RawRedisProtocol
 from tokenmill.transport.scripts import CANCEL
 from tokenmill.transport.sync_pubsub import Signal
-from tokenmill_worker.queue.append.connection import PipelinedConnection
+from tokenmill_worker.queue.append import PipelinedConnection
 
 pytestmark = pytest.mark.redis
 

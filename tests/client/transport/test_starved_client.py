@@ -17,11 +17,10 @@ from tests.support.queue import QUEUE
 from tests.support.waiting import until
 from tokenmill import AsyncClient, ClientOptions, Link, QueueUnavailable
 from tokenmill.transport import async_pubsub
-from tokenmill.transport.cancellation import wait_at_most
 from tokenmill.transport.connect import connect_async
-from tokenmill.transport.time_limits import at_most
+from tokenmill.transport.repairs import at_most, wait_at_most
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.queue.append.connection import PipelinedConnection
+from tokenmill_worker.queue.append import PipelinedConnection
 
 pytestmark = pytest.mark.redis
 

@@ -5,9 +5,8 @@ import pytest
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import Ready, Stop
-from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.contract.messages import Mailbox, Ready, Stop
+from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import (
     EngineConfig,
     EngineConfigError,

@@ -13,7 +13,7 @@ from tests.engines.own.sampling.grammar.hostile import KINDS
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
 ROUNDS = 4  # of each kind, with so many grammars

@@ -11,14 +11,13 @@ from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.scheduler.loop import Clock, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import Engine, EngineConfig, GenerationRequest
 from tokenmill_worker.engines.own.errors import EngineError, StepsFailError
 from tokenmill_worker.engines.own.execution.interface import NO_HOOKS
-from tokenmill_worker.engines.own.failed_steps import MAX_FAILED_REQUESTS
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler import Scheduler
-from tokenmill_worker.engines.own.stepping import StepExecutor
+from tokenmill_worker.engines.own.stepping import MAX_FAILED_REQUESTS, StepExecutor
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"

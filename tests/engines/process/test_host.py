@@ -14,8 +14,7 @@ import pytest
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.serve import serve_loaded

@@ -6,10 +6,16 @@ import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.builders import start_of
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import EngineFailed, Frame, Ready, Start, Stop, Submit
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.messages import (
+    EngineFailed,
+    Frame,
+    Mailbox,
+    Ready,
+    Start,
+    Stop,
+    Submit,
+)
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.synthetic.config import KIND, SyntheticConfig
 from tokenmill_worker.engines.synthetic.serve import serve
 

@@ -14,7 +14,7 @@ from tests.support.topologies import SentinelGroup
 from tests.support.valkey import ControlledValkey
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect_async
 from tokenmill.transport.scripts import Script
-from tokenmill_worker.queue.append.connection import PipelinedConnection
+from tokenmill_worker.queue.append import PipelinedConnection
 
 pytestmark = pytest.mark.redis
 

@@ -16,7 +16,7 @@ from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import AppendReply, ChunkAppend, Delivery
-from tokenmill_worker.queue.append.batch_encoding import AppendBatch
+from tokenmill_worker.queue.append import AppendBatch
 from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = pytest.mark.redis

@@ -1,7 +1,10 @@
-"""The messages between worker and engine, commands and reports, and their decoding."""
+"""The messages between worker and engine: commands and reports, their decoding, and the mailbox in
+which commands wait for the engine's loop.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import msgspec
@@ -129,3 +132,27 @@ def read_report(data: bytes) -> Report:
         return _report_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"a report cannot be decoded: {error}") from error
+
+
+class Mailbox:
+    """A thread-safe queue whose reader takes all messages at once."""
+
+    def __init__(self) -> None:
+        self._messages: list[Command] = []
+        self._arrived = threading.Condition()
+
+    def put(self, message: Command) -> None:
+        with self._arrived:
+            self._messages.append(message)
+            self._arrived.notify()
+
+    def take_all(self, timeout: float = 0.0) -> list[Command]:
+        """Return all messages; if there are none, wait up to `timeout` seconds for one."""
+        # reading the list is atomic: no lock while steps run
+        if not self._messages and not timeout:
+            return []
+        with self._arrived:
+            if not self._messages and timeout:
+                self._arrived.wait(timeout)
+            messages, self._messages = self._messages, []
+            return messages

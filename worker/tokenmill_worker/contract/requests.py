@@ -1,7 +1,9 @@
-"""Requests to an engine: a prompt to continue, in token ids.
+"""Requests to an engine: a prompt to continue, in token ids and spans of media.
 
 A request is a msgspec struct, so that the same value travels as a frame to the engine process.
 """
+
+from __future__ import annotations
 
 import hashlib
 from typing import Final
@@ -9,9 +11,30 @@ from typing import Final
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.contract.prompt import Prompt
 
 SEED_MASK: Final = (1 << 64) - 1
+
+
+class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a prompt in whose place the model reads a medium.
+
+    `digest` identifies its content: prompts with equal token ids and other digests are different.
+    """
+
+    start: int  # index of its first token
+    length: int  # in tokens
+    kind: str  # "image"
+    digest: bytes
+
+
+class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Holds what a model reads before its answer: token ids, and spans of media in order."""
+
+    token_ids: tuple[int, ...]
+    media: tuple[MediaSpan, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

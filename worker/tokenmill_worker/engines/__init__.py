@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import Final, Literal, get_args
 
 from tokenmill_worker.contract.engine_kind import EngineKind
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import Report, Start
+from tokenmill_worker.contract.messages import Mailbox, Report, Start
 
 Kind = Literal["own", "synthetic"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)

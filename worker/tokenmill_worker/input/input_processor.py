@@ -1,8 +1,8 @@
 """Turns a claimed job's bytes into a request for the engine, or into the job's end.
 
 Every delivery gets an outcome. Bytes that are no request, invalid values, prompts that do not fit,
-and jobs whose log already holds their end become a finished job. Nothing here raises for input that
-a producer can send.
+and jobs whose log already holds their end become a finished job. The log of earlier attempts gives
+the answer so far. Nothing here raises for input that a producer can send.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import msgspec
 
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES, DecodeError, decode_request
-from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobError
 from tokenmill_schemas.validation import problems
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.input.engine_request import engine_request
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.input.log_reader import LogReader
-from tokenmill_worker.input.outcomes import Outcomes
-from tokenmill_worker.input.param_resolver import ParamResolver
+from tokenmill_worker.input.outcomes import Outcomes, Refused
 from tokenmill_worker.input.prompt_encoder import PromptEncoder
-from tokenmill_worker.input.refusal import Refused
-from tokenmill_worker.input.served_model import ServedModel
+from tokenmill_worker.input.served_model import ParamResolver, ServedModel, seed_of
 from tokenmill_worker.jobs import INTERNAL_ERROR, AdmittedJob, Delivery, FinishedJob
 from tokenmill_worker.text.chat.chat_format import ChatFormat
 from tokenmill_worker.text.chat.reasoning import ReasoningFormat
 from tokenmill_worker.text.chat.tools import ToolFormat
+from tokenmill_worker.text.job_output import JobOutput
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -118,9 +116,7 @@ class InputProcessor:
             answer.end_all(FinishReason.EXPIRED)
         if answer.is_finished:
             return self._outcomes.complete(delivery, request, answer)
-        generation = engine_request(
-            self.model, self._clock, delivery, request, answer, prompt, params
-        )
+        generation = self._engine_request(delivery, request, answer, prompt, params)
         generation = msgspec.structs.replace(form.bound(generation), given=given)
         return AdmittedJob(delivery, request, generation, answer)
 
@@ -147,4 +143,41 @@ class InputProcessor:
                 chat, form = self._prompts.render(request)
                 prompt = self._prompts.encode(request, chat) if params.echo else Prompt(())
                 answer = self._log.resume(delivery, chunks, params, form, prompt)
+                first = chunks[0].usage
+                answer.prompt_tokens = 0 if first is None else first.prompt_tokens
         return self._outcomes.ended(delivery, request, answer)
+
+    def _engine_request(
+        self,
+        delivery: Delivery,
+        request: JobRequest,
+        answer: JobOutput,
+        prompt: Prompt,
+        params: SamplingParams,
+    ) -> GenerationRequest:
+        """Return the request of one delivery, whose seed and stop tokens are named.
+
+        `answer` is what the log of earlier attempts holds.
+        """
+        model, deadline_ms = self.model, request.deadline_ms
+        seed = seed_of(delivery.job_id) if params.seed is None else params.seed
+        resumed = tuple(tuple(choice.stream.token_ids) for choice in answer.choices)
+        known = {"prompt_logprobs": None} if answer.prompt is not None else {}  # from the log
+        return GenerationRequest(
+            request_id=delivery.request_id,
+            prompt=prompt,
+            params=msgspec.structs.replace(
+                params,
+                seed=seed,
+                stop=(),  # the engine sees no text
+                stop_token_ids=model.stop_token_ids(params),
+                lora=model.adapter_for(request.model, request.params.lora),
+                **known,
+            ),
+            priority=request.priority.rank,
+            tenant=request.tenant,
+            cache_salt=request.tenant,
+            deadline=None if deadline_ms is None else self._clock.monotonic_s(deadline_ms),
+            resumed=resumed if answer.num_tokens else (),
+            done=answer.ended_choices,
+        )

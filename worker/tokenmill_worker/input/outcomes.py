@@ -1,5 +1,5 @@
 """Builds the ends of claimed jobs that never reach the engine: refused ones, and those that ended
-in the queue or in their log.
+in the queue or in their log. `Refused` is the refusal that every step of the input may raise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from tokenmill_schemas.result import JobError, JobStatus
 from tokenmill_schemas.validation import MAX_NAME_CHARS, metadata_problems, problems
 from tokenmill_worker.jobs import Delivery, FinishedJob
 from tokenmill_worker.text.job_output import JobOutput
-from tokenmill_worker.text.resume import read_log
+
+INVALID_REQUEST = "invalid_request"
+TOO_LONG = "context_length_exceeded"
+NOT_FOUND = "model_not_found"
+
+
+class Refused(Exception):
+    """Raised where a request cannot be served; `error` is the job's end."""
+
+    def __init__(self, message: str, code: str = INVALID_REQUEST) -> None:
+        super().__init__(message)
+        self.error = JobError(code, message)
 
 
 class Outcomes:
@@ -49,7 +60,6 @@ class Outcomes:
         """
         status, reason, error = _end_of(delivery)
         if request is not None and answer is not None:
-            answer.prompt_tokens = _logged_prompt_tokens(delivery)
             if delivery.outcome == "dead" and answer.is_finished:
                 return self.complete(delivery, request, answer)
             answer.end_all(reason)
@@ -103,9 +113,3 @@ def recordable(request: JobRequest) -> JobRequest:
 
 def _printable(name: str) -> str:
     return "".join(letter for letter in name[:MAX_NAME_CHARS] if letter.isprintable())
-
-
-def _logged_prompt_tokens(delivery: Delivery) -> int:
-    """Return the number of prompt tokens in the log's first chunk; 0 if it names none."""
-    usage = read_log(delivery.log[:1])[0].usage
-    return usage.prompt_tokens if usage is not None else 0

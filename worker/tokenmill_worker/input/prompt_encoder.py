@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tokenmill_schemas.job import JobRequest
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.input.refusal import TOO_LONG, Refused
+from tokenmill_worker.contract.requests import Prompt
+from tokenmill_worker.input.outcomes import TOO_LONG, Refused
 from tokenmill_worker.text.chat.chat_format import AnswerForm, ChatFormat
 from tokenmill_worker.text.chat.templates import TemplateError
 from tokenmill_worker.text.tokenizer import Tokenizer

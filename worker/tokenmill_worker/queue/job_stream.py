@@ -33,12 +33,10 @@ from tokenmill_worker.jobs import (
     JobObserver,
 )
 from tokenmill_worker.queue import scripts
-from tokenmill_worker.queue.append.batch_encoding import AppendBatch
-from tokenmill_worker.queue.append.connection import PipelinedConnection
-from tokenmill_worker.queue.finish_arguments import finish_arguments
+from tokenmill_worker.queue.append import AppendBatch, PipelinedConnection
 from tokenmill_worker.queue.leases import Lease
-from tokenmill_worker.queue.scripts import HeartbeatReply
-from tokenmill_worker.queue.server_check import ServerWatch, translated_errors
+from tokenmill_worker.queue.scripts import HeartbeatReply, finish_arguments, translated_errors
+from tokenmill_worker.queue.server_check import ServerWatch
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from tokenmill.transport.cancellation import end_task
+from tokenmill.transport.repairs import end_task
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_worker.errors import RedisUnavailable, Replaced
 from tokenmill_worker.queue.scripts import HeartbeatReply

@@ -1,16 +1,24 @@
-"""Loads the worker's Lua scripts, each joined with the helpers it needs, and reads their replies as
-values. The head of each file in lua/ lists its keys, arguments, reply and errors.
+"""Loads the worker's Lua scripts, each joined with the helpers it needs. Encodes their arguments,
+reads their replies as values, and translates their errors. The head of each file in lua/ lists its
+keys, arguments, reply and errors.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from tokenmill.transport.scripts import COMMON, Script, load_script
+from redis.exceptions import ResponseError
+
+from tokenmill.base import translate
+from tokenmill.errors import ConfigurationError
+from tokenmill.transport.connect import SERVER_TROUBLE
+from tokenmill.transport.scripts import COMMON, Argument, Script, load_script
 from tokenmill_schemas.codec import DecodeError, decode_status, encode
-from tokenmill_worker.jobs import Delivery
+from tokenmill_worker.errors import RedisUnavailable
+from tokenmill_worker.jobs import Delivery, FinishedJob, set_aside
 
 _OWNERSHIP = ("tokenmill_worker.queue", "ownership")
 
@@ -98,3 +106,46 @@ def read_delivery(item: list[Any]) -> Delivery:
         is_redriven=bool(redriven),
         log_end=int(log_end),
     )
+
+
+log = logging.getLogger(__name__)
+
+
+def finish_arguments(job: FinishedJob) -> tuple[Argument, ...]:
+    try:
+        return _encoded_end(job)
+    except Exception as error:
+        log.exception("Job %s ends without its answer: it cannot be encoded", job.job_id)
+        return _encoded_end(set_aside(job, "acknowledge", error))
+
+
+def _encoded_end(job: FinishedJob) -> tuple[Argument, ...]:
+    usage = job.result.usage
+    return (
+        job.result.job_id,
+        job.token,
+        job.result.status.value,
+        encode(job.result),
+        encode(job.final_chunk),
+        usage.prompt_tokens + usage.completion_tokens,
+    )
+
+
+class translated_errors:
+    """Translates server and network errors into RedisUnavailable, and the refusal of chunks into
+    ValueError: no later call would send them.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, (*SERVER_TROUBLE, TimeoutError)):
+            return
+        if isinstance(error, RedisUnavailable):
+            return
+        if isinstance(error, ResponseError) and str(error).startswith("INVALID chunks"):
+            raise ValueError(str(error)) from error
+        trouble = translate(error)
+        is_misconfigured = isinstance(trouble, ConfigurationError)
+        raise RedisUnavailable(str(trouble), is_misconfigured=is_misconfigured) from error

@@ -1,5 +1,4 @@
-"""Looks at the Redis server before a worker uses it and every 30 s while it runs, and translates
-its errors.
+"""Looks at the Redis server before a worker uses it and every 30 s while it runs.
 
 A server loses jobs if it evicts keys, or if its default user may not do what scripts do: many
 versions check each transaction of their append-only file with the default user's rights while they
@@ -18,10 +17,8 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import NoPermissionError, ResponseError
 
-from tokenmill.base import translate
-from tokenmill.errors import ConfigurationError
 from tokenmill.transport.connect import SERVER_TROUBLE
-from tokenmill_worker.errors import RedisUnavailable, SettingsError
+from tokenmill_worker.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -164,23 +161,3 @@ class ServerWatch:
         elif problem is None and self.problem is not None:
             log.info("The server's settings are right again")
         self.problem = problem
-
-
-class translated_errors:
-    """Translates server and network errors into RedisUnavailable, and the refusal of chunks into
-    ValueError: no later call would send them.
-    """
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, (*SERVER_TROUBLE, TimeoutError)):
-            return
-        if isinstance(error, RedisUnavailable):
-            return
-        if isinstance(error, ResponseError) and str(error).startswith("INVALID chunks"):
-            raise ValueError(str(error)) from error
-        trouble = translate(error)
-        is_misconfigured = isinstance(trouble, ConfigurationError)
-        raise RedisUnavailable(str(trouble), is_misconfigured=is_misconfigured) from error

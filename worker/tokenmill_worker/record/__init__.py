@@ -5,8 +5,7 @@ Belongs here: what writes a job's rows, the schema's version and its migration. 
 producers belongs to `tokenmill.sql`.
 """
 
-from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
-from tokenmill_worker.record.finalizer_stats import FinalizerStats
+from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits, FinalizerStats
 from tokenmill_worker.record.result_store import RecordReport, ResultStore
 
 __all__ = ["Finalizer", "FinalizerLimits", "FinalizerStats", "RecordReport", "ResultStore"]

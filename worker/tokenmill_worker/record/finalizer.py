@@ -7,8 +7,8 @@
 Both queues take whatever waits as one group, so load makes groups larger and not the wait longer.
 Each goes on while the other is stuck. The finalizer never gives a job up. What it still holds
 when the process ends is unacknowledged; the next worker that claims the job repeats the rest, which
-changes nothing. The caller bounds the memory: it stops claiming while `is_full`. SQL and Redis are
-behind the two protocols.
+changes nothing. The caller bounds the memory: it stops claiming while `is_full`, which follows from
+an estimate of what each job holds. SQL and Redis are behind the two protocols.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from tokenmill.transport.backoff import Backoff
-from tokenmill.transport.cancellation import wait_at_most
-from tokenmill_schemas.result import JobResult
+from tokenmill.transport.repairs import wait_at_most
+from tokenmill_schemas.generation import TokenLogprob
+from tokenmill_schemas.job import JobRequest
+from tokenmill_schemas.result import ChoiceResult, JobResult, ScoredPrompt
 from tokenmill_worker.jobs import Acknowledger, AdmittedJob, FinishedJob
 from tokenmill_worker.record.already_recorded import (
     RecordedEnds,
@@ -31,12 +34,73 @@ from tokenmill_worker.record.already_recorded import (
     recorded_by_us,
     without_content,
 )
-from tokenmill_worker.record.finalizer_stats import FinalizerStats
-from tokenmill_worker.record.job_size import size_of
 from tokenmill_worker.record.result_store import RecordReport
 from tokenmill_worker.record.retry_queue import RetryQueue
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class FinalizerStats:
+    """Counters since the start. `record_down_since` and `acknowledge_down_since` are monotonic
+    seconds; None while the step works.
+    """
+
+    submitted: int = 0
+    recorded: int = 0
+    recorded_before: int = 0  # another attempt's row was there: a redelivered job
+    sanitised: int = 0  # stored after removing what the database cannot hold
+    refused: int = 0  # tries in which the database refused a job that was alone
+    acknowledged: int = 0
+    lost: int = 0  # recorded, but owned by another worker at the acknowledgement
+    groups: int = 0
+    record_failures: int = 0
+    record_down_since: float | None = None
+    acknowledge_down_since: float | None = None
+    last_error: str = ""
+    # of the transactions since they were last taken
+    commit_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def take_commit_seconds(self) -> list[float]:
+        taken = list(self.commit_seconds)
+        self.commit_seconds.clear()
+        return taken
+
+    def note_group(self, report: RecordReport, num_ours: int, seconds: float) -> None:
+        """Count a committed group, of which `num_ours` rows are this worker's."""
+        self.commit_seconds.append(seconds)
+        self.record_down_since = None
+        self.groups += 1
+        self.recorded += num_ours
+        self.recorded_before += len(report.written) + len(report.existing) - num_ours
+        self.sanitised += len(report.sanitised)
+        self.refused += len(report.refused)
+        for job_id, reason in report.refused.items():
+            self.last_error = reason
+            log.error("Job %s was refused by the database and is tried again: %s", job_id, reason)
+
+    def note_acknowledged(self, num_jobs: int, num_lost: int) -> None:
+        self.acknowledge_down_since = None
+        self.acknowledged += num_jobs - num_lost
+        self.lost += num_lost
+        if num_lost:
+            log.warning(
+                "%d recorded jobs belong to other workers now, which acknowledge them", num_lost
+            )
+
+    def note_record_failure(self, error: Exception, num_waiting: int) -> None:
+        self.record_failures += 1
+        self.last_error = str(error)
+        if self.record_down_since is None:
+            self.record_down_since = time.monotonic()
+            log.error("SQL cannot record results; %d jobs wait: %s", num_waiting, error)
+
+    def note_acknowledge_failure(self, error: Exception, num_waiting: int) -> None:
+        self.last_error = str(error)
+        if self.acknowledge_down_since is None:
+            self.acknowledge_down_since = time.monotonic()
+            log.error("Redis cannot acknowledge recorded jobs; %d wait: %s", num_waiting, error)
+
 
 OnRecorded = Callable[[list[FinishedJob]], None]
 
@@ -199,3 +263,48 @@ def _notify(hook: OnRecorded | None, group: list[FinishedJob]) -> None:
         log.exception(
             "The hook for recorded jobs failed; the jobs are recorded, their metrics are incomplete"
         )
+
+
+# bytes of CPython objects, on 64 bits
+_JOB: Final = 4_096
+_TOKEN: Final = 72  # two numbers, and their places in `token_ids` and `text_ends`
+_LOGPROB: Final = 168  # the struct, its number, the tuples of alternatives and of their bytes
+_ALTERNATIVE: Final = 144  # a pair, its two numbers, its place, and that of its bytes
+
+
+def size_of(finished: FinishedJob) -> int:
+    """Return the estimated bytes of a job. Only lengths are read, so the cost does not grow with
+    the tokens.
+    """
+    request = finished.request
+    return (
+        _JOB
+        + sum(map(_of_choice, finished.result.choices))
+        + _of_prompt(finished.result.prompt)
+        + (_of_request(request) if request is not None else 0)
+    )
+
+
+def _of_prompt(prompt: ScoredPrompt | None) -> int:
+    if prompt is None:
+        return 0
+    return len(prompt.token_ids) * (_TOKEN + _per_token(prompt.logprobs))
+
+
+def _per_token(logprobs: tuple[TokenLogprob, ...] | None) -> int:
+    return _LOGPROB + _ALTERNATIVE * len(logprobs[-1].top) if logprobs else 0
+
+
+def _of_choice(choice: ChoiceResult) -> int:
+    return (
+        len(choice.text)
+        + len(choice.reasoning)
+        + _TOKEN * len(choice.call_deltas)
+        + len(choice.token_ids) * (_TOKEN + _per_token(choice.logprobs))
+    )
+
+
+def _of_request(request: JobRequest) -> int:
+    texts = sum(message.num_chars for message in request.messages or ())
+    texts += sum(len(text) for document in request.documents for text in document.values())
+    return len(request.prompt or "") + texts + _TOKEN * len(request.prompt_ids or ())

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 from tokenmill.transport.backoff import Backoff
-from tokenmill.transport.cancellation import reraise_cancellation, wait_at_most
+from tokenmill.transport.repairs import reraise_cancellation, wait_at_most
 
 T = TypeVar("T")
 

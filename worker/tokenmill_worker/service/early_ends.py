@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from tokenmill.transport.cancellation import wait_at_most
+from tokenmill.transport.repairs import wait_at_most
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.errors import RedisUnavailable
 from tokenmill_worker.jobs import Delivery, RetryOrder

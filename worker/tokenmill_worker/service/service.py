@@ -26,15 +26,13 @@ from tokenmill_worker.jobs import (
     PublishReport,
     set_aside,
 )
-from tokenmill_worker.publish.fair_batches import EVENTS_AT_ONCE, split_batches
-from tokenmill_worker.publish.publisher import Publisher
-from tokenmill_worker.queue.credits import Credits, credits_of
+from tokenmill_worker.publish.publisher import EVENTS_AT_ONCE, Publisher, split_batches
+from tokenmill_worker.queue.consumer import Credits, credits_of
 from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.service.early_ends import HAND_OVER_S, EarlyEnds
-from tokenmill_worker.service.entrance import Entrance
 from tokenmill_worker.service.owned_jobs import OwnedJobs
-from tokenmill_worker.service.preparation import Preparation
+from tokenmill_worker.service.preparation import Entrance, Preparation
 from tokenmill_worker.service.quarantine import Quarantine
 from tokenmill_worker.supervisor import EngineSupervisor
 

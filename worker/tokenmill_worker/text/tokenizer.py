@@ -16,10 +16,9 @@ from typing import Any, Final
 from tokenmill_worker.text.chat.reasoning import ReasoningFormat, detect
 from tokenmill_worker.text.chat.templates import ChatTemplate
 from tokenmill_worker.text.chat.tools import ToolFormat, detect_tools, special_marks
-from tokenmill_worker.text.detokenizer import Detokenizer, WindowDetokenizer
 from tokenmill_worker.text.length_bound import LengthBound, read_bound
 from tokenmill_worker.text.prompt_tail import PromptTail
-from tokenmill_worker.text.token_pieces import Pieces, read_pieces
+from tokenmill_worker.text.token_pieces import Detokenizer, Pieces, WindowDetokenizer, read_pieces
 
 # Classes of a tokenizer.json that needs no other class.
 _GENERIC: Final = frozenset({"PreTrainedTokenizer", "TokenizersBackend"})

@@ -12,8 +12,7 @@ import sys
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.process.host import EngineProcess
 

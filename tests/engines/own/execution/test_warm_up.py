@@ -10,17 +10,16 @@ import pytest
 
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.lora.support import engine_with, greedy
-from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import (
     EngineFailed,
     LoadProgress,
+    Mailbox,
     Ready,
     Report,
     Stop,
     Submit,
 )
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own.execution.runner import InFlightStep
 from tokenmill_worker.engines.own.plan import StepPlan
 from tokenmill_worker.engines.own.serve.loop import EngineLoop

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.engines.own.scheduler.loop import make_sequence
-from tokenmill_worker.contract.prompt import MediaSpan
+from tokenmill_worker.contract.requests import MediaSpan
 from tokenmill_worker.engines.own.config.cache import Window, first_visible
 from tokenmill_worker.engines.own.kv.prefix_cache import (
     BlockHasher,

@@ -14,8 +14,7 @@ from tests.engines.own.lora.support import engine_with, greedy, save_adapter
 from tests.engines.own.scheduler.loop import Loop, make_sequence
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import RequestError
+from tokenmill_worker.contract.requests import Prompt, RequestError
 from tokenmill_worker.engines.own import GenerationRequest
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.cuda.graphs import CapturedGraph, GraphRunner

@@ -8,7 +8,7 @@ import pytest
 
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
-from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest, RequestError
 from tokenmill_worker.engines.own.config.capabilities import CAPABILITIES
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner

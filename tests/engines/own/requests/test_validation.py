@@ -4,8 +4,13 @@ import pytest
 
 from tests.schemas.samples import PARAMS
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.contract.prompt import MediaSpan, Prompt
-from tokenmill_worker.contract.requests import GenerationRequest, RequestError, choice_seed
+from tokenmill_worker.contract.requests import (
+    GenerationRequest,
+    MediaSpan,
+    Prompt,
+    RequestError,
+    choice_seed,
+)
 from tokenmill_worker.engines.own.requests.validation import RequestValidator
 
 VALIDATOR = RequestValidator(vocab_size=100, max_model_len=16)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenmill_worker.contract.events import Capacity, EngineStats
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import Command, Frame, Report
+from tokenmill_worker.contract.messages import Command, Frame, Mailbox, Report
 from tokenmill_worker.engines.own.serve.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
 
 CAPACITY = Capacity(

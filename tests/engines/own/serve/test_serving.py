@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.marks import slow_unless
 from tokenmill_worker.builders import start_of
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import EngineFailed
+from tokenmill_worker.contract.messages import EngineFailed, Mailbox
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.serve import serve

@@ -12,7 +12,7 @@ from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import tiny_models
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
-from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

@@ -14,7 +14,7 @@ import transformers
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import expected, tiny_models
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
-from tokenmill_worker.contract.prompt import Prompt
+from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
 TOLERANCE = 1e-4

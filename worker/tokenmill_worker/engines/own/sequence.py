@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Any, Final
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
-from tokenmill_worker.contract.prompt import MediaSpan
-from tokenmill_worker.contract.requests import Thoughts
+from tokenmill_worker.contract.requests import MediaSpan, Thoughts
 
 
 class SequenceStatus(Enum):

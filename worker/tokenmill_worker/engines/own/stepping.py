@@ -5,18 +5,31 @@ A draft model, if there is one, drafts before a step is planned.
 On an asynchronous device the next step is planned and launched before the last one's tokens reach
 the host.
 
-`failed_steps.py` finds the sequences that make a step fail.
+A step that raises is followed by a test step with dummy tokens (`Scheduler.probe`). If that fails
+too, the engine is broken: EngineError. If it succeeds, the failed step is bisected: sequences that
+fail alone end with an error, the others continue.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from tokenmill_worker.contract.events import TokenEvent
+from tokenmill_worker.engines.own.errors import (
+    EngineError,
+    StepsFailError,
+    is_device_lost,
+    sentence_of,
+)
 from tokenmill_worker.engines.own.execution.interface import Runner
-from tokenmill_worker.engines.own.failed_steps import FailedSteps
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler import Scheduler
+from tokenmill_worker.engines.own.sequence import Sequence
+
+MAX_FAILED_REQUESTS = 8  # with more in a row, and no successful step between, the engine is broken
+Commit = Callable[[StepPlan, StepOutput], list[TokenEvent]]
 
 
 class StepExecutor:
@@ -102,3 +115,107 @@ class StepExecutor:
         events = self._scheduler.commit(plan, output)
         self._runner.release(self._scheduler.take_released())
         return events
+
+
+class FailedSteps:
+    """Bisects the failed steps of one engine. `commit` is called with each part that succeeds."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, commit: Commit) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._commit = commit
+        # ids of requests that ended with an error since a step last succeeded
+        self._failed: set[str] = set()
+        self.num_failed = 0
+
+    def note_success(self) -> None:
+        if self._failed:
+            self._failed.clear()
+
+    def check_errors(self, plan: StepPlan, output: StepOutput) -> None:
+        """Run a test step if no sequence has a usable result: the engine may be the cause.
+
+        Raises EngineError if the test step fails too.
+        """
+        if len(output.errors) == sum(
+            item.samples or item.num_scored > 0 for item in plan.scheduled
+        ):
+            self._probe(plan, next(iter(output.errors.values())))
+
+    def _probe(self, plan: StepPlan, why: str) -> None:
+        """Run a step of this size with dummy tokens. Raises EngineError if it fails too."""
+        test = self._scheduler.probe(plan.num_tokens)
+        try:
+            problems = list(self._runner.finish(self._runner.launch(test)).errors.values())
+        except Exception as error:
+            problems = [sentence_of(error)]
+        self._runner.release([item.sequence for item in test.scheduled])
+        if problems:
+            raise StepsFailError(f"steps fail whatever they hold: {problems[0]} (first: {why})")
+
+    def bisect(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
+        """Undo a failed step, and run halves of it until the sequences that fail are alone.
+
+        Parts are run breadth first, so that a success shows early that the engine works. A lone
+        sequence runs once more.
+        """
+        sequences, why = self._take_back(plan, error)
+        self._probe(plan, why)
+        parts = deque(_halves(sequences))
+        alone: list[tuple[Sequence, str]] = []
+        events: list[TokenEvent] = []
+        has_succeeded = False
+        while parts:
+            part = self._scheduler.plan(only=parts.popleft())
+            if part.is_empty:
+                continue
+            try:
+                output = self._runner.finish(self._runner.launch(part))
+            except Exception as problem:
+                sequences, why = self._take_back(part, problem)
+                if len(sequences) == 1:
+                    alone.append((sequences[0], why))
+                else:
+                    parts += _halves(sequences)
+            else:
+                events += self._commit(part, output)
+                has_succeeded = True
+        return events + self._fail(alone, has_succeeded)
+
+    def _take_back(self, plan: StepPlan, error: Exception) -> tuple[list[Sequence], str]:
+        """Abandon a step that raised; return its sequences and the reason.
+
+        Raises EngineError if no sequence can be the cause.
+        """
+        self.num_failed += 1
+        self._scheduler.abandon(plan)
+        if is_device_lost(error) or not self._runner.is_alive():
+            raise EngineError(f"the device is lost: {error}") from error
+        if not plan.scheduled:
+            raise EngineError(f"a step without sequences failed: {error}") from error
+        return [item.sequence for item in plan.scheduled], sentence_of(error)
+
+    def _fail(self, alone: list[tuple[Sequence, str]], has_succeeded: bool) -> list[TokenEvent]:
+        """End the sequences that failed alone.
+
+        Raises EngineError if too many requests failed and no step succeeded between.
+        """
+        if has_succeeded:
+            self._failed.clear()
+        else:
+            self._failed.update(sequence.request_id for sequence, _ in alone)
+        if len(self._failed) > MAX_FAILED_REQUESTS:
+            why = alone[-1][1]
+            raise StepsFailError(
+                f"{len(self._failed)} requests failed and no step succeeded between: {why}"
+            )
+        events: list[TokenEvent] = []
+        for sequence, why in alone:
+            events += self._scheduler.fail(sequence, f"the model failed on this request: {why}")
+        self._runner.release(self._scheduler.take_released())
+        return events
+
+
+def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
+    middle = (len(sequences) + 1) // 2
+    return [half for half in (sequences[:middle], sequences[middle:]) if half]

@@ -17,10 +17,10 @@ import sys
 import threading
 from collections.abc import Callable, MutableMapping
 
-from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import (
     FrameError,
     Logged,
+    Mailbox,
     Report,
     read_command,
     read_start,

@@ -23,7 +23,6 @@ import msgspec
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import Capacity
 from tokenmill_worker.contract.host import EngineDied
-from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import (
     FOLLOWS,
     CancelRequest,
@@ -32,6 +31,7 @@ from tokenmill_worker.contract.messages import (
     Frame,
     LoadProgress,
     Logged,
+    Mailbox,
     Ready,
     Report,
     Start,

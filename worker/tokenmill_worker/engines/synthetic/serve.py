@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import Report, Start
+from tokenmill_worker.contract.messages import Mailbox, Report, Start
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.serve import serve_loaded
 from tokenmill_worker.engines.synthetic.config import SyntheticConfig

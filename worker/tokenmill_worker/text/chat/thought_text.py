@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tokenmill_worker.text.chat.reasoning import Parser, Part
-from tokenmill_worker.text.detokenizer import Detokenizer
+from tokenmill_worker.text.token_pieces import Detokenizer
 
 
 class ThoughtText:

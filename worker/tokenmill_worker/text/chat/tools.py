@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tokenmill_schemas.chat import Tool
+from tokenmill_schemas.chat_validation import NAMED
 from tokenmill_schemas.generation import ArgumentForm, CallableTool, CallGrammar
-from tokenmill_schemas.tools_validation import NAMED
 
 _NO_ARGUMENTS: Final[dict[str, object]] = {
     "type": "object",

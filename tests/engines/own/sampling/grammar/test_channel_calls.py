@@ -18,8 +18,7 @@ from tokenmill_schemas.chat import Message
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ChoiceResult
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own.cpu.kernels.draw import DrawKernel
 from tokenmill_worker.engines.own.model.vocabulary import vocabulary
 from tokenmill_worker.engines.own.sampling import GrammarCompiler, Sampler

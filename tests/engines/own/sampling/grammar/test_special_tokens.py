@@ -26,8 +26,8 @@ from tokenmill_worker.text.chat.tools import (
     call_grammar,
     call_ids,
 )
-from tokenmill_worker.text.detokenizer import Detokenizer
 from tokenmill_worker.text.job_output import JobOutput
+from tokenmill_worker.text.token_pieces import Detokenizer
 from tokenmill_worker.text.tokenizer import Tokenizer
 
 # tokenizer → letters of special tokens, the end of an answer first

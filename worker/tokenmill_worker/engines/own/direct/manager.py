@@ -17,8 +17,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from tokenmill_schemas.generation import SamplingParams
-from tokenmill_worker.contract.prompt import Prompt
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own.direct import request_arguments as arguments
 from tokenmill_worker.engines.own.direct.results import RequestOutput, ResultHandler, Results
 from tokenmill_worker.engines.own.engine import Engine

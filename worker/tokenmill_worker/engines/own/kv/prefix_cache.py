@@ -14,7 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import lcm
 
-from tokenmill_worker.contract.prompt import MediaSpan
+from tokenmill_worker.contract.requests import MediaSpan
 from tokenmill_worker.engines.own.config.cache import Window, first_visible
 from tokenmill_worker.engines.own.sequence import Sequence
 

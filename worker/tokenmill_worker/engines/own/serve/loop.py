@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from tokenmill_worker.contract.mailbox import Mailbox
 from tokenmill_worker.contract.messages import (
     CancelRequest,
     Command,
     EngineFailed,
     Frame,
     LoadProgress,
+    Mailbox,
     Ready,
     Report,
     Stop,

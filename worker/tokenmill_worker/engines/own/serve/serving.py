@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokenmill_worker.contract.mailbox import Mailbox
-from tokenmill_worker.contract.messages import EngineFailed, LoadProgress, Report, Start
+from tokenmill_worker.contract.messages import EngineFailed, LoadProgress, Mailbox, Report, Start
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.errors import lacks_memory, why
