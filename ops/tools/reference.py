@@ -1,12 +1,13 @@
 """Generates parts of the guides from the code.
 
-These are ops/guides/settings.md, and the tables and bytes between the markers of
-ops/guides/protocol.md.
+These are ops/guides/settings.md, the tables and bytes between the markers of
+ops/guides/protocol.md, and the table of engines in ops/guides/features.md.
 
     python -m ops.tools.reference            # write them
     python -m ops.tools.reference --check    # report whether they are up to date, as a test does
 
-It covers settings, structs, keys and limits; every other word of the guides is written by hand.
+It covers settings, structs, keys, limits and engines. Every other word of the guides is written by
+hand.
 """
 
 import inspect
@@ -50,6 +51,8 @@ from tokenmill_schemas.result import (
     ToolCallDelta,
     Usage,
 )
+from tokenmill_worker.contract.capabilities import STRUCTURED, Capabilities
+from tokenmill_worker.engines import KINDS, kind_named
 from tokenmill_worker.settings import ENGINE_FIELDS, PREFIX, Settings
 from tokenmill_worker.settings.flags import panel_of
 
@@ -134,9 +137,7 @@ def _setting_type(field: FieldInfo) -> str:
 
 def struct_table(struct: type[msgspec.Struct]) -> str:
     lines = ["| field | type | if left out | |", "|---|---|---|---|"]
-    meanings = dict(
-        re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(struct), re.MULTILINE)
-    )
+    meanings = _meanings(struct)
     info = shapes.type_info(struct)
     assert isinstance(info, shapes.StructType)
     if info.tag_field is not None:
@@ -146,6 +147,12 @@ def struct_table(struct: type[msgspec.Struct]) -> str:
         meaning = _cell(meanings.get(field.name, ""))
         lines.append(f"| `{field.encode_name}` | {shape(field.type)} | {default} | {meaning} |")
     return "\n".join(lines)
+
+
+def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the comment behind each field that has one."""
+    found = re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(struct), re.MULTILINE)
+    return dict(found)
 
 
 def _default(field: shapes.Field) -> str:
@@ -234,7 +241,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     TokenLogprob, ScoredPrompt, JobResult, ChoiceResult, GeneratedCall, Usage, JobError, Cancel,
     Drain, WakeUp, WorkerStatus, TenantLoad,
 )  # fmt: skip
-SECTIONS: dict[str, Callable[[], str]] = {
+PROTOCOL: dict[str, Callable[[], str]] = {
     "keys": keys_table,
     "limits": limits_table,
     **{struct.__name__: lambda struct=struct: struct_table(struct) for struct in STRUCTS},  # type: ignore[misc]
@@ -245,21 +252,47 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(text: str) -> str:
-    """Return the page with every section between markers generated anew.
+# ── features.md ──
+
+
+def kinds_table() -> str:
+    """Return what each kind of engine can do: a row an ability, a column a kind."""
+    columns = [_abilities(kind_named(kind).capabilities) for kind in KINDS]
+    meanings = _meanings(Capabilities)
+    lines = [f"| ability | | {' | '.join(KINDS)} |", "|---" * (2 + len(KINDS)) + "|"]
+    for name in columns[0]:
+        meaning = meanings["structured" if "." in name else name]
+        cells = [f"`{name}`", _cell(meaning), *(column[name] or "–" for column in columns)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _abilities(found: Capabilities) -> dict[str, str]:
+    words, fields = set(found.words()), msgspec.structs.asdict(found)
+    names = [f"response_format.{form}" for form in STRUCTURED]
+    names += [name for name, value in fields.items() if isinstance(value, bool)]
+    cells = {name: "yes" if name in words else "" for name in names}
+    return cells | {"media": ", ".join(found.media), "limits": ", ".join(found.words_of_limits())}
+
+
+SECTIONS = {"protocol.md": PROTOCOL, "features.md": {"kinds of engine": kinds_table}}
+
+
+def filled(page: str, text: str) -> str:
+    """Return the text of a page with every section between markers generated anew.
 
     An unknown or a missing section is an error.
     """
-    wanted = set(SECTIONS)
+    wanted = set(SECTIONS[page])
 
     def write(found: re.Match[str]) -> str:
         wanted.discard(found[2])
-        return f"{found[1]}{SECTIONS[found[2]]()}\n{found[3]}"
+        return f"{found[1]}{SECTIONS[page][found[2]]()}\n{found[3]}"
 
-    page = _SECTION.sub(write, text)
+    text = _SECTION.sub(write, text)
     if wanted:
-        raise SystemExit(f"protocol.md lacks the sections {', '.join(sorted(wanted))}")
-    return page
+        raise SystemExit(f"{page} lacks the sections {', '.join(sorted(wanted))}")
+    return text
 
 
 def _cell(text: str) -> str:
@@ -267,10 +300,12 @@ def _cell(text: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    protocol = GUIDES / "protocol.md"
     return {
         GUIDES / "settings.md": settings_page(),
-        protocol: filled(protocol.read_text(encoding="utf-8")),
+        **{
+            GUIDES / name: filled(name, (GUIDES / name).read_text(encoding="utf-8"))
+            for name in SECTIONS
+        },
     }
 
 

@@ -18,6 +18,7 @@ ASKED = [
     ({"thinking_budget": 0}, {}, "thinking_budget"),
     ({}, {"scores": True}, "continuations"),
     ({"prompt_logprobs": 0}, {}, "prompt_logprobs"),
+    ({"echo": True, "logprobs": True}, {}, "echo with log-probabilities"),
     ({"lora": "poet"}, {}, "lora"),
 ]
 
@@ -43,3 +44,11 @@ def test_a_parameter_beyond_the_limits_of_an_engine_is_refused_with_both_numbers
     found = engine.problems(SamplingParams(temperature=temperature))
     wanted = "temperature must be between 0 and 2 with the engine of this queue, not 2.1"
     assert found == ([] if is_taken else [wanted])
+
+
+def test_the_words_for_people_name_each_ability_and_each_bound():
+    engine = Capabilities(
+        structured=("regex",), adapters=True, media=("image",), limits={"temperature": (0.0, 2.0)}
+    )
+    wanted = ["response_format.regex", "adapters", "image", "temperature 0 to 2"]
+    assert engine.words() == wanted

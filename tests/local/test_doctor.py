@@ -53,6 +53,18 @@ def test_the_abilities_of_the_engine_are_named(tmp_path: Path) -> None:
     assert of("synthetic") == "synthetic, with scores, prompt_logprobs, adapters, exact_resume"
 
 
+def test_the_settings_that_are_given_are_named_by_the_engine_that_has_them(tmp_path: Path) -> None:
+    given = {"database_url": f"sqlite:///{tmp_path}/t.db", "quantization": "int8", "num_blocks": 9}
+    settings = load_settings(given | {"webhook_secret": "whsec_" + "A" * 32}, strict=False)
+    found = [item.words for item in examine(settings) if item.subject == "settings"]
+    assert set(found) == {
+        f"Worker: database_url=sqlite:///{tmp_path}/t.db",
+        "Engine: num_blocks=9",
+        "Engine: own: quantization=int8",
+        "Tasks: webhook_secret=***",
+    }
+
+
 @pytest.mark.parametrize("name", ["none.gguf", "none", "models/none"])
 def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

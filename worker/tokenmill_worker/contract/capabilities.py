@@ -13,30 +13,31 @@ STRUCTURED: Final = ("json_schema", "regex", "grammar", "structural_tag")
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Abilities of one loaded engine.
+    """Abilities of one loaded engine. The guide's table of engines is made from them.
 
     `structured` are fields of ResponseFormat. `limits` gives the least and the greatest value that
     a request may name for a parameter, where the engine takes less than the queue does. No request
     asks for `exact_resume`: it tells operators whether a seed gives the same answer across workers.
     """
 
-    structured: tuple[str, ...] = ()
-    tool_grammars: bool = False  # a grammar binds the calls of an answer
-    thinking_budget: bool = False
+    structured: tuple[str, ...] = ()  # enforced by a grammar at each token
+    tool_grammars: bool = False  # tools, whose calls a grammar binds
+    thinking_budget: bool = False  # a limit on the tokens of thoughts
     scores: bool = False  # log-probabilities of given continuations
-    prompt_logprobs: bool = False
-    adapters: bool = False
-    exact_resume: bool = (
-        False  # an answer that samples goes on with the tokens that would have come
-    )
-    media: tuple[str, ...] = ()  # kinds of MediaSpan
-    limits: dict[str, tuple[float, float]] = {}
+    prompt_logprobs: bool = False  # log-probabilities of the prompt, also with `echo`
+    adapters: bool = False  # LoRA adapters, by `lora` or as the model
+    exact_resume: bool = False  # an answer drawn by a seed has the same tokens across workers
+    media: tuple[str, ...] = ()  # media in a prompt, such as pictures
+    limits: dict[str, tuple[float, float]] = {}  # parameters with narrower bounds
 
     def words(self) -> list[str]:
-        """Return the name of each ability."""
+        """Return the name of each ability, and the bounds of each limited parameter."""
         kinds = [f"response_format.{kind}" for kind in self.structured]
         names = [name for name in self.__struct_fields__ if getattr(self, name) is True]
-        return [*kinds, *names, *self.media]
+        return [*kinds, *names, *self.media, *self.words_of_limits()]
+
+    def words_of_limits(self) -> list[str]:
+        return [f"{name} {least:g} to {most:g}" for name, (least, most) in self.limits.items()]
 
     def problems(
         self, params: SamplingParams, *, calls_tools: bool = False, scores: bool = False
@@ -52,6 +53,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "thinking_budget": params.thinking_budget is not None and not self.thinking_budget,
             "continuations": scores and not self.scores,
             "prompt_logprobs": params.prompt_logprobs is not None and not self.prompt_logprobs,
+            "echo with log-probabilities": (
+                params.echo and params.wants_logprobs and not self.prompt_logprobs
+            ),
             "lora": bool(params.lora) and not self.adapters,
         }
         lacking += [name for name, is_lacking in asked.items() if is_lacking]

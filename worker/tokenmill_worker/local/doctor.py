@@ -20,13 +20,14 @@ from tokenmill_worker.engines import kind_named
 from tokenmill_worker.local.findings import Finding
 from tokenmill_worker.local.redis_checks import redis_findings, with_address
 from tokenmill_worker.settings import Settings
+from tokenmill_worker.settings.flags import panel_of
 
 
 def examine(settings: Settings, *, servers_only: bool = False) -> list[Finding]:
     """Run each check on its own. A check that fails becomes a finding, and the others still run."""
     checks: list[Callable[[Settings], Iterator[Finding]]] = [_redis, _sql]
     if not servers_only:
-        checks += [_model, _machine, _packages]
+        checks = [_given, *checks, _model, _machine, _packages]
     findings: list[Finding] = []
     for check in checks:
         try:
@@ -60,6 +61,16 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
         ]
         words = ", ".join(counted) or "all is well"
         out().print(f"\n{words}", style="bold red" if problems[0] else "bold")
+
+
+def _given(settings: Settings) -> Iterator[Finding]:
+    """Name the settings that are given, by the part of the service that they belong to."""
+    values, groups = settings.public(), dict[str, list[str]]()
+    for name in type(settings).model_fields:
+        if name in settings.model_fields_set:
+            groups.setdefault(panel_of(name), []).append(f"{name}={values[name]}")
+    for title, given in groups.items():
+        yield Finding("settings", "ok", f"{title}: {', '.join(given)}")
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
