@@ -57,7 +57,7 @@ def test_a_job_that_asks_for_a_lacking_ability_ends_before_its_prompt_is_encoded
     assert ended(**ASKED[name]) == JobError("invalid_request", sentence)
 
 
-def test_a_job_is_told_of_everything_that_the_engine_lacks(ended):
+def test_a_refusal_names_everything_that_the_engine_lacks(ended):
     params = {"response_format": ResponseFormat(regex="a+"), "temperature": 3.0}
     assert ended(params=params) == JobError(
         "invalid_request",
