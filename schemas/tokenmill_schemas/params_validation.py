@@ -31,8 +31,13 @@ _ENVELOPE: Final = frozenset({"name", "schema", "strict"})
 
 
 def params_problems(params: SamplingParams) -> list[str]:
-    """Return the problems of sampling parameters that do not depend on the model. NaN is rejected,
-    since no comparison with it is true.
+    """Return the problems of a producer's sampling parameters, which do not depend on the model."""
+    return [*sampling_problems(params), *_format_problems(params.response_format)]
+
+
+def sampling_problems(params: SamplingParams) -> list[str]:
+    """Return the problems of all parameters but the response format. NaN is rejected, since no
+    comparison with it is true.
     """
     found = [
         f"{field} {rule}, not {getattr(params, field)}"
@@ -50,7 +55,6 @@ def params_problems(params: SamplingParams) -> list[str]:
         *_bias_problems(params),
         *(found for name, ids in params.named_ids.items() for found in id_problems(name, ids)),
         *sequence_problems(params),
-        *_format_problems(params.response_format),
     ]
 
 

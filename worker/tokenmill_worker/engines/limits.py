@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
-from tokenmill_schemas.generation import (
-    LOGPROBS_MODES,
-    NO_DEFAULTS,
-    SamplingParams,
-    sequence_problems,
-)
+from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
+from tokenmill_schemas.params_validation import sampling_problems
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
-
-MOST_CHOICES: Final = 128  # of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,13 @@ class ModelLimits:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        problems = engine_problems(params, self.vocab_size)
+        problems = sampling_problems(params)
+        for what, ids in params.named_ids.items():
+            problems += [
+                f"{what} has id {i}, outside the vocabulary of {self.vocab_size} ids"
+                for i in ids
+                if i >= self.vocab_size
+            ]
         if params.response_format is not None and not self.can_structure:
             problems.append(
                 "response_format is not available: "
@@ -129,79 +128,3 @@ class ModelLimits:
             )
         if problems:
             raise RequestError("; ".join(problems))
-
-
-def engine_problems(params: SamplingParams, vocab_size: int) -> list[str]:
-    """Return a sentence for each parameter that would break a step or has no defined result.
-
-    NaN is refused because every comparison with it is false.
-    """
-    numbers = params.numbers
-    checks = (
-        (
-            params.max_tokens is None or params.max_tokens >= 1,
-            "max_tokens",
-            "must be at least 1",
-            params.max_tokens,
-        ),
-        (params.min_tokens >= 0, "min_tokens", "must not be negative", params.min_tokens),
-        (
-            0.0 <= numbers.temperature <= 1e4,
-            "temperature",
-            "must be in [0, 10000]",
-            numbers.temperature,
-        ),
-        (0.0 <= numbers.top_p <= 1.0, "top_p", "must be in [0, 1]", numbers.top_p),
-        (numbers.top_k >= -1, "top_k", "must be -1, 0 or more", numbers.top_k),
-        (0.0 <= numbers.min_p <= 1.0, "min_p", "must be in [0, 1]", numbers.min_p),
-        (1 <= params.n <= MOST_CHOICES, "n", f"must be from 1 to {MOST_CHOICES}", params.n),
-        (
-            -1e3 <= params.presence_penalty <= 1e3,
-            "presence_penalty",
-            "must be finite",
-            params.presence_penalty,
-        ),
-        (
-            -1e3 <= params.frequency_penalty <= 1e3,
-            "frequency_penalty",
-            "must be finite",
-            params.frequency_penalty,
-        ),
-        (
-            1e-6 <= numbers.repetition_penalty <= 1e3,  # below, logits become infinite
-            "repetition_penalty",
-            "must be from 0.000001 to 1000",
-            numbers.repetition_penalty,
-        ),
-        (
-            0 <= params.num_top_logprobs <= 100,
-            "top_logprobs",
-            "must be from 0 to 100",
-            params.num_top_logprobs,
-        ),
-        (
-            0 <= (params.prompt_logprobs or 0) <= 100,
-            "prompt_logprobs",
-            "must be from 0 to 100",
-            params.prompt_logprobs,
-        ),
-        (
-            params.logprobs_mode in (None, *LOGPROBS_MODES),
-            "logprobs_mode",
-            f"must be {' or '.join(LOGPROBS_MODES)}",
-            params.logprobs_mode,
-        ),
-    )
-    found = [f"{name} {rule}, not {value}" for ok, name, rule, value in checks if not ok]
-    for what, ids in params.named_ids.items():
-        found += [
-            f"{what} has id {i}, outside the vocabulary of {vocab_size} ids"
-            for i in ids
-            if not 0 <= i < vocab_size
-        ]
-    found += [
-        f"logit_bias of id {i} must be finite"
-        for i, bias in params.logit_bias.items()
-        if not -1e4 <= bias <= 1e4
-    ]
-    return [*found, *sequence_problems(params)]

@@ -124,7 +124,7 @@ def test_another_shape_is_refused_in_one_sentence(batched, fields, says):
     ("fields", "says"),
     [
         ({"bad_words_ids": [[5], []]}, "bad_words_ids[1] must have at least one id"),
-        ({"suppress_tokens": [-1]}, "suppress_tokens has id -1"),
+        ({"suppress_tokens": [-1]}, "suppress_tokens holds -1"),
         ({"forced_bos_token_id": 10**6}, "forced_bos_token_id has id 1000000, outside"),
         ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size must be from 1 to 256, not -2"),
         (

@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.params_validation import MAX_CHOICES
 from tokenmill_worker.contract.requests import RequestError, choice_seed
-from tokenmill_worker.engines.limits import MOST_CHOICES
 
 # fields of a GenerationConfig that SamplingParams has by the same name, with tuples for lists
 TOKEN_RULES: Final = (
@@ -93,7 +93,7 @@ def choices(
 
     A number of choices that the engine refuses stays in the parameters.
     """
-    if not (isinstance(params.n, int) and 1 <= params.n <= MOST_CHOICES):
+    if not (isinstance(params.n, int) and 1 <= params.n <= MAX_CHOICES):
         return [(request_id, params)]
     return [
         (
