@@ -7,40 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from concurrent.futures import Future
-from typing import Any, Protocol
 
-from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 from tokenmill_worker.engines.own.errors import refusal_event, why
+from tokenmill_worker.engines.own.execution.interface import Runner
 from tokenmill_worker.engines.own.requests.pending import PendingRequests, Prerequisites
 from tokenmill_worker.engines.own.requests.validation import RequestValidator
+from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.sequence import Sequence
 
 log = logging.getLogger(__name__)
-
-
-class SequenceQueue(Protocol):
-    """The part of a scheduler that takes sequences; implemented by Scheduler."""
-
-    def add(self, sequences: list[Sequence]) -> None: ...
-
-    def cancel(
-        self, request_id: str, reason: FinishReason, choice: int | None
-    ) -> list[TokenEvent]: ...
-
-    def knows(self, request_id: str) -> bool: ...
-
-    def request_ids(self) -> list[str]: ...
-
-
-class PrerequisiteLoader(Protocol):
-    """The part of a runner that loads what requests need; implemented by every Runner."""
-
-    def prepare(self, params: SamplingParams, tenant: str = "") -> Future[Any] | None: ...
-
-    def prepare_adapter(self, name: str) -> Future[str]: ...
 
 
 class RequestTracker:
@@ -49,12 +27,10 @@ class RequestTracker:
     Not thread-safe, like the engine.
     """
 
-    def __init__(
-        self, validator: RequestValidator, loader: PrerequisiteLoader, queue: SequenceQueue
-    ) -> None:
+    def __init__(self, validator: RequestValidator, runner: Runner, scheduler: Scheduler) -> None:
         self._validator = validator
-        self._loader = loader
-        self._queue = queue
+        self._runner = runner
+        self._scheduler = scheduler
         self._pending = PendingRequests()  # requests that are not schedulable yet
         self._early: list[TokenEvent] = []  # events that belong to no step: refusals, cancels
 
@@ -70,7 +46,7 @@ class RequestTracker:
 
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
-        return [*self._queue.request_ids(), *self._pending.request_ids()]
+        return [*self._scheduler.request_ids(), *self._pending.request_ids()]
 
     def take_early(self) -> list[TokenEvent]:
         """Remove and return the events that belong to no step."""
@@ -103,7 +79,7 @@ class RequestTracker:
         Return False if it is unknown or has ended.
         """
         events = self._pending.cancel(request_id, reason, choice)
-        events += self._queue.cancel(request_id, reason, choice)
+        events += self._scheduler.cancel(request_id, reason, choice)
         self._early += events
         return bool(events)
 
@@ -118,14 +94,18 @@ class RequestTracker:
     def _enqueue(self, request: GenerationRequest, batch: dict[str, list[Sequence]]) -> None:
         sequences = self._validator.validate(request)
         request_id = request.request_id
-        if request_id in batch or self._queue.knows(request_id) or self._pending.knows(request_id):
+        if (
+            request_id in batch
+            or self._scheduler.knows(request_id)
+            or self._pending.knows(request_id)
+        ):
             raise RequestError(f"request id {request_id!r} is already in use")
         params = request.params
         prerequisites = Prerequisites(
-            self._loader.prepare(params, request.tenant)
+            self._runner.prepare(params, request.tenant)
             if params.response_format is not None
             else None,
-            self._loader.prepare_adapter(params.lora) if params.lora else None,
+            self._runner.prepare_adapter(params.lora) if params.lora else None,
         )
         if prerequisites.are_met:
             prerequisites.assign(sequences)
@@ -135,10 +115,12 @@ class RequestTracker:
 
     def _schedule(self, batch: dict[str, list[Sequence]]) -> None:
         if batch:
-            self._queue.add([sequence for sequences in batch.values() for sequence in sequences])
+            self._scheduler.add(
+                [sequence for sequences in batch.values() for sequence in sequences]
+            )
 
     def _schedule_one(self, sequences: list[Sequence]) -> None:
         try:
-            self._queue.add(sequences)
+            self._scheduler.add(sequences)
         except RequestError as error:
             self._early += [refusal_event(s.request_id, error, s.choice) for s in sequences]
