@@ -41,7 +41,7 @@ def result(job_id: str | None = None, **changes: Any) -> JobResult:
                 text_ends=(4, 10, 22),
                 finish_reason=FinishReason.STOP,
                 logprobs=(
-                    TokenLogprob(-0.25, ((7, -0.25), (3, -1.5))),
+                    TokenLogprob(-0.25, ((7, -0.25), (3, -1.5)), b"Blue", (b"Blue", b"\xe2")),
                     TokenLogprob(-1.0),
                     TokenLogprob(-2.0),
                 ),

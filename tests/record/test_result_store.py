@@ -39,9 +39,13 @@ async def test_a_finished_job_is_one_row_in_each_table(store: ResultStore, url: 
     )
     read = {
         name: json.loads(row[name]) if isinstance(row[name], str) else row[name]
-        for name in ("token_ids", "params")
+        for name in ("token_ids", "params", "logprobs")
     }
-    assert read == {"token_ids": [7, 8, 9], "params": {"max_tokens": 64, "logit_bias": {"5": 1.5}}}
+    assert read == {
+        "token_ids": [7, 8, 9],
+        "params": {"max_tokens": 64, "logit_bias": {"5": 1.5}},
+        "logprobs": [[-0.25, [[7, -0.25], [3, -1.5]]], [-1.0, []], [-2.0, []]],
+    }
     used = rows(url, "SELECT * FROM usage")[0]
     assert (used["prompt_tokens"], used["cached_tokens"], used["completion_tokens"]) == (11, 4, 3)
     assert (used["queue_ms"], used["ttft_ms"], used["total_ms"], used["day"]) == (

@@ -9,6 +9,7 @@ import pytest
 
 from tests.service.test_jobs import CAPACITY
 from tests.support.waiting import until
+from tokenmill.transport.backoff import Backoff
 from tokenmill.transport.repairs import end_task
 from tokenmill_worker import supervisor as module
 from tokenmill_worker.contract.events import EngineStats, TokenEvent
@@ -89,7 +90,7 @@ async def test_a_first_engine_that_does_not_load_is_an_error() -> None:
 async def test_a_first_engine_that_is_killed_while_it_loads_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
+    monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))
     trace: list[str] = []
     killed = [FakeHost(trace, loads=False, may_pass=True) for _ in range(3)]
     supervisor = supervised([*killed, FakeHost(trace, 1)])
@@ -100,7 +101,7 @@ async def test_a_first_engine_that_is_killed_while_it_loads_is_started_again(
 
 
 async def test_the_starts_of_a_first_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
+    monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))
     trace: list[str] = []
     hosts = [FakeHost(trace, loads=False, may_pass=True) for _ in range(9)]
     supervisor = supervised(hosts)
@@ -112,7 +113,7 @@ async def test_the_starts_of_a_first_engine_are_bounded(monkeypatch: pytest.Monk
 async def test_an_engine_that_cannot_load_ends_the_worker_also_after_one_that_was_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
+    monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))
     trace: list[str] = []
     hosts = [FakeHost(trace, loads=False, may_pass=True), FakeHost(trace, loads=False)]
     with pytest.raises(EngineDied, match=r"^no such model$"):
@@ -122,7 +123,7 @@ async def test_an_engine_that_cannot_load_ends_the_worker_also_after_one_that_wa
 async def test_a_dead_engine_is_replaced_after_its_jobs_were_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RESTART_PAUSE_S", (0.0,))
+    monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))
     trace: list[str] = []
     hosts = [FakeHost(trace, 1), FakeHost(trace, loads=False), FakeHost(trace, 1)]
     supervisor = supervised(hosts)

@@ -280,7 +280,7 @@ class Worker:
     def _recorded(self, finished: list[FinishedJob]) -> None:
         self._observer.recorded(finished)
         for seconds in self._finalizer.stats.take_commit_seconds():
-            self.metrics.commit_seconds.observe(seconds)
+            self.metrics.commit_seconds.of().observe(seconds)
 
     def _note_claim(self, count: int) -> None:
         self.reporter.claims.reset()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from tokenmill.transport.backoff import Backoff
 from tokenmill.transport.repairs import wait_at_most
 from tokenmill_worker.contract.events import EngineStats
 from tokenmill_worker.contract.host import EngineDied, EngineHost
@@ -14,7 +15,8 @@ from tokenmill_worker.contract.messages import Frame, Ready
 
 log = logging.getLogger(__name__)
 
-RESTART_PAUSE_S = (0.0, 1.0, 5.0, 15.0, 30.0)
+# after the second death in a row and those that follow; the first engine is replaced at once
+RESTART_BACKOFF = Backoff(first_s=1.0, longest_s=30.0, factor=3.0, spread=(1.0, 1.0))
 START_TRIES = 5  # of the first engine, where it was killed or lacked memory
 
 
@@ -72,7 +74,7 @@ class EngineSupervisor:
                     self._judge_start(death)
                 log.error("Engine died; a new one starts: %s", death)
                 await on_death()
-                pause_s = RESTART_PAUSE_S[min(self._deaths, len(RESTART_PAUSE_S) - 1)]
+                pause_s = RESTART_BACKOFF.delay_s(self._deaths) if self._deaths else 0.0
                 await wait_at_most(self.stopping, pause_s)
                 self._deaths += 1
                 self.health.engine_restarts += 1

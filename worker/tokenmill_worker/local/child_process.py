@@ -2,9 +2,8 @@
 
 `guarded_command(argv)` returns the command line to run. It runs this file in a bare interpreter,
 which gives up root if asked, asks Linux for a signal at its parent's death, and becomes the command
-by exec: the process id stays the same, with no process in between. On other systems it stays as a
-parent that polls for our end. A preexec function is not used, because it can deadlock in processes
-with threads.
+by exec: the process id stays the same, with no process in between. A preexec function is not used,
+because it can deadlock in processes with threads.
 """
 
 import ctypes
@@ -13,13 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
-_WATCH_INTERVAL_S = 0.2
 
 
 def guarded_command(
@@ -112,8 +109,6 @@ class GuardedProcess:
 def _main(arguments: list[str]) -> None:
     parent, at_death, uid = (int(value) for value in arguments[:3])
     argv = arguments[3:]
-    if sys.platform != "linux":
-        _watch(parent, at_death, argv)
     # before root is given up: the library may be readable by root only
     libc = ctypes.CDLL(None, use_errno=True)
     if uid >= 0:
@@ -124,18 +119,6 @@ def _main(arguments: list[str]) -> None:
     if os.getppid() != parent:
         sys.exit(1)  # the parent died before prctl took effect
     os.execvp(argv[0], argv)
-
-
-def _watch(parent: int, at_death: int, argv: list[str]) -> None:
-    process = subprocess.Popen(argv)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, lambda received, _frame: process.send_signal(received))
-    while process.poll() is None:
-        if os.getppid() != parent:
-            process.send_signal(at_death)
-            process.wait()
-        time.sleep(_WATCH_INTERVAL_S)
-    sys.exit(process.returncode)
 
 
 if __name__ == "__main__":

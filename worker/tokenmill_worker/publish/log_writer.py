@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
+from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import (
@@ -28,7 +29,7 @@ from tokenmill_worker.publish.running_job import RunningJob
 log = logging.getLogger(__name__)
 
 LOG_ERRORS = (OSError, Unavailable)  # the outcome of the append is unknown: send it again
-RETRY_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+RETRY_BACKOFF = Backoff(first_s=0.05, longest_s=2.0, spread=(1.0, 1.0))
 
 
 class LogWriter:
@@ -232,13 +233,12 @@ class LogWriter:
                     due[running.request_id] = running
 
     def _postpone(self, error: Exception) -> None:
-        pause = RETRY_PAUSES_S[min(self._failures, len(RETRY_PAUSES_S) - 1)]
         if not self._failures:
             log.warning(
                 "Chunks cannot be appended to the logs; they wait until Redis answers: %s", error
             )
         self._failures += 1
-        self._retry_at = time.monotonic() + pause
+        self._retry_at = time.monotonic() + RETRY_BACKOFF.delay_s(self._failures)
 
 
 def _requeue(fast: dict[RunningJob, ChunkAppend]) -> None:

@@ -22,6 +22,8 @@ from tokenmill_schemas.result import JobResult, Usage
 from tokenmill_worker.jobs import FinishedJob
 
 _MAX_NAME: Final = 255  # size of the tables' name columns
+_CONTENT: Final = ("text", "reasoning", "token_ids", "logprobs", "prompt", "params", "metadata",
+                   "error_message")  # fmt: skip
 
 Values = dict[str, Any]
 
@@ -53,9 +55,9 @@ class JobRecord:
             "text": choice.text if choice else None,
             "reasoning": (choice.reasoning or None) if choice else None,
             "token_ids": list(choice.token_ids) if choice else None,
-            "logprobs": msgspec.to_builtins(choice.logprobs)
+            "logprobs": [[entry.logprob, entry.top] for entry in choice.logprobs]
             if choice and choice.logprobs is not None
-            else None,
+            else None,  # without the bytes of tokens, which the encoded result has
             "error_code": result.error.code[:64] if result.error else None,
             "error_message": result.error.message if result.error else None,
             "attempts": result.attempt,
@@ -91,20 +93,8 @@ class JobRecord:
         """Return the row with identity, state and the encoded result only, which any database can
         store.
         """
-        emptied = dict.fromkeys(
-            (
-                "text",
-                "reasoning",
-                "token_ids",
-                "logprobs",
-                "prompt",
-                "params",
-                "metadata",
-                "error_message",
-            )
-        )
         row = self.sanitised()
-        return dataclasses.replace(row, job={**row.job, **emptied})
+        return dataclasses.replace(row, job=row.job | dict.fromkeys(_CONTENT))
 
 
 def prompt_kind(request: JobRequest) -> str:

@@ -223,7 +223,7 @@ class JobTelemetry(JobObserver):
         stamps.first_ns = now
         assert stamps.request is not None
         priority = stamps.request.priority.value
-        self._metrics.prefill.labels(priority).observe(max(0, now - stamps.started_ns) / 1e9)
+        self._metrics.prefill.of(priority).observe(max(0, now - stamps.started_ns) / 1e9)
         if stamps.delivery.deliveries == 1:
             self.first_token_s.add(max(0.0, now / 1e9 - stamps.delivery.created_ms / 1e3))
             self.queue_s.add(max(0.0, stamps.claimed_ns / 1e9 - stamps.delivery.created_ms / 1e3))
@@ -242,7 +242,7 @@ class JobTelemetry(JobObserver):
     def _export(self, stamps: JobTimestamps, item: FinishedJob | None, left: str) -> str | None:
         if item is not None and stamps.first_ns and stamps.request is not None:
             seconds = (stamps.latest_ns - stamps.first_ns) / 1e9
-            self._metrics.decode.labels(stamps.request.priority.value).observe(max(0.0, seconds))
+            self._metrics.decode.of(stamps.request.priority.value).observe(max(0.0, seconds))
         if self._tracing is None:
             return None
         result = item.result if item is not None else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.job import Priority
@@ -27,45 +27,13 @@ from tokenmill_worker.telemetry.instruments import (
 )
 
 _SECONDS: Final = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
-    300,
-    600,
-    1800,
-    3600,
-)
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600,
+)  # fmt: skip
 _PER_TOKEN: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _CALL: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 _TOKENS: Final = (
-    1,
-    2,
-    5,
-    10,
-    20,
-    50,
-    100,
-    200,
-    500,
-    1000,
-    2000,
-    5000,
-    10_000,
-    20_000,
-    50_000,
-    100_000,
-)
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000,
+)  # fmt: skip
 _BATCH: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -109,22 +77,23 @@ class Metrics:
         self.answer_size = self._histogram(
             "request_generation_tokens", "Generated tokens of a request", _TOKENS
         )
-        self.inter_token = self._histogram_family(
+        self.inter_token = self._histogram(
             "inter_token_latency_seconds",
             "Time between a request's tokens, as published",
             _PER_TOKEN,
-            "priority",
         )
         # the engine's steps
-        self.step_seconds = self._histogram_family(
+        self.step_seconds = self._histogram(
             "engine_step_seconds",
             "Time of an engine step; short steps within 0.1 s count with their mean",
             _PER_TOKEN,
+            None,
         )
-        self.step_tokens = self._histogram_family(
+        self.step_tokens = self._histogram(
             "iteration_tokens_total",
             "Tokens computed in an engine step; short steps within 0.1 s count with their mean",
             _BATCH,
+            None,
         )
         # the queue, Redis and SQL
         self.jobs = self._counter(
@@ -161,10 +130,10 @@ class Metrics:
             "Jobs that waited or ran and of which the server has no record any more",
             registry=self._inner,
         )
-        self.commit_seconds = self._bare_histogram(
-            "sql_commit_seconds", "Time of one SQL transaction of finished jobs", _CALL
+        self.commit_seconds = self._histogram(
+            "sql_commit_seconds", "Time of one SQL transaction of finished jobs", _CALL, None
         )
-        self.call_seconds = self._histogram_family(
+        self.call_seconds = self._histogram(
             "redis_call_seconds", "Time of one script call, retries included", _CALL, "script"
         )
 
@@ -178,16 +147,16 @@ class Metrics:
         self.jobs.labels(result.status.value, priority).inc()
         if result.error is not None:
             self.errors.labels(result.error.code).inc()
-        self.queue_time.labels(priority).observe(max(0, usage.queue_ms) / 1000)
-        self.e2e.labels(priority).observe(max(0, usage.total_ms) / 1000)
+        self.queue_time.of(priority).observe(max(0, usage.queue_ms) / 1000)
+        self.e2e.of(priority).observe(max(0, usage.total_ms) / 1000)
         if usage.prompt_tokens:
-            self.prompt_size.labels(priority).observe(usage.prompt_tokens)
+            self.prompt_size.of(priority).observe(usage.prompt_tokens)
         if tokens:
-            self.answer_size.labels(priority).observe(tokens)
-            self.first_token.labels(priority).observe(max(0, usage.ttft_ms) / 1000)
+            self.answer_size.of(priority).observe(tokens)
+            self.first_token.of(priority).observe(max(0, usage.ttft_ms) / 1000)
         if tokens > 1:
             rest_ms = max(0, usage.total_ms - usage.ttft_ms)
-            self.per_token.labels(priority).observe(rest_ms / 1000 / (tokens - 1))
+            self.per_token.of(priority).observe(rest_ms / 1000 / (tokens - 1))
 
     def add_source(self, source: Callable[[], Iterable[MetricSample]]) -> None:
         """Export `source()`'s samples at each scrape."""
@@ -200,14 +169,8 @@ class Metrics:
     def _counter(self, name: str, words: str, labels: tuple[str, ...]) -> Counter:
         return Counter(PREFIX + name, words, labels, registry=self._inner)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, words, ("priority",), buckets=buckets, registry=self._inner)
-
-    def _bare_histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, words, buckets=buckets, registry=self._inner)
-
-    def _histogram_family(
-        self, name: str, words: str, bounds: tuple[float, ...], label: str | None = None
+    def _histogram(
+        self, name: str, words: str, bounds: tuple[float, ...], label: str | None = "priority"
     ) -> HistogramFamily:
         family = HistogramFamily(name, words, bounds, label)
         self._inner.register(family)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Final
 
 from tokenmill.sql.engine import missing_file
 from tokenmill.transport.server_clock import MAX_SKEW_S
@@ -27,6 +28,39 @@ from tokenmill_worker.telemetry.instruments import MetricSample, by_label, count
 from tokenmill_worker.telemetry.job_telemetry import JobTelemetry
 
 log = logging.getLogger(__name__)
+
+# (field of the counters, metric, help)
+_ENGINE_GAUGES: Final = (
+    ("num_running", "num_requests_running", "Sequences in the running batch"),
+    ("num_waiting", "num_requests_waiting", "Sequences that wait in the engine"),
+    ("num_offloaded", "num_requests_offloaded", "Preempted sequences kept in host memory"),
+    ("blocks_cached", "kv_cache_cached_blocks", "Free KV blocks that still hold a cached prefix"),
+)
+_ENGINE_COUNTERS: Final = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests"),
+    ("generated_tokens", "generation_tokens", "Tokens generated"),
+    ("computed_tokens", "computed_tokens", "Tokens put through the model, prefill and decode"),
+    ("recomputed_tokens", "recomputed_tokens", "Tokens computed again after a preemption"),
+    ("prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    ("cached_tokens", "prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    ("preemptions", "num_preemptions", "Sequences that were preempted"),
+    ("evicted_blocks", "kv_blocks_evicted", "KV blocks evicted from the prefix cache"),
+    ("blocks_swapped_out", "kv_blocks_offloaded", "KV blocks copied to host memory"),
+    ("blocks_swapped_in", "kv_blocks_restored", "KV blocks copied back from host memory"),
+    ("draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens"),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens that were accepted"),
+    ("steps", "engine_steps", "Engine steps"),
+    ("failed_steps", "engine_failed_steps", "Engine steps that failed and were bisected"),
+    ("busy_s", "engine_busy_seconds", "Time inside engine steps"),
+)
+_SQL_COUNTERS: Final = (
+    ("groups", "sql_commits", "SQL transactions of finished jobs"),
+    ("record_failures", "sql_commit_failures", "SQL transactions that failed and are repeated"),
+    ("recorded", "jobs_recorded", "Jobs recorded in SQL"),
+    ("recorded_before", "jobs_recorded_before", "Redelivered jobs that SQL had already"),
+    ("acknowledged", "jobs_acknowledged", "Jobs acknowledged after their commit"),
+    ("refused", "jobs_refused_by_sql", "Tries in which the database refused a job"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,73 +193,20 @@ class StatusReporter:
         yield from self._health()
 
     def _engine(self) -> Iterator[MetricSample]:
-        stats = self._parts.service.health.stats
-        used = stats.blocks_total - stats.blocks_free
-        yield gauge("num_requests_running", "Sequences in the running batch", stats.num_running)
-        yield gauge(
-            "num_requests_waiting",
-            "Sequences that wait in the engine",
-            stats.num_waiting,
-        )
-        yield gauge(
-            "num_requests_offloaded", "Preempted sequences kept in host memory", stats.num_offloaded
-        )
+        health = self._parts.service.health
+        stats = health.stats
+        for field, name, words in _ENGINE_GAUGES:
+            yield gauge(name, words, getattr(stats, field))
+        for field, name, words in _ENGINE_COUNTERS:
+            yield counter(name, words, getattr(stats, field))
         most = self._parts.service.max_num_seqs
         yield gauge("num_requests_max", "Most sequences in the running batch", most)
+        used = stats.blocks_total - stats.blocks_free
         usage = used / stats.blocks_total if stats.blocks_total else None
         yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full", usage)
         yield gauge("kv_cache_blocks", "All KV blocks", stats.blocks_total or None)
-        yield gauge(
-            "kv_cache_cached_blocks",
-            "Free KV blocks that still hold a cached prefix",
-            stats.blocks_cached,
-        )
-        yield counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
-        yield counter("generation_tokens", "Tokens generated", stats.generated_tokens)
-        yield counter(
-            "computed_tokens",
-            "Tokens put through the model, prefill and decode",
-            stats.computed_tokens,
-        )
-        yield counter(
-            "recomputed_tokens",
-            "Tokens that were computed again after a preemption",
-            stats.recomputed_tokens,
-        )
-        yield counter(
-            "prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache",
-            stats.prefix_queries,
-        )
-        yield counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.cached_tokens
-        )
-        yield counter("num_preemptions", "Sequences that were preempted", stats.preemptions)
-        yield counter(
-            "kv_blocks_evicted", "KV blocks evicted from the prefix cache", stats.evicted_blocks
-        )
-        yield counter(
-            "kv_blocks_offloaded", "KV blocks copied to host memory", stats.blocks_swapped_out
-        )
-        yield counter(
-            "kv_blocks_restored", "KV blocks copied back from host memory", stats.blocks_swapped_in
-        )
-        yield counter("spec_decode_num_draft_tokens", "Draft tokens", stats.draft_tokens)
-        yield counter(
-            "spec_decode_num_accepted_tokens",
-            "Draft tokens that were accepted",
-            stats.accepted_tokens,
-        )
-        yield counter("engine_steps", "Engine steps", stats.steps)
-        yield counter(
-            "engine_failed_steps", "Engine steps that failed and were bisected", stats.failed_steps
-        )
-        yield counter("engine_busy_seconds", "Time inside engine steps", stats.busy_s)
-        yield counter(
-            "engine_restarts",
-            "Engine processes that were replaced",
-            self._parts.service.health.engine_restarts,
-        )
+        replaced = "Engine processes that were replaced"
+        yield counter("engine_restarts", replaced, health.engine_restarts)
 
     def _owned(self) -> Iterator[MetricSample]:
         parts, observer = self._parts, self._parts.observer
@@ -267,22 +248,8 @@ class StatusReporter:
             "Estimated memory of finished jobs that wait; claiming stops at 512 MiB",
             finalizer.num_bytes,
         )
-        yield counter("sql_commits", "SQL transactions of finished jobs", stats.groups)
-        yield counter(
-            "sql_commit_failures",
-            "SQL transactions that failed and are repeated",
-            stats.record_failures,
-        )
-        yield counter("jobs_recorded", "Jobs recorded in SQL", stats.recorded)
-        yield counter(
-            "jobs_recorded_before", "Redelivered jobs that SQL had already", stats.recorded_before
-        )
-        yield counter(
-            "jobs_acknowledged", "Jobs acknowledged after their commit", stats.acknowledged
-        )
-        yield counter(
-            "jobs_refused_by_sql", "Tries in which the database refused a job", stats.refused
-        )
+        for field, name, words in _SQL_COUNTERS:
+            yield counter(name, words, getattr(stats, field))
 
     def _health(self) -> Iterator[MetricSample]:
         up, all_well = {}, True
